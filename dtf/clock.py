@@ -1,0 +1,133 @@
+"""What comes next in a run: the contract of clocks, and the clock of a fixed plan."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from dtf.lr import Schedule
+from dtf.sampler import Epochs
+from dtf.values import Evaluate, Log, Save, Stop, Ticket, Train
+
+
+class Clock(ABC):
+    """Says what to do next. A fixed plan computes it; a coordinator grants it, and may withhold or grant again."""
+
+    @abstractmethod
+    def __next__(self) -> Ticket:
+        """The next ticket; waits until there is one. The last is a Stop."""
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return self
+
+    @abstractmethod
+    def ahead(self, count: int) -> list[Train]:
+        """Up to `count` train tickets that are known to follow, for fetching their rows early. Never waits; may be empty, may be wrong."""
+
+    @abstractmethod
+    def done(self, ticket: Ticket, values: Mapping[str, float]) -> None:
+        """The ticket is finished. `values`: the metrics of a Log or Evaluate, the same on every rank; else empty."""
+
+    @abstractmethod
+    def state(self) -> dict:
+        """JSON for a checkpoint; given back when the clock of the resuming run is made."""
+
+    @property
+    @abstractmethod
+    def best(self) -> tuple[float, int] | None:
+        """Best value of the objective so far and the step it was evaluated at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The fixed course of a run. `*_every` in steps; 0: never."""
+
+    total: int
+    log_every: int
+    eval_every: int
+    save_every: int
+    save_best: bool = False
+    patience: int = 0
+    objective: tuple[str, str] = ("loss", "min")
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a planned run stands; all of it is in the checkpoint."""
+
+    step: int = 0
+    best: float | None = None
+    best_step: int = 0
+    since_best: int = 0
+
+
+STOP_REQUESTS = "stop_requests"
+"""Key of a Log's values: how many ranks were asked to stop."""
+
+
+class PlannedClock(Clock):
+    """The clock of collective strategies: a pure function of the plan and of the metrics all ranks agree on, so no rank asks another."""
+
+    def __init__(self, plan: Plan, epochs: Epochs, schedule: Schedule, state: Mapping | None = None) -> None:
+        self._plan, self._epochs, self._schedule = plan, epochs, schedule
+        self._at = Progress(**state) if state else Progress()
+        self._preempted = False
+        self._tickets = self._course()
+
+    def __next__(self) -> Ticket:
+        return next(self._tickets)
+
+    def ahead(self, count: int) -> list[Train]:
+        first = self._at.step
+        return [self._train(step) for step in range(first, min(first + count, self._plan.total))]
+
+    def done(self, ticket: Ticket, values: Mapping[str, float]) -> None:
+        match ticket:
+            case Train():
+                self._at.step = ticket.step + 1
+            case Log():
+                self._preempted |= values.get(STOP_REQUESTS, 0) > 0
+            case Evaluate(step):
+                name, mode = self._plan.objective
+                value = values[name]
+                best = self._at.best
+                if math.isfinite(value) and (best is None or (value > best if mode == "max" else value < best)):
+                    self._at.best, self._at.best_step, self._at.since_best = value, step, 0
+                else:
+                    self._at.since_best += 1
+
+    def state(self) -> dict:
+        return asdict(self._at)
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        return None if self._at.best is None else (self._at.best, self._at.best_step)
+
+    def _train(self, step: int) -> Train:
+        epoch, index = divmod(step, self._epochs.batches)
+        return Train(step, epoch, index, self._epochs.size(index), self._schedule(step, self._plan.total))
+
+    def _course(self) -> Iterator[Ticket]:
+        plan, at = self._plan, self._at
+        while at.step < plan.total:
+            yield self._train(at.step)
+            step, last = at.step, at.step == plan.total
+            if _due(step, plan.log_every) or (last and plan.log_every):
+                yield Log(step)
+            evaluated = bool(_due(step, plan.eval_every) or (last and plan.eval_every))
+            if evaluated:
+                yield Evaluate(step)
+            improved = evaluated and at.best_step == step and at.best is not None
+            stopping = "preempted" if self._preempted else "early_stop" if plan.patience and evaluated and at.since_best >= plan.patience else ""
+            if plan.save_every and (_due(step, plan.save_every) or last or stopping or (improved and plan.save_best)):
+                yield Save(step)
+            if stopping and not last:
+                yield Stop(step, stopping)
+                return
+        yield Stop(at.step, "finished")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,269 @@
+"""From a command line to a finished config: Hydra composes, dtf checks every key of it. The only file that drives Hydra.
+
+Nothing below gets a DictConfig, an interpolation or a key that no class knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NoReturn, TypeVar
+
+from hydra import version
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import setup_globals
+from hydra.errors import ConfigCompositionException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from dtf.errors import ConfigError
+from dtf.explain import explain, origin, parse, shorten
+from dtf.job import Job
+from dtf.registry import registered
+from dtf.schema import RESERVED, KeyProblem, make_option, unset
+from dtf.settings import GROUPS, Settings, fit_config, load_parts, typed_fitted
+from dtf.sources import CONF, Read, loader, recording
+from dtf.strategy import Task
+from dtf.untrusted import resolve
+
+T = TypeVar("T")
+
+ROOT = "config"
+"""Name of dtf's own root config, conf/config.yaml."""
+
+
+def compose(argv: Sequence[str]) -> Composed:
+    """The config that a command line asks for. ConfigError for anything in it, or in the files it names, that fits no class."""
+    flags = arguments(argv)
+    return Composer(flags.config_dir, flags.config_name).compose(flags.overrides)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed, resolved and validated config."""
+
+    config: dict[str, Any]  # plain; may hold "???" where a mandatory key was not given, `settings` refuses that
+    choices: dict[str, Any]  # group -> option as it was chosen; options that are YAML files have names of their own
+    overrides: tuple[str, ...]
+    composer: Composer = field(repr=False, compare=False)
+    reads: dict[str, Read] = field(repr=False, compare=False)
+
+    @cached_property
+    def settings(self) -> Settings:
+        """Objects of the registered classes. ConfigError when a mandatory key is missing."""
+        with self._located():
+            return typed_fitted(self.config)
+
+    @property
+    def job(self) -> Job:
+        """The job alone: what it does may need no other part."""
+        with self._located():
+            missing = unset(self.config["job"], "job")
+            if missing:
+                raise KeyProblem(missing[0], f"{missing[0]}=??? is mandatory; give {missing[0]}=VALUE")
+            return make_option("job", self.config["job"])
+
+    def check(self) -> Settings:
+        """The settings, once every part has agreed to them. For jobs that train, before ranks start. ConfigError or DataError."""
+        settings = self.settings
+        with self._located():
+            settings.check()
+            settings.recipe.check()
+            settings.optimizer.check()
+            settings.lr.check()
+            devices, processes = settings.launcher.devices_kind(), settings.launcher.count()
+            settings.precision.check(devices)
+            task = Task(settings.recipe, settings.optimizer, settings.precision, settings.step, settings.seed)
+            settings.strategy.check(task, processes, devices)
+        return settings
+
+    def recompose(self, overrides: Sequence[str]) -> Composed:
+        """The same command line with more overrides behind it.
+
+        A group chosen anew forgets the earlier choice; when it is another option, also earlier `<group>.key=value`, which spoke of the other one.
+        """
+        new = parse(overrides, self.composer.loader)
+        chosen = {each.key_or_group: each.value() for each in new if self.composer.is_group(each.key_or_group)}
+        kept = []
+        for text, each in zip(self.overrides, parse(self.overrides, self.composer.loader), strict=True):
+            group = each.key_or_group.split(".")[0]
+            other = group in chosen and chosen[group] != self.choices.get(group)
+            if each.key_or_group not in chosen and not other:
+                kept.append(text)
+        return self.composer.compose([*kept, *overrides])
+
+    def origin(self, key: str) -> str:
+        """Where a key got its value: `on the command line`, `in FILE`, or "" when it is a default."""
+        return self.composer.origin(key, self.overrides, self.reads)
+
+    def _located(self) -> _Located:
+        return _Located(self.origin)
+
+
+class Composer:
+    """Composes configs from one set of places: dtf's conf, a folder of the user's, and the registry."""
+
+    def __init__(self, config_dir: str | None = None, config_name: str | None = None) -> None:
+        version.setbase("1.3")
+        setup_globals()
+        load_parts([])
+        self.config_name = config_name or ROOT
+        self.loader = loader(config_dir)
+        self._plugins: list[str] = []
+
+    def compose(self, overrides: Sequence[str]) -> Composed:
+        """See `compose`; `overrides` are those of one run, not of a sweep."""
+        given = list(overrides)
+        for each in parse(given, self.loader):
+            group, _, key = each.key_or_group.partition(".")
+            if RESERVED in each.key_or_group:
+                raise ConfigError(f"{each.key_or_group} is refused, a config names no code; register a class and choose it by name; set on the command line")
+            if key == "name" and group in GROUPS:
+                raise ConfigError(f"{each.key_or_group} says which class the other keys belong to; choose with {group}=NAME; set on the command line")
+        config, reads = self.with_plugins(given, lambda: self._load(given))
+        return self.finish(config, given, reads)
+
+    def with_plugins(self, overrides: Sequence[str], action: Callable[[], T]) -> tuple[T, dict[str, Read]]:
+        """The result of `action` and the files Hydra read for it, once every plugin that they or `overrides` name is imported.
+
+        A file that names a plugin may choose options that exist only after the import, so a failed action may name plugins too.
+        """
+        named = _plugins_in_overrides(overrides)
+        while True:
+            new = [name for name in named if name not in self._plugins]
+            if new:
+                self._plugins += new
+                load_parts(self._plugins)
+            failure, result = None, None
+            with recording() as reads, warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)  # Hydra warns of a searchpath that does not exist, and goes on
+                try:
+                    result = action()
+                except Exception as error:
+                    failure = error
+            named = [name for read in reads.values() for name in _plugins_in(read.content)]
+            if set(named) <= set(self._plugins):
+                if failure is not None:
+                    raise explain(failure, overrides, self.loader, reads) from failure
+                return result, reads  # type: ignore[return-value]
+
+    def finish(self, composed: DictConfig, overrides: Sequence[str], reads: dict[str, Read]) -> Composed:
+        """Resolve and validate what Hydra composed."""
+        choices = {group: choice for group, choice in composed.hydra.runtime.choices.items() if group in GROUPS or group == "experiment"}
+        self._refuse_shadows(composed, choices)
+        state = HydraConfig.instance()
+        before, state.cfg = state.cfg, None
+        with _Located(lambda key: self.origin(key, overrides, reads)):
+            try:
+                state.set_config(composed)  # for ${hydra:...}
+                plain = resolve(OmegaConf.masked_copy(composed, [name for name in composed if name != "hydra"]))
+                _refuse_targets(plain, "")
+                config = fit_config(plain)
+            except (ConfigError, KeyboardInterrupt):
+                raise
+            except Exception as error:  # an interpolation that leads nowhere
+                raise explain(error, overrides, self.loader, reads) from error
+            finally:
+                state.cfg = before
+        config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
+        return Composed(config, OmegaConf.to_container(OmegaConf.create(choices)), tuple(overrides), self, reads)  # type: ignore[arg-type]
+
+    def origin(self, key: str, overrides: Sequence[str], reads: dict[str, Read]) -> str:
+        """See `Composed.origin`."""
+        return origin(key, self.config_name, overrides, self.loader, reads)
+
+    def options(self, group: str) -> list[str]:
+        """Names that `<group>=` accepts."""
+        return self.loader.get_group_options(group)
+
+    def is_group(self, key: str) -> bool:
+        return self.loader.repository.group_exists(key)
+
+    def _load(self, overrides: list[str]) -> DictConfig:
+        try:
+            return self.loader.load_configuration(self.config_name, overrides, RunMode.RUN)
+        except ConfigCompositionException as error:
+            if not str(error).startswith("Could not override"):
+                raise
+        # An unknown key, or a new entry of a mapping. Let it in, so that it is judged like a key of a file.
+        forced = [f"++{text}" if self._is_plain(each) else text for text, each in zip(overrides, parse(overrides, self.loader), strict=True)]
+        return self.loader.load_configuration(self.config_name, forced, RunMode.RUN)
+
+    def _is_plain(self, override: Any) -> bool:
+        marked = override.is_add() or override.is_force_add() or override.is_delete()
+        return not marked and not override.is_hydra_override() and override.package is None and not self.is_group(override.key_or_group)
+
+    def _refuse_shadows(self, composed: DictConfig, choices: dict[str, Any]) -> None:
+        """Hydra takes the first of two options with one name, and a root config before the user's; nobody would notice."""
+        for source in composed.hydra.runtime.config_sources:
+            if source.schema != "file" or source.provider == "main":
+                continue
+            if os.path.isfile(os.path.join(source.path, f"{ROOT}.yaml")):
+                raise ConfigError(f"{os.path.join(source.path, ROOT)}.yaml has the name of dtf's own root config; rename it and give --config-name=NAME")
+            for group, choice in choices.items():
+                for name in choice if OmegaConf.is_list(choice) else [choice]:
+                    file = os.path.join(source.path, group, f"{name}.yaml")
+                    if os.path.isfile(file) and (name in registered(group) or (CONF / group / f"{name}.yaml").is_file()):
+                        raise ConfigError(f"{group}={name} is an option of dtf and also a file, {file}; rename the file")
+
+
+class _Located:
+    """A block in which a KeyProblem becomes a ConfigError that says where the key was set."""
+
+    def __init__(self, where: Callable[[str], str]) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyProblem):
+            where = self._where(error.key)
+            raise ConfigError(f"{error}; set {where}" if where else str(error)) from error
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; config values are given as key=value; see dtf --help")
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Flags and overrides, in any order. ConfigError for an unknown flag."""
+    parser = _Parser(prog="dtf", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    for names in (["--help", "-h"], ["--version"], ["--run", "-r"], ["--multirun", "-m"], ["--resolve"], ["--shell-completion", "-sc"]):
+        parser.add_argument(*names, action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"])
+    flags = parser.parse_intermixed_args(list(argv))
+    if (flags.resolve or flags.package) and not flags.cfg:
+        parser.error("--resolve and --package go with --cfg")
+    asked = [flags.run, flags.multirun, flags.shell_completion, flags.cfg is not None, flags.info is not None]
+    if sum(asked) > 1:
+        parser.error("only one of --run, --multirun, --cfg, --info and --shell-completion at a time")
+    return flags
+
+
+def _plugins_in_overrides(overrides: Sequence[str]) -> list[str]:
+    named = [text for text in overrides if text.lstrip("+").startswith("plugins=")]
+    return [name for each in parse(named) if not each.is_sweep_override() for name in _plugins_in({"plugins": each.value()})]
+
+
+def _plugins_in(content: dict[str, Any]) -> list[str]:
+    named = content.get("plugins")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
+def _refuse_targets(value: Any, key: str) -> None:
+    for name, entry in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        inner = f"{key}.{name}" if key else str(name)
+        if name == RESERVED:
+            raise KeyProblem(inner, f"{inner} is refused, a config names no code; register a class and choose it by name")
+        _refuse_targets(entry, inner)

@@ -1,0 +1,120 @@
+"""Why a set of ranks ended: tells the cause from its consequences. Values in, values out; touches no process."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+
+from dtf.errors import ConfigError, DtfError, Exit
+from dtf.values import Failed
+
+_LAST_LINES = 20
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank ended."""
+
+    rank: int
+    step: int  # optimizer steps it had finished, from its last heartbeat
+    status: int  # as of os.waitpid
+    killed: bool  # by the launching process
+    failed: Failed | None  # its own last words
+    at: float  # when it said them, time.monotonic()
+    log: str  # what it printed in this attempt
+
+    @property
+    def signal(self) -> int:
+        """The signal that ended it, 0 when none did."""
+        return self.status & 0x7F
+
+    @property
+    def code(self) -> int:
+        """Its exit status, 0 after a signal."""
+        return self.status >> 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended. `cause` is None when it ended well; `external`: nothing in the program failed, so trying again may help."""
+
+    exit: Exit
+    cause: Failed | None = None
+    external: bool = False
+
+
+def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int) -> Outcome:
+    """The one cause of an attempt's end. `hang`: the launching process found ranks silent and killed them; `stop_signals`: it was asked to stop.
+
+    A death by signal comes before all words: the others' words are then about a lost connection. Among words the earliest
+    counts, because a rank whose peer has failed says so later.
+    """
+    own = [ending for ending in endings if not ending.killed and ending.status and ending.code != Exit.PREEMPTED]
+    deaths = [ending for ending in own if ending.signal and not (stop_signals and ending.signal == signal.SIGTERM)]
+    words = sorted((ending for ending in own if ending.failed), key=lambda ending: ending.at)
+    if any(ending.signal != signal.SIGABRT for ending in deaths) or deaths and not words:
+        return _death(next((ending for ending in deaths if ending.signal != signal.SIGABRT), deaths[0]))
+    if stop_signals > 1 and any(ending.killed for ending in endings):
+        return _lost(endings, "stopped at once by a second signal")
+    if words and words[0].failed:
+        cause = words[0].failed
+        known = cause.exit in list(Exit)
+        return Outcome(Exit(cause.exit) if known else Exit.BUG, cause, external=cause.exit == Exit.PEER)
+    if hang:
+        return Outcome(Exit.PEER, hang, external=True)
+    silent = [ending for ending in own if not ending.signal]
+    if silent:
+        first = silent[0]
+        text = f"ended with exit status {first.code} without a word; its log ends below"
+        return Outcome(Exit.PEER, Failed(first.rank, first.step, int(Exit.PEER), text, _tail(first.log)), external=True)
+    if any(ending.signal == signal.SIGTERM for ending in own):  # its handler was not set yet: it had not begun to train
+        return Outcome(Exit.PREEMPTED, Failed(own[0].rank, own[0].step, int(Exit.PREEMPTED), "asked to stop before training began; nothing is lost", ""))
+    if any(ending.killed for ending in endings):
+        return _lost(endings, "asked to stop, but not done within launcher.grace_s")
+    preempted = [ending for ending in endings if ending.code == Exit.PREEMPTED]
+    if preempted:
+        first = min(preempted, key=lambda ending: ending.rank)
+        return Outcome(Exit.PREEMPTED, first.failed or Failed(first.rank, first.step, int(Exit.PREEMPTED), "asked to stop; the state is saved", ""))
+    return Outcome(Exit.OK)
+
+
+def preload_error(message: str, trace: str) -> DtfError:
+    """What it means that the fork server could not import what ranks need."""
+    if "torchvision::" in message and "does not exist" in message:
+        return ConfigError(
+            "torchvision does not fit the installed torch (one is a CPU build, or of another release); "
+            "install both together: python -m pip install --force-reinstall torch torchvision"
+        )
+    missing = re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", message)
+    if missing:
+        return ConfigError(f"{missing[1]} is not installed for this Python; install dtf with its requirements: python -m pip install -e .")
+    return DtfError(f"what ranks need cannot be imported: {message}\n{trace}")
+
+
+def innermost(stacks: str) -> str:
+    """Where the main thread stands, `file:line in function`, from what faulthandler wrote last; empty when it wrote nothing."""
+    dump = stacks.rpartition("\nCurrent thread 0x")[2] if "Current thread 0x" in stacks else ""
+    main = re.split(r"\n\n(?:Thread|Current thread) 0x", dump)[0]
+    found = re.search(r'File "([^"]+)", line (\d+) in (\S+)', main)
+    return f"{found[1]}:{found[2]} in {found[3]}" if found else ""
+
+
+def _death(ending: Ending) -> Outcome:
+    try:
+        name = signal.Signals(ending.signal).name
+    except ValueError:
+        name = f"signal {ending.signal}"
+    killed = ending.signal == signal.SIGKILL
+    why = "by somebody, or by the system for want of memory" if killed else "its log ends below"
+    return Outcome(Exit.PEER, Failed(ending.rank, ending.step, int(Exit.PEER), f"killed by {name}; {why}", "" if killed else _tail(ending.log)), external=True)
+
+
+def _lost(endings: list[Ending], why: str) -> Outcome:
+    step = min(ending.step for ending in endings)
+    text = f"{why}; what was trained since the last checkpoint is lost; start again with the same run.dir to go on from it"
+    return Outcome(Exit.PEER, Failed(endings[0].rank, step, int(Exit.PEER), text, ""))
+
+
+def _tail(log: str) -> str:
+    return "\n".join(log.splitlines()[-_LAST_LINES:])

@@ -1,0 +1,225 @@
+"""The loop: steps a program when the clock says so, measures, evaluates, saves. Names no strategy and imports contracts only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtf.clock import STOP_REQUESTS, Clock
+from dtf.errors import DivergedError, DtfError
+from dtf.recipe import Recipe
+from dtf.strategy import Program
+from dtf.values import Batch, Evaluate, Event, Log, Measured, Save, Saved, State, StepOutput, Stop, Train
+
+
+class Batches(Protocol):
+    """This rank's rows by number of the global batch; see `loader.Loader`."""
+
+    batches: int
+    prefetch: int
+
+    def get(self, epoch: int, index: int) -> Batch | None: ...
+    def ahead(self, keys: list[tuple[int, int]]) -> None: ...
+
+
+class Agreement(Protocol):
+    """What the loop asks of other ranks: additive sums, the same bits on all. See `world.World`."""
+
+    def reduce(self, sums: Tensor) -> Tensor: ...
+
+
+class Saver(Protocol):
+    def save(self, step: int, state: State, scalars: dict[str, Any], value: float | None) -> str:
+        """Collective. `value`: the objective evaluated at this very step, if it was."""
+        ...
+
+
+class Window:
+    """Sums since the last report, on the device; one small reduction closes it."""
+
+    def __init__(self, carried: list[float] | None = None) -> None:
+        self._sums: Tensor | None = None
+        self._steps = 0
+        self._carried = carried  # totals from before a checkpoint, the same on every rank
+
+    def add(self, output: StepOutput) -> None:
+        """No synchronisation. The gradient norm's two numbers go to the end of the metric sums."""
+        sums = torch.cat([output.sums, output.grad_norm.to(output.sums.dtype)])
+        self._sums = sums if self._sums is None else self._sums.add_(sums)
+        self._steps += 1
+
+    def total(self, world: Agreement, width: int, stop: bool) -> list[float]:
+        """Sums over ranks, [metric sums (M), sum of norms, steps with a norm, stop requests]; waits for the device. Collective."""
+        mine = torch.zeros(width + 3, dtype=torch.float64)
+        if self._sums is not None:
+            mine[:-1] += self._sums.cpu()
+        mine[-1] = float(stop)
+        total = world.reduce(mine)
+        if total[width + 1] > 0:  # however many ranks knew the norm, a step counts once: the window may close on another number of ranks
+            total[width : width + 2] *= self._steps / total[width + 1]
+        if self._carried is not None:
+            total[:-1] += torch.tensor(self._carried, dtype=torch.float64)
+        return total.tolist()
+
+
+@dataclass
+class Loop:
+    """Everything one rank needs to follow a clock. `beat(phase, step)` marks that the rank is alive; `record(step, ids)` keeps sample ids."""
+
+    program: Program
+    clock: Clock
+    train: Batches
+    evaluation: Batches
+    evaluation_rows: int
+    recipe: Recipe
+    world: Agreement
+    saver: Saver | None
+    see: Callable[[Event], None]
+    scalars: dict[str, Any]  # what identifies the run in its checkpoints: seed, data, batch size
+    steps_per_epoch: int
+    skip_nonfinite: int = 0
+    stop_requested: Callable[[], bool] = lambda: False
+    beat: Callable[[str, int], None] = lambda phase, step: None
+    record: Callable[[int, np.ndarray], None] | None = None
+    carried: list[float] | None = None  # the window of the checkpoint resumed from
+
+
+def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
+    """Follow the clock to its Stop; returns it with the last evaluation's values. Collective.
+
+    Raises DivergedError on all ranks alike, before a save, when more updates were skipped than allowed.
+    """
+    program, clock, train = loop.program, loop.clock, loop.train
+    width = 1 + len(loop.recipe.measures)
+    window, seconds = Window(loop.carried), _Stopwatch()
+    ready: tuple[tuple[int, int], Batch | None] | None = None  # prepared one batch ahead, by (epoch, index)
+    evaluated: dict[str, float] = {}
+    evaluated_at, rows, lr = -1, 0, 0.0
+    for ticket in clock:
+        values: dict[str, float] = {}
+        match ticket:
+            case Train():
+                key = (ticket.epoch, ticket.index)
+                batch = ready[1] if ready is not None and ready[0] == key else program.prepare(train.get(*key))
+                loop.beat("step", ticket.step)
+                window.add(program.step(ticket, batch))
+                if loop.record is not None and batch is not None:
+                    loop.record(ticket.step, batch.ids)
+                rows, lr = rows + ticket.rows, ticket.lr
+                clock.done(ticket, values)
+                coming = [(t.epoch, t.index) for t in clock.ahead(1 + train.prefetch)]
+                if train.prefetch:
+                    train.ahead(coming)
+                ready = (coming[0], program.prepare(train.get(*coming[0]))) if coming else None
+                continue
+            case Log(step):
+                loop.beat("log", step)
+                total = window.total(loop.world, width, loop.stop_requested())
+                window = Window()
+                _refuse_divergence(loop, step)
+                values = {**loop.recipe.summarise(total[:width]), "grad_norm": _ratio(total[width], total[width + 1]), STOP_REQUESTS: total[-1]}
+                shown = {k: v for k, v in values.items() if k != STOP_REQUESTS} | {"lr": lr, "rows_per_s": rows / seconds.lap()}
+                loop.see(Measured("train", step, step / loop.steps_per_epoch, seconds.total(), shown))
+                rows = 0
+            case Evaluate(step):
+                _refuse_divergence(loop, step)
+                with seconds.paused():
+                    values = evaluated = evaluate(loop, step)
+                evaluated_at = step
+                clock.done(ticket, values)
+                new = clock.best is not None and clock.best[1] == step
+                loop.see(Measured("eval", step, step / loop.steps_per_epoch, seconds.total(), values, new))
+                continue
+            case Save(step):
+                _refuse_divergence(loop, step)
+                with seconds.paused():
+                    loop.beat("save", step)
+                    started = time.perf_counter()
+                    carried = window.total(loop.world, width, False)[:-1]
+                    window = Window(carried)
+                    program.settle()
+                    state = program.state()
+                    best = clock.best
+                    new = best is not None and evaluated_at == step and best[1] == step
+                    if loop.saver is not None:
+                        scalars = {**loop.scalars, "program": state.scalars, "clock": clock.state(), "window": carried}
+                        value = evaluated.get(loop.recipe.objective[0]) if evaluated_at == step else None
+                        path = loop.saver.save(step, state, scalars, value)
+                        loop.see(Saved(step, path, new, time.perf_counter() - started))
+            case Stop():
+                _refuse_divergence(loop, ticket.step)
+                return ticket, evaluated
+        clock.done(ticket, values)
+    raise AssertionError("a clock ends with a Stop")
+
+
+@torch.no_grad()
+def evaluate(loop: Loop, step: int) -> dict[str, float]:
+    """Metrics over the whole evaluation split, each row once. Collective."""
+    loop.program.settle()
+    total = torch.zeros(1 + len(loop.recipe.measures), dtype=torch.float64)
+    sums = None
+    last = loop.evaluation.batches
+    for index in range(last):
+        loop.beat("evaluate", step)
+        loop.evaluation.ahead([(0, i) for i in range(index, min(index + 1 + loop.evaluation.prefetch, last))])
+        batch = loop.program.prepare(loop.evaluation.get(0, index))
+        more = loop.program.eval_step(batch)
+        sums = more if sums is None else sums + more
+    if sums is not None:
+        total += sums.cpu()
+    values = loop.world.reduce(total).tolist()
+    if values[0] != loop.evaluation_rows:
+        raise DtfError(f"evaluation counted {values[0]:g} of {loop.evaluation_rows} rows; a row was lost or counted twice; please report this")
+    return loop.recipe.summarise(values)
+
+
+def _refuse_divergence(loop: Loop, step: int) -> None:
+    skipped = loop.program.skipped()
+    if skipped > loop.skip_nonfinite:
+        raise DivergedError(
+            f"loss or gradient was not finite in {skipped} of the first {step} steps, train.skip_nonfinite={loop.skip_nonfinite} allows no more; "
+            "no such update was made; lower lr.peak, set step.clip_norm or use a wider precision"
+        )
+
+
+def _ratio(total: float, count: float) -> float:
+    return total / count if count else float("nan")
+
+
+class _Stopwatch:
+    """Wall time, total and between reports; pauses for what is not training."""
+
+    def __init__(self) -> None:
+        self._start = self._lap = time.perf_counter()
+
+    def total(self) -> float:
+        return time.perf_counter() - self._start
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        passed, self._lap = now - self._lap, now
+        return max(passed, 1e-9)
+
+    def paused(self) -> _Pause:
+        return _Pause(self)
+
+    def shift(self, seconds: float) -> None:
+        self._lap += seconds
+
+
+class _Pause:
+    def __init__(self, watch: _Stopwatch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._watch.shift(time.perf_counter() - self._started)

@@ -1,0 +1,86 @@
+"""Every way a run can fail: one exception class, one exit code and one printed line each."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit codes of a dtf process; a scheduler may rely on them (docs/exit-codes.md)."""
+
+    OK = 0
+    BUG = 1
+    CONFIG = 2
+    DATA = 65
+    PEER = 69
+    BUSY = 73
+    IO = 74
+    PREEMPTED = 75
+    AUTH = 77
+    DIVERGED = 79
+    NO_PROGRESS = 93
+
+
+class DtfError(Exception):
+    """Base of all expected failures. The message reads `what; why; what to do`."""
+
+    exit = Exit.BUG
+
+
+class ConfigError(DtfError):
+    """The composed config cannot run: unknown key, wrong value, impossible combination."""
+
+    exit = Exit.CONFIG
+
+
+class DataError(DtfError):
+    """The data set or a checkpoint to load is missing, unreadable or corrupt."""
+
+    exit = Exit.DATA
+
+
+class PeerError(DtfError):
+    """A rank died or hung and the restarts are used up. Requeue the job."""
+
+    exit = Exit.PEER
+
+
+class BusyError(DtfError):
+    """The run folder is locked by a live run, or holds another run."""
+
+    exit = Exit.BUSY
+
+
+class SaveError(DtfError):
+    """A checkpoint could not be written; the last good one is kept. Requeue the job."""
+
+    exit = Exit.IO
+
+
+class Preempted(DtfError):
+    """Asked to stop (SIGTERM or SIGINT); the state was saved. Requeue the job."""
+
+    exit = Exit.PREEMPTED
+
+
+class DivergedError(DtfError):
+    """Loss or gradients were not finite more often than `train.skip_nonfinite` allows."""
+
+    exit = Exit.DIVERGED
+
+
+class NoProgressError(DtfError):
+    """Three restarts in a row without a new checkpoint."""
+
+    exit = Exit.NO_PROGRESS
+
+
+def code_name(exit: Exit) -> str:
+    """`Exit.CONFIG` -> `E_CONFIG`, as printed and documented."""
+    return f"E_{exit.name}"
+
+
+def error_line(exit: Exit, message: str, rank: int | None = None, step: int | None = None) -> str:
+    """The one line that ends a failed run, on standard error."""
+    where = "".join(f" {key}={value}" for key, value in (("rank", rank), ("step", step)) if value is not None)
+    return f"dtf: error[{code_name(exit)}]{where}: {message}"

@@ -1,0 +1,116 @@
+"""What Hydra and OmegaConf refuse, in dtf's words: key=value, the rule, the choices, and where it was set."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf.errors import OmegaConfBaseException
+
+from dtf.errors import ConfigError
+from dtf.registry import registered, suggest
+from dtf.schema import show
+from dtf.settings import GROUPS
+from dtf.untrusted import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hydra.core.override_parser.types import Override
+
+    from dtf.sources import Loader, Read
+
+COMMAND_LINE = "on the command line"
+
+
+def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Override]:
+    """Overrides as Hydra understands them; ConfigError for what is none."""
+    try:
+        return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        raise ConfigError(_no_override(error.override)) from error
+
+
+def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> ConfigError:
+    """The ConfigError that says what the person who typed or wrote it has to change."""
+    if isinstance(error, ConfigError):
+        return error
+    text = str(error)
+    if isinstance(error, OverrideParseException):
+        return ConfigError(_no_override(error.override))
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _no_option(error.missing_cfg_file, text, overrides, loader, reads)
+    if ambiguous := re.match(r"Ambiguous value for argument '(.*?)'\n", text, re.DOTALL):
+        key, _, value = ambiguous[1].partition("=")
+        return ConfigError(f"{show(ambiguous[1])} gives several values; a list is {key}=[{value}], a sweep over them needs -m; set {COMMAND_LINE}")
+    if sweep := re.match(r"Sweep parameters '(.*?)' requires --multirun", text, re.DOTALL):
+        return ConfigError(f"{show(sweep[1])} is a sweep and needs -m; set {COMMAND_LINE}")
+    if isinstance(error.__cause__, OmegaConfBaseException) and text in ("", "None"):
+        text = str(error.__cause__)
+    return ConfigError(one_line(ValueError(text or type(error).__name__)))
+
+
+def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> str:
+    """Where a key got its value: `on the command line`, `in FILE`, or "" when it is a default."""
+    for override in reversed(parse(overrides, loader)):
+        given = override.key_or_group.replace("/", ".")
+        if key == given or key.startswith((f"{given}.", f"{given}[")) and not loader.repository.group_exists(override.key_or_group) or given.startswith(f"{key}."):
+            return COMMAND_LINE
+    wanted = re.findall(r"[^.\[\]]+", key)
+    for default in reversed(loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults):
+        read = reads.get(default.config_path or "")
+        if read is None:
+            continue
+        package = default.package.split(".") if default.package else []
+        if wanted[: len(package)] == package and _holds(read.content, wanted[len(package) :]):
+            return f"in {shorten(read.file)}"
+    return ""
+
+
+def shorten(path: Path) -> str:
+    """A path as a person in the current directory would name it."""
+    absolute, here = os.path.abspath(path), os.getcwd()
+    return os.path.relpath(absolute, here) if absolute.startswith(f"{here}{os.sep}") else absolute
+
+
+def _holds(content: Any, parts: list[str]) -> bool:
+    for part in parts:
+        if isinstance(content, dict):
+            names = {str(name): entry for name, entry in content.items()}
+            if part not in names:
+                return False
+            content = names[part]
+        elif isinstance(content, list) and part.isdecimal() and int(part) < len(content):
+            content = content[int(part)]
+        else:
+            return False
+    return True
+
+
+def _no_override(text: str) -> str:
+    if "=" not in text and not text.startswith("~"):
+        jobs = registered("job")
+        meant = f"job={text}" if text in jobs else f"key=value, or -{'-' * (len(text) > 1)}{text}" if text in ("help", "h") else "key=value"
+        return f"{show(text)} is no override; write {meant}"
+    return f"{show(text)} cannot be read; quote values with commas, brackets, braces, = or spaces: 'key=\"a, b\"'; set {COMMAND_LINE}"
+
+
+def _no_option(path: str, text: str, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> ConfigError:
+    group, _, name = path.rpartition("/")
+    if not group:
+        return ConfigError(f"--config-name={name} is not found; give the name of a YAML file in --config-dir, without .yaml")
+    base, _, tail = group.rpartition("/")
+    if tail == "schema" and base in GROUPS:
+        choices, what = registered(base), f"{base}: schema/{show(name)} is no registered class"
+    else:
+        choices, what = loader.repository.get_group_options(group), f"{group}={show(name)} is no option"
+    parent = re.match(r"In '([^']+)'", text)
+    read = reads.get(parent[1]) if parent else None
+    typed = any(override.key_or_group == group for override in parse(overrides, loader))
+    where = f"set {COMMAND_LINE}" if typed else f"set in {shorten(read.file)}" if read else ""
+    return ConfigError("; ".join(filter(None, (what, suggest(name, choices), where))))

@@ -1,0 +1,17 @@
+"""What `python -m dtf job=...` does. Jobs run in the launching process, without torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dtf.config import Composed
+
+
+class Job(ABC):
+    """Fields are the config node `job`."""
+
+    @abstractmethod
+    def run(self, composed: Composed) -> int:
+        """Do it; return the exit code. DtfErrors are printed and turned into exit codes by the caller."""

@@ -1,0 +1,161 @@
+"""`job=checkpoint`: look into a checkpoint or compare its digests, without loading it and without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtf import commit
+from dtf.checkpoint import STATE, located, read_scalars
+from dtf.errors import ConfigError, DataError, Exit
+from dtf.job import Job
+from dtf.manifest import ITEM_BYTES, Manifest, volume
+from dtf.registry import option, register
+from dtf.shards import slots
+
+if TYPE_CHECKING:
+    from dtf.config import Composed
+
+
+class Action(Enum):
+    inspect = "inspect"
+    verify = "verify"
+
+
+class Output(Enum):
+    text = "text"
+    json = "json"
+
+
+@register("job", "checkpoint")
+class Checkpoint(Job):
+    """Show what a checkpoint holds, or check that every byte of it is what was written."""
+
+    action: Action = option(default=Action.inspect, doc="`inspect`: step, writer, tensors, scalars; `verify`: compare all digests, exit 65 when one differs")
+    path: str = option(default="", doc="a checkpoint, or a run folder, which means its newest one")
+    format: Output = option(default=Output.text, doc="`text` to read, `json` for programs")
+
+    def run(self, composed: Composed) -> int:
+        if not self.path:
+            raise ConfigError("job.path is empty; give a checkpoint like RUN/checkpoints/step_000120, or a run folder")
+        folder = located(self.path, "job.path")[0]
+        return self._inspect(folder) if self.action is Action.inspect else self._verify(folder)
+
+    def _inspect(self, folder: Path) -> int:
+        try:
+            manifest = commit.read_manifest(folder)
+            scalars = read_scalars(folder, manifest)
+        except (DataError, OSError) as error:
+            raise DataError(f"checkpoint {folder} cannot be read: {error}; `job.action=verify` looks at every byte") from None
+        if self.format is Output.json:
+            print(json.dumps(_plain({"path": str(folder), **_summary(manifest), "tensors": _tensors(manifest), "scalars": scalars}), indent=2))
+            return Exit.OK
+        summary = _summary(manifest)
+        print(f"{folder}\n" + "\n".join(f"  {key:<10} {_readable(key, value)}" for key, value in summary.items()))
+        rows = [[t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", str(len(t["boxes"])), f"{t['bytes']:,}"] for t in _tensors(manifest)]
+        print("\n" + _table(["tensor", "dtype", "shape", "boxes", "bytes"], rows))
+        print("\nscalars\n" + "\n".join(f"  {key:<28} {_short(value)}" for key, value in _flat(scalars)))
+        return Exit.OK
+
+    def _verify(self, folder: Path) -> int:
+        started = time.perf_counter()
+        faults = _faults(folder)
+        seconds = time.perf_counter() - started
+        if self.format is Output.json:
+            print(json.dumps({"path": str(folder), "ok": not faults, "faults": faults}, indent=2))
+        elif faults:
+            print("\n".join(f"damaged {folder}: {fault}" for fault in faults))
+        else:
+            manifest = commit.read_manifest(folder)
+            print(f"ok {folder}: {len(manifest.files) + 1} files, {_bytes(manifest):,} bytes, every byte as written ({seconds:.1f} s)")
+        return Exit.DATA if faults else Exit.OK
+
+
+def _faults(folder: Path) -> list[str]:
+    """Everything wrong with a checkpoint: files, bytes, and tensors that do not lie where the manifest says."""
+    try:
+        manifest = commit.read_manifest(folder)
+    except (DataError, OSError) as error:
+        return [str(error)]
+    faults = list(commit.faults(folder, manifest))
+    if faults:
+        return faults
+    readers = {name: commit.Blocks(folder, name, file) for name, file in manifest.files.items()}
+    try:
+        read_scalars(folder, manifest)
+        found = {name: slots(readers[name].read, manifest.files[name].size) for name in manifest.files if name != STATE}
+    except (DataError, OSError) as error:
+        return [str(error)]
+    for name, tensor in manifest.tensors.items():
+        for box in tensor.boxes:
+            slot = found.get(box.file, {}).get(box.key)
+            if slot is None or (slot.dtype, slot.shape) != (tensor.dtype, box.shape):
+                faults.append(f"{box.file}: {box.key!a} is not the box of {name} that the manifest lists")
+    return faults
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(file.size for file in manifest.files.values())
+
+
+def _summary(manifest: Manifest) -> dict[str, Any]:
+    goal = manifest.objective
+    return {
+        "step": manifest.step,
+        "run": manifest.run_id,
+        "strategy": manifest.strategy,
+        "ranks": manifest.ranks,
+        "objective": {"metric": goal.metric, "mode": goal.mode, "value": goal.value} if goal else None,
+        "files": len(manifest.files) + 1,
+        "bytes": _bytes(manifest),
+        "elements": sum(volume(tensor.shape) for tensor in manifest.tensors.values()),
+    }
+
+
+def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "bytes": volume(tensor.shape) * ITEM_BYTES[tensor.dtype],
+            "boxes": [{"file": box.file, "offset": list(box.offset), "shape": list(box.shape)} for box in tensor.boxes],
+        }
+        for name, tensor in sorted(manifest.tensors.items())
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """JSON that any reader takes: floats that are not finite as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _readable(key: str, value: Any) -> str:
+    if key == "objective":
+        return f"{value['metric']} = {value['value']:.6g} ({value['mode']})" if value else "not evaluated at this step"
+    return f"{value:,}" if key in ("bytes", "elements") else str(value)
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested dicts as dotted keys."""
+    if isinstance(value, dict) and value:
+        return [pair for key, item in value.items() for pair in _flat(item, f"{prefix}.{key}" if prefix else key)]
+    return [(prefix, value)]
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return "\n".join("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows])

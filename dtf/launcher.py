@@ -1,0 +1,63 @@
+"""How ranks come to be: the contract of launchers, and where one rank stands."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dtf.errors import Exit, error_line
+from dtf.values import Failed
+
+if TYPE_CHECKING:
+    from dtf.run import Run
+    from dtf.values import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank stands. Plain values, so that it travels as JSON."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    role: str = "trainer"
+    slots: int = 1  # `launcher.processes`: how far to spread; equals size but for strategies that use threads
+    device: str = "cpu"  # "cpu" or "cuda:<index>"
+    threads: int = 0  # intra-op threads of this rank; 0: cores / local size
+    store: str = ""  # "host:port" of the TCPStore, "" when size is 1
+    prefix: str = ""  # "<run id>/<attempt>": keys of an earlier attempt are never met
+    attempt: int = 0
+
+
+class Launcher(ABC):
+    """Fields are the config node `launcher`. Torch-free, but `inline` and `env`, which become ranks themselves."""
+
+    @abstractmethod
+    def devices_kind(self) -> str:
+        """`cuda` or `cpu`: what the ranks will run on. Torch-free (CUDA_VISIBLE_DEVICES, NVML). ConfigError when asked for and absent."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """`launcher.processes` with `auto` resolved: one per GPU, else 2. Torch-free."""
+
+    def open(self, config: dict[str, Any], make: Callable[[], Run]) -> Run:
+        """The run this process takes part in: `make()`, but for launchers whose ranks exist already, where one process makes it for all."""
+        return make()
+
+    @abstractmethod
+    def launch(self, run: Run, see: Callable[[Event], None]) -> int:
+        """Run the ranks to their end, restarting as configured; feed every event of the run to `see`. Returns an exit code.
+
+        A failure of the ranks is also printed, see `report`; one of the launcher itself is raised as a DtfError.
+        """
+
+
+def report(failure: Failed) -> None:
+    """Print a rank's last words on standard error: its traceback, then the one line."""
+    if failure.traceback and failure.exit != Exit.PREEMPTED:
+        print(failure.traceback.rstrip(), file=sys.stderr)
+    print(error_line(Exit(failure.exit), failure.message, failure.rank, failure.step), file=sys.stderr, flush=True)

@@ -1,0 +1,142 @@
+"""Ranks on this host, forked from a process that has torch imported, watched and restarted by this one, which never imports it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dtf import devices
+from dtf.attempt import Attempt, Limits, Stop
+from dtf.errors import ConfigError
+from dtf.forkserver import ForkServer
+from dtf.launcher import Launcher, Place, report
+from dtf.registry import option, register
+from dtf.supervise import NO_PROGRESS, supervise
+from dtf.values import Event
+
+if TYPE_CHECKING:
+    from dtf.run import Run
+
+PRELOAD = ["torch", "torchvision", "dtf.worker", "dtf.rank"]
+"""What a rank imports before its first step. Must not touch CUDA: a forked process cannot use it after that."""
+
+_server: ForkServer | None = None  # one per launching process: it outlives a run, so that the next one of a sweep starts warm
+
+
+def prestart(argv: Sequence[str]) -> None:
+    """Start importing torch in the fork server, beside the composing of the config, when the command line looks like a run of ranks of this host."""
+    global _server
+    flags = [word for word in argv if word.startswith("-") and word not in ("-m", "--multirun", "-r", "--run") and not word.startswith(("-cd", "--config-", "-cn"))]
+    words = dict(word.split("=", 1) for word in argv if "=" in word)
+    own_environment = any(key.lstrip("+").startswith("launcher.env") for key in words)
+    if not flags and not own_environment and words.get("launcher", "local") == "local" and words.get("job", "train") in ("train", "verify") and _server is None:
+        _server = ForkServer(PRELOAD, _environment({}))
+
+
+def discard() -> None:
+    """End the fork server: the config turned out wrong, or nothing more is to be run."""
+    global _server
+    if _server is not None:
+        _server.close()
+        _server = None
+
+
+@register("launcher", "local")
+class Local(Launcher):
+    """Start ranks on this host, watch them, restart them from the last checkpoint when one is lost."""
+
+    processes: int | str = option(default="auto", doc="how far to spread; `auto`: one process per GPU, without GPUs 2")
+    devices: str = option(default="auto", doc="`auto`: GPUs if there are any; `cpu`; `cuda`; or numbers of GPUs, as in launcher.devices='\"0,2\"'")
+    threads: int = option(default=0, doc="intra-op threads of each rank; 0: cores divided by ranks")
+    pin: bool = option(default=False, doc="give each rank cores of its own")
+    env: dict[str, str] = option(factory=dict, doc="environment variables for ranks, beside those of this process")
+    interface: str = option(default="", doc="network interface of gloo and nccl; empty: loopback, all ranks are on this host")
+    max_restarts: int = option(default=NO_PROGRESS, doc="restarts after a lost rank; counts again from 0 after a new checkpoint")
+    hang_timeout_s: float = option(default=60.0, doc="silence of a rank within a step that means it hangs", unit="s")
+    start_timeout_s: float = option(default=600.0, doc="the same while starting, the first step included, evaluating and saving", unit="s")
+    grace_s: float = option(default=25.0, doc="time to save after SIGTERM or SIGINT before ranks are killed", unit="s")
+
+    def devices_kind(self) -> str:
+        return devices.choose(self.devices).kind
+
+    def count(self) -> int:
+        rules = [
+            ("threads", self.threads >= 0, "0 or more"),
+            ("max_restarts", 0 <= self.max_restarts <= NO_PROGRESS, f"0 to {NO_PROGRESS}: as many without a new checkpoint end a run anyway"),
+            ("hang_timeout_s", self.hang_timeout_s > 0, "more than 0"),
+            ("start_timeout_s", self.start_timeout_s > 0, "more than 0"),
+            ("grace_s", self.grace_s >= 0, "0 or more"),
+        ]
+        for name, holds, rule in rules:
+            if not holds:
+                raise ConfigError(f"launcher.{name}={getattr(self, name)} must be {rule}")
+        if sys.platform != "linux":
+            raise ConfigError(f"launcher=local needs Linux, this is {sys.platform}; use launcher=inline")
+        return devices.processes(self.processes, devices.choose(self.devices))
+
+    def launch(self, run: Run, see: Callable[[Event], None]) -> int:
+        return self.start(run, see, "dtf.worker:work")
+
+    def start(self, run: Run, see: Callable[[Event], None], entry: str) -> int:
+        """`launch` with ranks that run the function `entry`, "module:function", see `rank.Entry`."""
+        places, pins = self._places(run)
+        order = {
+            "entry": entry,
+            "config": run.config,
+            "folder": str(run.folder),
+            "run_id": run.id,
+            "environment": {**os.environ, **self._network(), **_environment(self.env)},
+            "directory": os.getcwd(),
+            "path": [os.path.abspath(part) for part in sys.path],
+        }
+        limits = Limits(self.hang_timeout_s, self.start_timeout_s, self.grace_s)
+        with Stop() as stop:
+
+            def attempt(number: int) -> Attempt:
+                here = [Place(**{**place, "attempt": number, "prefix": f"{run.id}/{number}"}) for place in places]
+                return Attempt(self._warm(), order, here, pins, run.folder, limits, stop, see)
+
+            outcome = supervise(attempt, self.max_restarts, lambda: stop.count > 0, see)
+        if self.env:
+            discard()
+        if outcome.cause:
+            see(outcome.cause)
+            report(outcome.cause)
+        return outcome.exit
+
+    def _places(self, run: Run) -> tuple[list[dict[str, Any]], list[list[int]]]:
+        """Where each rank stands, but for what an attempt adds; and the cores it is pinned to, none when it is not."""
+        slots, chosen = self.count(), devices.choose(self.devices)
+        roles = [role for role, number in run.settings.strategy.roles(slots).items() for _ in range(number)]
+        size, cores = len(roles), sorted(os.sched_getaffinity(0))
+        if self.pin and len(cores) < size:
+            raise ConfigError(f"launcher.pin=true needs a core for each of {size} ranks, there are {len(cores)}; use launcher.pin=false")
+        threads = self.threads or max(1, devices.cores() // size)
+        places = [
+            {"rank": rank, "size": size, "local_rank": rank, "local_size": size, "role": role, "slots": slots, "threads": threads}
+            | {"device": devices.device_of(rank, size, chosen)}
+            for rank, role in enumerate(roles)
+        ]
+        shares = [cores[len(cores) * rank // size : len(cores) * (rank + 1) // size] for rank in range(size)]
+        return places, shares if self.pin else [[]] * size
+
+    def _network(self) -> dict[str, str]:
+        if self.interface:
+            return {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
+        return {key: os.environ.get(key, "lo") for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+
+    def _warm(self) -> ForkServer:
+        """The fork server; a new one when ranks need an environment from their first import on, or when the old one has died."""
+        global _server
+        fresh = bool(self.env) and _server is not None and _server.environment != _environment(self.env)
+        if fresh or _server is not None and _server.used and not _server.alive:
+            discard()
+        if _server is None:
+            _server = ForkServer(PRELOAD, _environment(self.env))
+        return _server
+
+
+def _environment(extra: dict[str, str]) -> dict[str, str]:
+    return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **extra}  # is_available() without starting CUDA

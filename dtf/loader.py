@@ -1,0 +1,65 @@
+"""Batches for tickets: which rows this rank reads of a global batch, fetched early where that pays. Knows no training."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from dtf.recipe import Dataset
+from dtf.sampler import Epochs, cut, share
+from dtf.values import Batch, Shard
+
+
+class Loader:
+    """This rank's rows of global batches. `shard=None`: a rank that reads nothing gets None."""
+
+    def __init__(self, dataset: Dataset, epochs: Epochs, shard: Shard | None, micro_batch_rows: int, pin: bool = False) -> None:
+        self._dataset, self._epochs, self._shard, self._micro, self._pin = dataset, epochs, shard, micro_batch_rows, pin
+        self.prefetch = dataset.prefetch if shard is not None else 0
+        self._pool = ThreadPoolExecutor(1, "loader", initializer=torch.set_num_threads, initargs=(1,)) if self.prefetch else None
+        self._pending: dict[tuple[int, int], Future[Batch]] = {}
+        self.batches = epochs.batches
+
+    def get(self, epoch: int, index: int) -> Batch | None:
+        """This rank's rows of global batch `index` of `epoch`; padding of weight 0 when it has none."""
+        if self._shard is None:
+            return None
+        future = self._pending.pop((epoch, index), None)
+        return future.result() if future is not None else self._fetch(self._ids(epoch, index), epoch)
+
+    def ahead(self, keys: list[tuple[int, int]]) -> None:
+        """Start fetching the (epoch, index) that are likely to come, and forget what is no longer among them."""
+        if self._pool is None:
+            return
+        for key in [key for key in self._pending if key not in keys]:
+            self._pending.pop(key).cancel()
+        for key in keys:
+            if key not in self._pending:
+                # The order of an epoch is drawn here, not in the thread: Epochs keeps one epoch at a time.
+                self._pending[key] = self._pool.submit(self._fetch, self._ids(*key), key[0])
+
+    def close(self) -> None:
+        """Stop the fetching thread."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _ids(self, epoch: int, index: int) -> np.ndarray:
+        assert self._shard is not None
+        ids = self._epochs.ids(epoch, index)
+        bounds = cut(len(ids), self._micro, self._shard.count)
+        first, last = share(len(bounds) - 1, self._shard)
+        if first == last:
+            return np.concatenate([ids[: min(2, len(ids))], [-1]])  # the marker makes it padding, see _fetch
+        return ids[bounds[first] : bounds[last]]
+
+    def _fetch(self, ids: np.ndarray, epoch: int) -> Batch:
+        padding = ids[-1] < 0
+        rows = ids[:-1] if padding else ids
+        inputs, targets = self._dataset.fetch(rows, epoch)
+        weight = torch.zeros(len(rows)) if padding else torch.ones(len(rows))
+        if self._pin:
+            inputs = {k: v.pin_memory() for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.pin_memory()
+            targets = targets.pin_memory()
+        return Batch(inputs, targets, weight, np.full_like(rows, -1) if padding else rows)

@@ -1,0 +1,122 @@
+"""A run on standard output: a moving picture on a terminal, greppable lines anywhere else. Failures are the launcher's to print."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from dtf.observer import Observer
+from dtf.registry import option, register
+from dtf.tracking import Pace, number_text, plain_text, setting_text, time_text
+from dtf.values import Ended, Event, Measured, Note, Saved, Started
+
+if TYPE_CHECKING:
+    from dtf.screen import Screen
+
+
+@register("observer", "console")
+class Console(Observer):
+    """Print the course of the run; colours and movement only where standard output is a terminal. NO_COLOR is respected."""
+
+    live: bool = option(default=True, doc="draw progress on a terminal; false: plain lines there too")
+
+    def open(self, folder: Path, config: dict) -> None:
+        self._view: Screen | Lines | None = None
+        if self.live and _draws(sys.stdout):
+            from dtf.screen import Screen
+
+            self._view = Screen(folder, config)
+        else:
+            self._view = Lines(sys.stdout)
+
+    def see(self, event: Event) -> None:
+        if self._view is not None:
+            try:
+                self._view.see(event)
+            except BrokenPipeError as error:
+                _hang_up()
+                raise BrokenPipeError("nobody reads standard output any more") from error
+
+    def close(self) -> None:
+        if self._view is not None:
+            view, self._view = self._view, None
+            view.close()
+
+
+class Lines:
+    """One line per event, `key=value` parted by blanks, for files, pipes and grep."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._total, self._pace, self._opened = 0, Pace(), time.monotonic()
+
+    def see(self, event: Event) -> None:
+        match event:
+            case Started(step, total, _, table, attempt):
+                self._total = total
+                self._pace.restart(step)
+                place = {"step": f"{step}/{total}", "attempt": attempt}
+                self._print("restarted" if attempt else "started", place if attempt else place | table)
+            case Measured("train", step, epoch, seconds, values):
+                self._pace.mark(step, seconds)
+                rest = {"eta": time_text(self._pace.seconds_for(self._total - step))}
+                self._print("", self._place(step, epoch) | _train_values(values) | rest)
+            case Measured(split, step, epoch, _, values):
+                self._print(split, self._place(step, epoch) | {name: number_text(value) for name, value in values.items()}, "best" if event.best else "")
+            case Saved(step, path, best, seconds):
+                self._print("saved", {"step": step, "path": path, "seconds": f"{seconds:.2f}"}, "best" if best else "")
+            case Note(level, text):
+                self._write(f"{level}: {plain_text(text)}")
+            case Ended(step, reason, values):
+                place = {"step": f"{step}/{self._total}", "reason": reason}
+                wall = {"wall": time_text(time.monotonic() - self._opened)}
+                self._print("ended", place | {name: number_text(value) for name, value in values.items()} | wall)
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+    def _place(self, step: int, epoch: float) -> dict[str, object]:
+        return {"step": f"{step}/{self._total}", "epoch": f"{epoch:.2f}"}
+
+    def _print(self, head: str, pairs: dict[str, object], tail: str = "") -> None:
+        words = [f"{name.replace(' ', '_')}={_quoted(value)}" for name, value in pairs.items()]
+        self._write(" ".join([*filter(None, [head]), *words, *filter(None, [tail])]))
+
+    def _write(self, line: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
+
+
+def _train_values(values: dict[str, float]) -> dict[str, str]:
+    """Metrics first, then what belongs to the optimizer, then speed."""
+    last = ("lr", "grad_norm", "rows_per_s")
+    ordered = [*(name for name in values if name not in last), *(name for name in last if name in values)]
+    return {name.replace("_per_s", "/s"): (setting_text if name == "lr" else number_text)(values[name]) for name in ordered}
+
+
+def _quoted(value: object) -> str:
+    text = plain_text(str(value))
+    return '"' + text.replace('"', "'") + '"' if not text or any(c in text for c in ' "=') else text
+
+
+def _draws(stream: TextIO) -> bool:
+    """Whether this is a terminal that can move its cursor and show block characters."""
+    if not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
+        return False
+    return codecs.lookup(stream.encoding or "ascii").name == "utf-8"
+
+
+def _hang_up() -> None:
+    """Give the closed pipe's number to /dev/null, so that the interpreter's last flush does not fail and spoil the exit code."""
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, number)
+    os.close(null)

@@ -1,0 +1,71 @@
+"""Measurements as JSON lines, for programs to read. A resumed run leaves the file of an undisturbed one, apart from times."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from io import TextIOWrapper
+from pathlib import Path
+
+from dtf.observer import Observer
+from dtf.registry import option, register
+from dtf.values import Event, Measured, Started
+
+
+@register("observer", "jsonl")
+class Jsonl(Observer):
+    """Append every measurement to a file: `{"split", "step", "epoch", "seconds", <metric>...}`; a number that is not finite is `null`."""
+
+    path: str = option(default="metrics.jsonl", doc="file, relative to the run folder")
+
+    def open(self, folder: Path, config: dict) -> None:
+        self._path = folder / self.path
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIOWrapper | None = self._path.open("a", encoding="utf-8")
+
+    def see(self, event: Event) -> None:
+        match event:
+            case Started():
+                self.close()
+                forget_after(self._path, event.step)
+                self._file = self._path.open("a", encoding="utf-8")
+            case Measured() if self._file is not None:
+                self._file.write(line_of(event) + "\n")
+                self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
+
+
+def line_of(event: Measured) -> str:
+    """One measurement as strict JSON: any parser reads it, which Python's NaN and Infinity would prevent."""
+    head = {"split": event.split, "step": event.step, "epoch": event.epoch, "seconds": round(event.seconds, 3)}
+    line = head | event.values | head  # a metric of the same name hides none of the four
+    return json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}, allow_nan=False)
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Remove the lines of later steps and the torn last line of a killed writer. Atomic: a crash leaves the old file or the new one."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _step(line) <= step]
+    if len(kept) == len(lines):
+        return
+    new = path.with_name(f"{path.name}.tmp")
+    with new.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+
+
+def _step(line: bytes) -> float:
+    """Infinity for what is no whole line of this file."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf

@@ -1,0 +1,127 @@
+"""Optimizers as functions on named parameters; their state lives in a dict by name, ready for a checkpoint.
+
+They do not clip, scale, reduce or decide which rank owns what: that is `update.py`. The options in `dtf/optimizers/` call the
+functional kernels of `torch.optim`, never its classes: those keep state by position, need a conversion for every checkpoint,
+and constructing one imports `torch._dynamo` (about a second).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dtf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Combine = Callable[["Tensor"], "Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that all decay or all do not, with their state, as a kernel takes them."""
+
+    parameters: list[Tensor]
+    slots: dict[str, list[Tensor]]  # key of the state -> its tensor for each parameter
+    decayed: bool
+    combine: Combine | None
+
+
+class Optimizer(ABC):
+    """Fields are the config node `optimizer`. Modules import torch only inside methods."""
+
+    decay_norm_and_bias: bool
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise ConfigError for values that make no optimizer. Torch-free."""
+
+    @abstractmethod
+    def init(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Fresh state of one parameter. Tensors have the parameter's shape, or shape () (counters, float32)."""
+
+    @abstractmethod
+    def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
+        """One step in place over a non-empty group, fused, without host synchronisation; `skip` as in `Bound.apply`."""
+
+    def decays(self, shape: Sequence[int]) -> bool:
+        """Whether weight decay acts on a parameter of this global shape. Biases and normalisation scales have one axis."""
+        return self.decay_norm_and_bias or len(shape) > 1
+
+    def bind(self, parameters: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]] | None = None, combine: Combine | None = None) -> Bound:
+        """Give the parameters fresh state and prepare the lists that the kernels take.
+
+        `shapes`: global shapes where the parameters are parts of tensors. Then `combine` adds up per-tensor sums, (2, n), over the ranks
+        that hold the other parts, which bind parts of the same parameters in the same order; element-wise optimizers never call it.
+        ValueError for a parameter with gaps in memory, e.g. a slice of columns: bind a contiguous copy.
+        """
+        return Bound(self, parameters, shapes or {}, combine)
+
+
+class Bound:
+    """An optimizer and the parameters it steps. `states`: parameter name -> state; load it in place."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], combine: Combine | None) -> None:
+        import torch
+
+        for name, parameter in parameters.items():
+            if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+                raise ValueError(f"{name} has shape {tuple(parameter.shape)}, strides {parameter.stride()} and so gaps in memory; bind a contiguous copy")
+        self.states = {name: optimizer.init(parameter) for name, parameter in parameters.items()}
+        self._optimizer, self._parameters = optimizer, list(parameters.values())
+        self._strides = [parameter.stride() for parameter in self._parameters]
+        decays = [optimizer.decays(shapes.get(name, parameter.shape)) for name, parameter in parameters.items()]
+        states = list(self.states.values())
+        self._groups: list[tuple[list[int], Group]] = []
+        for decayed in (True, False):
+            chosen = [index for index, decay in enumerate(decays) if decay is decayed]
+            if chosen:
+                slots = {key: [states[index][key] for index in chosen] for key in states[chosen[0]]}
+                self._groups.append((chosen, Group([self._parameters[index] for index in chosen], slots, decayed, combine)))
+
+    def apply(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
+        """One step in place, gradients in the order of the bound parameters; they may be overwritten.
+
+        `skip`, float32 shape () on the parameters' device: 1 leaves parameters and state bit for bit as they are, whatever the gradients
+        hold (NaN included), 0 steps; None: never skip. No host synchronisation.
+        """
+        import torch
+
+        with torch.no_grad():
+            if [gradient.stride() for gradient in gradients] != self._strides:
+                gradients = _aligned(gradients, self._parameters)
+            for chosen, group in self._groups:
+                part = gradients if len(self._groups) == 1 else [gradients[index] for index in chosen]
+                self._optimizer.step(group, part, lr, skip)
+
+
+def _aligned(gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+    """The gradients in the memory layout of their parameters.
+
+    torch's fused CPU kernels pair elements by memory position and do not look at strides: a `channels_last` gradient of a
+    contiguous weight would silently update the wrong elements.
+    """
+    import torch
+
+    return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for g, p in zip(gradients, parameters, strict=True)]
+
+
+def counter(parameter: Tensor) -> Tensor:
+    """A count of steps, at 0, on the parameter's device."""
+    import torch
+
+    return torch.zeros((), dtype=torch.float32, device=parameter.device)
+
+
+def require(optimizer: Optimizer, name: str, *, low: float = 0.0, high: float = math.inf, above: bool = False) -> None:
+    """ConfigError unless `low <= optimizer.<name> < high`, or `low < ...` with `above`."""
+    value = getattr(optimizer, name)
+    if low <= value < high and not (above and value == low):
+        return
+    lower = f"greater than {low:g}" if above else f"at least {low:g}"
+    upper = f"below {high:g}" if math.isfinite(high) else "finite"
+    raise ConfigError(f"optimizer.{name}={value:g} is out of range; use a number that is {lower} and {upper}")

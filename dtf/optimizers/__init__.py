@@ -1,0 +1,1 @@
+"""Optimizers: one registered class per file, torch-free until they step."""

@@ -1,0 +1,82 @@
+"""Layer-wise adaptive rate scaling, for large batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtf.optimizer import Group, Optimizer, require
+from dtf.registry import option, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@register("optimizer", "lars")
+class Lars(Optimizer):
+    """Momentum whose step of each tensor is a fixed share of the tensor's norm: ratio = trust * |p| / (|g| + weight_decay * |p|).
+
+    v = momentum * v + lr * ratio * (g + weight_decay * p); p = p - v. The learning rate is part of v, as published. A tensor that
+    does not decay is not adapted: ratio = 1; nor is one whose parameter or gradient is all zeros.
+    Source: You, Gitman & Ginsburg 2017, alg. 1 (arXiv:1708.03888).
+    """
+
+    momentum: float = option(default=0.9, doc="share of the last update that is kept; 0 keeps no state")
+    trust_coefficient: float = option(default=0.001, doc="length of a step as a share of the tensor's norm, at lr = 1")
+    eps: float = option(default=1e-8, doc="added to the denominator of the ratio")
+    weight_decay: float = option(default=1e-4, doc="factor of the parameter that is added to its gradient (L2 penalty)")
+    decay_norm_and_bias: bool = option(
+        default=False, doc="decay and adapt biases and normalisation scales (parameters with one axis) too; their small norms make poor ratios"
+    )
+
+    def check(self) -> None:
+        require(self, "momentum", high=1.0)
+        require(self, "trust_coefficient", above=True)
+        require(self, "eps")
+        require(self, "weight_decay")
+
+    def init(self, parameter: Tensor) -> dict[str, Tensor]:
+        import torch
+
+        return {"momentum": torch.zeros_like(parameter, requires_grad=False)} if self.momentum else {}
+
+    def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
+        import torch
+        from torch.optim.sgd import sgd
+
+        if group.decayed:
+            squares = self.squares(group.parameters, gradients)
+            ratios = self.ratios(group.combine(squares) if group.combine else squares)
+            moves = torch._foreach_add(gradients, group.parameters, alpha=self.weight_decay)
+            torch._foreach_mul_(moves, (ratios * lr).unbind())
+        else:
+            moves = torch._foreach_mul(gradients, lr)
+        # What is left is momentum at learning rate 1: torch's kernel does it, and knows how to skip.
+        sgd(
+            group.parameters,
+            list(moves),
+            [*group.slots["momentum"]] if self.momentum else [None] * len(moves),
+            fused=True,
+            found_inf=skip,
+            weight_decay=0.0,
+            momentum=self.momentum,
+            lr=1.0,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+
+    def squares(self, parameters: list[Tensor], gradients: list[Tensor]) -> Tensor:
+        """Squared norms of what this rank holds, shape (2, n), of parameters and of gradients: sums that add up over ranks."""
+        import torch
+
+        wide = torch.promote_types(parameters[0].dtype, torch.float32)
+        norms = torch._foreach_norm([*parameters, *gradients], 2, dtype=wide)
+        return torch.stack(norms).square().view(2, -1)
+
+    def ratios(self, squares: Tensor) -> Tensor:
+        """The ratio of each tensor, shape (n,), from the squared norms of whole tensors."""
+        import torch
+
+        parameter, gradient = squares.sqrt()
+        ratio = self.trust_coefficient * parameter / (gradient + self.weight_decay * parameter + self.eps)
+        return torch.where((parameter > 0) & (gradient > 0), ratio, 1.0)

@@ -1,0 +1,55 @@
+"""Stochastic gradient descent with momentum."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtf.errors import ConfigError
+from dtf.optimizer import Group, Optimizer, require
+from dtf.registry import option, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@register("optimizer", "sgd")
+class Sgd(Optimizer):
+    """v = momentum * v + g + weight_decay * p; p = p - lr * v. Equals torch.optim.SGD without dampening.
+
+    v starts at zero, so that its first value is the gradient, as in torch. Source: Sutskever et al. 2013 (Nesterov: section 2).
+    """
+
+    momentum: float = option(default=0.9, doc="share of the last update that is kept; 0 keeps no state")
+    nesterov: bool = option(default=False, doc="look ahead along the momentum (Nesterov)")
+    weight_decay: float = option(default=0.0, doc="factor of the parameter that is added to its gradient (L2 penalty)")
+    decay_norm_and_bias: bool = option(
+        default=True, doc="let weight decay act on biases and normalisation scales (parameters with one axis) too, as the published ResNet recipes do"
+    )
+
+    def check(self) -> None:
+        require(self, "momentum", high=1.0)
+        require(self, "weight_decay")
+        if self.nesterov and not self.momentum:
+            raise ConfigError("optimizer.nesterov=true needs a momentum; use optimizer.momentum=0.9 or optimizer.nesterov=false")
+
+    def init(self, parameter: Tensor) -> dict[str, Tensor]:
+        import torch
+
+        return {"momentum": torch.zeros_like(parameter, requires_grad=False)} if self.momentum else {}
+
+    def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
+        from torch.optim.sgd import sgd
+
+        sgd(
+            group.parameters,
+            gradients,
+            [*group.slots["momentum"]] if self.momentum else [None] * len(gradients),
+            fused=True,
+            found_inf=skip,
+            weight_decay=self.weight_decay if group.decayed else 0.0,
+            momentum=self.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=self.nesterov,
+            maximize=False,
+        )

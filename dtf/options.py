@@ -1,0 +1,37 @@
+"""Root config keys that belong to no group, as typed nodes. Values only; see `registry.option`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtf.registry import option
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    name: str = option(default="", doc="folder under outputs/; empty: the recipe's name")
+    dir: str = option(default="", doc="run folder; empty: outputs/<name>/<date-time-id>, a new one each time")
+    objective: str = option(default="", doc="evaluation metric that decides best checkpoint and early stop; empty: the recipe's own")
+
+
+@dataclass(kw_only=True)
+class StepOptions:
+    batch_size: int = option(default=128, doc="global batch over all ranks", unit="rows")
+    micro_batch_rows: int = option(
+        default=0,
+        doc="rows per forward pass; batch statistics, dropout and accumulation act per micro-batch, so fixing it makes results "
+        "independent of the number of ranks; 0: the rank's whole share",
+        unit="rows",
+    )
+    clip_norm: float = option(default=0.0, doc="largest global L2 norm of the gradient; 0: no clipping")
+
+
+@dataclass(kw_only=True)
+class TrainOptions:
+    steps: int | None = option(default=None, doc="length of the run; when set it decides, whatever train.epochs says", unit="steps")
+    epochs: float | None = option(default=None, doc="length of the run in passes over the training split", unit="epochs")
+    log_every: int = option(default=20, doc="report training metrics so often; 0: never", unit="steps")
+    eval_every: int | None = option(default=None, doc="evaluate so often; null: at each end of an epoch; 0: never", unit="steps")
+    early_stop: int = option(default=0, doc="stop after so many evaluations without a new best; 0: never", unit="evaluations")
+    skip_nonfinite: int = option(default=0, doc="updates with a non-finite loss or gradient that may be skipped before the run fails", unit="steps")
+    record_samples: bool = option(default=False, doc="write the sample ids that each rank trains on to samples_rank_<r>.jsonl in the run folder")

@@ -1,0 +1,88 @@
+"""What to train: the contract of a recipe and of its data sets. Names no strategy and imports torch only to type."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor, nn
+
+    from dtf.values import Batch
+
+
+class Dataset(ABC):
+    """Rows by number. Lives in one rank; every rank can read every row."""
+
+    prefetch: int = 2
+    """Batches worth fetching ahead in a thread; 0 when a fetch costs less than handing it over (data in memory)."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
+        """Inputs (a tensor or dict of tensors with leading axis B) and targets (B, ...) of the rows `ids` (B,) int64.
+
+        On CPU. A pure function: randomness (augmentation) comes from hash(seed, epoch, sample id), see `dtf.seeding.draws`,
+        so that the same row has the same pixels on whichever rank and after whatever restart.
+        """
+
+    def fingerprint(self) -> str:
+        """Text that differs when the data differs; saved in checkpoints. Default: the number of rows."""
+        return str(len(self))
+
+
+class Recipe(ABC):
+    """A model, its loss, its data and its metrics. Fields are the config node `recipe`; `recipe.model.*` and `recipe.data.*` are nested nodes.
+
+    Modules must import without torch at the top level; methods import what they need.
+    """
+
+    @property
+    @abstractmethod
+    def measures(self) -> tuple[str, ...]:
+        """Names of the metrics, in the order of `measure`'s sums after the first; `loss` is one of them."""
+
+    @property
+    @abstractmethod
+    def objective(self) -> tuple[str, str]:
+        """The metric that says which evaluation is best, and `max` or `min`."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise ConfigError or DataError for what can be seen before launch (a missing path). Torch-free, quick."""
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """A plain module. Called under `torch.device("meta")`: parameters are drawn later by `initialise`."""
+
+    def initialise(self, name: str, module: nn.Module) -> None:
+        """Draw the parameters and buffers that `module` itself owns (not its children's), on CPU.
+
+        `name` is the module's full dotted name ("" for the root). The global generator is seeded from hash(seed, name) before
+        the call. Default: the module's `reset_parameters`.
+        """
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+
+    @abstractmethod
+    def open_data(self, split: str, seed: int) -> Dataset:
+        """The `train` or `eval` split. `seed` is the run's, for augmentation. DataError when it cannot be read."""
+
+    @abstractmethod
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Loss per row, shape (B,). The engine weights, sums and divides by the rows of the global batch."""
+
+    @abstractmethod
+    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
+        """Additive metric state, shape (M,): [0] the sum of weights, [i] as `measures[i - 1]`; see `dtf.metrics.weighted_sums`.
+
+        `loss` (B,) is `self.loss(outputs, batch.targets)`, detached. No host synchronisation.
+        """
+
+    def summarise(self, sums: list[float]) -> dict[str, float]:
+        """Metric values from summed state (M,). Default: weighted means."""
+        return {name: value / sums[0] if sums[0] else float("nan") for name, value in zip(self.measures, sums[1:], strict=True)}

@@ -1,0 +1,72 @@
+"""Names for classes: `@register("strategy", "ddp")` makes dataclass, config schema, option and help text in one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, dataclass_transform
+
+from dtf.errors import ConfigError
+
+T = TypeVar("T", bound=type)
+
+_CLASSES: dict[str, dict[str, type]] = {}
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+def option(default: Any = dataclasses.MISSING, *, doc: str, unit: str = "", factory: Any = dataclasses.MISSING) -> Any:
+    """A dataclass field that is also a config key: `doc` and `unit` appear in `job=describe`.
+
+    Lists and nested nodes are given by `factory`. A field without default is mandatory (`???` in the config).
+    """
+    return dataclasses.field(default=default, default_factory=factory, metadata={"doc": doc, "unit": unit})
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(option,))
+def register(group: str, name: str) -> Callable[[T], T]:
+    """Class decorator: make the class a keyword-only dataclass and an option `name` of the config group `group`.
+
+    Its module must import without torch: the class is read by the command line. Raises ConfigError when
+    another class already holds the name.
+    """
+
+    def decorate(cls: T) -> T:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{group}={name!r} is no usable name; letters, digits, '.', '_' and '-' only")
+        made = dataclasses.dataclass(kw_only=True)(cls)
+        known = _CLASSES.setdefault(group, {})
+        other = known.get(name)
+        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigError(f"{group}={name} is registered twice, by {other.__module__} and {cls.__module__}; rename one")
+        known[name] = made
+        return made
+
+    return decorate
+
+
+def groups() -> list[str]:
+    """All config groups that have a registered class."""
+    return sorted(_CLASSES)
+
+
+def registered(group: str) -> dict[str, type]:
+    """Name -> class of one group, sorted by name."""
+    return dict(sorted(_CLASSES.get(group, {}).items()))
+
+
+def lookup(group: str, name: str) -> type:
+    """The class registered as `name`; ConfigError with the nearest names otherwise."""
+    classes = registered(group)
+    if name not in classes:
+        raise ConfigError(f"{group}={name} is not registered; {suggest(name, classes)}")
+    return classes[name]
+
+
+def suggest(word: str, choices: Iterable[str]) -> str:
+    """`did you mean X? choices: A, B, C`, or only the choices when nothing is near."""
+    known = sorted(choices)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    listed = f"choices: {', '.join(known)}" if known else "there are no choices"
+    return f"did you mean {near[0]}? {listed}" if near else listed

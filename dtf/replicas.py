@@ -1,0 +1,130 @@
+"""The program of one process with several model replicas: threads compute, one reduction makes them agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from dtf.build import cast_model, draw_model
+from dtf.sampler import cut, share
+from dtf.spmd import Replica, buffers, load_buffers, loss_dtype, rows_of, to_device
+from dtf.strategy import Program, Source, Task
+from dtf.update import LocalUpdate
+from dtf.values import Batch, Shard, State, StepOutput, Train
+
+
+class Replicas(Program):
+    """Replica i computes the i-th share of the micro-batches on `devices[i]`; the first one owns the state.
+
+    `every`: each replica updates itself from the summed gradient; otherwise the first updates and the others copy its parameters.
+    Gradients are summed in order of replicas, so results do not depend on which thread is faster.
+    """
+
+    def __init__(self, task: Task, devices: list[torch.device], threads: int, every: bool) -> None:
+        self.shard = Shard(0, 1)
+        self._task, self._devices, self._every = task, devices, every
+        # One thread per replica for life: intra-op threads are set per calling thread.
+        self._threads = [
+            ThreadPoolExecutor(1, f"replica{i}", initializer=torch.set_num_threads, initargs=(threads,)) for i in range(len(devices) if len(devices) > 1 else 0)
+        ]
+        self._replicas: list[Replica] = []
+        self._updates: list[LocalUpdate] = []
+        for device in devices:
+            model = draw_model(task.recipe, task.seed)
+            masters = cast_model(model, task.precision, device)
+            self._replicas.append(Replica(model, task, device))
+            if every or not self._updates:
+                self._updates.append(LocalUpdate(model, masters, task.optimizer, task.step.clip_norm, task.precision.loss_scale))
+        self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
+        self._settled = True
+
+    def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
+        assert batch is not None
+        count = len(self._replicas)
+        bounds = cut(ticket.rows, self._task.step.micro_batch_rows, count)
+        factor = torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task))
+        parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
+        sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
+        self._sum_gradients()
+        norms = self._each(lambda i: self._updates[i].apply(ticket.step, ticket.lr), len(self._updates))
+        if not self._every:
+            for trained in self._trained[1:]:
+                torch._foreach_copy_([p.data for p in trained], [p.data for p in self._trained[0]])
+        self._settled = False
+        return StepOutput(_total([s for s in sums if s is not None], self._devices[0]), norms[0])
+
+    def eval_step(self, batch: Batch | None) -> Tensor:
+        assert batch is not None
+        count = len(self._replicas)
+        bounds = cut(len(batch.ids), 0, count)
+        parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
+
+        def part(i: int) -> Tensor | None:
+            first, last = bounds[parts[i][0]], bounds[parts[i][1]]
+            if first == last:
+                return None
+            return self._replicas[i].evaluate(to_device(rows_of(batch, first, last), self._devices[i], loss_dtype(self._task)))
+
+        return _total([s for s in self._each(part) if s is not None], self._devices[0])
+
+    def settle(self) -> None:
+        if self._settled or len(self._replicas) == 1:
+            return
+        tensors = [replica.statistics.tensors() for replica in self._replicas]
+        for same in zip(*tensors, strict=True):
+            mean = torch.stack([t.to(same[0].device) for t in same]).mean(dim=0)
+            for t in same:
+                t.copy_(mean)
+        self._settled = True
+
+    def state(self) -> State:
+        state = self._updates[0].state()
+        return State(state.boxes + buffers(self._replicas[0]), state.scalars)
+
+    @torch.no_grad()
+    def load(self, source: Source) -> None:
+        for update in self._updates:
+            update.load(source)
+        for trained in self._trained[len(self._updates) :]:
+            torch._foreach_copy_([p.data for p in trained], [p.data for p in self._trained[0]])
+        for replica in self._replicas:
+            load_buffers(replica, source)
+
+    def skipped(self) -> int:
+        return self._updates[0].skipped()
+
+    def _accumulate(self, i: int, ticket: Train, batch: Batch, bounds: list[int], own: tuple[int, int], factor: Tensor) -> Tensor | None:
+        replica, device, shard = self._replicas[i], self._devices[i], Shard(i, len(self._replicas))
+        if own[0] == own[1]:  # nothing to compute and nobody waits for this replica
+            replica.statistics.begin(0, len(bounds) - 1, shard.count)
+            replica.statistics.end()
+            return None
+        part = to_device(rows_of(batch, bounds[own[0]], bounds[own[1]]), device, loss_dtype(self._task))
+        return replica.accumulate(ticket, part, bounds, own, shard, self._updates[0].scale(factor.to(device)))
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        owner = self._trained[0]
+        for p, *others in zip(owner, *self._trained[1:], strict=True):
+            for other in others:
+                if other.grad is not None:
+                    p.grad = other.grad.to(p.device) if p.grad is None else p.grad.add_(other.grad.to(p.device))
+            for other in others:
+                other.grad = p.grad.to(other.device, copy=True) if self._every and p.grad is not None else None
+
+    def _each(self, work: Callable[[int], Tensor | None], count: int | None = None) -> list:
+        """`work(i)` for each replica, each in its own thread; results in order."""
+        if not self._threads:  # a single replica needs no thread of its own
+            return [work(0)]
+        futures = [self._threads[i].submit(work, i) for i in range(len(self._replicas) if count is None else count)]
+        return [future.result() for future in futures]
+
+
+def _total(sums: list[Tensor], device: torch.device) -> Tensor:
+    total = sums[0].to(device)
+    for more in sums[1:]:
+        total = total + more.to(device)
+    return total

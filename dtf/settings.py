@@ -1,0 +1,213 @@
+"""The root of a config as typed objects, and the modules whose classes it may name.
+
+Used by the launching process and by ranks alike; reads no files and knows no command line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import re
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import dtf
+from dtf.errors import ConfigError
+from dtf.options import RunOptions, StepOptions, TrainOptions
+from dtf.registry import groups, option, registered, suggest
+from dtf.schema import KeyProblem, fit, fit_option, make, make_option, show, to_plain, unset
+
+if TYPE_CHECKING:
+    from dtf.checkpoint import Checkpoint
+    from dtf.job import Job
+    from dtf.launcher import Launcher
+    from dtf.lr import Schedule
+    from dtf.observer import Observer
+    from dtf.optimizer import Optimizer
+    from dtf.precision import Precision
+    from dtf.recipe import Recipe
+    from dtf.sampler import Sampler
+    from dtf.strategy import Strategy
+
+GROUPS = {
+    "job": "what to do",
+    "recipe": "model, data, loss and metrics",
+    "strategy": "how the work is spread over processes",
+    "precision": "number formats",
+    "optimizer": "how gradients become updates",
+    "lr": "learning rate over time",
+    "sampler": "which rows make up a global batch",
+    "checkpoint": "when to save, what to keep, where to resume",
+    "launcher": "how processes come to be",
+    "observer": "who reports; several at once: observer=[console,jsonl]",
+}
+"""Groups of parts, in the order they are shown."""
+
+_LEAVES = {"lr", "optimizer", "precision", "sampler", "checkpoint"}
+_PACKAGES = ("strategies", "launchers", "observers", "optimizers", "jobs")
+_ENTRY_POINTS = "dtf.plugins"
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_FOLDER = re.compile(r"[A-Za-z0-9._-]{0,128}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """Keys outside all groups."""
+
+    seed: int = option(default=0, doc="from which every random number of the run follows")
+    plugins: list[str] = option(factory=list, doc="importable modules whose registered classes become options")
+    run: RunOptions = option(factory=RunOptions, doc="where the run is kept and what it aims at")
+    step: StepOptions = option(factory=StepOptions, doc="one optimizer step")
+    train: TrainOptions = option(factory=TrainOptions, doc="length of the run and what happens on the way")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Root):
+    """A whole config, typed."""
+
+    job: Job
+    recipe: Recipe
+    strategy: Strategy
+    precision: Precision
+    optimizer: Optimizer
+    lr: Schedule
+    sampler: Sampler
+    checkpoint: Checkpoint
+    launcher: Launcher
+    observer: dict[str, Observer]
+
+    def check(self) -> None:
+        """Raise KeyProblem for root keys that make no run."""
+        _check_root(self)
+
+
+def fit_config(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with every value of its key's type and every default filled in; UNSET stays. KeyProblem for the first thing wrong."""
+    hints = get_type_hints(Root)
+    known = {field.name for field in fields(Root)} | set(GROUPS)
+    for name, value in config.items():
+        if name not in known:
+            raise KeyProblem(str(name), f"{show(name)}={show(value)} is no known key; {suggest(str(name), known)}")
+    fitted: dict[str, Any] = {}
+    defaults = to_plain(Root())
+    for name in hints:
+        fitted[name] = fit(hints[name], config.get(name, defaults[name]), name)
+    for group in GROUPS:
+        if group not in config:
+            raise KeyProblem(group, f"{group} is not chosen; give {group}=NAME")
+        if group == "observer":
+            fitted[group] = _fit_observers(config[group])
+        else:
+            fitted[group] = fit_option(group, config[group], group)
+    return fitted
+
+
+def typed(config: dict[str, Any]) -> Settings:
+    """Objects of the registered classes from a plain, resolved config; imports the plugins it names. ConfigError when it is no config."""
+    load_parts(fit(list[str], config.get("plugins", []), "plugins"))
+    return typed_fitted(fit_config(config))
+
+
+def typed_fitted(config: dict[str, Any]) -> Settings:
+    """`typed` for what `fit_config` returned."""
+    missing = unset(config)
+    if missing:
+        raise KeyProblem(missing[0], f"{missing[0]}=??? is mandatory; give {missing[0]}=VALUE")
+    hints = get_type_hints(Root)
+    root = {name: make(hints[name], config[name]) for name in hints}
+    parts = {group: make_option(group, config[group]) for group in GROUPS if group != "observer"}
+    observers = {name: make_option("observer", value) for name, value in config["observer"].items()}
+    return Settings(**root, **parts, observer=observers)
+
+
+def load_parts(plugins: list[str]) -> None:
+    """Import every module that registers classes: dtf's own, those of installed packages (entry points), and `plugins`."""
+    found = [f"dtf.{module.name}" for module in pkgutil.iter_modules(dtf.__path__) if module.name in _LEAVES]
+    for package in _PACKAGES:
+        modules = importlib.import_module(f"dtf.{package}")
+        found += [f"dtf.{package}.{module.name}" for module in pkgutil.iter_modules(modules.__path__)]
+    recipes = importlib.import_module("dtf.recipes")
+    for family in pkgutil.iter_modules(recipes.__path__):
+        if family.ispkg and any(Path(path, family.name, "recipe.py").exists() for path in recipes.__path__):
+            found.append(f"dtf.recipes.{family.name}.recipe")
+    for name in found:
+        importlib.import_module(name)
+    for name in [*_entry_point_modules(), *plugins]:
+        load_plugin(name)
+    for group in groups():
+        if group not in GROUPS:
+            part, cls = next(iter(registered(group).items()))
+            raise ConfigError(f"{cls.__module__}: @register({group!r}, {part!r}): {group} is no config group; {suggest(group, GROUPS)}")
+
+
+def load_plugin(name: str) -> None:
+    """Import one module of somebody else's. The current directory counts as a place to look. ConfigError when it cannot be imported."""
+    if name in sys.modules:
+        return
+    if not _MODULE.fullmatch(name):
+        raise ConfigError(f"plugins=[{show(name)}] is no module name; give plugins=[package.module]")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # `python -m dtf` has it already, the console script does not
+    try:
+        importlib.import_module(name)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"plugins=[{name}] cannot be imported: {type(error).__name__}: {error}; install it, or run where it can be found") from error
+
+
+def _fit_observers(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise KeyProblem("observer", f"observer={show(value)} is no group of keys; choose with observer=[console,jsonl]")
+    return {str(name): fit_option("observer", part, f"observer.{name}") for name, part in value.items()}
+
+
+def _check_root(settings: Settings) -> None:
+    step, train, run = settings.step, settings.train, settings.run
+    if train.steps is None and train.epochs is None:
+        raise KeyProblem("train.steps", "train.steps=null and train.epochs=null leave the run without a length; give train.steps=N or train.epochs=N")
+    rules = [
+        ("seed", settings.seed, settings.seed >= 0, "0 or more"),
+        ("step.batch_size", step.batch_size, step.batch_size >= 1, "at least 1"),
+        ("step.micro_batch_rows", step.micro_batch_rows, 0 <= step.micro_batch_rows <= step.batch_size, f"0 to step.batch_size={step.batch_size}"),
+        ("step.clip_norm", step.clip_norm, 0 <= step.clip_norm < float("inf"), "0 or more"),
+        ("train.steps", train.steps, train.steps is None or train.steps >= 1, "at least 1"),
+        ("train.epochs", train.epochs, train.epochs is None or 0 < train.epochs < float("inf"), "more than 0"),
+        ("train.log_every", train.log_every, train.log_every >= 0, "0 or more"),
+        ("train.eval_every", train.eval_every, train.eval_every is None or train.eval_every >= 0, "null, or 0 or more"),
+        ("train.early_stop", train.early_stop, train.early_stop >= 0, "0 or more"),
+        ("train.skip_nonfinite", train.skip_nonfinite, train.skip_nonfinite >= 0, "0 or more"),
+    ]
+    for key, value, holds, rule in rules:
+        if not holds:
+            raise KeyProblem(key, f"{key}={show(value)} must be {rule}")
+    if train.early_stop and train.eval_every == 0:
+        raise KeyProblem("train.early_stop", f"train.early_stop={train.early_stop} needs evaluations, train.eval_every=0 turns them off; use null or a number of steps")
+    if not _FOLDER.fullmatch(run.name) or run.name in (".", ".."):
+        raise KeyProblem("run.name", f"run.name={show(run.name)} is no folder name; at most 128 letters, digits, '.', '_' and '-'")
+    measures = settings.recipe.measures
+    if run.objective and run.objective not in measures:
+        raise KeyProblem("run.objective", f"run.objective={show(run.objective)} is no metric of the recipe; {suggest(run.objective, measures)}")
+
+
+def _entry_point_modules() -> list[str]:
+    """Modules that installed packages offer. importlib.metadata costs 25 ms to import, so it is only asked when a package says it offers one."""
+    marker = f"[{_ENTRY_POINTS}]".encode()
+    for folder in sys.path:
+        try:
+            entries = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for entry in entries:
+            if entry.endswith((".dist-info", ".egg-info")):
+                listing = Path(folder, entry, "entry_points.txt")
+                if listing.is_file() and marker in listing.read_bytes():
+                    from importlib.metadata import entry_points
+
+                    return sorted({point.module for point in entry_points(group=_ENTRY_POINTS)})
+    return []

@@ -1,0 +1,207 @@
+"""The program of strategies in which every rank runs the whole model on its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtf.build import DTYPES
+from dtf.microbatch import Masks, RunningStatistics
+from dtf.precision import Cast
+from dtf.sampler import cut, share
+from dtf.strategy import Program, Source, Task, Update
+from dtf.values import Batch, Box, Shard, State, StepOutput, Train
+from dtf.world import World
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Replica:
+    """One copy of the model and its passes over micro-batches; knows rows and formats, nothing of other ranks.
+
+    `forward`, for the last micro-batch of a step, may sum gradients over ranks in its backward pass; the others accumulate on the bare model.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, device: torch.device, forward: Callable[..., Any] | None = None) -> None:
+        self.model, self._forward, self._recipe, self._device = model, forward or model, task.recipe, device
+        compute = DTYPES[task.precision.compute]
+        self._autocast = compute if task.precision.cast is Cast.autocast else None
+        self._input = None if self._autocast else compute
+        self.statistics = RunningStatistics(model)
+        self.masks = Masks(model, task.seed, device)
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        model.train()
+
+    def accumulate(
+        self,
+        ticket: Train,
+        batch: Batch,
+        bounds: list[int],
+        own: tuple[int, int],
+        shard: Shard,
+        factor: Tensor,
+    ) -> Tensor:
+        """Forward and backward over the micro-batches [own) of a global batch cut at `bounds`; gradients add up in the parameters.
+
+        `batch` holds the rows of these micro-batches. The gradient is that of `factor` x (sum of loss over rows), and NaN
+        everywhere when the loss is not finite. Returns the metric sums (M,).
+        """
+        first, last = own
+        if not self.model.training:
+            self.model.train()
+        self.statistics.begin(last - first, len(bounds) - 1, shard.count)
+        if first == last:  # padding rows: collectives in the backward pass need a pass, the gradient is zero
+            sums = self._pass(batch, factor, True)
+        else:
+            sums = None
+            for j in range(last - first):
+                k = first + j
+                part = batch if last - first == 1 else rows_of(batch, bounds[k] - bounds[first], bounds[k + 1] - bounds[first])
+                self.masks.enter(ticket.step, k)
+                self.statistics.enter(j)
+                more = self._pass(part, factor, k == last - 1)
+                sums = more if sums is None else sums + more
+        self.statistics.end()
+        assert sums is not None
+        return sums
+
+    def _pass(self, batch: Batch, factor: Tensor, last: bool) -> Tensor:
+        outputs, loss = self._outputs(batch, self._forward if last else self.model)
+        total = (loss * batch.weight).sum()
+        # 0 x a non-finite loss is NaN: it reaches every gradient here and, summed, every rank, before anything is updated.
+        seed = total.detach() * 0 + factor
+        if last:
+            total.backward(seed)
+        else:
+            # Not backward(): hooks that sum gradients over ranks must see each parameter once a step (DDP with a static graph counts).
+            gradients = torch.autograd.grad(total, self._trained, seed, allow_unused=True)
+            for parameter, gradient in zip(self._trained, gradients, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        with torch.no_grad():
+            return self._recipe.measure(_detach(outputs), batch, loss.detach())
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Metric sums (M,) of a batch, with running statistics and without dropout."""
+        if self.model.training:
+            self.model.eval()
+        outputs, loss = self._outputs(batch, self.model)
+        return self._recipe.measure(outputs, batch, loss)
+
+    def _outputs(self, batch: Batch, forward: Callable[..., Any]) -> tuple[Any, Tensor]:
+        if self._autocast is None:
+            outputs = forward(_cast(batch.inputs, self._input))
+        else:
+            with torch.autocast(self._device.type, dtype=self._autocast):
+                outputs = forward(batch.inputs)
+        outputs = _cast(outputs, torch.float32, HALF)  # a loss in half precision loses the small differences it is made of
+        return outputs, self._recipe.loss(outputs, batch.targets)
+
+
+class Spmd(Program):
+    """A replica on every rank and an update that makes them agree; the wrapped forward does the talking, if any."""
+
+    def __init__(self, replica: Replica, update: Update, task: Task, world: World) -> None:
+        self.shard = Shard(world.rank, world.size)
+        self._replica, self._update, self._task, self._world = replica, update, task, world
+        self._settled = True
+        # torch's DDP divides the summed gradient by the number of ranks; the factor takes that back.
+        self._factor = torch.full((), float(world.size), device=world.device, dtype=loss_dtype(task))
+
+    def prepare(self, batch: Batch | None) -> Batch | None:
+        return batch if batch is None else to_device(batch, self._world.device, loss_dtype(self._task))
+
+    def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
+        assert batch is not None and self.shard is not None
+        bounds = cut(ticket.rows, self._task.step.micro_batch_rows, self.shard.count)
+        own = share(len(bounds) - 1, self.shard)
+        self._update.begin()
+        factor = self._update.scale(self._factor / ticket.rows)
+        sums = self._replica.accumulate(ticket, batch, bounds, own, self.shard, factor)
+        self._settled = False
+        return StepOutput(sums, self._update.apply(ticket.step, ticket.lr))
+
+    def eval_step(self, batch: Batch | None) -> Tensor:
+        assert batch is not None
+        return self._replica.evaluate(batch)
+
+    def settle(self) -> None:
+        if not self._settled:
+            self._replica.statistics.average(self._world.average)
+            self._settled = True
+
+    def state(self) -> State:
+        state = self._update.state()
+        return State(state.boxes + (buffers(self._replica) if self._world.rank == 0 else []), state.scalars)
+
+    def load(self, source: Source) -> None:
+        self._update.load(source)
+        load_buffers(self._replica, source)
+
+    def skipped(self) -> int:
+        return self._update.skipped()
+
+
+def buffers(replica: Replica) -> list[Box]:
+    """Boxes of the model's persistent buffers, running averages and their counters included."""
+    kept = {name for name in replica.model.state_dict() if name not in dict(replica.model.named_parameters())}
+    found = [(name, b) for name, b in replica.model.named_buffers() if name in kept]
+    counters = [(name, torch.tensor(steps)) for name, steps in replica.statistics.counters().items()]
+    return [Box(f"model/{name}", b.data, tuple(b.shape), (0,) * b.dim()) for name, b in [*found, *counters]]
+
+
+@torch.no_grad()
+def load_buffers(replica: Replica, source: Source) -> None:
+    """Inverse of `buffers`."""
+    kept = set(replica.model.state_dict())
+    for name, buffer in replica.model.named_buffers():
+        if name in kept:
+            buffer.copy_(source.read(f"model/{name}"))
+    for name in replica.statistics.counters():
+        replica.statistics.restore(int(source.read(f"model/{name}")))
+
+
+def to_device(batch: Batch, device: torch.device, weight: torch.dtype) -> Batch:
+    """The batch on the device; `weight` in the dtype of the loss. Copies from pinned memory do not wait."""
+    if device.type == "cpu":
+        return batch if batch.weight.dtype is weight else batch._replace(weight=batch.weight.to(weight))
+    move = {"device": device, "non_blocking": True}
+    inputs = batch.inputs
+    inputs = {k: v.to(**move) for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.to(**move)
+    return Batch(inputs, batch.targets.to(**move), batch.weight.to(dtype=weight, **move), batch.ids)
+
+
+def loss_dtype(task: Task) -> torch.dtype:
+    """Format in which row losses are weighted and summed."""
+    return torch.float64 if DTYPES[task.precision.compute] is torch.float64 else torch.float32
+
+
+def rows_of(batch: Batch, first: int, last: int) -> Batch:
+    """Rows [first, last) of a batch, as views."""
+    inputs = batch.inputs
+    inputs = {k: v[first:last] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[first:last]
+    return Batch(inputs, batch.targets[first:last], batch.weight[first:last], batch.ids[first:last])
+
+
+def _cast(value: Any, dtype: torch.dtype | None, only: tuple[torch.dtype, ...] | None = None) -> Any:
+    """Floating tensors in `value` (a tensor, or a dict or tuple of them) as `dtype`; `only`: those that now have one of these."""
+    if isinstance(value, Tensor):
+        wanted = value.dtype in only if only else value.dtype.is_floating_point
+        return value.to(dtype) if wanted and dtype is not None else value
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype, only) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_cast(item, dtype, only) for item in value)
+    return value
+
+
+def _detach(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _detach(item) for key, item in value.items()}
+    return tuple(_detach(item) for item in value) if isinstance(value, tuple) else value

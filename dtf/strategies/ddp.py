@@ -1,0 +1,150 @@
+"""Data parallelism over processes: torch's DistributedDataParallel, one replica a rank."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from dtf.errors import ConfigError
+from dtf.registry import option, register
+from dtf.strategy import Program, Strategy, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch.nn import Parameter
+    from torch.nn.parallel import DistributedDataParallel
+
+    from dtf.world import World
+
+
+class CommHook(Enum):
+    none = "none"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    powersgd = "powersgd"
+
+
+class Backend(Enum):
+    auto = "auto"
+    gloo = "gloo"
+    nccl = "nccl"
+    mpi = "mpi"
+
+
+@register("strategy", "ddp")
+class Ddp(Strategy):
+    """Every rank holds the model and computes its share of the micro-batches; gradients are all-reduced in buckets during backward.
+
+    Bytes per step and rank: 2 (n - 1) / n x gradient bytes (ring all-reduce); with `shard_optimizer` also one broadcast of the parameters.
+    """
+
+    bucket_mb: float = option(default=25.0, doc="gradients are all-reduced in buckets of this size", unit="MiB")
+    static_graph: bool = option(default=False, doc="promise that every step uses the same parameters in the same order; saves bookkeeping")
+    gradient_as_bucket_view: bool = option(default=True, doc="gradients live in the buckets: saves a copy and one gradient's memory")
+    find_unused_parameters: bool = option(default=False, doc="look for parameters that a step did not use; costs a walk over the graph each step")
+    comm_hook: CommHook = option(
+        default=CommHook.none,
+        doc="what crosses the network: gradients as they are, rounded to fp16 or bf16, or a low-rank approximation (PowerSGD). "
+        "All but `none` change the numbers",
+    )
+    powersgd_rank: int = option(default=2, doc="rank of the PowerSGD approximation")
+    powersgd_start: int = option(default=10, doc="plain all-reduce before PowerSGD begins", unit="steps")
+    backend: Backend = option(default=Backend.auto, doc="torch.distributed backend; auto: nccl on CUDA, gloo on CPU")  # type: ignore[assignment]
+    shard_optimizer: bool = option(default=False, doc="divide the optimizer's state among ranks (ZeRO stage 1, arXiv:1910.02054)")
+
+    def check(self, task: Task, processes: int, devices: str) -> None:
+        if self.bucket_mb <= 0:
+            raise ConfigError(f"strategy.bucket_mb={self.bucket_mb} must be positive; the default is 25")
+        if self.backend is Backend.nccl and devices != "cuda":
+            raise ConfigError(f"strategy.backend=nccl needs CUDA, this run is on {devices}; use strategy.backend=gloo")
+        if self.comm_hook is CommHook.powersgd and (self.powersgd_rank < 1 or self.powersgd_start < 2):
+            raise ConfigError(
+                f"strategy.powersgd_rank={self.powersgd_rank}, strategy.powersgd_start={self.powersgd_start}: at least 1 and 2; "
+                "its state needs two plain steps first"
+            )
+        if self.static_graph and self.find_unused_parameters:
+            raise ConfigError("strategy.static_graph=true promises that all parameters are used; set strategy.find_unused_parameters=false")
+
+    def communication(self, devices: str) -> str | None:
+        return {"cuda": "nccl"}.get(devices, "gloo") if self.backend is Backend.auto else self.backend.value
+
+    def setup(self, task: Task, world: World) -> Program:
+        from inspect import signature
+
+        from torch.nn.parallel import DistributedDataParallel
+
+        from dtf.build import cast_model, draw_model
+        from dtf.spmd import Replica, Spmd
+        from dtf.update import LocalUpdate
+
+        model = draw_model(task.recipe, task.seed)
+        masters = cast_model(model, task.precision, world.device)
+        forward = None
+        if world.size > 1:  # alone, nothing crosses a network: the bare model is the same program
+            buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
+            forward = DistributedDataParallel(
+                model,
+                bucket_cap_mb=self.bucket_mb,
+                static_graph=self.static_graph,
+                gradient_as_bucket_view=self.gradient_as_bucket_view,
+                find_unused_parameters=self.find_unused_parameters,
+                init_sync=False,  # every rank drew the same numbers
+                **{buffers: False},  # running averages are averaged when they are needed, see Program.settle
+            )
+            self._install_hook(forward)
+        owned, after = None, None
+        if self.shard_optimizer and world.size > 1:
+            shares = divide({name: p.numel() for name, p in model.named_parameters() if p.requires_grad}, world.size)
+            owned, after = shares[world.rank], _exchange(dict(model.named_parameters()), shares)
+        update = LocalUpdate(model, masters, task.optimizer, task.step.clip_norm, task.precision.loss_scale, owned=owned, after=after, writes=world.rank == 0)
+        return Spmd(Replica(model, task, world.device, forward), update, task, world)
+
+    def _install_hook(self, model: DistributedDataParallel) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        match self.comm_hook:
+            case CommHook.fp16:
+                model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            case CommHook.bf16:
+                model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            case CommHook.powersgd:
+                state = powerSGD_hook.PowerSGDState(None, self.powersgd_rank, start_powerSGD_iter=self.powersgd_start)
+                model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def divide(sizes: dict[str, int], count: int) -> list[frozenset[str]]:
+    """Names dealt to `count` owners, the largest first to the one with least so far; the same on every rank."""
+    shares: list[set[str]] = [set() for _ in range(count)]
+    loads = [0] * count
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        owner = loads.index(min(loads))
+        shares[owner].add(name)
+        loads[owner] += size
+    return [frozenset(part) for part in shares]
+
+
+def _exchange(parameters: dict[str, Parameter], shares: list[frozenset[str]]) -> Callable[[], None]:
+    """A function that sends every rank's own parameters to all others. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    groups = []  # (owner, tensors of one dtype): flat buffers hold one dtype
+    for owner, share in enumerate(shares):
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for name in sorted(share):
+            by_dtype.setdefault(parameters[name].dtype, []).append(parameters[name].data)
+        groups += [(owner, tensors) for tensors in by_dtype.values()]
+
+    def exchange() -> None:
+        flat = [torch.cat([t.reshape(-1) for t in tensors]) for _, tensors in groups]
+        works = [dist.broadcast(buffer, src=owner, async_op=True) for (owner, _), buffer in zip(groups, flat, strict=True)]
+        for work, buffer, (owner, tensors) in zip(works, flat, groups, strict=True):
+            assert work is not None
+            work.wait()
+            if owner != dist.get_rank():
+                parts = buffer.split([t.numel() for t in tensors])
+                torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+
+    return exchange

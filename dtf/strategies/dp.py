@@ -1,0 +1,73 @@
+"""Data parallelism inside one process: replicas run by threads, on GPUs or on the cores of a CPU."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from dtf.errors import ConfigError
+from dtf.registry import option, register
+from dtf.strategy import Program, Strategy, Task
+
+if TYPE_CHECKING:
+    from dtf.world import World
+
+
+class Reduce(Enum):
+    all = "all"
+    owner = "owner"
+
+
+@register("strategy", "dp")
+class Dp(Strategy):
+    """One process holds a replica per device; each computes its share of the micro-batches in a thread of its own.
+
+    What torch.nn.DataParallel does, with replicas that live as long as the run: it copies the module anew in every step and keeps the running
+    statistics of the first replica only, which gives other numbers than one device.
+    """
+
+    replicas: int = option(default=0, doc="model replicas; 0: as many as launcher.processes, or strategy.device_ids")
+    threads: int = option(default=0, doc="intra-op threads of each replica on CPU; 0: the process's threads divided by replicas")
+    device_ids: list[int] = option(factory=list, doc="CUDA devices, one replica each; empty: the first `replicas`")
+    output_device: int = option(default=-1, doc="CUDA device that sums metrics, and gradients with reduce=owner; -1: the first of device_ids")
+    reduce: Reduce = option(
+        default=Reduce.owner,
+        doc="`owner`: one replica sums the gradients, updates and sends parameters to the others; `all`: every replica gets the sum and "
+        "runs the optimizer itself, which costs its memory on every device",
+    )
+
+    def roles(self, processes: int) -> dict[str, int]:
+        return {"trainer": 1}
+
+    def check(self, task: Task, processes: int, devices: str) -> None:
+        if self.replicas < 0 or self.threads < 0:
+            raise ConfigError(f"strategy.replicas={self.replicas}, strategy.threads={self.threads}: numbers of 0 or more")
+        if devices != "cuda" and (self.device_ids or self.output_device >= 0):
+            raise ConfigError(f"strategy.device_ids and strategy.output_device name CUDA devices, this run is on {devices}; use strategy.replicas")
+        if self.device_ids and self.replicas not in (0, len(self.device_ids)):
+            raise ConfigError(f"strategy.replicas={self.replicas} is not the number of strategy.device_ids={self.device_ids}; leave one of them out")
+        if len(set(self.device_ids)) != len(self.device_ids):
+            raise ConfigError(f"strategy.device_ids={self.device_ids} names a device twice")
+        if self.output_device >= 0 and self.device_ids and self.output_device not in self.device_ids:
+            raise ConfigError(f"strategy.output_device={self.output_device} is none of strategy.device_ids={self.device_ids}")
+
+    def communication(self, devices: str) -> str | None:
+        return None
+
+    def setup(self, task: Task, world: World) -> Program:
+        import torch
+
+        from dtf.replicas import Replicas
+
+        count = self.replicas or len(self.device_ids) or world.slots
+        if world.device.type == "cpu":
+            devices = [world.device] * count
+        else:
+            ids = self.device_ids or list(range(count))
+            if ids[-1] >= torch.cuda.device_count() or max(ids) >= torch.cuda.device_count():
+                raise ConfigError(f"strategy.device_ids={ids}: this machine has {torch.cuda.device_count()} CUDA devices")
+            owner = ids[0] if self.output_device < 0 else self.output_device
+            ids = [owner, *(i for i in ids if i != owner)]
+            devices = [torch.device("cuda", i) for i in ids]
+        threads = self.threads or max(1, torch.get_num_threads() // count)
+        return Replicas(task, devices, threads, every=self.reduce is Reduce.all)

@@ -1,0 +1,125 @@
+"""How a task is spread over ranks: the contracts Strategy, Program and Update. Says nothing about any one of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from dtf.values import Batch, Shard, State, StepOutput, Train
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dtf.optimizer import Optimizer
+    from dtf.options import StepOptions
+    from dtf.precision import Precision
+    from dtf.recipe import Recipe
+    from dtf.world import World
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train: everything a strategy needs to know of a run."""
+
+    recipe: Recipe
+    optimizer: Optimizer
+    precision: Precision
+    step: StepOptions
+    seed: int
+
+
+class Source(Protocol):
+    """A checkpoint as a program reads it."""
+
+    scalars: dict
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        ...
+
+    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The part at `offset` of `shape` (default: all) of a global tensor, on CPU. DataError when absent or of another shape."""
+        ...
+
+
+class Program(ABC):
+    """A task on a world: steps, evaluates, saves, loads. The engine drives it and never asks which strategy made it."""
+
+    shard: Shard | None
+    """Which part of each global batch this rank reads; None: it reads nothing and gets `None` for a batch."""
+
+    def prepare(self, batch: Batch | None) -> Batch | None:
+        """Called one batch ahead of `step` and `eval_step`: copy to the device, send for parameters. Default: nothing."""
+        return batch
+
+    @abstractmethod
+    def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
+        """One whole optimizer step over this rank's rows of the global batch. Collective; no host synchronisation."""
+
+    @abstractmethod
+    def eval_step(self, batch: Batch | None) -> Tensor:
+        """Additive metric state (M,) of this rank's rows; see Recipe.measure. May be collective."""
+
+    def settle(self) -> None:
+        """Make this rank's state the run's state before evaluating or saving (average running statistics). Collective."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """Boxes this rank owns, under full parameter names. After `settle`."""
+
+    @abstractmethod
+    def load(self, source: Source) -> None:
+        """Take this rank's part from a checkpoint written under any strategy and world size."""
+
+    @abstractmethod
+    def skipped(self) -> int:
+        """Updates skipped so far because loss or gradient was not finite, the same number on all ranks. May synchronise."""
+
+
+class Update(ABC):
+    """What happens around forward and backward: where parameters come from and where gradients go."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Before the first forward of a step: nothing, or take pulled parameters."""
+
+    @abstractmethod
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate; multiplies by the loss scale, if any."""
+
+    @abstractmethod
+    def apply(self, step: int, lr: float) -> Tensor:
+        """Clip, step and zero, or push. Returns the global gradient norm before clipping and after unscaling, shape (2,) [norm, 1].
+
+        A non-finite norm changes no parameter: the step is skipped on every rank alike and counted.
+        """
+
+    @abstractmethod
+    def state(self) -> State: ...
+
+    @abstractmethod
+    def load(self, source: Source) -> None: ...
+
+    @abstractmethod
+    def skipped(self) -> int: ...
+
+
+class Strategy(ABC):
+    """A way to spread a task. Fields are the config node `strategy`; the module imports torch only inside `setup`."""
+
+    def roles(self, processes: int) -> dict[str, int]:
+        """How many processes of which role to start for `launcher.processes`. Default: all trainers."""
+        return {"trainer": processes}
+
+    @abstractmethod
+    def check(self, task: Task, processes: int, devices: str) -> None:
+        """Raise ConfigError for what cannot run. `devices`: `cpu` or `cuda`. Pure and torch-free: called before any launch."""
+
+    @abstractmethod
+    def communication(self, devices: str) -> str | None:
+        """torch.distributed backend of the trainers; None when they never talk to each other."""
+
+    @abstractmethod
+    def setup(self, task: Task, world: World) -> Program:
+        """Collective over the trainers."""

@@ -1,0 +1,170 @@
+"""Values that cross a line between two parts: shards, tickets, batches, events. No behaviour, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+class Shard(NamedTuple):
+    """Part `index` of `count` equal shares of a global batch."""
+
+    index: int
+    count: int
+
+
+# ---------------------------------------------------------------- tickets: what a clock asks for next
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """One optimizer step over one global batch. `step` counts finished steps before it and is the idempotency key."""
+
+    step: int
+    epoch: int
+    index: int  # of the global batch within the epoch
+    rows: int  # in the global batch, over all ranks
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Reduce and report the measurements since the last one. `step`: optimizer steps finished, here and below."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """`reason`: `finished`, `early_stop` or `preempted`."""
+
+    step: int
+    reason: str
+
+
+Ticket = Train | Log | Evaluate | Save | Stop
+
+# ---------------------------------------------------------------- data
+
+
+class Batch(NamedTuple):
+    """Rows that one rank works on. B: rows of this rank, padding included."""
+
+    inputs: Any  # Tensor (B, ...) or dict[str, Tensor], each with leading axis B
+    targets: Tensor  # (B, ...)
+    weight: Tensor  # (B,) 1 for a real row, 0 for padding
+    ids: np.ndarray  # (B,) int64 sample ids, -1 for padding
+
+
+class StepOutput(NamedTuple):
+    """What one optimizer step leaves behind, on the device: nothing here was synchronised with the host."""
+
+    sums: Tensor  # (M,) additive metric state; zeros on a rank that owns no outputs
+    grad_norm: Tensor  # (2,) [global norm before clipping, 1], or [0, 0] on a rank that does not know it
+
+
+class Box(NamedTuple):
+    """An axis-aligned part of a named global tensor; what checkpoints are made of."""
+
+    name: str  # "model/conv1.weight", "optimizer/conv1.weight/momentum"
+    tensor: Tensor  # the local part
+    shape: tuple[int, ...]  # of the global tensor
+    offset: tuple[int, ...]  # of the local part in it
+
+
+class State(NamedTuple):
+    """What a program contributes to a checkpoint on this rank: only the boxes it owns, and JSON scalars (rank 0's count)."""
+
+    boxes: list[Box]
+    scalars: dict[str, Any]
+
+
+# ---------------------------------------------------------------- events: what observers see
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The ranks are ready. `step`: where they start (0, or the step of the checkpoint they resumed from)."""
+
+    step: int
+    total: int  # optimizer steps of the whole run
+    steps_per_epoch: int
+    table: dict[str, Any]  # what the start-up table shows: name -> text or number
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """`split`: `train` or `eval`. `values`: metric name -> value over all ranks; train adds `lr`, `grad_norm`, `rows_per_s`."""
+
+    split: str
+    step: int
+    epoch: float
+    seconds: float  # since the ranks started this attempt
+    values: dict[str, float]
+    best: bool = False  # an evaluation with the best value of the objective so far
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    step: int
+    path: str
+    best: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something a person should read: a restart, a skipped step. `level`: `info` or `warning`."""
+
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank's last words."""
+
+    rank: int
+    step: int
+    exit: int
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The ranks are done. `values`: those of the last evaluation, `best_<objective>` and `best_step`."""
+
+    step: int
+    reason: str  # as in Stop
+    values: dict[str, float] = field(default_factory=dict)
+
+
+Event = Started | Measured | Saved | Note | Failed | Ended
+_EVENTS = {cls.__name__: cls for cls in (Started, Measured, Saved, Note, Failed, Ended)}
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """JSON object with the class name under `event`; non-finite floats stay floats (Python's json writes NaN)."""
+    return {"event": type(event).__name__, **asdict(event)}
+
+
+def event_from_json(data: dict[str, Any]) -> Event:
+    """Inverse of `event_to_json`; KeyError for an unknown event name."""
+    fields = dict(data)
+    return _EVENTS[fields.pop("event")](**fields)

@@ -1,0 +1,222 @@
+"""The life of one rank: typed settings from the resolved config, a world, a program, the loop. The other end of every launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtf import __version__, heartbeat
+from dtf.checkpoint import Checkpointer
+from dtf.clock import Plan, PlannedClock
+from dtf.engine import Loop, fit
+from dtf.errors import DataError, DtfError, Exit, Preempted
+from dtf.launcher import Place
+from dtf.loader import Loader
+from dtf.sampler import Epochs, Sequential
+from dtf.settings import Settings, typed
+from dtf.strategy import Program, Task
+from dtf.values import Ended, Event, Failed, Started
+from dtf.world import World
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
+    """Train as one rank; returns the exit code and never raises: failures are sent as a Failed event."""
+    last = {"step": 0}
+
+    def beat(phase: str, step: int) -> None:
+        last["step"] = step
+        heartbeat.beat(phase, step)
+
+    try:
+        beat("start", 0)
+        _train(typed(config), config, Path(folder), run_id, place, send, beat)
+        return Exit.OK
+    except BaseException as error:
+        if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):
+            error = Preempted("interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint")
+        exit = error.exit if isinstance(error, DtfError) else Exit.BUG
+        message = str(error) if isinstance(error, DtfError) else f"{type(error).__name__}: {error}"
+        send(Failed(place.rank, last["step"], int(exit), message, "" if isinstance(error, Preempted) else traceback.format_exc()))
+        return exit
+
+
+def _train(
+    settings: Settings, config: dict[str, Any], folder: Path, run_id: str, place: Place, send: Callable[[Event], None], beat: Callable[[str, int], None]
+) -> None:
+    recipe, strategy, options = settings.recipe, settings.strategy, settings.train
+    threads = place.threads or max(1, len(os.sched_getaffinity(0)) // place.local_size)
+    torch.set_num_threads(threads)
+    _numerics(settings)
+    stop = _catch_signals()
+    kind = place.device.partition(":")[0]
+    world = World.join(place, strategy.communication(kind))
+    program = strategy.setup(Task(recipe, settings.optimizer, settings.precision, settings.step, settings.seed), world)
+    train_data, eval_data = recipe.open_data("train", settings.seed), recipe.open_data("eval", settings.seed)
+    if not len(train_data) or not len(eval_data):
+        raise DataError(f"recipe={config['recipe']['name']}: {len(train_data)} training and {len(eval_data)} evaluation rows; both need at least one")
+    batch = settings.step.batch_size
+    epochs = Epochs(settings.sampler, len(train_data), batch, settings.seed)
+    if not epochs.batches:
+        raise DataError(f"step.batch_size={batch} is more than the {len(train_data)} training rows, sampler.tail=drop leaves none; lower it")
+    eval_epochs = Epochs(Sequential(), len(eval_data), batch, settings.seed)
+    loaders = [
+        Loader(data, split, program.shard, micro, pin=kind == "cuda")
+        for data, split, micro in ((train_data, epochs, settings.step.micro_batch_rows), (eval_data, eval_epochs, 0))
+    ]
+    plan = _plan(settings, epochs.batches)
+    identity = {
+        "recipe": config["recipe"]["name"],
+        "seed": settings.seed,
+        "batch_size": batch,
+        "data": train_data.fingerprint(),
+    }
+    checkpointer = Checkpointer(folder / "checkpoints", settings.checkpoint, world, run_id, plan.objective, config["strategy"]["name"])
+    state, carried = _resume(checkpointer, program, identity, place.attempt)
+    clock = PlannedClock(plan, epochs, settings.lr, state)
+    see = send if world.rank == 0 else _nobody
+    start = state["step"] if state else 0
+    see(
+        Started(
+            start, plan.total, epochs.batches, _table(settings, config, folder, program, world, plan, threads, len(train_data), len(eval_data)), place.attempt
+        )
+    )
+    samples = _SampleRecord(folder, world.rank, start) if options.record_samples else None
+    loop = Loop(
+        program=program,
+        clock=clock,
+        train=loaders[0],
+        evaluation=loaders[1],
+        evaluation_rows=len(eval_data),
+        recipe=recipe,
+        world=world,
+        saver=checkpointer,
+        see=see,
+        scalars=identity,
+        steps_per_epoch=epochs.batches,
+        skip_nonfinite=options.skip_nonfinite,
+        stop_requested=stop.is_set,
+        beat=beat,
+        record=samples.write if samples else None,
+        carried=carried,
+    )
+    try:
+        ended, evaluated = fit(loop)
+    finally:
+        if samples:
+            samples.close()
+        for loader in loaders:
+            loader.close()
+    best = {f"best_{plan.objective[0]}": clock.best[0], "best_step": float(clock.best[1])} if clock.best else {}
+    see(Ended(ended.step, ended.reason, {**evaluated, **best}))
+    beat("stop", ended.step)
+    world.leave()
+    if ended.reason == "preempted":
+        kept = "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
+        raise Preempted(f"asked to stop after step {ended.step}; {kept}; start again with the same run.dir to go on")
+
+
+def _plan(settings: Settings, batches: int) -> Plan:
+    """The course of the run in steps; `None` means each end of an epoch."""
+    options, objective = settings.train, settings.recipe.objective
+    if settings.run.objective:
+        mode = "min" if settings.run.objective == "loss" else objective[1] if settings.run.objective == objective[0] else "max"
+        objective = (settings.run.objective, mode)
+    total = options.steps if options.steps is not None else round((options.epochs or 0) * batches)
+    return Plan(
+        total=total,
+        log_every=options.log_every,
+        eval_every=batches if options.eval_every is None else options.eval_every,
+        save_every=batches if settings.checkpoint.every_steps is None else settings.checkpoint.every_steps,
+        save_best=settings.checkpoint.keep_best > 0,
+        patience=options.early_stop,
+        objective=objective,
+    )
+
+
+def _resume(checkpointer: Checkpointer, program: Program, identity: dict[str, Any], attempt: int) -> tuple[dict | None, list[float] | None]:
+    """Load the newest checkpoint, if there is one to go on from; returns the clock's state and the open metric window."""
+    path = checkpointer.find(attempt)
+    if path is None:
+        return None, None
+    source = checkpointer.load(path)
+    for key, value in identity.items():
+        if source.scalars.get(key) != value:
+            raise DataError(
+                f"checkpoint {path} was written with {key}={source.scalars.get(key)!r}, this run has {key}={value!r}; data position and "
+                "numbers would not continue; use the same, or checkpoint.resume=never"
+            )
+    scalars = source.scalars
+    source.scalars = scalars["program"]
+    program.load(source)
+    return scalars["clock"], scalars["window"]
+
+
+def _numerics(settings: Settings) -> None:
+    """Process-wide switches of torch: the same bits each time, and no silent change of number format."""
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.set_float32_matmul_precision("high" if settings.precision.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = settings.precision.tf32
+
+
+def _catch_signals() -> threading.Event:
+    """Set on SIGTERM and SIGINT: the rank then stops with the others at the next report, its state saved."""
+    stop = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def _table(
+    settings: Settings, config: dict[str, Any], folder: Path, program: Program, world: World, plan: Plan, threads: int, train_rows: int, eval_rows: int
+) -> dict[str, Any]:
+    """What the start-up table shows."""
+    with torch.device("meta"):
+        model = settings.recipe.build_model()
+    parameters = sum(p.numel() for p in model.parameters())
+    batch, micro, readers = settings.step.batch_size, settings.step.micro_batch_rows, max(world.size, world.slots)
+    rows = micro or -(-batch // readers)
+    return {
+        "recipe": f"{config['recipe']['name']}: {parameters:,} parameters, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
+        "strategy": f"{config['strategy']['name']} on {world.slots} x {world.device.type}, {threads} threads a rank",
+        "precision": f"{settings.precision.param.value} parameters, {settings.precision.compute.value} arithmetic",
+        "batch": f"{batch} rows a step = {-(-batch // rows)} micro-batches of {rows} over {readers} {'rank' if readers == 1 else 'ranks'}",
+        "length": f"{plan.total:,} steps",
+        "run folder": str(folder),
+        "versions": f"dtf {__version__}, torch {torch.__version__}",
+    }
+
+
+def _nobody(event: Event) -> None:
+    """Ranks other than 0 report nothing."""
+
+
+class _SampleRecord:
+    """Which sample ids this rank trained on, a JSON line per step: evidence for `every sample once`."""
+
+    def __init__(self, folder: Path, rank: int, start: int) -> None:
+        path = folder / f"samples_rank_{rank}.jsonl"
+        kept = []
+        if path.exists():  # steps that the killed attempt did after its last checkpoint are done again
+            kept = [line for line in path.read_text().splitlines() if line.endswith("]}") and json.loads(line)["step"] < start]
+        self._file = path.open("w")
+        self._file.writelines(f"{line}\n" for line in kept)
+
+    def write(self, step: int, ids: np.ndarray) -> None:
+        self._file.write(json.dumps({"step": step, "ids": [i for i in ids.tolist() if i >= 0]}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

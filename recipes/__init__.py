@@ -1,0 +1,1 @@
+"""The recipes dtf ships: models, data and settings. Imported as `dtf.recipes`."""

@@ -1,0 +1,1 @@
+"""Residual networks for image classification."""

@@ -1,0 +1,124 @@
+"""Decoded pixels on disk: images are decoded once, and all ranks of all later runs map the same file. Says nothing about augmentation."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtf.errors import DataError
+from dtf.recipes.resnet.tree import SPLITS, read_tree, stamp
+
+FORMAT = 1  # of the files below; part of the key
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A decoded tree: `<folder>/<split>.u8` holds (rows, pixels, pixels, 3) bytes, rows in the order of the tree."""
+
+    folder: Path
+    classes: tuple[str, ...]
+    counts: dict[str, tuple[int, ...]]  # split -> rows of each class
+    digests: dict[str, int]  # split -> crc32 of the file
+
+    def rows(self, split: str) -> int:
+        return sum(self.counts[split])
+
+    def file(self, split: str) -> Path:
+        return self.folder / f"{split}.u8"
+
+
+def default_cache() -> Path:
+    """`$XDG_CACHE_HOME/dtf/images`, by default `~/.cache/dtf/images`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dtf" / "images"
+
+
+def location(root: Path, pixels: int, cache: Path) -> Path:
+    """The folder of one tree at one size; another one as soon as a file of the tree changes."""
+    key = json.dumps([FORMAT, os.path.realpath(root), stamp(root), pixels])
+    return cache / hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+
+
+def glance(folder: Path, pixels: int) -> Decoded | None:
+    """What an earlier run decoded, or None. Looks at sizes only."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        found = Decoded(
+            folder,
+            tuple(map(str, meta["classes"])),
+            {split: tuple(map(int, meta["counts"][split])) for split in SPLITS},
+            {split: int(meta["digests"][split]) for split in SPLITS},
+        )
+        whole = all(found.file(split).stat().st_size == found.rows(split) * pixels * pixels * 3 for split in SPLITS)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if whole else None
+
+
+def decoded(root: Path, pixels: int, cache: Path) -> Decoded:
+    """The decoded images of `root`, from the cache when it holds them intact; otherwise this process decodes while others wait.
+
+    DataError for a tree that cannot be read and for a cache that cannot be written.
+    """
+    folder = location(root, pixels, cache)
+    found = glance(folder, pixels)
+    if found and _intact(found):
+        return found
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(cache / f"{folder.name}.lock"):
+            found = glance(folder, pixels)  # another rank may have been first
+            if found and _intact(found):
+                return found
+            if folder.exists():
+                _log.warning("decoded images in %s are damaged; decoding %s again", folder, root)
+            return _decode(root, pixels, folder)
+    except OSError as error:
+        raise DataError(f"recipe.data.cache={cache} cannot be written: {error.strerror or error}; set recipe.data.cache=DIR to a folder with free space") from error
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file; the kernel lets go of it when the process dies."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _intact(found: Decoded) -> bool:
+    try:
+        return all(_crc32(found.file(split)) == digest for split, digest in found.digests.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _crc32(path: Path) -> int:
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return zlib.crc32(content)
+
+
+def _decode(root: Path, pixels: int, folder: Path) -> Decoded:
+    """Decode into a folder beside `folder`, then put it there in one rename. Called under the lock."""
+    from dtf.recipes.resnet.decode import decode_tree
+
+    tree = read_tree(root)
+    building = folder.with_name(f"{folder.name}.tmp")
+    for stale in (building, folder):
+        if stale.exists():
+            shutil.rmtree(stale)
+    building.mkdir()
+    decode_tree(root, tree, pixels, {split: building / f"{split}.u8" for split in SPLITS})
+    made = Decoded(folder, tree.classes, tree.counts, {split: _crc32(building / f"{split}.u8") for split in SPLITS})
+    (building / "meta.json").write_text(json.dumps({"classes": made.classes, "counts": made.counts, "digests": made.digests}))
+    building.rename(folder)
+    return made

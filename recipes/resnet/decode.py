@@ -1,0 +1,71 @@
+"""JPEG and PNG files to bytes of one size, by a few threads. Knows nothing of caches and classes."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torchvision.io import ImageReadMode, decode_image
+
+from dtf.errors import DataError
+from dtf.recipes.resnet.tree import Tree, read_files
+
+CHUNK = 64  # images that a thread takes at a time: handing over a small one costs more than decoding it
+
+
+def decode_tree(root: Path, tree: Tree, pixels: int, outputs: dict[str, Path]) -> None:
+    """Write each split as raw bytes (rows, pixels, pixels, 3) in the order of the tree. DataError names a file that cannot be decoded."""
+    row_bytes = pixels * pixels * 3
+    places = {name: (split, row) for split, names in tree.files.items() for row, name in enumerate(names)}
+    files = {split: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) for split, path in outputs.items()}
+
+    def work(chunk: list[tuple[str, bytes]]) -> int:
+        for name, content in chunk:
+            try:
+                image = square(decode_image(torch.frombuffer(bytearray(content), dtype=torch.uint8), mode=ImageReadMode.RGB), pixels)
+            except (RuntimeError, ValueError) as error:
+                reason = str(error).splitlines()[0][:200]
+                raise DataError(f"recipe.data.root={root}: {name} ({len(content)} bytes) cannot be decoded: {reason}; replace or remove it") from error
+            split, row = places[name]
+            if os.pwrite(files[split], image.permute(1, 2, 0).contiguous().numpy().tobytes(), row * row_bytes) != row_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(chunk)
+
+    threads = min(4, os.cpu_count() or 1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            done, waiting = 0, deque[Future[int]]()
+            for chunk in _chunks(read_files(root, places)):
+                waiting.append(pool.submit(work, chunk))
+                if len(waiting) > 4 * threads:  # reading stays a little ahead, not the whole archive
+                    done += waiting.popleft().result()
+            done += sum(future.result() for future in waiting)
+    finally:
+        for file in files.values():
+            os.close(file)
+    if done != len(places):
+        raise DataError(f"recipe.data.root={root} changed while it was read: {done} of {len(places)} images found; start again")
+
+
+def square(image: Tensor, pixels: int) -> Tensor:
+    """(3, H, W) bytes to (3, pixels, pixels): the shorter side is resized (bilinear, anti-aliased), the centre is kept."""
+    if image.dtype != torch.uint8:
+        raise ValueError(f"{image.dtype} pixels; 8-bit images only")
+    if image.shape[1:] == (pixels, pixels):
+        return image
+    height, width = (max(pixels, round(side * pixels / min(image.shape[1:]))) for side in image.shape[1:])
+    image = nn.functional.interpolate(image[None], (height, width), mode="bilinear", antialias=True)[0]
+    top, left = (height - pixels) // 2, (width - pixels) // 2
+    return image[:, top : top + pixels, left : left + pixels]
+
+
+def _chunks(items: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
+    while chunk := list(islice(items, CHUNK)):
+        yield chunk

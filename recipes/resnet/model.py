@@ -1,0 +1,96 @@
+"""Residual networks: torchvision's, and the small ones for 32-pixel images. Says nothing about how parameters are drawn or trained."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+
+class Pad(nn.Module):
+    """A shortcut without parameters: take every `stride`-th pixel and append zero channels, (B, C, H, W) -> (B, channels, H/stride, W/stride).
+
+    Source: option A of He et al. 2015 (arXiv:1512.03385), sections 3.3 and 4.2.
+    """
+
+    def __init__(self, channels: int, stride: int) -> None:
+        super().__init__()
+        self.channels, self.stride = channels, stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :, :: self.stride, :: self.stride]
+        return nn.functional.pad(x, (0, 0, 0, 0, 0, self.channels - x.shape[1]))
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, stride={self.stride}"
+
+
+class SmallResNet(nn.Module):
+    """Depth 6n + 2 in three stages of n blocks each, for small images; parameters are named as in torchvision's networks.
+
+    Source: He et al. 2015 (arXiv:1512.03385), section 4.2; `width` is 16 there.
+    """
+
+    def __init__(self, depth: int, width: int, classes: int) -> None:
+        super().__init__()
+        blocks, rest = divmod(depth - 2, 6)
+        if rest or blocks < 1:
+            raise ValueError(f"depth={depth} is not 6n + 2")
+        self.conv1 = nn.Conv2d(3, width, kernel_size=3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = _stage(width, width, blocks, stride=1)
+        self.layer2 = _stage(width, 2 * width, blocks, stride=2)
+        self.layer3 = _stage(2 * width, 4 * width, blocks, stride=2)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(4 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) -> (B, classes)."""
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def _stage(before: int, channels: int, blocks: int, stride: int) -> nn.Sequential:
+    shortcut = Pad(channels, stride) if stride > 1 or before != channels else None
+    return nn.Sequential(BasicBlock(before, channels, stride, shortcut), *(BasicBlock(channels, channels) for _ in range(blocks - 1)))
+
+
+def small(depth: int, width: int, classes: int) -> SmallResNet:
+    """A network for small images."""
+    return SmallResNet(depth, width, classes)
+
+
+def large(arch: str, stem: str, classes: int) -> ResNet:
+    """One of torchvision's networks, `arch` by torchvision's name.
+
+    `stem=cifar` makes the first convolution 3x3 with stride 1 and takes out the max-pooling, so that 32-pixel images keep their
+    resolution; names stay, and all shapes but that of `conv1.weight`.
+    """
+    from torchvision.models import get_model
+
+    network = get_model(arch, weights=None, num_classes=classes)
+    if stem == "cifar":
+        network.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+        network.maxpool = nn.Identity()
+    return network
+
+
+def draw(name: str, module: nn.Module, zero_init_residual: bool, last_norm: str) -> None:
+    """Draw what `module` itself owns by the rules of torchvision's `ResNet.__init__`.
+
+    `last_norm`: name of the last normalisation inside a residual block; with `zero_init_residual` its weight starts at zero, so
+    that blocks start as the identity. Sources: He et al. 2015 (arXiv:1502.01852); Goyal et al. 2017 (arXiv:1706.02677), section 5.1.
+    """
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    elif isinstance(module, nn.BatchNorm2d):
+        module.reset_parameters()  # weight 1, bias 0, running mean 0 and variance 1
+        if zero_init_residual and name.startswith("layer") and name.endswith(f".{last_norm}"):
+            nn.init.zeros_(module.weight)
+    elif isinstance(module, nn.Linear):
+        module.reset_parameters()
+
+
+LAST_NORM = {BasicBlock: "bn2", Bottleneck: "bn3"}

@@ -1,0 +1,165 @@
+"""Train the toy recipe on a given number of ranks without a launcher: what the law tests run on warm ranks."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtf.checkpoint import Checkpointer, Every
+from dtf.clock import Plan, PlannedClock
+from dtf.engine import Loop, fit
+from dtf.launcher import Place
+from dtf.loader import Loader
+from dtf.lr import Constant
+from dtf.options import StepOptions
+from dtf.precision import Cast, Format, Precision
+from dtf.registry import lookup, registered
+from dtf.sampler import Epochs, Sequential, Shuffle, Tail
+from dtf.settings import load_parts
+from dtf.strategy import Task
+from dtf.values import Measured, Saved
+from dtf.world import World
+from tests.ranks import ranks
+from tests.toy import Toy
+
+PRECISIONS = {
+    "fp64": Precision(param=Format.fp64, compute=Format.fp64),
+    "fp32": Precision(),
+    "bf16": Precision(compute=Format.bf16, cast=Cast.autocast),
+    "bf16_params": Precision(param=Format.bf16, compute=Format.bf16),
+    "bf16_master": Precision(compute=Format.bf16),
+    "fp16": Precision(compute=Format.fp16, cast=Cast.autocast, loss_scale=2.0**16),
+}
+
+
+class Halt(Exception):
+    """The run ends here, as if killed."""
+
+
+def train(
+    rank: int,
+    size: int,
+    strategy: str = "ddp",
+    options: dict[str, Any] | None = None,
+    slots: int = 0,
+    steps: int = 8,
+    save_every: int = 0,
+    halt: bool = False,
+    start: str = "",
+    folder: str = "",
+    micro_batch_rows: int = 5,
+    optimizer: str = "sgd",
+    precision: str = "fp64",
+    tail: str = "partial",
+    clip_norm: float = 1.0,
+    eval_every: int = 4,
+    log_every: int = 1,
+    recipe: dict[str, Any] | None = None,
+    skip_nonfinite: int = 0,
+    plugin: str = "",
+) -> dict[str, Any]:
+    """All `steps` of a run, from the checkpoint `start` if given; saves to `folder` if given; `halt`: dies after the first save.
+
+    Returns metrics by split and step, sample ids by step, and every tensor of the state that this rank writes, as nested lists.
+    """
+    torch.set_num_threads(1)
+    load_parts([plugin] if plugin else [])
+    toy = Toy(**{"rows": 100, **(recipe or {})})
+    task = Task(toy, lookup("optimizer", optimizer)(), PRECISIONS[precision], StepOptions(batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm), 0)
+    chosen = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options or {}))
+    world = World(Place(rank=rank, size=size, slots=slots or size))
+    chosen.check(task, slots or size, "cpu")
+    program = chosen.setup(task, world)
+    training, evaluation = toy.open_data("train", 0), toy.open_data("eval", 0)
+    epochs = Epochs(Shuffle(tail=Tail[tail]), len(training), 24, 0)
+    result: dict[str, Any] = {"train": {}, "eval": {}, "ids": {}, "tensors": {}}
+    saver = Checkpointer(Path(folder or "unused"), Every(), world, "test", toy.objective, strategy) if folder else None
+    state, carried = None, None
+    if start:
+        reader = Checkpointer(Path(start), Every(resume=start), world, "test", toy.objective, strategy)
+        path = reader.find(0)
+        assert path is not None
+        source = reader.load(path)
+        state, carried, source.scalars = source.scalars["clock"], source.scalars["window"], source.scalars["program"]
+        program.load(source)
+    clock = PlannedClock(Plan(steps, log_every, eval_every, save_every), epochs, Constant(peak=0.1), state)
+
+    def see(event: Any) -> None:
+        if isinstance(event, Measured):
+            result[event.split][str(event.step)] = {key: value for key, value in event.values.items() if key != "rows_per_s"}
+        if halt and isinstance(event, Saved):
+            raise Halt
+
+    loop = Loop(
+        program=program,
+        clock=clock,
+        train=Loader(training, epochs, program.shard, micro_batch_rows),
+        evaluation=Loader(evaluation, Epochs(Sequential(), len(evaluation), 24, 0), program.shard, 0),
+        evaluation_rows=len(evaluation),
+        recipe=toy,
+        world=world,
+        saver=saver,
+        see=see,
+        scalars={},
+        steps_per_epoch=epochs.batches,
+        skip_nonfinite=skip_nonfinite,
+        record=lambda step, ids: result["ids"].update({str(step): [i for i in ids.tolist() if i >= 0]}),
+        carried=carried,
+    )
+    with suppress(Halt):
+        fit(loop)
+    program.settle()
+    for box in program.state().boxes:
+        result["tensors"][box.name] = box.tensor.double().tolist()
+    return result
+
+
+def _enums(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Option texts as the class's enum members."""
+    defaults = cls()
+    return {key: type(getattr(defaults, key))(value) for key, value in options.items()}
+
+
+def variants() -> list[tuple[str, dict[str, Any]]]:
+    """Every registered strategy with its defaults, and the options that change how numbers are made."""
+    load_parts([])
+    extra = [("dp", {"reduce": "all"}), ("ddp", {"shard_optimizer": True}), ("ddp", {"static_graph": True, "bucket_mb": 0.0001})]
+    return [(name, {}) for name in registered("strategy")] + extra
+
+
+def spread(strategy: str, processes: int, **case: Any) -> dict[str, Any]:
+    """`train` on the ranks that the strategy starts for `processes`; metrics of rank 0, ids and tensors of all."""
+    size = lookup("strategy", strategy)().roles(processes)["trainer"]
+    results = ranks(size, "tests.harness:train", strategy=strategy, slots=processes, **case)
+    merged = results[0]
+    for other in results[1:]:
+        merged["tensors"].update(other["tensors"])
+        for step, ids in other["ids"].items():
+            merged["ids"][step] = merged["ids"][step] + ids
+    return merged
+
+
+@lru_cache(maxsize=32)
+def _reference(case: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return ranks(1, "tests.harness:train", **dict(case))[0]
+
+
+def reference(**case: Any) -> dict[str, Any]:
+    """The one-process run that all others must equal; kept for the session."""
+    return _reference(tuple(sorted(case.items())))
+
+
+def difference(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """Largest max|a - b| / max|a| over metrics and tensors; the same names and sample ids are asserted."""
+    assert a["ids"] == b["ids"]
+    assert a["tensors"].keys() == b["tensors"].keys()
+    pairs = [(a["tensors"][name], b["tensors"][name]) for name in a["tensors"]]
+    for split in ("train", "eval"):
+        assert a[split].keys() == b[split].keys()
+        pairs += [(list(a[split][step].values()), list(b[split][step].values())) for step in a[split]]
+    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max() / max(np.abs(x).max(), 1e-30)) for x, y in pairs if np.size(x))

@@ -1,0 +1,222 @@
+"""The loop under a coordinator that grants, withholds, grants again and stops: a parameter server needs no second loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from queue import SimpleQueue
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+
+from dtf.clock import Clock, Plan, PlannedClock
+from dtf.engine import Loop, fit
+from dtf.errors import DivergedError, DtfError
+from dtf.lr import Constant
+from dtf.sampler import Epochs, Sequential
+from dtf.strategy import Program, Source
+from dtf.values import Batch, Evaluate, Event, Log, Save, Shard, State, StepOutput, Stop, Ticket, Train
+from tests.toy import Toy
+
+
+class FakeProgram(Program):
+    shard = Shard(0, 1)
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float, list[int]]] = []
+        self.bad = 0
+        self.settled = 0
+
+    def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
+        assert batch is not None
+        self.steps.append((ticket.step, ticket.lr, batch.ids.tolist()))
+        return StepOutput(torch.tensor([2.0, 1.0, 1.0]), torch.tensor([3.0, 1.0]))
+
+    def eval_step(self, batch: Batch | None) -> torch.Tensor:
+        assert batch is not None
+        return torch.tensor([len(batch.ids), 1.0, 1.0])
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def state(self) -> State:
+        return State([], {})
+
+    def load(self, source: Source) -> None: ...
+
+    def skipped(self) -> int:
+        return self.bad
+
+
+class FakeBatches:
+    batches, prefetch = 2, 0
+
+    def __init__(self) -> None:
+        self.fetched: list[tuple[int, int]] = []
+
+    def get(self, epoch: int, index: int) -> Batch:
+        self.fetched.append((epoch, index))
+        return Batch(torch.zeros(2), torch.zeros(2), torch.ones(2), np.array([2 * index, 2 * index + 1]))
+
+    def ahead(self, keys: list[tuple[int, int]]) -> None: ...
+
+
+class Coordinator(Clock):
+    """Grants what the test puts into the queue; a queue with nothing in it withholds."""
+
+    def __init__(self) -> None:
+        self.granted: SimpleQueue[Ticket] = SimpleQueue()
+        self.finished: list[tuple[Ticket, Mapping[str, float]]] = []
+        self.coming: list[Train] = []
+
+    def __next__(self) -> Ticket:
+        return self.granted.get(timeout=10)
+
+    def ahead(self, count: int) -> list[Train]:
+        return self.coming[:count]
+
+    def done(self, ticket: Ticket, values: Mapping[str, float]) -> None:
+        self.finished.append((ticket, values))
+
+    def state(self) -> dict:
+        return {}
+
+    @property
+    def best(self) -> None:
+        return None
+
+
+class Alone:
+    rank = 0
+
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums
+
+
+class Saver:
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def save(self, step: int, state: State, scalars: dict, value: float | None) -> str:
+        self.saved.append(step)
+        return f"step_{step}"
+
+
+def make(clock: Clock, **changes: object) -> Loop:
+    events: list[Event] = []
+    values: dict = dict(
+        program=FakeProgram(), clock=clock, train=FakeBatches(), evaluation=FakeBatches(), evaluation_rows=4, recipe=Toy(), world=Alone(), saver=Saver(),
+        see=events.append, scalars={}, steps_per_epoch=10,
+    )  # fmt: skip
+    loop = Loop(**(values | changes))
+    loop.events = events  # type: ignore[attr-defined]
+    return loop
+
+
+def grant(step: int) -> Train:
+    return Train(step, step // 2, step % 2, 2, 0.5 / (step + 1))
+
+
+def test_granted_again_and_out_of_order_tickets_run_as_granted() -> None:
+    clock = Coordinator()
+    for ticket in (grant(0), grant(3), grant(1), grant(3), Stop(4, "finished")):
+        clock.granted.put(ticket)
+    clock.coming = [grant(3)]  # a guess that is right, then wrong
+    loop = make(clock)
+    stop, _ = fit(loop)
+    assert stop == Stop(4, "finished")
+    assert [(step, ids) for step, _, ids in loop.program.steps] == [(0, [0, 1]), (3, [2, 3]), (1, [2, 3]), (3, [2, 3])]
+    assert [t for t, _ in clock.finished] == [grant(0), grant(3), grant(1), grant(3)]
+
+
+def test_withheld_tickets_make_the_loop_wait() -> None:
+    clock = Coordinator()
+    loop = make(clock)
+    ended: list[Stop] = []
+    thread = Thread(target=lambda: ended.append(fit(loop)[0]))
+    thread.start()
+    clock.granted.put(grant(0))
+    while not clock.finished:  # the ticket is taken and done; nothing else is granted
+        thread.join(0.001)
+    assert thread.is_alive() and len(loop.program.steps) == 1
+    clock.granted.put(grant(1))
+    clock.granted.put(Stop(2, "finished"))
+    thread.join(10)
+    assert ended == [Stop(2, "finished")] and len(loop.program.steps) == 2
+
+
+def test_evaluate_and_save_are_tickets_like_others() -> None:
+    clock = Coordinator()
+    for ticket in (grant(0), Log(1), Evaluate(1), Save(1), Stop(1, "early_stop")):
+        clock.granted.put(ticket)
+    loop = make(clock)
+    _, evaluated = fit(loop)
+    assert evaluated == {"loss": 0.5, "top1": 0.5} and loop.saver.saved == [1]
+    values = dict((type(t).__name__, v) for t, v in clock.finished)
+    assert values["Log"]["grad_norm"] == 3.0 and values["Evaluate"] == evaluated
+
+
+def test_an_evaluation_that_loses_a_row_is_an_error() -> None:
+    clock = Coordinator()
+    clock.granted.put(Evaluate(0))
+    with pytest.raises(DtfError, match="4 of 5 rows"):
+        fit(make(clock, evaluation_rows=5))
+
+
+def test_divergence_is_found_before_a_save() -> None:
+    clock = Coordinator()
+    clock.granted.put(grant(0))
+    clock.granted.put(Save(1))
+    loop = make(clock)
+    loop.program.bad = 1
+    with pytest.raises(DivergedError, match="skip_nonfinite=0"):
+        fit(loop)
+    assert loop.saver.saved == []
+
+
+def planned(**changes: object) -> list[Ticket]:
+    plan = Plan(**({"total": 6, "log_every": 2, "eval_every": 3, "save_every": 4} | changes))  # type: ignore[arg-type]
+    clock = PlannedClock(plan, Epochs(Sequential(), 7, 2, 0), Constant())
+    tickets = []
+    for ticket in clock:
+        tickets.append(ticket)
+        clock.done(ticket, {"loss": float(ticket.step), "stop_requests": 0})
+    return tickets
+
+
+def test_a_plan_in_order() -> None:
+    names = [f"{type(t).__name__}{t.step}" for t in planned()]
+    assert names == ["Train0", "Train1", "Log2", "Train2", "Evaluate3", "Train3", "Log4", "Save4", "Train4", "Train5", "Log6", "Evaluate6", "Save6", "Stop6"]
+
+
+def test_early_stop_saves_and_stops_at_the_same_step_everywhere() -> None:
+    tickets = planned(patience=1)  # the loss grows: the first evaluation is the best
+    assert tickets[-3:] == [Evaluate(6), Save(6), Stop(6, "finished")] or tickets[-2:] == [Save(6), Stop(6, "early_stop")]
+    tickets = planned(patience=1, eval_every=2)
+    assert [t for t in tickets if not isinstance(t, Train | Log)] == [Evaluate(2), Evaluate(4), Save(4), Stop(4, "early_stop")]
+
+
+def test_the_best_evaluation_is_saved_although_no_save_is_due() -> None:
+    assert Save(3) in planned(save_best=True)
+    assert Save(3) not in planned(save_best=False)
+
+
+def test_a_request_to_stop_saves_and_stops_after_the_next_report() -> None:
+    clock = PlannedClock(Plan(100, 5, 0, 50), Epochs(Sequential(), 7, 2, 0), Constant())
+    tickets = []
+    for ticket in clock:
+        tickets.append(ticket)
+        clock.done(ticket, {"stop_requests": 1.0})
+    assert tickets[-3:] == [Log(5), Save(5), Stop(5, "preempted")]
+
+
+def test_resuming_continues_the_plan() -> None:
+    whole = planned()
+    clock = PlannedClock(Plan(6, 2, 3, 4), Epochs(Sequential(), 7, 2, 0), Constant(), {"step": 4, "best": 3.0, "best_step": 3, "since_best": 0})
+    rest = []
+    for ticket in clock:
+        rest.append(ticket)
+        clock.done(ticket, {"loss": 9.0})
+    assert rest == whole[whole.index(Save(4)) + 1 :]
+    assert clock.best == (3.0, 3)
