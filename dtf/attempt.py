@@ -86,6 +86,9 @@ class Stop:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
+        self.close()
+
+    def close(self) -> None:
         self.socket.close()
         self._waker.close()
 
@@ -133,6 +136,9 @@ class Attempt:
             listener.close()
             self._watch()
             return self._outcome()
+        except BaseException:
+            self.server.close()  # and with it every rank; a later attempt shall not hear of them
+            raise
         finally:
             listener.close()
             os.close(orders)

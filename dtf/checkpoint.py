@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dtf import commit
-from dtf.errors import BusyError, ConfigError, DataError, DtfError, Exit, SaveError
+from dtf.errors import BusyError, DataError, DtfError, Exit, SaveError
 from dtf.manifest import ITEM_BYTES, Manifest, Objective, StoredBox, StoredFile, StoredTensor, exact_json, intersect, parse_json, volume
 from dtf.registry import option, register
+from dtf.schema import KeyProblem
 from dtf.shards import Slot, header, slots
 from dtf.values import Box, State
 
@@ -50,9 +51,9 @@ class Every:
         for key, least in (("every_steps", 0), ("keep_last", 1), ("keep_best", 0)):
             value = getattr(self, key)
             if value is not None and value < least:
-                raise ConfigError(f"checkpoint.{key}={value} must be at least {least}")
+                raise KeyProblem(f"checkpoint.{key}", f"checkpoint.{key}={value} must be at least {least}")
         if not self.resume:
-            raise ConfigError("checkpoint.resume is empty; use auto, never or the path of a checkpoint or run folder")
+            raise KeyProblem("checkpoint.resume", "checkpoint.resume is empty; use auto, never or the path of a checkpoint or run folder")
         if self.resume not in ("auto", "never"):
             located(self.resume, "checkpoint.resume")
 
@@ -325,7 +326,7 @@ class Stored:
         else:
             shape = tuple(whole - at for whole, at in zip(stored.shape, offset, strict=True)) if shape is None else tuple(shape)
             fits = len(offset) == len(shape) == len(stored.shape) and all(
-                0 <= at and 0 <= n and at + n <= whole for at, n, whole in zip(offset, shape, stored.shape, strict=True)
+                min(at, n) >= 0 and at + n <= whole for at, n, whole in zip(offset, shape, stored.shape, strict=True)
             )
         if not fits:
             raise DataError(f"checkpoint {self.folder}: {name} has shape {stored.shape}, wanted is {shape} at {offset}; was it written by another model?")

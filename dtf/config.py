@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import argparse
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 from hydra import version
+from hydra.core.default_element import GroupDefault
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dtf.errors import ConfigError
-from dtf.explain import explain, origin, parse, shorten
+from dtf.explain import explain, origin, parse
 from dtf.job import Job
-from dtf.registry import registered
-from dtf.schema import RESERVED, KeyProblem, make_option, unset
-from dtf.settings import GROUPS, Settings, fit_config, load_parts, typed_fitted
+from dtf.registry import registered, suggest
+from dtf.schema import RESERVED, KeyProblem, make_option, show, unset
+from dtf.settings import EXPERIMENT, GROUPS, Settings, fit_config, load_parts, typed_fitted
 from dtf.sources import CONF, Read, loader, recording
 from dtf.strategy import Task
 from dtf.untrusted import resolve
@@ -49,6 +50,7 @@ class Composed:
     config: dict[str, Any]  # plain; may hold "???" where a mandatory key was not given, `settings` refuses that
     choices: dict[str, Any]  # group -> option as it was chosen; options that are YAML files have names of their own
     overrides: tuple[str, ...]
+    tree: DictConfig = field(repr=False, compare=False)  # as Hydra composed it, with its own node and interpolations as written
     composer: Composer = field(repr=False, compare=False)
     reads: dict[str, Read] = field(repr=False, compare=False)
 
@@ -120,6 +122,11 @@ class Composer:
         given = list(overrides)
         for each in parse(given, self.loader):
             group, _, key = each.key_or_group.partition(".")
+            if not group:
+                raise ConfigError(f"{show(each.input_line)} is no override; write key=value")
+            if self.is_group(each.key_or_group) and not each.is_delete() and not isinstance(each.value(), str | list | dict):
+                drop = f", or ~{group} for none" if group == EXPERIMENT else ""
+                raise ConfigError(f"{show(each.input_line)} is no option; {suggest('', self.options(each.key_or_group))}{drop}; set on the command line")
             if RESERVED in each.key_or_group:
                 raise ConfigError(f"{each.key_or_group} is refused, a config names no code; register a class and choose it by name; set on the command line")
             if key == "name" and group in GROUPS:
@@ -139,11 +146,10 @@ class Composer:
                 self._plugins += new
                 load_parts(self._plugins)
             failure, result = None, None
-            with recording() as reads, warnings.catch_warnings():
-                warnings.simplefilter("error", UserWarning)  # Hydra warns of a searchpath that does not exist, and goes on
+            with recording() as reads:
                 try:
                     result = action()
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001  explained below, unless a plugin it asks for is missing
                     failure = error
             named = [name for read in reads.values() for name in _plugins_in(read.content)]
             if set(named) <= set(self._plugins):
@@ -153,7 +159,7 @@ class Composer:
 
     def finish(self, composed: DictConfig, overrides: Sequence[str], reads: dict[str, Read]) -> Composed:
         """Resolve and validate what Hydra composed."""
-        choices = {group: choice for group, choice in composed.hydra.runtime.choices.items() if group in GROUPS or group == "experiment"}
+        choices = {group: choice for group, choice in composed.hydra.runtime.choices.items() if group in GROUPS or group == EXPERIMENT}
         self._refuse_shadows(composed, choices)
         state = HydraConfig.instance()
         before, state.cfg = state.cfg, None
@@ -165,12 +171,14 @@ class Composer:
                 config = fit_config(plain)
             except (ConfigError, KeyboardInterrupt):
                 raise
-            except Exception as error:  # an interpolation that leads nowhere
+            except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+                raise KeyProblem(str(error.full_key or ""), f"{error.full_key}: {str(error).splitlines()[0]}") from error
+            except Exception as error:
                 raise explain(error, overrides, self.loader, reads) from error
             finally:
                 state.cfg = before
         config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
-        return Composed(config, OmegaConf.to_container(OmegaConf.create(choices)), tuple(overrides), self, reads)  # type: ignore[arg-type]
+        return Composed(config, OmegaConf.to_container(OmegaConf.create(choices)), tuple(overrides), composed, self, reads)  # type: ignore[arg-type]
 
     def origin(self, key: str, overrides: Sequence[str], reads: dict[str, Read]) -> str:
         """See `Composed.origin`."""
@@ -179,6 +187,19 @@ class Composer:
     def options(self, group: str) -> list[str]:
         """Names that `<group>=` accepts."""
         return self.loader.get_group_options(group)
+
+    def defaults(self) -> dict[str, list[str]]:
+        """Group -> options of the root config's defaults list."""
+        loaded = self.loader.repository.load_config(self.config_name)
+        chosen: dict[str, list[str]] = {}
+        for entry in loaded.defaults_list or [] if loaded else []:
+            if isinstance(entry, GroupDefault) and entry.group and entry.value:
+                chosen[entry.group] = [entry.value] if isinstance(entry.value, str) else list(entry.value)
+        return chosen
+
+    def is_file(self, group: str, option: str) -> bool:
+        """Whether an option is a YAML file, not a registered class as it is."""
+        return any(source.is_config(f"{group}/{option}") for source in self.loader.repository.get_sources() if source.scheme() == "file")
 
     def is_group(self, key: str) -> bool:
         return self.loader.repository.group_exists(key)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from dtf.sources import Loader, Read
 
+_THEIRS = (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError, UserWarning, RecursionError)
 COMMAND_LINE = "on the command line"
 
 
@@ -36,20 +37,26 @@ def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Overri
         raise ConfigError(_no_override(error.override)) from error
 
 
-def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> ConfigError:
-    """The ConfigError that says what the person who typed or wrote it has to change."""
-    if isinstance(error, ConfigError):
+def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> Exception:
+    """The ConfigError that says what the person who typed or wrote it has to change; an error of another kind as it is."""
+    if isinstance(error, ConfigError) or not isinstance(error, _THEIRS):
         return error
     text = str(error)
     if isinstance(error, OverrideParseException):
         return ConfigError(_no_override(error.override))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return _no_option(error.missing_cfg_file, text, overrides, loader, reads)
+        return _no_option(error.missing_cfg_file, overrides, loader, reads)
     if ambiguous := re.match(r"Ambiguous value for argument '(.*?)'\n", text, re.DOTALL):
         key, _, value = ambiguous[1].partition("=")
         return ConfigError(f"{show(ambiguous[1])} gives several values; a list is {key}=[{value}], a sweep over them needs -m; set {COMMAND_LINE}")
     if sweep := re.match(r"Sweep parameters '(.*?)' requires --multirun", text, re.DOTALL):
         return ConfigError(f"{show(sweep[1])} is a sweep and needs -m; set {COMMAND_LINE}")
+    if several := re.match(r"Multiple values for (\S+?)\.", text):
+        return ConfigError(f"{several[1]} takes one option; write {several[1]}=NAME without +")
+    if unknown := re.match(r"Could not override '(.*?)'\.\nTo append", text):
+        return ConfigError(f"{show(unknown[1])} is no known key; see dtf job=describe; set {COMMAND_LINE}")
+    if path := re.match(r"provider=.*?, path=(.*) is not available", text):
+        return ConfigError(f"hydra.searchpath={path[1]} is no folder or package that can be found")
     if isinstance(error.__cause__, OmegaConfBaseException) and text in ("", "None"):
         text = str(error.__cause__)
     return ConfigError(one_line(ValueError(text or type(error).__name__)))
@@ -59,7 +66,11 @@ def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader,
     """Where a key got its value: `on the command line`, `in FILE`, or "" when it is a default."""
     for override in reversed(parse(overrides, loader)):
         given = override.key_or_group.replace("/", ".")
-        if key == given or key.startswith((f"{given}.", f"{given}[")) and not loader.repository.group_exists(override.key_or_group) or given.startswith(f"{key}."):
+        if (
+            key == given
+            or (key.startswith((f"{given}.", f"{given}[")) and not loader.repository.group_exists(override.key_or_group))
+            or given.startswith(f"{key}.")
+        ):
             return COMMAND_LINE
     wanted = re.findall(r"[^.\[\]]+", key)
     for default in reversed(loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults):
@@ -92,6 +103,16 @@ def _holds(content: Any, parts: list[str]) -> bool:
     return True
 
 
+def _chooses(entry: Any, group: str, name: str) -> bool:
+    """Whether a line of a defaults list chooses this option; relative groups count when their last part fits."""
+    pairs = entry.items() if isinstance(entry, dict) else [tuple(entry.rpartition("/")[::2])] if isinstance(entry, str) else []
+    for key, value in pairs:
+        path = str(key).split(" ")[-1].split("@")[0].strip("/")
+        if f"/{group}".endswith(f"/{path}") and name in (value if isinstance(value, list) else [str(value).split("@")[0]]):
+            return True
+    return False
+
+
 def _no_override(text: str) -> str:
     if "=" not in text and not text.startswith("~"):
         jobs = registered("job")
@@ -100,7 +121,7 @@ def _no_override(text: str) -> str:
     return f"{show(text)} cannot be read; quote values with commas, brackets, braces, = or spaces: 'key=\"a, b\"'; set {COMMAND_LINE}"
 
 
-def _no_option(path: str, text: str, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> ConfigError:
+def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> ConfigError:
     group, _, name = path.rpartition("/")
     if not group:
         return ConfigError(f"--config-name={name} is not found; give the name of a YAML file in --config-dir, without .yaml")
@@ -109,8 +130,7 @@ def _no_option(path: str, text: str, overrides: Sequence[str], loader: Loader, r
         choices, what = registered(base), f"{base}: schema/{show(name)} is no registered class"
     else:
         choices, what = loader.repository.get_group_options(group), f"{group}={show(name)} is no option"
-    parent = re.match(r"In '([^']+)'", text)
-    read = reads.get(parent[1]) if parent else None
+    files = [read.file for read in reads.values() if any(_chooses(entry, group, name) for entry in read.defaults)]
     typed = any(override.key_or_group == group for override in parse(overrides, loader))
-    where = f"set {COMMAND_LINE}" if typed else f"set in {shorten(read.file)}" if read else ""
+    where = f"set {COMMAND_LINE}" if typed else f"set in {shorten(files[-1])}" if files else ""
     return ConfigError("; ".join(filter(None, (what, suggest(name, choices), where))))

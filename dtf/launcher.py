@@ -44,9 +44,12 @@ class Launcher(ABC):
     def count(self) -> int:
         """`launcher.processes` with `auto` resolved: one per GPU, else 2. Torch-free."""
 
-    def open(self, config: dict[str, Any], make: Callable[[], Run]) -> Run:
-        """The run this process takes part in: `make()`, but for launchers whose ranks exist already, where one process makes it for all."""
-        return make()
+    def open(self, config: dict[str, Any], make: Callable[[str], Run]) -> Run:
+        """The run this process takes part in: `make("")`, but for launchers whose ranks exist already, where one process makes it for all.
+
+        `make(folder)` goes on in the folder of an earlier attempt of the same run; "" lets the config decide.
+        """
+        return make("")
 
     @abstractmethod
     def launch(self, run: Run, see: Callable[[Event], None]) -> int:

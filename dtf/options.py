@@ -34,4 +34,6 @@ class TrainOptions:
     eval_every: int | None = option(default=None, doc="evaluate so often; null: at each end of an epoch; 0: never", unit="steps")
     early_stop: int = option(default=0, doc="stop after so many evaluations without a new best; 0: never", unit="evaluations")
     skip_nonfinite: int = option(default=0, doc="updates with a non-finite loss or gradient that may be skipped before the run fails", unit="steps")
-    record_samples: bool = option(default=False, doc="write the sample ids that each rank trains on to samples_rank_<r>.jsonl in the run folder")
+    record: bool = option(
+        default=False, doc="write evidence to record_rank_<r>.jsonl in the run folder: the sample ids each rank trains on, and a digest of its parameters"
+    )

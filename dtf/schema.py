@@ -112,13 +112,13 @@ def fit(hint: Any, value: Any, key: str) -> Any:
         raise KeyProblem(key, f"{key}={show(value)} is no choice; {suggest(show(value), [member.name for member in hint])}")
     if hint is type(None) and value is None:
         return None
-    if hint in (bool, int) and type(value) is hint or hint is str and type(value) is str:
+    if (hint in (bool, int) and type(value) is hint) or (hint is str and type(value) is str):
         return value
     if hint is float and type(value) in (int, float) and not math.isnan(value):
         return float(value)
     if hint is str and type(value) is int:
         return str(value)  # run.name=7: the command line makes a number of it
-    raise KeyProblem(key, f"{key}={show(value)} is no {type_text(hint)}")
+    raise KeyProblem(key, f"{key}={show(value)} is not of type {type_text(hint)}")
 
 
 def make(hint: Any, value: Any) -> Any:
@@ -146,7 +146,9 @@ def fit_option(group: str, value: Any, key: str) -> dict[str, Any]:
     rest = dict(value)
     name = rest.pop("name", None)
     if not isinstance(name, str):
-        raise KeyProblem(f"{key}.name", f"{key}.name={show(name)} names no registered class; a {group} file starts from one: defaults: [schema/NAME@_here_, _self_]")
+        raise KeyProblem(
+            f"{key}.name", f"{key}.name={show(name)} names no registered class; a {group} file starts from one: defaults: [schema/NAME@_here_, _self_]"
+        )
     try:
         cls = lookup(group, name)
     except ConfigError as error:
@@ -221,7 +223,7 @@ def _fit_union(hint: Any, arms: tuple[Any, ...], value: Any, key: str) -> Any:
         except KeyProblem as problem:
             problems.append(problem)
     inner = [problem for problem in problems if problem.key != key]  # the arm fitted, something inside it did not
-    raise inner[0] if inner else KeyProblem(key, f"{key}={show(value)} is no {type_text(hint)}")
+    raise inner[0] if inner else KeyProblem(key, f"{key}={show(value)} is not of type {type_text(hint)}")
 
 
 def _accepts(hint: Any, value: Any) -> bool:

@@ -46,6 +46,9 @@ GROUPS = {
 }
 """Groups of parts, in the order they are shown."""
 
+EXPERIMENT = "experiment"
+"""The group of complete named runs: YAML files only, no node of its own."""
+
 _LEAVES = {"lr", "optimizer", "precision", "sampler", "checkpoint"}
 _PACKAGES = ("strategies", "launchers", "observers", "optimizers", "jobs")
 _ENTRY_POINTS = "dtf.plugins"
@@ -187,7 +190,9 @@ def _check_root(settings: Settings) -> None:
         if not holds:
             raise KeyProblem(key, f"{key}={show(value)} must be {rule}")
     if train.early_stop and train.eval_every == 0:
-        raise KeyProblem("train.early_stop", f"train.early_stop={train.early_stop} needs evaluations, train.eval_every=0 turns them off; use null or a number of steps")
+        raise KeyProblem(
+            "train.early_stop", f"train.early_stop={train.early_stop} needs evaluations, train.eval_every=0 turns them off; use null or a number of steps"
+        )
     if not _FOLDER.fullmatch(run.name) or run.name in (".", ".."):
         raise KeyProblem("run.name", f"run.name={show(run.name)} is no folder name; at most 128 letters, digits, '.', '_' and '-'")
     measures = settings.recipe.measures

@@ -6,6 +6,7 @@ Every registered class is an option `<group>/<name>` and a base `<group>/schema/
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from dtf.errors import ConfigError
 from dtf.registry import registered
 from dtf.schema import option_node, to_plain
-from dtf.settings import GROUPS, Root
+from dtf.settings import EXPERIMENT, GROUPS, Root
 from dtf.untrusted import check_hydra, one_line, scan
 
 CONF = Path(__file__).parent / "conf"
@@ -39,7 +40,9 @@ class Read:
     """A YAML file as it was read."""
 
     file: Path
-    content: Any  # plain, interpolations as written, without its defaults list
+    content: dict[Any, Any]  # plain, interpolations as written, without its defaults list
+    defaults: list[Any]  # as written
+    header: dict[str, str | None]
 
 
 _reads: ContextVar[dict[str, Read] | None] = ContextVar("reads", default=None)
@@ -54,6 +57,11 @@ def recording() -> Iterator[dict[str, Read]]:
         yield reads
     finally:
         _reads.reset(token)
+
+
+def recorded() -> dict[str, Read]:
+    """What the block of `recording` around the caller has noted so far."""
+    return _reads.get() or {}
 
 
 class PartsSource(ConfigSource):
@@ -80,7 +88,7 @@ class PartsSource(ConfigSource):
 
     def is_group(self, config_path: str) -> bool:
         path = config_path.rstrip("/")
-        return path in ("", SCHEMA) or path.removesuffix(f"/{SCHEMA}") in GROUPS
+        return path in ("", SCHEMA, EXPERIMENT) or path.removesuffix(f"/{SCHEMA}") in GROUPS
 
     def is_config(self, config_path: str) -> bool:
         return self._find(config_path) is not None
@@ -88,7 +96,7 @@ class PartsSource(ConfigSource):
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Options of a group; the bases are left out, they are for defaults lists."""
         if config_path == "":
-            return [] if results_filter == ObjectType.CONFIG else list(GROUPS)
+            return [] if results_filter == ObjectType.CONFIG else [*GROUPS, EXPERIMENT]
         return [] if results_filter == ObjectType.GROUP else list(registered(config_path))
 
     @staticmethod
@@ -118,10 +126,10 @@ class GuardedFiles(FileConfigSource):
             raise ConfigError(f"{file}: {one_line(error)}; it must be a YAML mapping of keys to values") from error
         if not isinstance(content, dict):
             raise ConfigError(f"{file} must be a YAML mapping of keys to values")
-        content.pop("defaults", None)
+        defaults = content.pop("defaults", None)
         reads = _reads.get()
         if reads is not None:
-            reads[config_path.removesuffix(".yaml")] = Read(file, content)
+            reads[config_path.removesuffix(".yaml")] = Read(file, content, defaults if isinstance(defaults, list) else [], result.header)
         return result
 
 
@@ -131,7 +139,9 @@ class Loader(ConfigLoaderImpl):
     def load_configuration(
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, from_shell: bool = True, validate_sweep_overrides: bool = True
     ) -> DictConfig:
-        config = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # Hydra warns of a searchpath that does not exist, and goes on
+            config = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
         check_hydra(config.hydra)
         return config
 

@@ -142,6 +142,9 @@ class Spmd(Program):
         self._update.load(source)
         load_buffers(self._replica, source)
 
+    def replicated(self) -> dict[str, Tensor]:
+        return dict(self._replica.model.named_parameters())
+
     def skipped(self) -> int:
         return self._update.skipped()
 

@@ -72,6 +72,10 @@ class Program(ABC):
     def load(self, source: Source) -> None:
         """Take this rank's part from a checkpoint written under any strategy and world size."""
 
+    def replicated(self) -> dict[str, Tensor]:
+        """Parameters that every rank must hold bit for bit alike, by name. Default: none."""
+        return {}
+
     @abstractmethod
     def skipped(self) -> int:
         """Updates skipped so far because loss or gradient was not finite, the same number on all ranks. May synchronise."""

@@ -35,8 +35,11 @@ def scan(path: Path) -> str:
             raise ConfigError(f"{path} has more than {MAX_BYTES} bytes; a config file is smaller")
         text = data.decode("utf-8")
         _count(path, yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: {error.problem or one_line(error)}; it must be YAML") from error
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {one_line(error)}; it must be readable YAML in UTF-8") from error
+        raise ConfigError(f"{path}: {one_line(error)}; it must be a readable YAML file in UTF-8") from error
     return text
 
 
@@ -111,7 +114,7 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     return plain
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException | str) -> str:
     """The message of somebody else's exception in one line of printable characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
@@ -131,7 +134,9 @@ def _count(path: Path, events: Any) -> None:
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         elif isinstance(event, yaml.ScalarEvent) and event.value == RESERVED:
-            raise ConfigError(f"{path}, line {event.start_mark.line + 1}: {RESERVED} is refused, a config names no code; register a class and choose it by name")
+            raise ConfigError(
+                f"{path}, line {event.start_mark.line + 1}: {RESERVED} is refused, a config names no code; register a class and choose it by name"
+            )
         if nodes > MAX_NODES or depth > MAX_DEPTH:
             raise ConfigError(f"{path}, line {event.start_mark.line + 1}: more than {MAX_NODES} values or {MAX_DEPTH} levels; a config file is smaller")
 

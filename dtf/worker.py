@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import traceback
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,7 @@ def _train(
             start, plan.total, epochs.batches, _table(settings, config, folder, program, world, plan, threads, len(train_data), len(eval_data)), place.attempt
         )
     )
-    samples = _SampleRecord(folder, world.rank, start) if options.record_samples else None
+    record = _Record(folder, world.rank, start) if options.record else None
     loop = Loop(
         program=program,
         clock=clock,
@@ -107,14 +108,14 @@ def _train(
         skip_nonfinite=options.skip_nonfinite,
         stop_requested=stop.is_set,
         beat=beat,
-        record=samples.write if samples else None,
+        record=record.write if record else None,
         carried=carried,
     )
     try:
         ended, evaluated = fit(loop)
     finally:
-        if samples:
-            samples.close()
+        if record:
+            record.close(program.replicated())
         for loader in loaders:
             loader.close()
     best = {f"best_{plan.objective[0]}": clock.best[0], "best_step": float(clock.best[1])} if clock.best else {}
@@ -203,14 +204,15 @@ def _nobody(event: Event) -> None:
     """Ranks other than 0 report nothing."""
 
 
-class _SampleRecord:
-    """Which sample ids this rank trained on, a JSON line per step: evidence for `every sample once`."""
+class _Record:
+    """Evidence of what this rank did, in JSON lines: the sample ids of each step, and at the end a digest of each parameter it holds."""
 
     def __init__(self, folder: Path, rank: int, start: int) -> None:
-        path = folder / f"samples_rank_{rank}.jsonl"
+        path = folder / f"record_rank_{rank}.jsonl"
         kept = []
         if path.exists():  # steps that the killed attempt did after its last checkpoint are done again
-            kept = [line for line in path.read_text().splitlines() if line.endswith("]}") and json.loads(line)["step"] < start]
+            complete = [line for line in path.read_text().splitlines() if line.endswith("}")]
+            kept = [line for line in complete if json.loads(line).get("step", start) < start]
         self._file = path.open("w")
         self._file.writelines(f"{line}\n" for line in kept)
 
@@ -218,5 +220,7 @@ class _SampleRecord:
         self._file.write(json.dumps({"step": step, "ids": [i for i in ids.tolist() if i >= 0]}) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, held: dict[str, torch.Tensor]) -> None:
+        digests = {name: zlib.crc32(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()) for name, t in held.items()}
+        self._file.write(json.dumps({"held": digests}) + "\n")
         self._file.close()

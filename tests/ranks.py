@@ -1,20 +1,25 @@
-"""Functions on several ranks, for tests: processes forked from a warm server, a gloo group on loopback, JSON results."""
+"""Functions on several ranks, for tests: processes forked from the warm server that runs use too, a gloo group on loopback, JSON results."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
-import multiprocessing
 import os
-import socket
-import time
-import traceback
+import sys
+import tempfile
 import uuid
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torchvision", "numpy", "tests.ranks"])
+from dtf.attempt import Attempt, Limits, Stop
+from dtf.launcher import Place
+from dtf.launchers import local
+from dtf.values import Event
+
+if "pytest" not in local.PRELOAD:
+    local.PRELOAD.append("pytest")  # test modules import it; in each rank that takes longer than most tests
 
 
 def ranks(count: int, target: str, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
@@ -23,58 +28,35 @@ def ranks(count: int, target: str, timeout_s: float = 60.0, **arguments: Any) ->
     Arguments and results are JSON. A gloo group spans the ranks. AssertionError with the traceback of the first rank that
     fails, or when a rank takes longer than `timeout_s`; no process is left either way.
     """
-    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-    port, prefix = listener.getsockname()[1], uuid.uuid4().hex
-    text = json.dumps(arguments)
-    processes, ends = [], []
-    try:
-        for rank in range(count):
-            mine, theirs = _CONTEXT.Pipe(duplex=False)
-            listening = listener if rank == 0 else None
-            process = _CONTEXT.Process(target=_rank, args=(theirs, listening, port, prefix, rank, count, target, text), daemon=True)
-            process.start()
-            theirs.close()
-            processes.append(process)
-            ends.append(mine)
-        return _collect(ends, time.monotonic() + timeout_s, target)
-    finally:
-        listener.close()
-        for process in processes:
-            process.kill()
-            process.join()
+    with tempfile.TemporaryDirectory(prefix="dtf-ranks-") as folder:
+        order = {
+            "entry": "tests.ranks:call",
+            "config": {"target": target, "arguments": arguments},
+            "folder": folder,
+            "run_id": uuid.uuid4().hex,
+            "environment": {**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            "directory": os.getcwd(),
+            "path": [os.path.abspath(part) for part in sys.path],
+        }
+        places = [Place(rank=rank, size=count, local_rank=rank, local_size=count, slots=count, threads=1, prefix=order["run_id"]) for rank in range(count)]
+        limits = Limits(hang_timeout_s=timeout_s, start_timeout_s=timeout_s, grace_s=0.0)
+        with contextlib.closing(Stop()) as stop:  # not entered: Ctrl-C is pytest's
+            outcome = Attempt(local.warm({}), order, places, [[]] * count, Path(folder), limits, stop, lambda event: None).run()
+        if outcome.cause:
+            log = Path(folder, f"rank_{outcome.cause.rank}.log").read_text(errors="replace")
+            raise AssertionError(f"{target}: rank {outcome.cause.rank} of {count}: {outcome.cause.message}\n{outcome.cause.traceback}\nits log:\n{log[-4000:]}")
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def _collect(ends: list[Connection], deadline: float, target: str) -> list[Any]:
-    results: dict[int, Any] = {}
-    waiting = {end: rank for rank, end in enumerate(ends)}
-    while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        assert ready, f"{target}: rank {sorted(waiting.values())} took too long"
-        for end in ready:
-            assert isinstance(end, Connection)
-            rank = waiting.pop(end)
-            try:
-                message = json.loads(end.recv_bytes())
-            except EOFError:
-                raise AssertionError(f"{target}: rank {rank} died without a word") from None
-            assert "error" not in message, f"{target}: rank {rank} of {len(ends)} failed\n{message['error']}"
-            results[rank] = message["result"]
-    return [results[rank] for rank in range(len(ends))]
-
-
-def _rank(end: Connection, listener: socket.socket | None, port: int, prefix: str, rank: int, size: int, target: str, text: str) -> None:
-    import torch
+def call(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
+    """Entry of a rank."""
     import torch.distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    try:
-        store = dist.TCPStore("127.0.0.1", port, size, listener is not None, master_listen_fd=listener.detach() if listener else None)
-        dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=size)
-        module, name = target.split(":")
-        result = getattr(importlib.import_module(module), name)(rank, size, **json.loads(text))
-        message = {"result": result}
-        dist.barrier()
-    except BaseException:
-        message = {"error": traceback.format_exc()}
-    end.send_bytes(json.dumps(message).encode())
+    host, _, port = place.store.rpartition(":")
+    store = dist.PrefixStore(place.prefix, dist.TCPStore(host, int(port), is_master=False))
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
+    module, _, name = config["target"].partition(":")
+    result = getattr(importlib.import_module(module), name)(place.rank, place.size, **config["arguments"])
+    Path(folder, f"{place.rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    return 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,26 +16,21 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 
-FLOORS = [
-    # vocabulary
-    {"dtf", "dtf.errors", "dtf.registry", "dtf.values"},
-    # leaves: one thing each, no knowledge of a run
-    {"dtf.lr", "dtf.manifest", "dtf.metrics", "dtf.optimizer", "dtf.options", "dtf.precision", "dtf.sampler", "dtf.schema", "dtf.seeding", "dtf.tracking"},
-    # contracts
-    {"dtf.job", "dtf.launcher", "dtf.observer", "dtf.recipe", "dtf.strategy"},
-    # parts that several strategies share
-    {"dtf.build", "dtf.clock", "dtf.commit", "dtf.loader", "dtf.microbatch", "dtf.replicas", "dtf.screen", "dtf.shards", "dtf.spmd", "dtf.update", "dtf.world"},
-    {"dtf.checkpoint", "dtf.engine"},
-    # options, one registered class per file
-    {"dtf.observers", "dtf.optimizers", "dtf.recipes", "dtf.strategies"},
-    # what sees the root config
-    {"dtf.settings"},
-    {"dtf.config", "dtf.run", "dtf.worker"},
-    # options that start runs
-    {"dtf.launchers"},
-    {"dtf.jobs"},
-    {"dtf.describe", "dtf.__main__"},
-]
+FLOORS = {
+    "vocabulary": "dtf errors registry values",
+    "leaves: one thing each": "devices ending eventfile heartbeat lr manifest metrics optimizer options precision sampler schema seeding supervise tracking",
+    "formats of files": "commit shards untrusted",
+    "contracts": "job launcher observer recipe strategy",
+    "parts that several strategies share": "build clock loader microbatch replicas screen spmd update world",
+    "engine": "checkpoint engine evidence",
+    "options, one registered class per file": "observers optimizers recipes strategies",
+    "the root config, typed": "settings",
+    "front and ranks": "config describe explain run sources sweep worker",
+    "processes": "attempt forkserver rank",
+    "options that start processes": "launchers",
+    "options that start runs": "jobs",
+    "command line": "__main__",
+}
 SIBLINGS = ("dtf.jobs", "dtf.launchers", "dtf.observers", "dtf.optimizers", "dtf.recipes", "dtf.strategies")
 NO_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
 OBJECT_COLLECTIVES = ("_object", "_object_list")
@@ -81,11 +78,17 @@ def imports(name: str, path: Path) -> set[str]:
     return {target for target in found if target.split(".")[0] == "dtf" and target != name}
 
 
+@cache
+def floors() -> dict[str, int]:
+    """Module or package of options -> its floor."""
+    return {("dtf" if word == "dtf" else f"dtf.{word}"): number for number, words in enumerate(FLOORS.values()) for word in words.split()}
+
+
 def floor(name: str) -> int:
-    for number, members in enumerate(FLOORS):
-        if name in members or any(name.startswith(f"{member}.") for member in members if member in SIBLINGS):
-            return number
-    raise AssertionError(f"{name} has no floor; add it to FLOORS in {Path(__file__).name}")
+    package = ".".join(name.split(".")[:2])
+    known = package if package in SIBLINGS else name
+    assert known in floors(), f"{name} has no floor; add it to FLOORS in {Path(__file__).name}"
+    return floors()[known]
 
 
 def family(name: str) -> str:
@@ -97,7 +100,8 @@ def family(name: str) -> str:
 def test_nothing_imports_upwards(name: str) -> None:
     for target in imports(name, sources()[name]):
         assert target in sources(), f"{name} imports {target}, which is no module of dtf"
-        assert floor(target) <= floor(name), f"{name} (floor {floor(name)}) imports {target} (floor {floor(target)})"
+        below, here = list(FLOORS)[floor(target)], list(FLOORS)[floor(name)]
+        assert floor(target) <= floor(name), f"{name} ({here}) imports {target} ({below}), which is above it"
 
 
 def test_no_import_cycles() -> None:
@@ -125,7 +129,24 @@ def test_siblings_never_import_each_other() -> None:
 
 
 def test_floors_name_modules_that_exist() -> None:
-    assert not {name for members in FLOORS for name in members} - set(sources())
+    assert not set(floors()) - set(sources())
+
+
+def test_dependencies_are_declared_and_explained() -> None:
+    """What is imported is declared, and docs/dependencies.md has a row for each, with the same bounds."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[<>=\[]", text, maxsplit=1)[0]: text for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]}
+    modules = {"hydra-core": "hydra", "pyyaml": "yaml"}
+    runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
+    for name, path in sources().items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                roots = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "dtf"]
+                foreign = {root.split(".")[0] for root in roots} - set(sys.stdlib_module_names) - {"dtf"}
+                assert foreign <= runtime, f"{name} imports {foreign - runtime}, which pyproject.toml does not declare"
+    rows = re.findall(r"^\| ([a-z].*?) \|", (ROOT / "docs" / "dependencies.md").read_text(), re.MULTILINE)
+    bounds = {re.sub(r"\[.*\]", "", text).replace(",", ", ") for text in declared.values()}
+    assert {row.replace(" ", "") for row in rows if row != "package"} == {text.replace(" ", "") for text in bounds}
 
 
 def test_no_file_is_long_and_none_is_a_drawer() -> None:
@@ -240,7 +261,10 @@ def test_the_guard_sees(code: str) -> None:
     assert list(forbidden(ast.parse(code)))
 
 
-@pytest.mark.parametrize("code", ["model.eval()", "torch.load(path, weights_only=True)", "subprocess.run(command, shell=False)", "safetensors.torch.save_file(a, b)"])
+@pytest.mark.parametrize(
+    "code",
+    ["model.eval()", "torch.load(path, weights_only=True)", "subprocess.run(command, shell=False)", "safetensors.torch.save_file(a, b)"],
+)
 def test_the_guard_lets_pass(code: str) -> None:
     assert not list(forbidden(ast.parse(code)))
 

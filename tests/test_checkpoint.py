@@ -225,7 +225,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None
 
 
 def test_options_look_for_the_path_before_ranks_start(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="checkpoint.resume"):
+    with pytest.raises(DataError, match=r"checkpoint\.resume"):
         Every(resume=str(tmp_path)).check()
     (tmp_path / "run").mkdir()
     small_checkpoint(tmp_path / "run" / "checkpoints")

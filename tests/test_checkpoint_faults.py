@@ -11,6 +11,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_damage_is_found_whichever_rank_looks(tmp_path: Path) -> None:
         path.write_bytes(data)
         for size in (1, 2, 3):
             assert on_ranks(size, lambda world: checkpointer(tmp_path, world).find()) == [None] * size
-        assert [fault for fault in commit.faults(path.parent, commit.read_manifest(path.parent))] == [
+        assert list(commit.faults(path.parent, commit.read_manifest(path.parent))) == [
             f"rank_0.safetensors: bytes {block * BLOCK_BYTES} to {min((block + 1) * BLOCK_BYTES, len(clean))} are damaged or unreadable"
         ]
 
@@ -223,10 +224,8 @@ class Life(RuleBasedStateMachine):
         with pytest.MonkeyPatch.context() as patch:
             for name in ("open", "write", "mkdir", "rename", "replace", "unlink", "rmdir"):
                 patch.setattr(os, name, dying(getattr(os, name)))
-            try:
+            with suppress(Killed):
                 self.save(None)
-            except Killed:
-                pass
         there = {commit.step_of(folder.name) or 0 for folder in commit.checkpoints(self.folder)}
         assert there - self.values.keys() <= {self.step}, "a crash brought something back"
         if self.step in there:
@@ -250,7 +249,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         assert checkpointer(self.folder).find() == self.newest()
-        left = [name for name in os.listdir(self.folder)] if self.folder.exists() else []
+        left = os.listdir(self.folder) if self.folder.exists() else []
         assert all(name == "latest" or commit.step_of(name) is not None for name in left), left
 
     def newest(self) -> Path | None:

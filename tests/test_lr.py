@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,9 +22,7 @@ warmups = st.integers(0, 200)
 shares = st.floats(1e-3, 0.999)
 SCHEDULES = {
     "constant": st.builds(Constant, peak=peaks, warmup=warmups),
-    "cosine": st.builds(
-        lambda peak, share, warmup: Cosine(peak=peak, floor=peak * share, warmup=warmup), peaks, st.one_of(st.just(0.0), shares), warmups
-    ),
+    "cosine": st.builds(lambda peak, share, warmup: Cosine(peak=peak, floor=peak * share, warmup=warmup), peaks, st.one_of(st.just(0.0), shares), warmups),
     "step": st.builds(Step, peak=peaks, warmup=warmups, boundaries=st.lists(shares, max_size=4, unique=True).map(sorted), factor=shares),
     "onecycle": st.builds(OneCycle, peak=peaks, rise=st.one_of(st.just(0.0), shares), start=shares, final=shares),
 }
@@ -77,7 +76,7 @@ def test_cosine_falls_without_jumps_to_its_floor(schedule: Cosine, length: int) 
     falling = [schedule(step, total) for step in range(schedule.warmup, total + 1)]
     assert falling == sorted(falling, reverse=True)
     assert falling[-1] == pytest.approx(schedule.floor, rel=1e-9, abs=1e-15)
-    assert all(high - low <= span * math.pi / 2 / length * (1 + 1e-9) for high, low in zip(falling, falling[1:], strict=False))
+    assert all(high - low <= span * math.pi / 2 / length * (1 + 1e-9) for high, low in pairwise(falling))
 
 
 def test_cosine_equals_torch() -> None:
@@ -114,7 +113,7 @@ def test_onecycle_rises_and_falls_without_jumps(schedule: OneCycle, total: int) 
     peak_at = found.index(max(found))
     assert found[: peak_at + 1] == sorted(found[: peak_at + 1]) and found[peak_at:] == sorted(found[peak_at:], reverse=True)
     slope = schedule.peak * max((1 - schedule.start) / max(top, 1), (1 - schedule.final) / (total - 1 - top))
-    assert all(abs(high - low) <= slope * (1 + 1e-9) for high, low in zip(found, found[1:], strict=False))
+    assert all(abs(high - low) <= slope * (1 + 1e-9) for high, low in pairwise(found))
 
 
 @pytest.mark.parametrize(("total", "rise"), [(100, 0.3), (64, 0.25), (7, 0.5)])

@@ -36,15 +36,15 @@ def test_results_come_by_rank(ranks):
 
 
 def test_a_failing_rank_is_named_with_its_traceback(ranks):
-    with pytest.raises(AssertionError, match="rank 1 of 2 failed(.|\n)*rank one has had enough"):
+    with pytest.raises(AssertionError, match="rank 1 of 2: ValueError: rank one has had enough"):
         ranks(2, "tests.test_ranks:fail")
 
 
 def test_a_hang_ends(ranks):
-    with pytest.raises(AssertionError, match="took too long"):
+    with pytest.raises(AssertionError, match="no sign of life"):
         ranks(2, "tests.test_ranks:hang", timeout_s=1.0)
 
 
 def test_a_death_is_seen(ranks):
-    with pytest.raises(AssertionError, match="died without a word"):
+    with pytest.raises(AssertionError, match="exit status 3 without a word"):
         ranks(1, "tests.test_ranks:die")

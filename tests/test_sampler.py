@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -136,6 +138,6 @@ def test_without_fixed_rows_a_shard_has_at_most_one_micro_batch(rows: int, count
 def test_shares_partition_the_micro_batches_evenly(micro_batches: int, count: int) -> None:
     parts = [share(micro_batches, Shard(index, count)) for index in range(count)]
     assert parts[0][0] == 0 and parts[-1][1] == micro_batches
-    assert all(one[1] == other[0] for one, other in zip(parts, parts[1:], strict=False))
+    assert all(one[1] == other[0] for one, other in pairwise(parts))
     lengths = [last - first for first, last in parts]
     assert max(lengths) - min(lengths) <= 1

@@ -35,6 +35,17 @@ def prestart(argv: Sequence[str]) -> None:
         _server = ForkServer(PRELOAD, _environment({}))
 
 
+def warm(environment: dict[str, str]) -> ForkServer:
+    """The fork server of this process; a new one when ranks need another environment from their first import on, or when it has died."""
+    global _server
+    environment = _environment(environment)
+    if _server is not None and (_server.environment != environment or _server.used and not _server.alive):
+        discard()
+    if _server is None:
+        _server = ForkServer(PRELOAD, environment)
+    return _server
+
+
 def discard() -> None:
     """End the fork server: the config turned out wrong, or nothing more is to be run."""
     global _server
@@ -96,11 +107,9 @@ class Local(Launcher):
 
             def attempt(number: int) -> Attempt:
                 here = [Place(**{**place, "attempt": number, "prefix": f"{run.id}/{number}"}) for place in places]
-                return Attempt(self._warm(), order, here, pins, run.folder, limits, stop, see)
+                return Attempt(warm(self.env), order, here, pins, run.folder, limits, stop, see)
 
             outcome = supervise(attempt, self.max_restarts, lambda: stop.count > 0, see)
-        if self.env:
-            discard()
         if outcome.cause:
             see(outcome.cause)
             report(outcome.cause)
@@ -126,16 +135,6 @@ class Local(Launcher):
         if self.interface:
             return {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
         return {key: os.environ.get(key, "lo") for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-
-    def _warm(self) -> ForkServer:
-        """The fork server; a new one when ranks need an environment from their first import on, or when the old one has died."""
-        global _server
-        fresh = bool(self.env) and _server is not None and _server.environment != _environment(self.env)
-        if fresh or _server is not None and _server.used and not _server.alive:
-            discard()
-        if _server is None:
-            _server = ForkServer(PRELOAD, _environment(self.env))
-        return _server
 
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:

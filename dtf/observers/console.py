@@ -6,6 +6,7 @@ import codecs
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -82,7 +83,7 @@ class Lines:
     def _place(self, step: int, epoch: float) -> dict[str, object]:
         return {"step": f"{step}/{self._total}", "epoch": f"{epoch:.2f}"}
 
-    def _print(self, head: str, pairs: dict[str, object], tail: str = "") -> None:
+    def _print(self, head: str, pairs: Mapping[str, object], tail: str = "") -> None:
         words = [f"{name.replace(' ', '_')}={_quoted(value)}" for name, value in pairs.items()]
         self._write(" ".join([*filter(None, [head]), *words, *filter(None, [tail])]))
 
@@ -112,7 +113,7 @@ def _draws(stream: TextIO) -> bool:
 
 
 def _hang_up() -> None:
-    """Give the closed pipe's number to /dev/null, so that the interpreter's last flush does not fail and spoil the exit code."""
+    """Give the closed pipe's number to /dev/null, so that nothing printed later fails, nor the interpreter's last flush."""
     try:
         number = sys.stdout.fileno()
     except (OSError, ValueError):

@@ -51,13 +51,13 @@ def forget_after(path: Path, step: int) -> None:
     """Remove the lines of later steps and the torn last line of a killed writer. Atomic: a crash leaves the old file or the new one."""
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _step(line) <= step]
-    if len(kept) == len(lines):
+    before = path.read_bytes()
+    after = b"".join(line + b"\n" for line in before.split(b"\n") if _step(line) <= step)
+    if after == before:
         return
     new = path.with_name(f"{path.name}.tmp")
     with new.open("wb") as file:
-        file.writelines(kept)
+        file.write(after)
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, path)
@@ -66,6 +66,6 @@ def forget_after(path: Path, step: int) -> None:
 def _step(line: bytes) -> float:
     """Infinity for what is no whole line of this file."""
     try:
-        return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+        return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return math.inf

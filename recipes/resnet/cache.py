@@ -65,26 +65,28 @@ def glance(folder: Path, pixels: int) -> Decoded | None:
     return found if whole else None
 
 
-def decoded(root: Path, pixels: int, cache: Path) -> Decoded:
-    """The decoded images of `root`, from the cache when it holds them intact; otherwise this process decodes while others wait.
+def decoded(root: Path, pixels: int, cache: Path, split: str) -> Decoded:
+    """The decoded images of `root`, from the cache when it holds `split` intact; otherwise this process decodes while others wait.
 
     DataError for a tree that cannot be read and for a cache that cannot be written.
     """
     folder = location(root, pixels, cache)
     found = glance(folder, pixels)
-    if found and _intact(found):
+    if found and _intact(found, split):
         return found
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{folder.name}.lock"):
             found = glance(folder, pixels)  # another rank may have been first
-            if found and _intact(found):
+            if found and _intact(found, split):
                 return found
             if folder.exists():
                 _log.warning("decoded images in %s are damaged; decoding %s again", folder, root)
             return _decode(root, pixels, folder)
     except OSError as error:
-        raise DataError(f"recipe.data.cache={cache} cannot be written: {error.strerror or error}; set recipe.data.cache=DIR to a folder with free space") from error
+        raise DataError(
+            f"recipe.data.cache={cache} cannot be written: {error.strerror or error}; set recipe.data.cache=DIR to a folder with free space"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -95,9 +97,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _intact(found: Decoded) -> bool:
+def _intact(found: Decoded, split: str) -> bool:
     try:
-        return all(_crc32(found.file(split)) == digest for split, digest in found.digests.items())
+        return _crc32(found.file(split)) == found.digests[split]
     except (OSError, ValueError):
         return False
 

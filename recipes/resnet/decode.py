@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -10,9 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-from torchvision.io import ImageReadMode, decode_image
+import numpy as np
+from PIL import Image, ImageOps
 
 from dtf.errors import DataError
 from dtf.recipes.resnet.tree import Tree, read_files
@@ -29,12 +29,12 @@ def decode_tree(root: Path, tree: Tree, pixels: int, outputs: dict[str, Path]) -
     def work(chunk: list[tuple[str, bytes]]) -> int:
         for name, content in chunk:
             try:
-                image = square(decode_image(torch.frombuffer(bytearray(content), dtype=torch.uint8), mode=ImageReadMode.RGB), pixels)
-            except (RuntimeError, ValueError) as error:
-                reason = str(error).splitlines()[0][:200]
+                image = decode_image(content, pixels)
+            except Exception as error:  # a broken file makes Pillow raise whatever its parser stumbles on
+                reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
                 raise DataError(f"recipe.data.root={root}: {name} ({len(content)} bytes) cannot be decoded: {reason}; replace or remove it") from error
             split, row = places[name]
-            if os.pwrite(files[split], image.permute(1, 2, 0).contiguous().numpy().tobytes(), row * row_bytes) != row_bytes:
+            if os.pwrite(files[split], image.tobytes(), row * row_bytes) != row_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return len(chunk)
 
@@ -54,16 +54,13 @@ def decode_tree(root: Path, tree: Tree, pixels: int, outputs: dict[str, Path]) -
         raise DataError(f"recipe.data.root={root} changed while it was read: {done} of {len(places)} images found; start again")
 
 
-def square(image: Tensor, pixels: int) -> Tensor:
-    """(3, H, W) bytes to (3, pixels, pixels): the shorter side is resized (bilinear, anti-aliased), the centre is kept."""
-    if image.dtype != torch.uint8:
-        raise ValueError(f"{image.dtype} pixels; 8-bit images only")
-    if image.shape[1:] == (pixels, pixels):
-        return image
-    height, width = (max(pixels, round(side * pixels / min(image.shape[1:]))) for side in image.shape[1:])
-    image = nn.functional.interpolate(image[None], (height, width), mode="bilinear", antialias=True)[0]
-    top, left = (height - pixels) // 2, (width - pixels) // 2
-    return image[:, top : top + pixels, left : left + pixels]
+def decode_image(content: bytes, pixels: int) -> np.ndarray:
+    """A JPEG or PNG file as (pixels, pixels, 3) bytes: the largest centred square, resized (bilinear, anti-aliased) unless it fits."""
+    with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as file:
+        image = file.convert("RGB")
+    if image.size != (pixels, pixels):
+        image = ImageOps.fit(image, (pixels, pixels), Image.Resampling.BILINEAR)
+    return np.asarray(image)
 
 
 def _chunks(items: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.models.resnet import BasicBlock, ResNet
 
 
 class Pad(nn.Module):
@@ -57,11 +57,6 @@ def _stage(before: int, channels: int, blocks: int, stride: int) -> nn.Sequentia
     return nn.Sequential(BasicBlock(before, channels, stride, shortcut), *(BasicBlock(channels, channels) for _ in range(blocks - 1)))
 
 
-def small(depth: int, width: int, classes: int) -> SmallResNet:
-    """A network for small images."""
-    return SmallResNet(depth, width, classes)
-
-
 def large(arch: str, stem: str, classes: int) -> ResNet:
     """One of torchvision's networks, `arch` by torchvision's name.
 
@@ -91,6 +86,3 @@ def draw(name: str, module: nn.Module, zero_init_residual: bool, last_norm: str)
             nn.init.zeros_(module.weight)
     elif isinstance(module, nn.Linear):
         module.reset_parameters()
-
-
-LAST_NORM = {BasicBlock: "bn2", Bottleneck: "bn3"}

@@ -1,0 +1,45 @@
+"""job=train: check, make the run folder, start the ranks, and let observers see what they report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtf.errors import DtfError, Exit
+from dtf.job import Job
+from dtf.observer import Observers
+from dtf.registry import register
+from dtf.run import Run
+from dtf.values import Ended, Event, Failed
+
+if TYPE_CHECKING:
+    from dtf.config import Composed
+
+
+@register("job", "train")
+class TrainJob(Job):
+    """Train the recipe."""
+
+    def run(self, composed: Composed) -> int:
+        settings = composed.check()
+        launcher = settings.launcher
+        processes, devices = launcher.count(), launcher.devices_kind()
+        run = launcher.open(composed.config, lambda folder: Run.open(composed.config, settings, processes, devices, folder))
+        observers = Observers(settings.observer if run.leader else {})
+        exit, cause = Exit.BUG, "an exception in the launching process"
+
+        def see(event: Event) -> None:
+            nonlocal cause
+            if isinstance(event, Failed | Ended):
+                cause = event.message if isinstance(event, Failed) else event.reason
+            observers.see(event)
+
+        try:
+            observers.open(run.folder, run.redacted())
+            exit = Exit(launcher.launch(run, see))
+        except DtfError as error:
+            exit, cause = error.exit, str(error)
+            raise
+        finally:
+            run.end(exit, cause)
+            observers.close()
+        return exit

@@ -1,0 +1,160 @@
+"""`job=verify`: the first law as a command. The same recipe under every strategy and world size against one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtf.errors import ConfigError, DtfError, Exit
+from dtf.job import Job
+from dtf.registry import option, register, suggest
+from dtf.run import unique_id
+
+if TYPE_CHECKING:
+    from dtf.config import Composed
+    from dtf.evidence import Evidence
+
+
+class Output(Enum):
+    text = "text"
+    json = "json"
+
+
+EXACT = "fp64"
+JUDGED = (EXACT, "fp32")
+
+
+@register("job", "verify")
+class Verify(Job):
+    """Run a one-process reference and each strategy on each number of processes; compare every number; exit 1 on a break.
+
+    Each comparison fixes the micro-batches: `micro_batches` per process, so that batch statistics are the same on both sides.
+    """
+
+    steps: int = option(default=8, doc="length of each run", unit="steps")
+    strategies: list[str] = option(factory=list, doc="strategy options to hold against the reference; empty: all there are")
+    processes: list[int] = option(factory=lambda: [1, 2, 4], doc="numbers of processes (replicas, for strategies in one process)")
+    precisions: list[str] = option(factory=lambda: [EXACT, "fp32"], doc="fp64: every tensor within 1e-10; fp32: all parameters together within 1e-5")
+    micro_batches: list[int] = option(factory=lambda: [1, 2], doc="micro-batches per process; more than one accumulates gradients")
+    batch_size: int = option(default=26, doc="global batch; the default divides unevenly", unit="rows")
+    format: Output = option(default=Output.text, doc="what is printed; verify.json is written either way")
+    keep: bool = option(default=False, doc="keep the run folders of all runs beside verify.json")
+
+    def run(self, composed: Composed) -> int:
+        strategies = self._check(composed)
+        run = composed.config["run"]
+        folder = Path(run["dir"] or Path("outputs", run["name"] or "verify", unique_id())).absolute()
+        folder.mkdir(parents=True, mode=0o700, exist_ok=bool(run["dir"]))
+        rows, references = [], {}
+        with _runs(folder, self.keep) as runs:
+            for precision in self.precisions:
+                for processes in self.processes:
+                    for count in self.micro_batches:
+                        micro = -(-self.batch_size // (processes * count))
+                        key = (precision, micro)
+                        if key not in references:
+                            references[key] = self._train(composed, runs, "ddp", 1, precision, micro)
+                        for strategy in strategies:
+                            rows.append(self._row(composed, runs, references[key], strategy, processes, precision, micro))
+                            if self.format is Output.text:
+                                print(_line(rows[-1], first=len(rows) == 1), flush=True)
+        broken = [row for row in rows if not row["ok"]]
+        report = {"recipe": composed.config["recipe"]["name"], "optimizer": composed.config["optimizer"]["name"], "ok": not broken, "runs": rows}
+        (folder / "verify.json").write_text(json.dumps(report, indent=1))
+        if self.format is Output.json:
+            print(json.dumps(report, indent=1))
+        else:
+            print(f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers; {folder / 'verify.json'}")
+        return Exit.BUG if broken else Exit.OK
+
+    def _check(self, composed: Composed) -> list[str]:
+        known = composed.composer.options("strategy")
+        strategies = self.strategies or known
+        for name in strategies:
+            if name not in known:
+                raise ConfigError(f"job.strategies names {name}; {suggest(name, known)}")
+        for name in self.precisions:
+            if name not in JUDGED:
+                raise ConfigError(f"job.precisions names {name}; there is a bound for {' and '.join(JUDGED)} only")
+        for key in ("steps", "batch_size"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"job.{key}={getattr(self, key)} must be at least 1")
+        for key in ("processes", "micro_batches"):
+            values = getattr(self, key)
+            if not values or min(values) < 1:
+                raise ConfigError(f"job.{key}={values} must be a list of numbers of at least 1")
+        if max(self.processes) * max(self.micro_batches) > self.batch_size:
+            raise ConfigError(
+                f"job.batch_size={self.batch_size} is less than {max(self.processes)} processes x {max(self.micro_batches)} micro-batches; "
+                f"use at least {max(self.processes) * max(self.micro_batches)}"
+            )
+        return strategies
+
+    def _train(self, composed: Composed, runs: Path, strategy: str, processes: int, precision: str, micro: int) -> Evidence:
+        from dtf.evidence import Evidence
+
+        folder = runs / f"{strategy}-{processes}-{precision}-{micro}{'-reference' if strategy == 'ddp' and processes == 1 else ''}"
+        if folder.exists():
+            return Evidence.read(folder)
+        overrides = {
+            "job": "train",
+            "strategy": strategy,
+            "precision": precision,
+            "launcher.processes": processes,
+            "step.batch_size": self.batch_size,
+            "step.micro_batch_rows": micro,
+            "train.steps": self.steps,
+            "train.log_every": 1,
+            "train.eval_every": 0,
+            "train.early_stop": 0,
+            "train.record": "true",
+            "checkpoint": "every",
+            "checkpoint.every_steps": self.steps,
+            "checkpoint.keep_best": 0,
+            "checkpoint.resume": "never",
+            "observer": "[jsonl]",
+            "run.dir": f"'{folder}'",
+        }
+        again = composed.recompose([f"{key}={value}" for key, value in overrides.items()])
+        code = again.job.run(again)
+        if code:
+            raise RunFailed(f"strategy={strategy} on {processes} processes with precision={precision} ended with exit code {code}")
+        return Evidence.read(folder)
+
+    def _row(self, composed: Composed, runs: Path, reference: Evidence, strategy: str, processes: int, precision: str, micro: int) -> dict[str, Any]:
+        from dtf.evidence import compare
+
+        row = {"strategy": strategy, "processes": processes, "precision": precision, "micro_batch_rows": micro}
+        try:
+            return row | compare(reference, self._train(composed, runs, strategy, processes, precision, micro), exact=precision == EXACT).to_json()
+        except RunFailed as failure:
+            return row | {"ok": False, "first": str(failure)}
+
+
+class RunFailed(DtfError):
+    """One of the runs to compare did not end well; its own error line says why."""
+
+
+@contextmanager
+def _runs(parent: Path, keep: bool) -> Iterator[Path]:
+    """A folder for the run folders, removed at the end unless they are to be kept."""
+    folder = Path(tempfile.mkdtemp(dir=parent, prefix="runs-"))
+    try:
+        yield folder
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _line(row: dict[str, Any], first: bool) -> str:
+    head = f"{'strategy':<12} {'procs':>5} {'format':<6} {'micro':>5} {'loss':>8} {'gradient':>8} {'params':>8} {'tensor':>8}  worst tensor / what breaks"
+    numbers = " ".join(f"{row.get(key, math.nan):8.1e}" for key in ("loss", "grad_norm", "parameters", "tensor"))
+    text = f"{row['strategy']:<12} {row['processes']:>5} {row['precision']:<6} {row['micro_batch_rows']:>5} {numbers}  {row['worst'] if row['ok'] else 'BREAK: ' + row['first']}"
+    return f"{head}\n{text}" if first else text

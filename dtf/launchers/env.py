@@ -1,0 +1,199 @@
+"""Ranks that exist already, each a whole `python -m dtf`: started by torchrun, srun, mpirun or a job of Kubernetes.
+
+Nobody launches them from here: they meet at a store, agree on one config and one folder, and become ranks. Whoever started them restarts them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtf import devices
+from dtf.errors import ConfigError, DtfError, Exit, PeerError
+from dtf.launcher import Launcher, Place, report
+from dtf.registry import option, register
+from dtf.values import Event, Failed
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from dtf.run import Run
+
+VARIABLES = {
+    "RANK": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "WORLD_SIZE": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "LOCAL_RANK": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "LOCAL_WORLD_SIZE": ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    "MASTER_ADDR": ("MASTER_ADDR",),
+    "MASTER_PORT": ("MASTER_PORT",),
+}
+"""What a rank must know of itself, and under which names torchrun, Slurm, Open MPI and MPICH tell it; the first that is set counts."""
+
+
+@register("launcher", "env")
+class Env(Launcher):
+    """Take part as the rank that the environment says; every rank runs the same command line."""
+
+    devices: str = option(default="auto", doc="`auto`: the GPU of the local rank if there are any; `cpu`; `cuda`; or numbers of GPUs, as in '\"0,2\"'")
+    threads: int = option(default=0, doc="intra-op threads of each rank; 0: cores divided by the ranks of this host")
+    meet_timeout_s: float = option(default=600.0, doc="time for all ranks to arrive and agree", unit="s")
+
+    def devices_kind(self) -> str:
+        return devices.choose(self.devices).kind
+
+    def count(self) -> int:
+        if self.threads < 0 or self.meet_timeout_s <= 0:
+            raise ConfigError(f"launcher.threads={self.threads}, launcher.meet_timeout_s={self.meet_timeout_s}: 0 or more, and more than 0")
+        return _environment()["WORLD_SIZE"]
+
+    def open(self, config: dict[str, Any], make: Callable[[str], Run]) -> Run:
+        """Agree with the other ranks; collective. Rank 0 makes the run for all. ConfigError names the rank that differs and in what."""
+        from dtf.run import Run, versions
+        from dtf.settings import typed
+
+        store = self._meet()
+        rank, size = self._rank, self._size
+        mine = {"config": config, "versions": versions()}
+        if rank:
+            expected = json.loads(self._get(store, "task", 0))
+            store.set(f"differs/{rank}", "; ".join(differences(expected, mine)))
+        else:
+            store.set("task", json.dumps(mine))
+            wrong = {other: text for other in range(1, size) if (text := self._get(store, f"differs/{other}", other).decode())}
+            made: dict[str, Any] = {}
+            try:
+                if wrong:
+                    other, text = next(iter(wrong.items()))
+                    raise ConfigError(f"rank {other} differs from rank 0: {text}; give every rank the same command line and the same installation")
+                before = f"{self._runs}/folder"  # torchrun's store outlives a restart: go on in the folder of the first attempt
+                run = make(self._all.get(before).decode() if self._all.check([before]) else "")
+                self._all.set(before, str(run.folder))
+                made = {"folder": str(run.folder), "id": run.id}
+                return run
+            except DtfError as error:
+                made = {"exit": int(error.exit), "message": str(error)}
+                raise
+            finally:
+                store.set("run", json.dumps(made))
+        answer = json.loads(self._get(store, "run", 0))
+        if "folder" not in answer:
+            raise _error(answer)
+        return Run(Path(answer["folder"]), answer["id"], config, typed(config), leader=False)
+
+    def launch(self, run: Run, see: Callable[[Event], None]) -> int:
+        from dtf.worker import work
+
+        values = _environment()
+        rank, size, local_size = self._rank, self._size, values["LOCAL_WORLD_SIZE"]
+        strategy = run.settings.strategy
+        roles = [role for role, number in strategy.roles(size).items() for _ in range(number)]
+        if len(roles) != size:
+            raise ConfigError(f"strategy={run.config['strategy']['name']} needs {len(roles)} processes, {size} were started (WORLD_SIZE)")
+        place = Place(
+            rank=rank,
+            size=size,
+            local_rank=values["LOCAL_RANK"],
+            local_size=local_size,
+            role=roles[rank],
+            slots=size,
+            device=devices.device_of(values["LOCAL_RANK"], local_size, devices.choose(self.devices)),
+            threads=self.threads or max(1, devices.cores() // local_size),
+            store=f"{values['MASTER_ADDR']}:{values['MASTER_PORT']}",
+            prefix=f"{run.id}/{_restarts()}",
+            attempt=_restarts(),
+        )
+        failed: list[Failed] = []
+        lock = threading.Lock()  # a checkpoint may be reported from a thread of its own
+
+        def hear(event: Event) -> None:
+            with lock:
+                if isinstance(event, Failed):
+                    failed.append(event)
+                see(event)
+
+        exit = work(run.config, str(run.folder), run.id, place, hear)
+        if failed:
+            report(failed[0])
+        self._part(exit)
+        return exit
+
+    def _meet(self) -> Store:
+        """The store that all ranks of this attempt share; rank 0 hosts it on MASTER_ADDR alone, unless torchrun's agent does."""
+        from torch.distributed import PrefixStore, TCPStore
+
+        values = _environment()
+        self._rank, self._size = values["RANK"], values["WORLD_SIZE"]
+        address, port, listener = values["MASTER_ADDR"], values["MASTER_PORT"], None
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self._rank == 0 and not hosted:
+            try:
+                listener = socket.create_server((address, port), backlog=1024).detach()
+            except OSError as error:
+                raise ConfigError(f"MASTER_ADDR={address} MASTER_PORT={port}: rank 0 cannot listen there: {error.strerror}; give an address of its host and a free port") from error
+        timeout = timedelta(seconds=self.meet_timeout_s)
+        try:
+            store = TCPStore(address, port, is_master=listener is not None, wait_for_workers=False, timeout=timeout, master_listen_fd=listener)
+        except RuntimeError as error:
+            raise PeerError(f"rank {self._rank} found no store at MASTER_ADDR={address} MASTER_PORT={port}: {str(error).splitlines()[0]}") from error
+        self._runs = f"dtf/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+        self._all, self._store = store, PrefixStore(f"{self._runs}/{_restarts()}", store)
+        return self._store
+
+    def _get(self, store: Store, key: str, owner: int) -> bytes:
+        try:
+            return store.get(key)
+        except RuntimeError as error:
+            raise PeerError(f"rank {owner} did not come within launcher.meet_timeout_s={self.meet_timeout_s:g}, or is gone") from error
+
+    def _part(self, exit: int) -> None:
+        """Rank 0 leaves last when it ends well: it may host the store."""
+        if exit == Exit.OK:
+            self._store.set(f"done/{self._rank}", "")
+            if self._rank == 0:
+                for other in range(1, self._size):
+                    self._get(self._store, f"done/{other}", other)
+
+
+def differences(expected: Any, found: Any, key: str = "") -> Iterator[str]:
+    """`key=found, rank 0 has expected` for every leaf in which two trees of JSON differ."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for name in sorted(expected.keys() | found.keys()):
+            inner = f"{key}.{name}" if key else name
+            yield from differences(expected.get(name), found.get(name), inner)
+    elif expected != found:
+        yield f"{key.removeprefix('config.')}={json.dumps(found)}, rank 0 has {json.dumps(expected)}"
+
+
+def _environment() -> dict[str, Any]:
+    """The VARIABLES, numbers as numbers. ConfigError for those that are missing or make no sense."""
+    found: dict[str, Any] = {}
+    for name, known in VARIABLES.items():
+        found[name] = next((os.environ[key] for key in known if os.environ.get(key)), None)
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        raise ConfigError(f"launcher=env needs the variables {', '.join(missing)}; start with torchrun, srun or mpirun, or use launcher=local")
+    for name in found.keys() - {"MASTER_ADDR"}:
+        if not found[name].isdigit():
+            raise ConfigError(f"{name}={found[name]} is no number; launcher=env takes it from the environment")
+        found[name] = int(found[name])
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if found[rank] >= found[size]:
+            raise ConfigError(f"{rank}={found[rank]} must be less than {size}={found[size]}")
+    return found
+
+
+def _restarts() -> int:
+    """How often torchrun has restarted the ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _error(answer: dict[str, Any]) -> DtfError:
+    """Rank 0's failure, as this rank's own."""
+    classes = {int(cls.exit): cls for cls in DtfError.__subclasses__()}
+    return classes.get(answer.get("exit", 0), PeerError)(answer.get("message", "rank 0 failed before the run began"))

@@ -1,0 +1,57 @@
+"""This process becomes the only rank: for a debugger, a profiler, or a run that one process can do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dtf import devices
+from dtf.errors import ConfigError
+from dtf.launcher import Launcher, Place, report
+from dtf.registry import option, register
+from dtf.values import Event, Failed
+
+if TYPE_CHECKING:
+    from dtf.run import Run
+
+
+@register("launcher", "inline")
+class Inline(Launcher):
+    """Train in this process: breakpoints, print and Ctrl-C work; nothing is watched or restarted."""
+
+    processes: int | str = option(default=1, doc="how far to spread; more than 1 only for strategies that use threads; `auto`: as many as GPUs, without GPUs 2")
+    devices: str = option(default="auto", doc="`auto`: a GPU if there is one; `cpu`; `cuda`; or numbers of GPUs, as in launcher.devices='\"0,2\"'")
+    threads: int = option(default=0, doc="intra-op threads; 0: all cores")
+
+    def devices_kind(self) -> str:
+        return devices.choose(self.devices).kind
+
+    def count(self) -> int:
+        if self.threads < 0:
+            raise ConfigError(f"launcher.threads={self.threads} must be 0 or more")
+        return devices.processes(self.processes, devices.choose(self.devices))
+
+    def launch(self, run: Run, see: Callable[[Event], None]) -> int:
+        slots, chosen = self.count(), devices.choose(self.devices)
+        size = sum(run.settings.strategy.roles(slots).values())
+        if size != 1:
+            raise ConfigError(
+                f"launcher=inline is one process, strategy={run.config['strategy']['name']} with launcher.processes={slots} needs {size}; "
+                "use launcher.processes=1 or launcher=local"
+            )
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        failed: list[Failed] = []
+
+        def hear(event: Event) -> None:
+            if isinstance(event, Failed):
+                failed.append(event)
+            see(event)
+
+        from dtf.worker import work
+
+        place = Place(slots=slots, device=devices.device_of(0, 1, chosen), threads=self.threads or devices.cores(), prefix=f"{run.id}/0")
+        exit = work(run.config, str(run.folder), run.id, place, hear)
+        if failed:
+            report(failed[0])
+        return exit

@@ -1,0 +1,219 @@
+"""The folder of a run: made, locked and described by the launching process alone. Writes no metrics and no checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import re
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtf import __version__
+from dtf.errors import BusyError, ConfigError
+
+if TYPE_CHECKING:
+    from dtf.settings import Settings
+
+_LOCK = ".lock"
+_SECRET = re.compile(r"token|secret|passwd|password|key", re.IGNORECASE)
+_MAY_MOVE = "root"
+"""Keys of this name say where data lies, not what it is."""
+
+
+class Run:
+    """A run and its folder. `leader`: this process made the folder and hosts the observers; false in ranks that were started by others."""
+
+    def __init__(self, folder: Path, id: str, config: dict[str, Any], settings: Settings, leader: bool = True) -> None:
+        self.folder, self.id, self.config, self.settings, self.leader = folder, id, config, settings, leader
+        self._lock: int | None = None
+        self._record: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, config: dict[str, Any], settings: Settings, processes: int, devices: str, again: str = "") -> Run:
+        """Make or continue the run folder, and lock it until `end`. `again`: folder of an earlier attempt of this very run, to go on there.
+
+        BusyError when another run lives in it, or when it holds what must not be mixed with this run; then nothing in it has changed.
+        ConfigError when it cannot be made.
+        """
+        id = unique_id()
+        name = settings.run.name or config["recipe"]["name"]
+        folder = Path(again or settings.run.dir or Path("outputs", name, id)).absolute()
+        try:
+            made = not folder.exists()
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=bool(again or settings.run.dir))
+            _refuse_foreign(folder)
+            run = cls(folder, id, config, settings)
+            run._take_lock()
+            try:
+                _refuse_foreign(folder)
+                run._continue(made, bool(again))
+                run._begin(processes, devices)
+            except BaseException:
+                run._release()
+                raise
+            return run
+        except OSError as error:
+            key = f"run.dir={settings.run.dir}" if settings.run.dir else f"run.name={name}"
+            raise ConfigError(f"{key}: the run folder {folder} cannot be used: {error.strerror}; choose another run.dir") from error
+
+    def end(self, exit: int, cause: str = "") -> None:
+        """Write how the run ended into run.json and unlock the folder; nothing to do where it was not opened."""
+        if self._lock is None:
+            return
+        self._record |= {"ended": _now(), "exit": int(exit), "cause": cause}
+        self._write()
+        self._release()
+
+    def redacted(self) -> dict[str, Any]:
+        """The config as it may be shown and saved: texts under keys that look like secrets are starred out."""
+        return redact(self.config)
+
+    def _take_lock(self) -> None:
+        lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 100).decode(errors="replace").strip()
+            os.close(lock)
+            raise BusyError(f"{self.folder} is in use by a live run ({holder}); wait for it, stop it, or choose another run.dir") from None
+        os.ftruncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._lock = lock
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _continue(self, made: bool, again: bool) -> None:
+        """Judge the run that the folder holds already, if any, and keep its record."""
+        path = self.folder / "run.json"
+        if not path.exists():
+            if not made:
+                self.folder.chmod(0o700)
+            return
+        resume = self.config["checkpoint"].get("resume", "never")
+        if resume != "auto" and not again:
+            raise BusyError(f"{self.folder} holds another run and checkpoint.resume={resume}; choose another run.dir or checkpoint.resume=auto")
+        try:
+            record = json.loads(path.read_text())
+            old, past = record["identity"], [*record.pop("earlier", []), record]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BusyError(f"{path} cannot be read ({type(error).__name__}: {error}), so what the folder holds is not known; choose another run.dir") from error
+        new = identity(self.config)
+        for key in sorted(old.keys() | new.keys()):
+            if old.get(key) != new.get(key):
+                raise BusyError(
+                    f"{self.folder} holds a run with {key}={_show(old.get(key))}, this one has {key}={_show(new.get(key))}; choose another run.dir, or the same {key}"
+                )
+        self._record["earlier"] = past
+        os.replace(self.folder / "config.yaml", self.folder / f"config.{record['id']}.yaml")
+
+    def _begin(self, processes: int, devices: str) -> None:
+        import yaml
+
+        earlier = self._record.get("earlier")
+        self._record = {
+            "id": self.id,
+            "started": _now(),
+            "ended": None,
+            "exit": None,
+            "cause": "",
+            "identity": identity(self.config),
+            "versions": versions(),
+            "git": _git(),
+            "host": socket.gethostname(),
+            "world": {"processes": processes, "devices": devices, "strategy": self.config["strategy"]["name"]},
+        }
+        if earlier:
+            self._record["earlier"] = earlier
+        _replace(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
+        self._write()
+
+    def _write(self) -> None:
+        _replace(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")
+
+
+def unique_id() -> str:
+    """A name that sorts by time and that no other run has."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def identity(config: dict[str, Any]) -> dict[str, Any]:
+    """What must stay the same when a run goes on: dotted keys of the recipe, the seed and the global batch. Where the data lies may change."""
+    recipe = {key: value for key, value in _flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE}
+    return redact(recipe) | {"seed": config["seed"], "step.batch_size": config["step"]["batch_size"]}
+
+
+def redact(node: Any, key: str = "") -> Any:
+    """A copy of plain values with every non-empty text under a key that names a secret replaced by `***`."""
+    if isinstance(node, dict):
+        return {name: redact(value, name if _SECRET.search(name) else key) for name, value in node.items()}
+    if isinstance(node, list):
+        return [redact(value, key) for value in node]
+    return "***" if key and _SECRET.search(key) and isinstance(node, str) and node else node
+
+
+def versions() -> dict[str, str]:
+    """Versions of what makes the numbers, read from package metadata: nothing is imported."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"dtf": __version__, "python": platform.python_version()}
+    for package in ("torch", "torchvision", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = ""
+    return found
+
+
+def _refuse_foreign(folder: Path) -> None:
+    names = sorted(name for name in os.listdir(folder) if name != _LOCK)
+    if names and "run.json" not in names:
+        raise BusyError(f"{folder} is not empty and holds no run ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); choose another run.dir")
+
+
+def _flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _flat(value, f"{key}.{name}")
+    else:
+        yield key, node
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _git() -> str:
+    """The commit of the code, with `-dirty` when it was changed since; empty when it is in no repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, finds the old or the new one."""
+    temporary = path.with_name(f".{path.name}.new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,263 @@
+"""Residual networks on labelled images: what the config says of them, and the recipes that put network, data and loss together."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtf.errors import ConfigError, DataError
+from dtf.recipe import Recipe
+from dtf.registry import option, register
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from dtf.recipes.resnet.images import Images
+    from dtf.values import Batch
+
+
+class Arch(Enum):
+    """Networks by name; SMALL says which are for small images."""
+
+    resnet8 = "resnet8"
+    resnet14 = "resnet14"
+    resnet20 = "resnet20"
+    resnet32 = "resnet32"
+    resnet44 = "resnet44"
+    resnet56 = "resnet56"
+    resnet110 = "resnet110"
+    resnet18 = "resnet18"
+    resnet34 = "resnet34"
+    resnet50 = "resnet50"
+    resnet101 = "resnet101"
+    resnet152 = "resnet152"
+    resnext50_32x4d = "resnext50_32x4d"
+    resnext101_32x8d = "resnext101_32x8d"
+    resnext101_64x4d = "resnext101_64x4d"
+    wide_resnet50_2 = "wide_resnet50_2"
+    wide_resnet101_2 = "wide_resnet101_2"
+
+
+SMALL = {Arch.resnet8: 8, Arch.resnet14: 14, Arch.resnet20: 20, Arch.resnet32: 32, Arch.resnet44: 44, Arch.resnet56: 56, Arch.resnet110: 110}
+"""Networks for small images -> depth; all others are torchvision's."""
+
+BASIC = {*SMALL, Arch.resnet18, Arch.resnet34}
+"""Networks of blocks with two convolutions; all others have bottlenecks of three."""
+
+
+class Stem(Enum):
+    cifar = "cifar"
+    imagenet = "imagenet"
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    arch: Arch = option(
+        default=Arch.resnet20,
+        doc="network: resnet8, 14, 20, 32, 44, 56 and 110 are the small ones for 32-pixel images (He et al. 2015, section 4.2), the others "
+        "are torchvision's, and their weight files fit",
+    )
+    stem: Stem = option(
+        default=Stem.cifar, doc="first layer: `cifar` 3x3 convolution with stride 1, no pooling; `imagenet` 7x7 with stride 2, then max-pooling (torchvision's)"
+    )
+    classes: int = option(default=10, doc="outputs")
+    width: int = option(default=0, doc="channels of the first stage of a small network; 0: 16, as published; torchvision's networks have a fixed width")
+    zero_init_residual: bool = option(default=False, doc="start each residual block as the identity: the weight of its last normalisation is drawn as zero")
+
+    def check(self) -> None:
+        """Raise ConfigError for values that make no network."""
+        if self.classes < 2:
+            raise ConfigError(f"recipe.model.classes={self.classes} leaves nothing to tell apart; use 2 or more")
+        if self.width < 0:
+            raise ConfigError(f"recipe.model.width={self.width} is negative; use 0 for the published width")
+        if self.arch in SMALL and self.stem is not Stem.cifar:
+            raise ConfigError(f"recipe.model.stem={self.stem.name} does not exist for recipe.model.arch={self.arch.name}; use recipe.model.stem=cifar")
+        if self.width and self.arch not in SMALL:
+            small = ", ".join(arch.name for arch in SMALL)
+            raise ConfigError(f"recipe.model.width={self.width} does not apply to recipe.model.arch={self.arch.name}; use 0, or one of {small}")
+
+
+@dataclass(kw_only=True)
+class DataOptions:
+    pixels: int = option(default=32, doc="height and width of an image", unit="pixels")
+    train_rows: int = option(default=0, doc="rows of the training split, spread evenly over it; 0: all", unit="rows")
+    eval_rows: int = option(default=0, doc="rows of the evaluation split, spread evenly over it; 0: all", unit="rows")
+    crop_pad: int = option(default=4, doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not", unit="pixels")
+    flip: bool = option(default=True, doc="mirror half of the training images")
+
+    def check(self) -> None:
+        """Raise ConfigError or DataError for values that make no data set."""
+        if self.pixels < 8:
+            raise ConfigError(f"recipe.data.pixels={self.pixels} is too small; use 8 or more")
+        for key in ("train_rows", "eval_rows", "crop_pad"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"recipe.data.{key}={getattr(self, key)} is negative; use 0 or more")
+
+
+@dataclass(kw_only=True)
+class ShapesOptions(DataOptions):
+    train_rows: int = option(default=8192, doc="training images to draw", unit="rows")
+    eval_rows: int = option(default=2048, doc="evaluation images to draw", unit="rows")
+    crop_pad: int = option(default=0, doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not", unit="pixels")
+    seed: int = option(default=0, doc="of the drawn images; the run's own seed does not change them")
+
+    def check(self) -> None:
+        super().check()
+        for key in ("train_rows", "eval_rows"):
+            if not getattr(self, key):
+                raise ConfigError(f"recipe.data.{key}=0 draws no images; use 1 or more")
+
+
+@dataclass(kw_only=True)
+class FolderOptions(DataOptions):
+    root: str = option(default="", doc="folder or .tar, .tar.gz archive that holds {train,val}/<class>/<image>.jpg; must be given")
+    cache: str = option(default="", doc="folder for decoded images, which may be deleted at any time; empty: $XDG_CACHE_HOME/dtf/images or ~/.cache/dtf/images")
+    mean: list[float] = option(
+        factory=lambda: [0.4914, 0.4822, 0.4465], doc="of the red, green and blue of a pixel in [0, 1]; default: CIFAR-10's training split"
+    )
+    std: list[float] = option(factory=lambda: [0.2470, 0.2435, 0.2616], doc="standard deviation, likewise")
+
+    def places(self) -> tuple[Path, Path]:
+        """Root and cache folder."""
+        from dtf.recipes.resnet.cache import default_cache
+
+        return Path(self.root).expanduser(), Path(self.cache).expanduser() if self.cache else default_cache()
+
+    def check(self) -> None:
+        super().check()
+        if not self.root:
+            raise ConfigError("recipe.data.root is not set; give a folder or archive of images: recipe.data.root=PATH")
+        for key in ("mean", "std"):
+            values = getattr(self, key)
+            if len(values) != 3 or (key == "std" and min(values) <= 0):
+                raise ConfigError(f"recipe.data.{key}={values} must be three {'positive ' if key == 'std' else ''}numbers, for red, green and blue")
+
+
+@dataclass(kw_only=True)
+class Classification(Recipe):
+    """A residual network that tells classes of images apart. The kinds of images are left to subclasses."""
+
+    model: ModelOptions = option(factory=ModelOptions, doc="the network")
+    label_smoothing: float = option(default=0.0, doc="share of the target that is spread over all classes (Szegedy et al. 2016, arXiv:1512.00567)")
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        return ("loss", "top1", "top5") if self.model.classes > 5 else ("loss", "top1")
+
+    @property
+    def objective(self) -> tuple[str, str]:
+        return ("top1", "max")
+
+    def check(self) -> None:
+        self.model.check()
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ConfigError(f"recipe.label_smoothing={self.label_smoothing} is no share; use 0 or more and less than 1")
+
+    def build_model(self) -> nn.Module:
+        from dtf.recipes.resnet import model
+
+        options = self.model
+        if options.arch in SMALL:
+            return model.SmallResNet(SMALL[options.arch], options.width or 16, options.classes)
+        return model.large(options.arch.name, options.stem.name, options.classes)
+
+    def initialise(self, name: str, module: nn.Module) -> None:
+        from dtf.recipes.resnet import model
+
+        model.draw(name, module, self.model.zero_init_residual, last_norm="bn2" if self.model.arch in BASIC else "bn3")
+
+    @abstractmethod
+    def open_data(self, split: str, seed: int) -> Images: ...
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        import torch
+
+        if outputs.dtype.itemsize < 4:
+            outputs = outputs.float()
+        return torch.nn.functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=self.label_smoothing)
+
+    def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
+        from dtf.metrics import weighted_sums
+
+        # How many outputs are at least the right one, itself included; a tie and a NaN count against the network.
+        rank = (~(outputs < outputs.gather(1, batch.targets[:, None]))).sum(dim=1)
+        return weighted_sums(batch.weight, loss, *(rank <= k for k in (1, 5)[: len(self.measures) - 1]))
+
+
+@register("recipe", "resnet_shapes")
+class ResnetShapes(Classification):
+    """Eight kinds of coloured shapes, drawn when a run starts: no files needed."""
+
+    model: ModelOptions = option(factory=lambda: ModelOptions(classes=8), doc="the network")
+    data: ShapesOptions = option(factory=ShapesOptions, doc="the images")
+
+    def check(self) -> None:
+        super().check()
+        self.data.check()
+        if self.model.classes > 8:
+            raise ConfigError(f"recipe.model.classes={self.model.classes}, but there are 8 kinds of shapes; use 2 to 8")
+
+    def open_data(self, split: str, seed: int) -> Images:
+        import numpy as np
+
+        from dtf.recipes.resnet import shapes
+        from dtf.recipes.resnet.images import Images
+
+        data, train = self.data, split == "train"
+        rows = np.arange(data.train_rows if train else data.eval_rows)
+        pixels, labels = shapes.draw(rows, data.pixels, self.model.classes, data.seed, split)
+        return Images(pixels, labels, shapes.MEAN, shapes.STD, crop_pad=data.crop_pad * train, flip=data.flip and train, seed=seed)
+
+
+@register("recipe", "resnet_cifar10")
+class ResnetFolder(Classification):
+    """Images from class folders or an archive of them. Decoded once, then kept for later runs."""
+
+    data: FolderOptions = option(factory=FolderOptions, doc="the images")
+
+    def check(self) -> None:
+        from dtf.recipes.resnet import cache, tree
+
+        super().check()
+        self.data.check()
+        root, store = self.data.places()
+        if not root.exists():
+            raise DataError(f"recipe.data.root={root} does not exist; give a folder or a .tar, .tar.gz archive that holds {tree.SHAPE}")
+        found = cache.glance(cache.location(root, self.data.pixels, store), self.data.pixels) or tree.read_tree(root)
+        if len(found.classes) != self.model.classes:
+            raise ConfigError(
+                f"recipe.model.classes={self.model.classes}, but {root} has {len(found.classes)} classes; set recipe.model.classes={len(found.classes)}"
+            )
+        for key, split in (("train_rows", "train"), ("eval_rows", "val")):
+            if getattr(self.data, key) > sum(found.counts[split]):
+                raise ConfigError(f"recipe.data.{key}={getattr(self.data, key)}, but {split}/ has {sum(found.counts[split])} images; use 0 for all")
+        if not _can_write(store):
+            raise DataError(f"recipe.data.cache={store} cannot be written; set recipe.data.cache=DIR")
+
+    def open_data(self, split: str, seed: int) -> Images:
+        import numpy as np
+
+        from dtf.recipes.resnet.cache import decoded
+        from dtf.recipes.resnet.images import Images, thin
+
+        data, train = self.data, split == "train"
+        name, keep = ("train", data.train_rows) if train else ("val", data.eval_rows)
+        root, store = data.places()
+        found = decoded(root, data.pixels, store, name)
+        pixels = np.asarray(np.memmap(found.file(name), np.uint8, "r")).reshape(-1, data.pixels, data.pixels, 3)
+        labels = np.repeat(np.arange(len(found.classes)), found.counts[name])
+        if keep:
+            rows = thin(len(labels), keep)
+            pixels, labels = pixels[rows], labels[rows]
+        digest = f"{found.digests[name]:08x}"
+        return Images(pixels, labels, data.mean, data.std, crop_pad=data.crop_pad * train, flip=data.flip and train, seed=seed, digest=digest)
+
+
+def _can_write(folder: Path) -> bool:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

@@ -1,0 +1,51 @@
+"""`job=verify` is clean for what is right and names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = ["recipe=resnet_shapes", "recipe.data.pixels=8", "job.steps=3", "job.batch_size=14", "job.precisions=[fp64]", "job.micro_batches=[2]"]
+
+
+@pytest.fixture
+def verify(run_dtf: Any, tmp_path: Path) -> Any:
+    def call(*overrides: str) -> tuple[int, dict[str, Any], str]:
+        done = run_dtf("job=verify", *SMALL, *overrides)
+        return done.code, json.loads((done.folder / "verify.json").read_text()), done.out
+
+    return call
+
+
+def test_clean_for_every_strategy_there_is(verify: Any) -> None:
+    code, report, out = verify("job.processes=[1,3]")
+    assert code == 0 and report["ok"], out
+    assert {row["strategy"] for row in report["runs"]} >= {"dp", "ddp", "zero1"}
+    assert all(row["tensor"] <= 1e-10 and len(row["tensors"]) > 20 for row in report["runs"])
+
+
+def test_fp32_is_judged_by_all_parameters_together(verify: Any) -> None:
+    code, report, out = verify("job.precisions=[fp32]", "job.processes=[2]", "job.strategies=[ddp]")
+    assert code == 0, out
+    assert 0 < report["runs"][0]["parameters"] <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("wrong_scale", "grad_norm at step 0: .* 2 x the reference's"),
+        ("skipped_all_reduce", "grad_norm at step 0: .*ranks 0 and 1 hold different .*gradients were not summed"),
+        ("swapped_batch", "sample ids at step 0: the same rows in another order"),
+        ("lost_rows", "sample ids at step 0: 6 missing"),
+        ("stale_average", "running averages: model/.*running_"),
+    ],
+)
+def test_a_planted_fault_is_found_and_named(verify: Any, fault: str, named: str) -> None:
+    import re
+
+    code, report, _ = verify("plugins=[tests.faults]", f"job.strategies=[{fault}]", "job.processes=[2]")
+    assert code == 1 and not report["ok"]
+    assert re.search(named, report["runs"][0]["first"]), report["runs"][0]["first"]
