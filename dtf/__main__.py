@@ -29,15 +29,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def will_launch(argv: Sequence[str]) -> bool:
-    """Whether the command line looks as if ranks will be needed; a guess before anything is parsed."""
-    return not any(word.split("=")[0] in _ANSWERS for word in argv)
+    """Whether the command line looks as if ranks will be needed: it asks for no answer and has no typo that can be seen without composing.
+
+    A guess: wrong either way costs time only. Imports the parts, which composing needs too, but not Hydra.
+    """
+    flags = [word for word in argv if word.startswith("-")]
+    if any(flag.split("=")[0] in _ANSWERS for flag in flags):
+        return False
+    from dtf.settings import is_known, load_parts
+
+    load_parts([])
+    elsewhere = any("plugins=" in word or "hydra." in word for word in argv) or any(flag not in ("-m", "--multirun", "-r", "--run") for flag in flags)
+    return elsewhere or all(is_known(word) for word in argv if not word.startswith("-"))
 
 
 def _dispatch(argv: list[str]) -> int:
     if will_launch(argv):
         from dtf.launchers.local import prestart
 
-        prestart(argv)  # torch is imported over there while the config is composed here
+        prestart(argv)  # torch is imported over there while the config is composed here; only now, since it slows every answer down
     if "--version" in argv:
         from dtf import __version__
 
@@ -112,7 +122,7 @@ def _show(composed: Composed, flags: argparse.Namespace) -> int:
 
     tree = composed.tree
     if flags.cfg == "job":
-        tree = OmegaConf.create(composed.config) if flags.resolve else OmegaConf.masked_copy(tree, [name for name in tree if name != "hydra"])
+        tree = OmegaConf.create(composed.config) if flags.resolve else OmegaConf.masked_copy(tree, [str(name) for name in tree if name != "hydra"])
     elif flags.cfg == "hydra":
         tree = OmegaConf.masked_copy(tree, ["hydra"])
     part = OmegaConf.select(tree, flags.package) if flags.package and flags.package != "_global_" else tree

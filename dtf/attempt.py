@@ -242,6 +242,7 @@ class Attempt:
         message = self.server.receive()
         if message is None:  # ranks die with their server
             self._selector.unregister(self.server.socket)
+            self.server.close()  # waits until it is seen to be dead
             for rank in self._alive():
                 self._end(rank, signal.SIGKILL)
         elif "error" in message:

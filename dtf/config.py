@@ -166,7 +166,7 @@ class Composer:
         with _Located(lambda key: self.origin(key, overrides, reads)):
             try:
                 state.set_config(composed)  # for ${hydra:...}
-                plain = resolve(OmegaConf.masked_copy(composed, [name for name in composed if name != "hydra"]))
+                plain = resolve(OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"]))
                 _refuse_targets(plain, "")
                 config = fit_config(plain)
             except (ConfigError, KeyboardInterrupt):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import textwrap
 from typing import TYPE_CHECKING, Any, get_args
 
 from dtf.errors import ConfigError
 from dtf.registry import registered, suggest
-from dtf.schema import keys, option_node, show, to_plain, type_text
+from dtf.schema import is_node, keys, option_node, show, to_plain, type_text
 from dtf.settings import EXPERIMENT, GROUPS, Root
 
 if TYPE_CHECKING:
@@ -97,10 +96,10 @@ def _keys(cls: type, values: dict[str, Any], prefix: str) -> list[dict[str, Any]
     found = []
     for key in keys(cls):
         name, value = f"{prefix}{key.name}", values[key.name]
-        if dataclasses.is_dataclass(key.hint) and isinstance(value, dict):
-            found += _keys(key.hint, value, f"{name}.")  # type: ignore[arg-type]
+        if is_node(key.hint) and isinstance(value, dict):
+            found += _keys(key.hint, value, f"{name}.")
         else:
-            nested = [arm for arm in get_args(key.hint) if dataclasses.is_dataclass(arm)]
+            nested = [arm for arm in get_args(key.hint) if is_node(arm)]
             found.append({"key": name, "type": type_text(key.hint), "default": value, "unit": key.unit, "help": " ".join(key.doc.split())})
             if len(nested) == 1 and not isinstance(value, dict):  # an optional group of keys
                 found += _keys(nested[0], {each.name: each.default for each in keys(nested[0])}, f"{name}.")

@@ -60,7 +60,7 @@ class Launcher(ABC):
 
 
 def report(failure: Failed) -> None:
-    """Print a rank's last words on standard error: its traceback, then the one line."""
-    if failure.traceback and failure.exit != Exit.PREEMPTED:
+    """Print a rank's last words on standard error: the one line, and before it where it failed unless the message says all there is to know."""
+    if failure.traceback and failure.exit in (Exit.BUG, Exit.PEER, Exit.NO_PROGRESS):
         print(failure.traceback.rstrip(), file=sys.stderr)
     print(error_line(Exit(failure.exit), failure.message, failure.rank, failure.step), file=sys.stderr, flush=True)

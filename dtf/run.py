@@ -148,6 +148,11 @@ def unique_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
+def unique_id() -> str:
+    """The time of day and six random digits: two runs started in the same second do not share a folder."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
 def identity(config: dict[str, Any]) -> dict[str, Any]:
     """What must stay the same when a run goes on: dotted keys of the recipe, the seed and the global batch. Where the data lies may change."""
     recipe = {key: value for key, value in _flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE}

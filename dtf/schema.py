@@ -11,10 +11,13 @@ import math
 import types
 from dataclasses import MISSING, dataclass
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dtf.errors import ConfigError
 from dtf.registry import lookup, suggest
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 UNSET = "???"
 """Value of a mandatory key that nobody gave."""
@@ -22,6 +25,7 @@ UNSET = "???"
 RESERVED = "_target_"
 """Name classes by import path nowhere: a config is data."""
 
+_EXACT = 2**53  # the whole numbers that a float holds
 _NAMES = {bool: "bool", int: "int", float: "float", str: "text", type(None): "null"}
 
 
@@ -53,8 +57,13 @@ def keys(cls: type) -> tuple[Key, ...]:
         raise ConfigError(f"{cls.__module__}.{cls.__qualname__}: {error}; types of config keys must be importable at run time") from error
     found = []
     for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(field.default_factory):
-            plain = node(field.default_factory)  # type: ignore[arg-type]  # not called: it may have mandatory keys
+        if not _describable(hints[field.name]):
+            raise ConfigError(
+                f"{cls.__module__}.{cls.__qualname__}.{field.name}: no config can hold a {hints[field.name]}; use bool, int, float, str, Enum, "
+                "Literal, list, dict, a dataclass, or a union of them"
+            )
+        if is_node(field.default_factory):
+            plain = node(field.default_factory)  # not called: it may have mandatory keys
         else:
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             plain = UNSET if default is MISSING else to_plain(default)
@@ -64,7 +73,12 @@ def keys(cls: type) -> tuple[Key, ...]:
 
 def node(cls: type) -> dict[str, Any]:
     """The default config node of a dataclass; plain, and a new one each time."""
-    return {key.name: node(key.hint) if dataclasses.is_dataclass(key.hint) and key.default == UNSET else _copy(key.default) for key in keys(cls)}
+    return {key.name: node(key.hint) if is_node(key.hint) and key.default == UNSET else _copy(key.default) for key in keys(cls)}
+
+
+def is_node(hint: Any) -> TypeIs[type]:
+    """Whether a type is a group of keys: a dataclass."""
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def option_node(group: str, name: str) -> dict[str, Any]:
@@ -94,17 +108,18 @@ def fit(hint: Any, value: Any, key: str) -> Any:
         return UNSET
     if hint is Any:
         return value
-    if dataclasses.is_dataclass(hint):
-        assert isinstance(hint, type)
+    if is_node(hint):
         return _fit_node(hint, value, key)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _fit_union(hint, arguments, value, key)
-    if origin in (list, tuple) and isinstance(value, list):
+    if origin is Literal and _accepts(hint, value):
+        return value
+    if (origin or hint) in (list, tuple) and isinstance(value, list):
         item = arguments[0] if arguments else Any
         return [fit(item, entry, f"{key}[{index}]") for index, entry in enumerate(value)]
-    if origin is dict and isinstance(value, dict):
-        return {_text_key(name, key): fit(arguments[1], entry, f"{key}.{name}") for name, entry in value.items()}
+    if (origin or hint) is dict and isinstance(value, dict):
+        return {_text_key(name, key): fit(arguments[1] if arguments else Any, entry, f"{key}.{name}") for name, entry in value.items()}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         names = {member.name: member.name for member in hint} | {str(member.value): member.name for member in hint}
         if isinstance(value, str) and value in names:
@@ -114,7 +129,9 @@ def fit(hint: Any, value: Any, key: str) -> Any:
         return None
     if (hint in (bool, int) and type(value) is hint) or (hint is str and type(value) is str):
         return value
-    if hint is float and type(value) in (int, float) and not math.isnan(value):
+    if hint is float and type(value) is float and not math.isnan(value):
+        return value
+    if hint is float and type(value) is int and abs(value) <= _EXACT:
         return float(value)
     if hint is str and type(value) is int:
         return str(value)  # run.name=7: the command line makes a number of it
@@ -123,8 +140,7 @@ def fit(hint: Any, value: Any, key: str) -> Any:
 
 def make(hint: Any, value: Any) -> Any:
     """The typed object of a fitted value."""
-    if dataclasses.is_dataclass(hint):
-        assert isinstance(hint, type)
+    if is_node(hint):
         return hint(**{key.name: make(key.hint, value[key.name]) for key in keys(hint)})
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -175,10 +191,12 @@ def type_text(hint: Any) -> str:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return "value"
-    if dataclasses.is_dataclass(hint):
+    if is_node(hint):
         return "group of keys"
     if origin in (Union, types.UnionType):
         return " | ".join(type_text(arm) for arm in arguments)
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
     if origin in (list, tuple):
         return f"list of {type_text(arguments[0])}" if arguments else "list"
     if origin is dict:
@@ -226,15 +244,27 @@ def _fit_union(hint: Any, arms: tuple[Any, ...], value: Any, key: str) -> Any:
     raise inner[0] if inner else KeyProblem(key, f"{key}={show(value)} is not of type {type_text(hint)}")
 
 
+def _describable(hint: Any) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal or hint is Any or hint in _NAMES or is_node(hint):
+        return True
+    if origin in (Union, types.UnionType, list, dict, tuple) and arguments:
+        inner = arguments[1:] if origin is dict else [arm for arm in arguments if arm is not ...]
+        return all(map(_describable, inner))
+    return hint in (list, dict) or (isinstance(hint, type) and issubclass(hint, enum.Enum))
+
+
 def _accepts(hint: Any, value: Any) -> bool:
     """Whether a plain value is of this arm of a union as it stands."""
     origin = get_origin(hint)
     if hint is Any:
         return True
+    if origin is Literal:
+        return type(value) in map(type, get_args(hint)) and value in get_args(hint)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return isinstance(value, str) and value in hint.__members__
-    if dataclasses.is_dataclass(hint):
-        return isinstance(value, dict) and set(value) <= {key.name for key in keys(hint)}  # type: ignore[arg-type]
+    if is_node(hint):
+        return isinstance(value, dict) and set(value) <= {key.name for key in keys(hint)}
     return type(value) is ({tuple: list}.get(origin, origin) or hint)
 
 

@@ -18,10 +18,10 @@ import dtf
 from dtf.errors import ConfigError
 from dtf.options import RunOptions, StepOptions, TrainOptions
 from dtf.registry import groups, option, registered, suggest
-from dtf.schema import KeyProblem, fit, fit_option, make, make_option, show, to_plain, unset
+from dtf.schema import KeyProblem, fit, fit_option, is_node, keys, make, make_option, show, to_plain, unset
 
 if TYPE_CHECKING:
-    from dtf.checkpoint import Checkpoint
+    from dtf.checkpoint import Every
     from dtf.job import Job
     from dtf.launcher import Launcher
     from dtf.lr import Schedule
@@ -78,7 +78,7 @@ class Settings(Root):
     optimizer: Optimizer
     lr: Schedule
     sampler: Sampler
-    checkpoint: Checkpoint
+    checkpoint: Every
     launcher: Launcher
     observer: dict[str, Observer]
 
@@ -87,7 +87,7 @@ class Settings(Root):
         _check_root(self)
 
 
-def fit_config(config: dict[str, Any]) -> dict[str, Any]:
+def fit_config(config: dict[Any, Any]) -> dict[str, Any]:
     """`config` with every value of its key's type and every default filled in; UNSET stays. KeyProblem for the first thing wrong."""
     hints = get_type_hints(Root)
     known = {field.name for field in fields(Root)} | set(GROUPS)
@@ -160,6 +160,27 @@ def load_plugin(name: str) -> None:
         raise
     except Exception as error:
         raise ConfigError(f"plugins=[{name}] cannot be imported: {type(error).__name__}: {error}; install it, or run where it can be found") from error
+
+
+def is_known(override: str) -> bool:
+    """Whether a `key=value` names a key, or an option, that dtf's own parts have. Says nothing about other people's, nor about values."""
+    name, equals, value = override.partition("=")
+    head, *rest = name.lstrip("+~").split(".")
+    if not equals or (head not in GROUPS and head != EXPERIMENT and head not in {field.name for field in fields(Root)}):
+        return False
+    if head not in GROUPS:
+        return not rest or head == EXPERIMENT or _has(get_type_hints(Root)[head], rest)
+    if not rest:
+        options = [option for option in value.strip("[]").split(",") if option]
+        return all(option in registered(head) or Path(dtf.__path__[0], "conf", head, f"{option}.yaml").is_file() for option in options)
+    return head == "observer" or any(_has(cls, rest) for cls in registered(head).values())
+
+
+def _has(hint: Any, path: list[str]) -> bool:
+    """Whether a type has a key by this path; anything may stand below a key that is no dataclass."""
+    if not path or not is_node(hint):
+        return True
+    return any(key.name == path[0] and _has(key.hint, path[1:]) for key in keys(hint))
 
 
 def _fit_observers(value: Any) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from dtf.explain import parse
 from dtf.sources import recorded
 
 if TYPE_CHECKING:
+    from hydra.conf import HydraConf
+
     from dtf.config import Composed, Composer
 
 
@@ -37,9 +39,8 @@ def sweep(composer: Composer, overrides: Sequence[str], run: Callable[[Callable[
     codes: list[tuple[int, str]] = []
 
     def trial(config: DictConfig) -> int:
-        hydra = HydraConfig.instance().cfg
-        assert hydra is not None
-        task = list(hydra.hydra.overrides.task)
+        hydra = HydraConfig.get()
+        task = list(hydra.overrides.task)
         title = " ".join(task) or "(no overrides)"
         print(f"dtf: trial {len(codes) + 1}{f' of {len(trials)}' if len(trials) > 1 else ''}: {title}", flush=True)
         code = run(lambda: _start(composer, config, hydra, task))
@@ -60,11 +61,11 @@ def sweep(composer: Composer, overrides: Sequence[str], run: Callable[[Callable[
     return next((code for code, _ in codes if code), 0)
 
 
-def _start(composer: Composer, config: DictConfig, hydra: DictConfig, overrides: list[str]) -> int:
+def _start(composer: Composer, config: DictConfig, hydra: HydraConf, overrides: list[str]) -> int:
     OmegaConf.set_struct(config, False)
     OmegaConf.set_readonly(config, False)
-    config.hydra = hydra.hydra
-    composed: Composed = composer.finish(config, [*hydra.hydra.overrides.hydra, *overrides], recorded())
+    config.hydra = hydra
+    composed: Composed = composer.finish(config, [*hydra.overrides.hydra, *overrides], recorded())
     return composed.job.run(composed)
 
 

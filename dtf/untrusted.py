@@ -64,7 +64,7 @@ def check_hydra(hydra: DictConfig) -> None:
         raise ConfigError(f"hydra: {RESERVED}={sorted(named - _registered_targets())[0]} is no class of an installed Hydra plugin; a config names no code")
 
 
-def resolve(config: DictConfig) -> dict[str, Any]:
+def resolve(config: DictConfig) -> dict[Any, Any]:
     """The config as plain values with every interpolation replaced, each worked out once, so that no chain of them can explode.
 
     OmegaConf's errors pass; KeyProblem for what grows too large.

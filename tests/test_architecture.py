@@ -139,7 +139,7 @@ def test_dependencies_are_declared_and_explained() -> None:
     modules = {"hydra-core": "hydra", "pyyaml": "yaml"}
     runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
     for name, path in sources().items():
-        for node in ast.walk(tree(path)):
+        for node in walk(tree(path)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 roots = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "dtf"]
                 foreign = {root.split(".")[0] for root in roots} - set(sys.stdlib_module_names) - {"dtf"}

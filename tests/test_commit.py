@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,7 @@ def good(parent: Path) -> list[int]:
 # ---------------------------------------------------------------- files
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 5) | st.sampled_from([BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 3]), max_size=6))
 def test_blocks_are_the_pieces_joined(lengths: list[int]) -> None:
     source = random.Random(0).randbytes(sum(lengths))
@@ -69,6 +70,13 @@ def test_reading_any_range_gives_what_was_written(tmp_path: Path) -> None:
         start, stop = sorted(draw.choices(range(len(source) + 1), k=2))
         assert file.read(start, stop) == source[start:stop]
     assert file.read(0, 0) == b""
+
+
+def test_a_disk_that_takes_little_at_a_time_gets_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, real = random.Random(3).randbytes(10_000), os.write
+    monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:777]))
+    commit.write(tmp_path / "f", [source[:5000], source[5000:]])
+    assert (tmp_path / "f").read_bytes() == source
 
 
 def test_a_name_is_never_written_over(tmp_path: Path) -> None:
@@ -118,6 +126,13 @@ def test_strange_entries_are_refused_without_being_followed(tmp_path: Path) -> N
     assert "no regular file" in strange(1, lambda path: path.symlink_to(secret))
     assert "no regular file" in strange(2, lambda path: os.mkfifo(path))
     assert "no regular file" in strange(3, lambda path: path.mkdir())
+    for make in (lambda path: path.symlink_to(secret), os.mkfifo, Path.mkdir):
+        folder = save(tmp_path, 9, keep_last=99)
+        assert folder is not None
+        (folder / commit.MANIFEST).rename(secret)
+        make(folder / commit.MANIFEST)
+        assert (commit.first_fault(folder) or "").startswith("manifest.json: ")
+        shutil.rmtree(folder)
     (tmp_path / "step_000004").write_text("no folder")
     assert commit.first_fault(tmp_path / "step_000004") == "is no folder"
     folder = save(tmp_path, 6, keep_last=99)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -94,9 +95,7 @@ def test_impossible_values_are_refused(make: Callable[[], ResnetShapes], message
         make().check()
 
 
-def test_composing_and_checking_a_recipe_loads_neither_torch_nor_numpy(tmp_path: object) -> None:
-    import subprocess
-
+def test_composing_and_checking_a_recipe_loads_neither_torch_nor_numpy() -> None:
     program = (
         "import sys; from dtf.config import compose; compose([]).check().recipe\n"
         "settings = compose(['recipe=resnet_cifar10', 'recipe.data.root=/no/such/place']).settings\n"
@@ -108,7 +107,16 @@ def test_composing_and_checking_a_recipe_loads_neither_torch_nor_numpy(tmp_path:
     assert done.stdout.strip() == "[]"
 
 
-def test_drawn_shapes_can_be_learnt() -> None:
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads of a small network mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_drawn_shapes_can_be_learnt(one_thread: None) -> None:
     """A few steps on a few rows: the loss of rows never seen falls well below that of guessing."""
     recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=3), data=ShapesOptions(pixels=16, train_rows=512, eval_rows=120))
     torch.manual_seed(0)

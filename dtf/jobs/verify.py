@@ -108,6 +108,7 @@ class Verify(Job):
             "strategy": strategy,
             "precision": precision,
             "launcher.processes": processes,
+            "launcher.threads": 1,  # the same kernels on both sides: what is left to differ is the order of sums
             "step.batch_size": self.batch_size,
             "step.micro_batch_rows": micro,
             "train.steps": self.steps,

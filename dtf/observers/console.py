@@ -95,9 +95,9 @@ class Lines:
 
 def _train_values(values: dict[str, float]) -> dict[str, str]:
     """Metrics first, then what belongs to the optimizer, then speed."""
-    last = ("lr", "grad_norm", "rows_per_s")
-    ordered = [*(name for name in values if name not in last), *(name for name in last if name in values)]
-    return {name.replace("_per_s", "/s"): (setting_text if name == "lr" else number_text)(values[name]) for name in ordered}
+    last = {"lr": ("lr", setting_text), "grad_norm": ("grad_norm", number_text), "rows_per_s": ("rows/s", "{:.0f}".format)}
+    texts = {name: number_text(value) for name, value in values.items() if name not in last}
+    return texts | {short: text(values[name]) for name, (short, text) in last.items() if name in values}
 
 
 def _quoted(value: object) -> str:

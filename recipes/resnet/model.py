@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock, ResNet
+from torchvision.models.resnet import BasicBlock
 
 
 class Pad(nn.Module):
@@ -57,7 +57,7 @@ def _stage(before: int, channels: int, blocks: int, stride: int) -> nn.Sequentia
     return nn.Sequential(BasicBlock(before, channels, stride, shortcut), *(BasicBlock(channels, channels) for _ in range(blocks - 1)))
 
 
-def large(arch: str, stem: str, classes: int) -> ResNet:
+def large(arch: str, stem: str, classes: int) -> nn.Module:
     """One of torchvision's networks, `arch` by torchvision's name.
 
     `stem=cifar` makes the first convolution 3x3 with stride 1 and takes out the max-pooling, so that 32-pixel images keep their

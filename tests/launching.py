@@ -1,0 +1,35 @@
+"""Start the entries of tests/entries.py with launcher=local, as a run would."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from dtf.launchers.local import Local
+from dtf.run import Run, unique_id
+from dtf.settings import Settings
+from dtf.strategies.ddp import Ddp
+from dtf.values import Event
+
+
+@dataclass(frozen=True)
+class Launched:
+    code: int
+    events: list[Event]
+    folder: Path
+
+    def of(self, kind: type) -> list[Any]:
+        """The events of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def launch(entry: str, folder: Path, config: dict[str, Any] | None = None, **options: Any) -> Launched:
+    """Run an entry on two ranks with the given options of launcher=local."""
+    events: list[Event] = []
+    settings = cast(Settings, SimpleNamespace(strategy=Ddp()))
+    run = Run(folder, unique_id(), {"launcher": os.getpid(), "strategy": {"name": "ddp"}, **(config or {})}, settings)
+    code = Local(**{"processes": 2, "devices": "cpu", **options}).start(run, events.append, entry)
+    return Launched(code, events, folder)
