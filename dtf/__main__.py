@@ -133,7 +133,7 @@ def _show(composed: Composed, flags: argparse.Namespace) -> int:
         return Exit.OK
     if part is not tree:
         print(f"# @package {flags.package}")
-    print(OmegaConf.to_yaml(part, resolve=flags.resolve), end="")
+    print(OmegaConf.to_yaml(part, resolve=flags.resolve and flags.cfg != "job"), end="")  # a resolved job holds text that only looks like one
     return Exit.OK
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -25,6 +26,8 @@ _SETTLE_S = 0.5
 _STACKS_S = 0.5
 """Between asking hung ranks for their stacks and killing them."""
 _UNKILLABLE_S = 10.0
+_REAP_S = 5.0
+"""Between a rank's end and the server's word of it; a server that takes longer is stopped or stuck."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class _Rank:
     killed: bool = False  # by us
     failed: Failed | None = None  # its own last words
     at: float = 0.0  # when it said them
+    silent_since: float = 0.0  # it closed its channel: it ended, though the server has not said so
 
     def printed(self) -> str:
         """What it printed in this attempt, the last 64 KiB."""
@@ -94,7 +98,8 @@ class Stop:
 
     def _heard(self, number: int, frame: object) -> None:
         self.count += 1
-        self._waker.send(b"!")
+        with contextlib.suppress(BlockingIOError):
+            self._waker.send(b"!", socket.MSG_DONTWAIT)
 
 
 @dataclass
@@ -170,10 +175,11 @@ class Attempt:
             for key, _ in self._selector.select(self._wait(tick)):
                 key.data()
             now = time.monotonic()
-            if now - last > tick + 5.0:
+            if now - last > tick + 1.0:
                 self._awake_since = now
             last = now
-            self._act(now)
+            if self._alive():
+                self._act(now)
 
     def _alive(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.status is None]
@@ -189,9 +195,10 @@ class Attempt:
         if self.stop.count and not self._stopping_since:
             self._stopping_since = now
             self._signal(signal.SIGTERM)
-        if self._killed_since:
-            if now - self._killed_since > _UNKILLABLE_S and self._alive():
-                self.server.close()
+        if any(rank.silent_since and now - rank.silent_since > _REAP_S for rank in self._alive()):
+            self._lose_server()
+        elif self._killed_since:
+            if now - self._killed_since > _UNKILLABLE_S:
                 pids = [rank.pid for rank in self._alive()]
                 raise PeerError(f"processes {pids} do not end {_UNKILLABLE_S:.0f} s after SIGKILL; a device or a file system is stuck; restart this host")
         elif self.stop.count > 1 or self._stopping_since and now - self._stopping_since >= self.limits.grace_s:
@@ -234,23 +241,30 @@ class Attempt:
         self._killed_since = now
         for rank in self._alive():
             rank.killed = True
-        self._signal(signal.SIGKILL)
+        if all(rank.pid for rank in self._ranks):
+            self._signal(signal.SIGKILL)
+        else:
+            self._lose_server()  # still importing: it would not hear of it soon
 
     # ------------------------------------------------------------ what arrives
 
     def _on_server(self) -> None:
         message = self.server.receive()
-        if message is None:  # ranks die with their server
-            self._selector.unregister(self.server.socket)
-            self.server.close()  # waits until it is seen to be dead
-            for rank in self._alive():
-                self._end(rank, signal.SIGKILL)
+        if message is None:
+            self._lose_server()
         elif "error" in message:
             raise preload_error(message["error"], message["traceback"])
         elif "started" in message:
             self._ranks[message["started"]].pid = message["pid"]
         else:
             self._end(self._ranks[message["ended"]], message["status"])
+
+    def _lose_server(self) -> None:
+        """The server is dead, or as good as that: end it, and with it the ranks."""
+        self._selector.unregister(self.server.socket)
+        self.server.close()
+        for rank in self._alive():
+            self._end(rank, signal.SIGKILL)
 
     def _end(self, rank: _Rank, status: int) -> None:
         while self._on_event(rank):  # its last words may still be on the way
@@ -263,10 +277,13 @@ class Attempt:
         """Take one message of a rank; False when there is none now or will be none."""
         try:
             data = rank.channel.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
-        except (BlockingIOError, ConnectionError):
+        except BlockingIOError:
             return False
+        except ConnectionError:
+            data = b""
         if not data:
-            if rank.channel in {key.fileobj for key in self._selector.get_map().values()}:
+            if not rank.silent_since:
+                rank.silent_since = time.monotonic()
                 self._selector.unregister(rank.channel)
             return False
         message = json.loads(data)
@@ -275,6 +292,8 @@ class Attempt:
         if isinstance(event, Failed):
             if not rank.failed:
                 rank.failed, rank.at = event, at
+                if event.exit != Exit.PREEMPTED and not self._failing_since:
+                    self._failing_since = time.monotonic()
         else:
             self.saved = self.saved or isinstance(event, Saved)
             self.resumed = self.resumed or isinstance(event, Started) and event.step > 0

@@ -105,7 +105,8 @@ def damage(folder: Path, draw: random.Random) -> str:
             data[draw.randrange(len(data))] ^= draw.randrange(1, 256)
         case "zero":
             start = draw.randrange(len(data) - 1)
-            data[start:] = bytes(len(data) - start)
+            fill = b"\0" if any(data[start:]) else b"\xff"  # what is zero already must become something else
+            data[start:] = fill * (len(data) - start)
         case "truncate":
             del data[draw.randrange(len(data)) :]
         case "append":

@@ -91,6 +91,12 @@ def server_killed_once(config: dict, folder: str, run_id: str, place: Place, sen
     return 0
 
 
+def server_stopped_once(config: dict, folder: str, run_id: str, place: Place, send: Send) -> int:
+    if place.attempt == 0:
+        os.kill(os.getppid(), signal.SIGSTOP)
+    return 0
+
+
 def fails(config: dict, folder: str, run_id: str, place: Place, send: Send) -> int:
     """Rank 1 raises what the config names; rank 0 then loses its connection."""
     import torch.distributed as dist

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from dtf import attempt
 from dtf.attempt import Attempt, Limits, Stop
 from dtf.errors import ConfigError, Exit
 from dtf.forkserver import ForkServer
@@ -102,6 +103,12 @@ def test_the_fork_server_is_replaced_when_it_dies(start: Start) -> None:
     assert len(done.of(Note)) == 1
 
 
+@pytest.mark.slow
+def test_a_stopped_fork_server_holds_nobody_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_REAP_S", 0.1)
+    assert start("server_stopped_once").code == Exit.OK
+
+
 @pytest.mark.parametrize(("error", "exit"), [("config", Exit.CONFIG), ("data", Exit.DATA), ("diverged", Exit.DIVERGED), ("value", Exit.BUG)])
 def test_an_exception_is_final_and_told_once(start: Start, capsys: pytest.CaptureFixture[str], error: str, exit: Exit) -> None:
     done = start("fails", config={"error": error})
@@ -129,13 +136,12 @@ def test_a_bug_after_a_checkpoint_is_tried_once_more(start: Start, capsys: pytes
     ],
 )
 def test_a_hang_is_noticed_and_explained(start: Start, capsys: pytest.CaptureFixture[str], how: str, words: str) -> None:
-    begun = time.monotonic()
     done = start("hangs", config={"how": how}, hang_timeout_s=0.3, max_restarts=0)
-    assert time.monotonic() - begun < 0.3 + 2.0 + 2.0, "the limit, the promise, and what starting may take"
     assert done.code == Exit.PEER
     (failed,) = done.of(Failed)
     assert (failed.rank, failed.step) == (1, 1)
     assert re.search(words, failed.message), failed.message
+    assert max(map(float, re.findall(r"silent for ([\d.]+) s", failed.message))) < 0.3 + 2.0
     assert re.search(r"rank 0: phase step, step 2, silent for .* s, at .*\.py:\d+ in ", failed.message), failed.message
     assert capsys.readouterr().err.count("dtf: error[E_PEER] rank=1 step=1: ") == 1
     assert "most recent call first" in (done.folder / "rank_0.log").read_text()

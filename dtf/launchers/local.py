@@ -19,7 +19,7 @@ from dtf.values import Event
 if TYPE_CHECKING:
     from dtf.run import Run
 
-PRELOAD = ["torch", "torchvision", "dtf.worker", "dtf.rank"]
+PRELOAD = ["dtf.preload"]
 """What a rank imports before its first step. Must not touch CUDA: a forked process cannot use it after that."""
 
 _server: ForkServer | None = None  # one per launching process: it outlives a run, so that the next one of a sweep starts warm

@@ -34,7 +34,7 @@ def _draw(ids: np.ndarray, labels: np.ndarray, pixels: int, key: int) -> np.ndar
     noise = draws(key, 1, ids, pixels * pixels).astype(np.float32).reshape(-1, pixels, pixels)
     y, x = np.mgrid[-1 : 1 : pixels * 1j, -1 : 1 : pixels * 1j].astype(np.float32)
 
-    radius = 0.4 + 0.3 * random[:, 0]  # of the image's half side
+    radius = 0.45 + 0.3 * random[:, 0]  # of the image's half side
     room = 0.9 - radius
     angle = 2 * np.pi * random[:, 1]
     cos, sin = np.cos(angle) / radius, np.sin(angle) / radius
@@ -49,9 +49,9 @@ def _draw(ids: np.ndarray, labels: np.ndarray, pixels: int, key: int) -> np.ndar
     cover = np.clip(inside * edge + 0.5, 0, 1)[..., None]  # anti-aliased over one pixel
 
     paper = random[:, 4:7, 0, 0][:, None, None, :]  # (n, 1, 1, 3)
-    ink = np.mod(paper + 0.3 + 0.4 * random[:, 7:10, 0, 0][:, None, None, :], 1)  # at least 0.3 away in each channel
+    ink = np.mod(paper + 0.35 + 0.3 * random[:, 7:10, 0, 0][:, None, None, :], 1)  # at least 0.35 away in each channel
     waves = np.sin(2 * np.pi * ((1 + 3 * random[:, 10]) * (np.cos(np.pi * random[:, 11]) * x + np.sin(np.pi * random[:, 11]) * y) + random[:, 12]))
-    texture = 0.15 * random[:, 13] * waves + 0.3 * (noise - 0.5)
+    texture = 0.15 * random[:, 13] * waves + 0.2 * (noise - 0.5)
     image = paper + cover * (ink - paper) + texture[..., None]
     return np.clip(image * 255, 0, 255).astype(np.uint8)
 

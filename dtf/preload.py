@@ -1,0 +1,24 @@
+"""Everything a rank needs before its first step, imported once by the fork server. Must not touch CUDA: a forked process cannot use it after that."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import numpy.ma
+import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
+import torchvision
+
+import dtf.build
+import dtf.metrics
+import dtf.rank
+import dtf.recipes
+import dtf.replicas
+import dtf.spmd
+import dtf.update
+import dtf.worker
+from dtf.settings import load_parts
+
+load_parts([])
+for found in pkgutil.walk_packages(dtf.recipes.__path__, "dtf.recipes."):
+    importlib.import_module(found.name)

@@ -1,0 +1,60 @@
+"""Non-finite losses and gradients: found by all ranks before the update, counted, and the loss scale that lives with them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import reference, spread, variants
+from tests.ranks import ranks
+
+BAD = {"recipe": {"rows": 100, "bad_row": 17, "batch_norm": False}}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params", "bf16_master"])
+@pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
+def test_a_non_finite_row_on_one_rank_updates_nobody(strategy: str, options: dict, precision: str) -> None:
+    """The step with the bad row is skipped on every rank: parameters stay finite and are those of a run that never made this step."""
+    result = spread(strategy, 2, options=options, precision=precision, skip_nonfinite=9, steps=5, **BAD)
+    import numpy as np
+
+    norms = [v["grad_norm"] for v in result["train"].values()]
+    assert sum(not np.isfinite(norm) for norm in norms) == 1, "one epoch of five steps meets the row once"
+    assert all(np.isfinite(t).all() for t in result["tensors"].values())
+
+
+def test_more_than_allowed_fail_the_run_on_all_ranks() -> None:
+    with pytest.raises(AssertionError, match="DivergedError.*1 of the first . steps.*skip_nonfinite=0"):
+        ranks(2, "tests.harness:train", steps=5, precision="fp32", **BAD)
+
+
+def test_an_overflow_lowers_the_loss_scale_and_is_no_divergence() -> None:
+    """fp16 at scale 65536 x 24 rows overflows at first in some runs; here it must: the scale starts far too high."""
+    result = ranks(2, "tests.test_update:overflow")[0]
+    assert result["skipped"] == 0
+    assert 1.0 <= result["scale"] < 2.0**40
+
+
+def overflow(rank: int, size: int) -> dict[str, float]:
+    from dataclasses import replace
+
+    from tests import harness
+
+    harness.PRECISIONS["fp16"] = replace(harness.PRECISIONS["fp16"], loss_scale=2.0**40)
+    program: list = []
+    from dtf.spmd import Spmd
+
+    init = Spmd.__init__
+
+    def keep(self: Spmd, *arguments: object) -> None:
+        init(self, *arguments)  # type: ignore[arg-type]
+        program.append(self)
+
+    Spmd.__init__ = keep  # type: ignore[method-assign]
+    harness.train(rank, size, precision="fp16", steps=40)
+    scalars = program[0].state().scalars
+    return {"skipped": scalars["skipped"], "scale": scalars["loss_scale"][0]}
+
+
+def test_half_precision_learns_what_fp32_learns() -> None:
+    losses = {p: reference(precision=p, steps=40)["eval"]["40"]["loss"] for p in ("fp32", "bf16", "fp16", "bf16_master")}
+    assert all(abs(value - losses["fp32"]) < 0.1 for value in losses.values()), losses
