@@ -16,9 +16,10 @@ from typing import Any, Self
 
 from dtf.ending import Ending, Outcome, innermost, outcome, preload_error
 from dtf.errors import Exit, PeerError
-from dtf.forkserver import MESSAGE_BYTES, ForkServer
+from dtf.forkserver import ForkServer
 from dtf.heartbeat import Beat, Board
 from dtf.launcher import Place
+from dtf.rank import MESSAGE_BYTES
 from dtf.values import Event, Failed, Saved, Started, event_from_json
 
 _SETTLE_S = 0.5
@@ -201,7 +202,7 @@ class Attempt:
             if now - self._killed_since > _UNKILLABLE_S:
                 pids = [rank.pid for rank in self._alive()]
                 raise PeerError(f"processes {pids} do not end {_UNKILLABLE_S:.0f} s after SIGKILL; a device or a file system is stuck; restart this host")
-        elif self.stop.count > 1 or self._stopping_since and now - self._stopping_since >= self.limits.grace_s:
+        elif self.stop.count > 1 or (self._stopping_since and now - self._stopping_since >= self.limits.grace_s):
             self._kill(now)
         elif self._failing_since:
             if now - self._failing_since >= _SETTLE_S or any(rank.status and rank.status & 0x7F and not rank.killed for rank in self._ranks):
@@ -296,7 +297,7 @@ class Attempt:
                     self._failing_since = time.monotonic()
         else:
             self.saved = self.saved or isinstance(event, Saved)
-            self.resumed = self.resumed or isinstance(event, Started) and event.step > 0
+            self.resumed = self.resumed or (isinstance(event, Started) and event.step > 0)
             self.see(event)
         return True
 

@@ -124,7 +124,10 @@ class Composer:
             group, _, key = each.key_or_group.partition(".")
             if not group:
                 raise ConfigError(f"{show(each.input_line)} is no override; write key=value")
-            if self.is_group(each.key_or_group) and not each.is_delete() and not isinstance(each.value(), str | list | dict):
+            if each.is_delete() and each.key_or_group in GROUPS and group != "observer":
+                raise ConfigError(f"{show(each.input_line)} leaves no {group}; choose with {group}=NAME; set on the command line")
+            chooses = self.is_group(each.key_or_group) and not each.is_delete() and not each.is_sweep_override()
+            if chooses and not isinstance(each.value(), str | list | dict):
                 drop = f", or ~{group} for none" if group == EXPERIMENT else ""
                 raise ConfigError(f"{show(each.input_line)} is no option; {suggest('', self.options(each.key_or_group))}{drop}; set on the command line")
             if RESERVED in each.key_or_group:
@@ -143,8 +146,8 @@ class Composer:
         while True:
             new = [name for name in named if name not in self._plugins]
             if new:
+                load_parts([*self._plugins, *new])
                 self._plugins += new
-                load_parts(self._plugins)
             failure, result = None, None
             with recording() as reads:
                 try:

@@ -53,7 +53,7 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int) -> Ou
     own = [ending for ending in endings if not ending.killed and ending.status and ending.code != Exit.PREEMPTED]
     deaths = [ending for ending in own if ending.signal and not (stop_signals and ending.signal == signal.SIGTERM)]
     words = sorted((ending for ending in endings if ending.failed and ending.failed.exit != Exit.PREEMPTED), key=lambda ending: ending.at)
-    if any(ending.signal != signal.SIGABRT for ending in deaths) or deaths and not words:
+    if any(ending.signal != signal.SIGABRT for ending in deaths) or (deaths and not words):
         return _death(next((ending for ending in deaths if ending.signal != signal.SIGABRT), deaths[0]))
     if stop_signals > 1 and any(ending.killed for ending in endings):
         return _lost(endings, "stopped at once by a second signal")

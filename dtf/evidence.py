@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,14 @@ def _metric(reference: Evidence, run: Evidence, name: str) -> float:
 
 def _rows(reference: Evidence, run: Evidence) -> str:
     for step in sorted(reference.ids):
-        expected, found = sum(reference.ids[step], []), sum(run.ids[step], [])
+        expected, found = list(chain(*reference.ids[step])), list(chain(*run.ids[step]))
         if expected != found:
             missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
-            what = f"{len(missing)} missing (first {missing[:3]}), {len(extra)} foreign (first {extra[:3]})" if missing or extra else "the same rows in another order"
+            what = (
+                f"{len(missing)} missing (first {missing[:3]}), {len(extra)} foreign (first {extra[:3]})"
+                if missing or extra
+                else "the same rows in another order"
+            )
             return f"sample ids at step {step}: {what}"
     return ""
 

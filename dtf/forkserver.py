@@ -19,8 +19,7 @@ import sys
 import traceback
 from typing import Any
 
-MESSAGE_BYTES = 1 << 17
-"""The longest message on any of the sockets; the kernel takes 208 KiB without being asked."""
+from dtf.rank import MESSAGE_BYTES
 
 _PR_SET_PDEATHSIG = 1
 
@@ -93,9 +92,12 @@ def serve(order: dict[str, Any]) -> None:
             importlib.import_module(name)
     except BaseException as error:
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:4000], "traceback": traceback.format_exc()[-50_000:]}).encode())
-        return
+        os._exit(1)
     gc.freeze()  # a collection in a rank shall not touch, and so copy, every page shared with the server
-    _loop(control, {})
+    try:
+        _loop(control, {})
+    finally:
+        os._exit(0)  # nothing to tidy up, and torch's extensions complain when the interpreter does
 
 
 def die_with(parent: int) -> None:

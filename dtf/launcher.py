@@ -13,6 +13,7 @@ from dtf.values import Failed
 
 if TYPE_CHECKING:
     from dtf.run import Run
+    from dtf.strategy import Strategy
     from dtf.values import Event
 
 
@@ -43,6 +44,10 @@ class Launcher(ABC):
     @abstractmethod
     def count(self) -> int:
         """`launcher.processes` with `auto` resolved: one per GPU, else 2. Torch-free."""
+
+    @abstractmethod
+    def check(self, strategy: Strategy) -> None:
+        """Raise ConfigError when it cannot start the processes that the strategy needs. Torch-free: called before the run folder is made."""
 
     def open(self, config: dict[str, Any], make: Callable[[str], Run]) -> Run:
         """The run this process takes part in: `make("")`, but for launchers whose ranks exist already, where one process makes it for all.

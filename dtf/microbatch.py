@@ -49,7 +49,7 @@ class RunningStatistics:
         self._own, self._gain = own, ranks * own / total
         self._steps += 1
         if own * ranks != total:
-            self._before = torch._foreach_add(self.tensors(), 0.0)
+            self._before = [t.clone() for t in self.tensors()]
 
     def enter(self, j: int) -> None:
         """Before this rank's micro-batch `j` of the step."""
@@ -115,8 +115,8 @@ class Masks:
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
                 channels = not isinstance(module, nn.Dropout)
                 # The class changes, the module and its name stay: parameter names and hooks of the user's model are untouched.
-                module.__class__ = _SeededDropout
-                module._masks, module._name, module._channels = self, name, channels
+                module.__class__ = _SeededDropout  # type: ignore[assignment]
+                module.__dict__ |= {"_masks": self, "_name": name, "_channels": channels}
                 self.layers += 1
 
     def enter(self, step: int, micro_batch: int) -> None:

@@ -5,10 +5,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-import numpy.ma
-import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
-import torchvision
-
 import dtf.build
 import dtf.metrics
 import dtf.rank

@@ -18,9 +18,11 @@ from typing import Any
 
 from dtf import heartbeat
 from dtf.errors import DtfError, Exit
-from dtf.forkserver import MESSAGE_BYTES
 from dtf.launcher import Place
 from dtf.values import Event, Failed, event_to_json
+
+MESSAGE_BYTES = 1 << 17
+"""The longest message on any of the sockets; the kernel takes 208 KiB without being asked."""
 
 Entry = Callable[[dict[str, Any], str, str, Place, Callable[[Event], None]], int]
 """`entry(config, folder, run_id, place, send) -> exit code`, as `dtf.worker.work`."""

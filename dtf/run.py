@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dtf.settings import Settings
 
 _LOCK = ".lock"
+_BEFORE_A_RUN = {_LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind
 _SECRET = re.compile(r"token|secret|passwd|password|key", re.IGNORECASE)
 _MAY_MOVE = "root"
 """Keys of this name say where data lies, not what it is."""
@@ -106,9 +107,11 @@ class Run:
             raise BusyError(f"{self.folder} holds another run and checkpoint.resume={resume}; choose another run.dir or checkpoint.resume=auto")
         try:
             record = json.loads(path.read_text())
-            old, past = record["identity"], [*record.pop("earlier", []), record]
+            old, past = dict(record["identity"]), [*record.pop("earlier", []), record]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BusyError(f"{path} cannot be read ({type(error).__name__}: {error}), so what the folder holds is not known; choose another run.dir") from error
+            raise BusyError(
+                f"{path} cannot be read ({type(error).__name__}: {error}), so what the folder holds is not known; choose another run.dir"
+            ) from error
         new = identity(self.config)
         for key in sorted(old.keys() | new.keys()):
             if old.get(key) != new.get(key):
@@ -116,7 +119,9 @@ class Run:
                     f"{self.folder} holds a run with {key}={_show(old.get(key))}, this one has {key}={_show(new.get(key))}; choose another run.dir, or the same {key}"
                 )
         self._record["earlier"] = past
-        os.replace(self.folder / "config.yaml", self.folder / f"config.{record['id']}.yaml")
+        saved = self.folder / "config.yaml"
+        if saved.exists():  # else the process was killed between writing run.json and this
+            os.replace(saved, self.folder / f"config.{record['id']}.yaml")
 
     def _begin(self, processes: int, devices: str) -> None:
         import yaml
@@ -136,16 +141,11 @@ class Run:
         }
         if earlier:
             self._record["earlier"] = earlier
-        _replace(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
         self._write()
+        _replace(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
 
     def _write(self) -> None:
         _replace(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")
-
-
-def unique_id() -> str:
-    """A name that sorts by time and that no other run has."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def unique_id() -> str:
@@ -182,7 +182,7 @@ def versions() -> dict[str, str]:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    names = sorted(name for name in os.listdir(folder) if name != _LOCK)
+    names = sorted(name for name in os.listdir(folder) if name not in _BEFORE_A_RUN)
     if names and "run.json" not in names:
         raise BusyError(f"{folder} is not empty and holds no run ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); choose another run.dir")
 
@@ -210,7 +210,7 @@ def _git() -> str:
 
 
 def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _replace(path: Path, text: str) -> None:

@@ -84,9 +84,8 @@ class Epochs:
             order = self._sampler.order(self._rows, self._seed, epoch)
             missing = -len(order) % self._batch_size
             if self._sampler.tail is Tail.fill and missing:
-                start = len(order) - len(order) % self._batch_size
-                others = np.resize(order[:start] if start else order, missing)  # the order is random already
-                order = np.concatenate([order, others])
+                # The first rows of the order: of other batches, and as random as the order itself; again and again when there are too few.
+                order = np.concatenate([order, np.resize(order, missing)])
             self._epoch, self._order = epoch, order
         assert self._order is not None
         return self._order[index * self._batch_size : (index + 1) * self._batch_size]

@@ -162,9 +162,7 @@ def fit_option(group: str, value: Any, key: str) -> dict[str, Any]:
     rest = dict(value)
     name = rest.pop("name", None)
     if not isinstance(name, str):
-        raise KeyProblem(
-            f"{key}.name", f"{key}.name={show(name)} names no registered class; a {group} file starts from one: defaults: [schema/NAME@_here_, _self_]"
-        )
+        raise KeyProblem(key, f"{key}.name={show(name)} names no registered class; a {group} file starts from one: defaults: [schema/NAME@_here_, _self_]")
     try:
         cls = lookup(group, name)
     except ConfigError as error:

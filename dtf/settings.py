@@ -99,10 +99,10 @@ def fit_config(config: dict[Any, Any]) -> dict[str, Any]:
     for name in hints:
         fitted[name] = fit(hints[name], config.get(name, defaults[name]), name)
     for group in GROUPS:
-        if group not in config:
-            raise KeyProblem(group, f"{group} is not chosen; give {group}=NAME")
         if group == "observer":
-            fitted[group] = _fit_observers(config[group])
+            fitted[group] = _fit_observers(config.get(group))
+        elif group not in config:
+            raise KeyProblem(group, f"{group} is not chosen; give {group}=NAME")
         else:
             fitted[group] = fit_option(group, config[group], group)
     return fitted

@@ -163,9 +163,9 @@ def load_buffers(replica: Replica, source: Source) -> None:
     kept = set(replica.model.state_dict())
     for name, buffer in replica.model.named_buffers():
         if name in kept:
-            buffer.copy_(source.read(f"model/{name}"))
+            buffer.copy_(source.read(f"model/{name}", shape=tuple(buffer.shape)))
     for name in replica.statistics.counters():
-        replica.statistics.restore(int(source.read(f"model/{name}")))
+        replica.statistics.restore(int(source.read(f"model/{name}", shape=())))
 
 
 def to_device(batch: Batch, device: torch.device, weight: torch.dtype) -> Batch:

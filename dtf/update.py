@@ -57,9 +57,8 @@ class LocalUpdate(Update):
 
     @torch.no_grad()
     def apply(self, step: int, lr: float) -> Tensor:
-        gradients = [p.grad for p in self._trained]
-        if any(g is None for g in gradients):
-            gradients = self._fill(gradients)
+        # Zeros for parameters that the loss did not reach: their update is the optimizer's own (decay, momentum).
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
         norms = torch._foreach_norm(gradients, 2, dtype=_norm_dtype(gradients))
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if self._scale is not None:
@@ -95,10 +94,6 @@ class LocalUpdate(Update):
             parameter.copy_(master)
         if self._after is not None:
             self._after()
-
-    def _fill(self, gradients: list[Tensor | None]) -> list[Tensor]:
-        """Zeros for parameters that the loss did not reach: their update is the optimizer's own (decay, momentum)."""
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(self._trained, gradients, strict=True)]
 
     def _count(self, skipped: bool) -> None:
         assert isinstance(self._skipped, int)
@@ -136,13 +131,13 @@ class LocalUpdate(Update):
     @torch.no_grad()
     def load(self, source: Source) -> None:
         for name, parameter in [*self._parameters.items(), *self._frozen.items()]:
-            value = source.read(f"model/{name}")
+            value = source.read(f"model/{name}", shape=tuple(parameter.shape))
             if name in self._masters:
                 self._masters[name].copy_(value)
             parameter.copy_(value)
         for name, state in self._bound.states.items():
             for key, tensor in state.items():
-                tensor.copy_(source.read(f"optimizer/{name}/{key}"))
+                tensor.copy_(source.read(f"optimizer/{name}/{key}", shape=tuple(tensor.shape)))
         if self._scale is not None and "loss_scale" in source.scalars:
             scale, growth = source.scalars["loss_scale"]
             self._scale.fill_(scale)

@@ -24,7 +24,7 @@ from dtf.loader import Loader
 from dtf.sampler import Epochs, Sequential
 from dtf.settings import Settings, typed
 from dtf.strategy import Program, Task
-from dtf.values import Ended, Event, Failed, Started
+from dtf.values import Ended, Event, Failed, Note, Started
 from dtf.world import World
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
         beat("start", 0)
         _train(typed(config), config, Path(folder), run_id, place, send, beat)
         return Exit.OK
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 (the last words of a rank)
         if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):
             error = Preempted("interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint")
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
@@ -82,10 +82,18 @@ def _train(
         "batch_size": batch,
         "data": train_data.fingerprint(),
     }
-    checkpointer = Checkpointer(folder / "checkpoints", settings.checkpoint, world, run_id, plan.objective, config["strategy"]["name"])
+    see = send if world.rank == 0 else _nobody
+    checkpointer = Checkpointer(
+        folder / "checkpoints",
+        settings.checkpoint,
+        world,
+        run_id,
+        plan.objective,
+        config["strategy"]["name"],
+        note=lambda text: see(Note("warning", text)),
+    )
     state, carried = _resume(checkpointer, program, identity, place.attempt)
     clock = PlannedClock(plan, epochs, settings.lr, state)
-    see = send if world.rank == 0 else _nobody
     start = state["step"] if state else 0
     see(
         Started(
@@ -191,7 +199,7 @@ def _table(
     rows = micro or -(-batch // readers)
     return {
         "recipe": f"{config['recipe']['name']}: {parameters:,} parameters, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
-        "strategy": f"{config['strategy']['name']} on {world.slots} x {world.device.type}, {threads} threads a rank",
+        "strategy": f"{config['strategy']['name']} on {world.slots} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a rank",
         "precision": f"{settings.precision.param.value} parameters, {settings.precision.compute.value} arithmetic",
         "batch": f"{batch} rows a step = {-(-batch // rows)} micro-batches of {rows} over {readers} {'rank' if readers == 1 else 'ranks'}",
         "length": f"{plan.total:,} steps",
@@ -221,6 +229,6 @@ class _Record:
         self._file.flush()
 
     def close(self, held: dict[str, torch.Tensor]) -> None:
-        digests = {name: zlib.crc32(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()) for name, t in held.items()}
+        digests = {name: zlib.crc32(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data) for name, t in held.items()}
         self._file.write(json.dumps({"held": digests}) + "\n")
         self._file.close()

@@ -70,7 +70,9 @@ def train(
     torch.set_num_threads(1)
     load_parts([plugin] if plugin else [])
     toy = Toy(**{"rows": 100, **(recipe or {})})
-    task = Task(toy, lookup("optimizer", optimizer)(), PRECISIONS[precision], StepOptions(batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm), 0)
+    task = Task(
+        toy, lookup("optimizer", optimizer)(), PRECISIONS[precision], StepOptions(batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm), 0
+    )
     chosen = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options or {}))
     world = World(Place(rank=rank, size=size, slots=slots or size))
     chosen.check(task, slots or size, "cpu")

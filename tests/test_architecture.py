@@ -27,6 +27,7 @@ FLOORS = {
     "the root config, typed": "settings",
     "front and ranks": "config describe explain run sources sweep worker",
     "processes": "attempt forkserver rank",
+    "what the fork server imports": "preload",
     "options that start processes": "launchers",
     "options that start runs": "jobs",
     "command line": "__main__",
@@ -136,7 +137,7 @@ def test_dependencies_are_declared_and_explained() -> None:
     """What is imported is declared, and docs/dependencies.md has a row for each, with the same bounds."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[<>=\[]", text, maxsplit=1)[0]: text for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]}
-    modules = {"hydra-core": "hydra", "pyyaml": "yaml"}
+    modules = {"hydra-core": "hydra", "pillow": "PIL", "pyyaml": "yaml"}
     runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
     for name, path in sources().items():
         for node in walk(tree(path)):

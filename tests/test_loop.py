@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from dtf.errors import DivergedError, DtfError
 from dtf.lr import Constant
 from dtf.sampler import Epochs, Sequential
 from dtf.strategy import Program, Source
-from dtf.values import Batch, Evaluate, Event, Log, Save, Shard, State, StepOutput, Stop, Ticket, Train
+from dtf.values import Batch, Evaluate, Log, Save, Shard, State, StepOutput, Stop, Ticket, Train
 from tests.toy import Toy
 
 
@@ -103,15 +104,11 @@ class Saver:
         return f"step_{step}"
 
 
-def make(clock: Clock, **changes: object) -> Loop:
-    events: list[Event] = []
-    values: dict = dict(
-        program=FakeProgram(), clock=clock, train=FakeBatches(), evaluation=FakeBatches(), evaluation_rows=4, recipe=Toy(), world=Alone(), saver=Saver(),
-        see=events.append, scalars={}, steps_per_epoch=10,
-    )  # fmt: skip
-    loop = Loop(**(values | changes))
-    loop.events = events  # type: ignore[attr-defined]
-    return loop
+def make(clock: Clock, **changes: Any) -> Any:
+    """A loop over fakes; Any, because tests look at what the fakes saw."""
+    values: dict[str, Any] = {"program": FakeProgram(), "train": FakeBatches(), "evaluation": FakeBatches(), "evaluation_rows": 4, "saver": Saver()}
+    fixed: dict[str, Any] = {"clock": clock, "recipe": Toy(), "world": Alone(), "see": lambda event: None, "scalars": {}, "steps_per_epoch": 10}
+    return Loop(**(values | fixed | changes))
 
 
 def grant(step: int) -> Train:
@@ -153,7 +150,7 @@ def test_evaluate_and_save_are_tickets_like_others() -> None:
     loop = make(clock)
     _, evaluated = fit(loop)
     assert evaluated == {"loss": 0.5, "top1": 0.5} and loop.saver.saved == [1]
-    values = dict((type(t).__name__, v) for t, v in clock.finished)
+    values = {type(t).__name__: v for t, v in clock.finished}
     assert values["Log"]["grad_norm"] == 3.0 and values["Evaluate"] == evaluated
 
 
@@ -175,8 +172,9 @@ def test_divergence_is_found_before_a_save() -> None:
     assert loop.saver.saved == []
 
 
-def planned(**changes: object) -> list[Ticket]:
-    plan = Plan(**({"total": 6, "log_every": 2, "eval_every": 3, "save_every": 4} | changes))  # type: ignore[arg-type]
+def planned(**changes: Any) -> list[Ticket]:
+    options: dict[str, Any] = {"total": 6, "log_every": 2, "eval_every": 3, "save_every": 4} | changes
+    plan = Plan(**options)
     clock = PlannedClock(plan, Epochs(Sequential(), 7, 2, 0), Constant())
     tickets = []
     for ticket in clock:

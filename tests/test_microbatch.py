@@ -28,9 +28,8 @@ def simulate(micro_batches: list[torch.Tensor], ranks: int, steps: int, momentum
                 running.enter(j)
                 layer(micro_batches[first + j])
             running.end()
-    means = torch.stack([layer.running_mean for layer in layers])
-    variances = torch.stack([layer.running_var for layer in layers])
-    return means.mean(0), variances.mean(0), statistics[0].counters()[".num_batches_tracked"]
+    means, variances = zip(*(running.tensors() for running in statistics), strict=True)
+    return torch.stack(means).mean(0), torch.stack(variances).mean(0), statistics[0].counters()[".num_batches_tracked"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,7 +70,7 @@ def test_masks_depend_on_seed_step_micro_batch_and_name_only() -> None:
 
     def draw(seed: int, step: int, k: int, name: str) -> torch.Tensor:
         layer, masks = dropout(name=name, seed=seed)
-        torch.rand(torch.randint(1, 9, ()).item())  # whatever else drew before
+        torch.rand(int(torch.randint(1, 9, ())))  # whatever else drew before
         masks.enter(step, k)
         return layer(x)
 
@@ -81,7 +80,9 @@ def test_masks_depend_on_seed_step_micro_batch_and_name_only() -> None:
         assert not torch.equal(base, draw(*other))
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(nn.Dropout, (400, 50)), (nn.Dropout1d, (200, 50, 4)), (nn.Dropout2d, (200, 50, 2, 2)), (nn.Dropout3d, (200, 50, 2, 2, 1))])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(nn.Dropout, (400, 50)), (nn.Dropout1d, (200, 50, 4)), (nn.Dropout2d, (200, 50, 2, 2)), (nn.Dropout3d, (200, 50, 2, 2, 1))]
+)
 def test_dropout_keeps_its_mean_and_its_share(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
     layer, masks = dropout(kind)
     masks.enter(0, 0)

@@ -5,36 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
-from omegaconf import OmegaConf
 
+from dtf.config import compose
 from dtf.errors import ConfigError
 from dtf.precision import Cast, Format, Precision
 
-OPTIONS = sorted((Path(__file__).parent.parent / "conf" / "precision").glob("*.yaml"))
+FILES = sorted((Path(__file__).parent.parent / "conf" / "precision").glob("*.yaml"))
+OPTIONS = {
+    "bf16": Precision(compute=Format.bf16, cast=Cast.autocast),
+    "bf16_master": Precision(compute=Format.bf16),
+    "bf16_params": Precision(param=Format.bf16, compute=Format.bf16),
+    "fp16": Precision(compute=Format.fp16, cast=Cast.autocast, loss_scale=65536.0),
+    "fp32": Precision(),
+    "fp64": Precision(param=Format.fp64, compute=Format.fp64),
+    "tf32": Precision(tf32=True),
+}
 
 
-def load(path: Path) -> Precision:
-    node = yaml.safe_load(path.read_text())
-    assert node.pop("defaults") == ["schema/fp32@_here_", "_self_"]
-    made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Precision), node))
-    assert isinstance(made, Precision)
-    return made
+def load(name: str) -> Precision:
+    return compose([f"precision={name}"]).settings.precision
 
 
-def test_shipped_options_are_the_documented_ones() -> None:
-    assert [path.stem for path in OPTIONS] == ["bf16", "bf16_master", "bf16_params", "fp16", "fp64", "tf32"]
+def test_every_shipped_option_is_tested_and_says_why() -> None:
+    assert {path.stem for path in FILES} | {"fp32"} == set(OPTIONS)
+    assert all(path.read_text().startswith("# ") for path in FILES)
 
 
-@pytest.mark.parametrize("path", OPTIONS, ids=lambda path: path.stem)
-def test_shipped_options_are_sound_and_say_why(path: Path) -> None:
-    load(path).check("cuda")
-    assert path.read_text().startswith("# ")
-
-
-def test_shipped_options_differ() -> None:
-    made = [Precision(), *map(load, OPTIONS)]
-    assert all(one != other for index, one in enumerate(made) for other in made[:index])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_shipped_options_are_what_they_are_called(name: str) -> None:
+    found = load(name)
+    found.check("cuda")
+    assert found == OPTIONS[name]
 
 
 def test_default_is_plain_fp32() -> None:

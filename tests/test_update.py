@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from tests.harness import reference, spread, variants
 from tests.ranks import ranks
 
-BAD = {"recipe": {"rows": 100, "bad_row": 17, "batch_norm": False}}
+BAD: dict[str, Any] = {"recipe": {"rows": 100, "bad_row": 17, "batch_norm": False}}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params", "bf16_master"])
@@ -15,15 +18,13 @@ BAD = {"recipe": {"rows": 100, "bad_row": 17, "batch_norm": False}}
 def test_a_non_finite_row_on_one_rank_updates_nobody(strategy: str, options: dict, precision: str) -> None:
     """The step with the bad row is skipped on every rank: parameters stay finite and are those of a run that never made this step."""
     result = spread(strategy, 2, options=options, precision=precision, skip_nonfinite=9, steps=5, **BAD)
-    import numpy as np
-
     norms = [v["grad_norm"] for v in result["train"].values()]
     assert sum(not np.isfinite(norm) for norm in norms) == 1, "one epoch of five steps meets the row once"
     assert all(np.isfinite(t).all() for t in result["tensors"].values())
 
 
 def test_more_than_allowed_fail_the_run_on_all_ranks() -> None:
-    with pytest.raises(AssertionError, match="DivergedError.*1 of the first . steps.*skip_nonfinite=0"):
+    with pytest.raises(AssertionError, match=r"DivergedError.*1 of the first . steps.*skip_nonfinite=0"):
         ranks(2, "tests.harness:train", steps=5, precision="fp32", **BAD)
 
 

@@ -39,7 +39,9 @@ class Toy(Recipe):
 
         norm = [nn.BatchNorm1d(16)] if self.batch_norm else []
         drop = [nn.Dropout(self.dropout)]
-        return nn.Sequential(nn.Linear(8, 16, bias=not self.batch_norm), *norm, nn.ReLU(), *drop, nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+        return nn.Sequential(
+            nn.Linear(8, 16, bias=not self.batch_norm), *norm, nn.ReLU(), *drop, nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)
+        )
 
     def open_data(self, split: str, seed: int) -> Dataset:
         return Rows(self.rows if split == "train" else 50, split, self.bad_row if split == "train" else -1)

@@ -22,6 +22,7 @@ class TrainJob(Job):
     def run(self, composed: Composed) -> int:
         settings = composed.check()
         launcher = settings.launcher
+        launcher.check(settings.strategy)
         processes, devices = launcher.count(), launcher.devices_kind()
         run = launcher.open(composed.config, lambda folder: Run.open(composed.config, settings, processes, devices, folder))
         observers = Observers(settings.observer if run.leader else {})

@@ -157,5 +157,6 @@ def _runs(parent: Path, keep: bool) -> Iterator[Path]:
 def _line(row: dict[str, Any], first: bool) -> str:
     head = f"{'strategy':<12} {'procs':>5} {'format':<6} {'micro':>5} {'loss':>8} {'gradient':>8} {'params':>8} {'tensor':>8}  worst tensor / what breaks"
     numbers = " ".join(f"{row.get(key, math.nan):8.1e}" for key in ("loss", "grad_norm", "parameters", "tensor"))
-    text = f"{row['strategy']:<12} {row['processes']:>5} {row['precision']:<6} {row['micro_batch_rows']:>5} {numbers}  {row['worst'] if row['ok'] else 'BREAK: ' + row['first']}"
+    said = row["worst"] if row["ok"] else f"BREAK: {row['first']}"
+    text = f"{row['strategy']:<12} {row['processes']:>5} {row['precision']:<6} {row['micro_batch_rows']:>5} {numbers}  {said}"
     return f"{head}\n{text}" if first else text

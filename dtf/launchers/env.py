@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from dtf.run import Run
+    from dtf.strategy import Strategy
 
 VARIABLES = {
     "RANK": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
@@ -51,6 +52,13 @@ class Env(Launcher):
         if self.threads < 0 or self.meet_timeout_s <= 0:
             raise ConfigError(f"launcher.threads={self.threads}, launcher.meet_timeout_s={self.meet_timeout_s}: 0 or more, and more than 0")
         return _environment()["WORLD_SIZE"]
+
+    def check(self, strategy: Strategy) -> None:
+        values = _environment()
+        size = sum(strategy.roles(values["WORLD_SIZE"]).values())
+        if size != values["WORLD_SIZE"]:
+            raise ConfigError(f"this strategy needs {size} processes, WORLD_SIZE={values['WORLD_SIZE']} were started; start {size}, or use launcher=local")
+        devices.device_of(values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"], devices.choose(self.devices))
 
     def open(self, config: dict[str, Any], make: Callable[[str], Run]) -> Run:
         """Agree with the other ranks; collective. Rank 0 makes the run for all. ConfigError names the rank that differs and in what."""
@@ -91,10 +99,7 @@ class Env(Launcher):
 
         values = _environment()
         rank, size, local_size = self._rank, self._size, values["LOCAL_WORLD_SIZE"]
-        strategy = run.settings.strategy
-        roles = [role for role, number in strategy.roles(size).items() for _ in range(number)]
-        if len(roles) != size:
-            raise ConfigError(f"strategy={run.config['strategy']['name']} needs {len(roles)} processes, {size} were started (WORLD_SIZE)")
+        roles = [role for role, number in run.settings.strategy.roles(size).items() for _ in range(number)]
         place = Place(
             rank=rank,
             size=size,

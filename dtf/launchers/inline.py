@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from dtf.values import Event, Failed
 
 if TYPE_CHECKING:
     from dtf.run import Run
+    from dtf.strategy import Strategy
 
 
 @register("launcher", "inline")
@@ -32,14 +35,14 @@ class Inline(Launcher):
             raise ConfigError(f"launcher.threads={self.threads} must be 0 or more")
         return devices.processes(self.processes, devices.choose(self.devices))
 
+    def check(self, strategy: Strategy) -> None:
+        slots = self.count()
+        size = sum(strategy.roles(slots).values())
+        if size != 1:
+            raise ConfigError(f"launcher=inline is one process, launcher.processes={slots} needs {size} with this strategy; use 1, or launcher=local")
+
     def launch(self, run: Run, see: Callable[[Event], None]) -> int:
         slots, chosen = self.count(), devices.choose(self.devices)
-        size = sum(run.settings.strategy.roles(slots).values())
-        if size != 1:
-            raise ConfigError(
-                f"launcher=inline is one process, strategy={run.config['strategy']['name']} with launcher.processes={slots} needs {size}; "
-                "use launcher.processes=1 or launcher=local"
-            )
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         failed: list[Failed] = []
 
@@ -51,7 +54,13 @@ class Inline(Launcher):
         from dtf.worker import work
 
         place = Place(slots=slots, device=devices.device_of(0, 1, chosen), threads=self.threads or devices.cores(), prefix=f"{run.id}/0")
-        exit = work(run.config, str(run.folder), run.id, place, hear)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            exit = work(run.config, str(run.folder), run.id, place, hear)
+        finally:
+            for number, handler in handlers.items():
+                with contextlib.suppress(ValueError):  # not the main thread, where `work` sets none
+                    signal.signal(number, handler)
         if failed:
             report(failed[0])
         return exit

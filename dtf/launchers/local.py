@@ -18,6 +18,7 @@ from dtf.values import Event
 
 if TYPE_CHECKING:
     from dtf.run import Run
+    from dtf.strategy import Strategy
 
 PRELOAD = ["dtf.preload"]
 """What a rank imports before its first step. Must not touch CUDA: a forked process cannot use it after that."""
@@ -39,7 +40,7 @@ def warm(environment: dict[str, str]) -> ForkServer:
     """The fork server of this process; a new one when ranks need another environment from their first import on, or when it has died."""
     global _server
     environment = _environment(environment)
-    if _server is not None and (_server.environment != environment or _server.used and not _server.alive):
+    if _server is not None and (_server.environment != environment or (_server.used and not _server.alive)):
         discard()
     if _server is None:
         _server = ForkServer(PRELOAD, environment)
@@ -87,12 +88,15 @@ class Local(Launcher):
             raise ConfigError(f"launcher=local needs Linux, this is {sys.platform}; use launcher=inline")
         return devices.processes(self.processes, devices.choose(self.devices))
 
+    def check(self, strategy: Strategy) -> None:
+        self._places(strategy)
+
     def launch(self, run: Run, see: Callable[[Event], None]) -> int:
         return self.start(run, see, "dtf.worker:work")
 
     def start(self, run: Run, see: Callable[[Event], None], entry: str) -> int:
         """`launch` with ranks that run the function `entry`, "module:function", see `rank.Entry`."""
-        places, pins = self._places(run)
+        places, pins = self._places(run.settings.strategy)
         order = {
             "entry": entry,
             "config": run.config,
@@ -115,10 +119,10 @@ class Local(Launcher):
             report(outcome.cause)
         return outcome.exit
 
-    def _places(self, run: Run) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    def _places(self, strategy: Strategy) -> tuple[list[dict[str, Any]], list[list[int]]]:
         """Where each rank stands, but for what an attempt adds; and the cores it is pinned to, none when it is not."""
         slots, chosen = self.count(), devices.choose(self.devices)
-        roles = [role for role, number in run.settings.strategy.roles(slots).items() for _ in range(number)]
+        roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
         size, cores = len(roles), sorted(os.sched_getaffinity(0))
         if self.pin and len(cores) < size:
             raise ConfigError(f"launcher.pin=true needs a core for each of {size} ranks, there are {len(cores)}; use launcher.pin=false")

@@ -91,7 +91,7 @@ class Ddp(Strategy):
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
                 find_unused_parameters=self.find_unused_parameters,
                 init_sync=False,  # every rank drew the same numbers
-                **{buffers: False},  # running averages are averaged when they are needed, see Program.settle
+                **{buffers: False},  # type: ignore[arg-type]  # running averages are averaged when they are needed, see Program.settle
             )
             self._install_hook(forward)
         owned, after = None, None
