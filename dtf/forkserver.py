@@ -6,6 +6,7 @@ descriptors travel beside it, and nothing is pickled. What a rank does after the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -73,10 +74,8 @@ class ForkServer:
         self.socket.close()
 
     def _send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone: `receive` says so
             socket.send_fds(self.socket, [json.dumps(message).encode()], fds or [])
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the server is gone: `receive` says so
 
 
 def serve(order: dict[str, Any]) -> None:
@@ -90,8 +89,8 @@ def serve(order: dict[str, Any]) -> None:
     try:
         for name in order["preload"]:
             importlib.import_module(name)
-    except BaseException as error:
-        control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:4000], "traceback": traceback.format_exc()[-50_000:]}).encode())
+    except BaseException as error:  # noqa: BLE001  the launching process says what it means
+        control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:4000], "traceback": traceback.format_exc()[-16_000:]}).encode())
         os._exit(1)
     gc.freeze()  # a collection in a rank shall not touch, and so copy, every page shared with the server
     try:
@@ -175,7 +174,7 @@ def _become_rank(server: int, order: dict[str, Any], fds: list[int]) -> None:
         code = begin(order, fds)
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:
+    except BaseException:  # noqa: BLE001  must not return into the server's loop
         traceback.print_exc()
     finally:
         os._exit(code)

@@ -45,7 +45,6 @@ class Launcher(ABC):
     def count(self) -> int:
         """`launcher.processes` with `auto` resolved: one per GPU, else 2. Torch-free."""
 
-    @abstractmethod
     def check(self, strategy: Strategy) -> None:
         """Raise ConfigError when it cannot start the processes that the strategy needs. Torch-free: called before the run folder is made."""
 

@@ -115,9 +115,8 @@ class Run:
         new = identity(self.config)
         for key in sorted(old.keys() | new.keys()):
             if old.get(key) != new.get(key):
-                raise BusyError(
-                    f"{self.folder} holds a run with {key}={_show(old.get(key))}, this one has {key}={_show(new.get(key))}; choose another run.dir, or the same {key}"
-                )
+                was, now = _show(old.get(key)), _show(new.get(key))
+                raise BusyError(f"{self.folder} holds a run with {key}={was}, this one has {key}={now}; choose another run.dir, or the same {key}")
         self._record["earlier"] = past
         saved = self.folder / "config.yaml"
         if saved.exists():  # else the process was killed between writing run.json and this

@@ -84,6 +84,20 @@ class Replica:
         with torch.no_grad():
             return self._recipe.measure(_detach(outputs), batch, loss.detach())
 
+    def rehearse(self, batch: Batch) -> None:
+        """Two passes whose results are forgotten, through the forward that may sum gradients over ranks.
+
+        DDP lays out its buckets anew at the start of its second pass, and the order of a sum over more than two ranks depends on an element's place
+        in a bucket: without this, the step after a resume would differ from the same step of an unbroken run in the last bits.
+        """
+        before = [t.clone() for t in self.statistics.tensors()]
+        for _ in range(2):
+            self._pass(batch, torch.zeros((), device=self._device), last=True)
+            for parameter in self._trained:
+                parameter.grad = None
+        for tensor, value in zip(self.statistics.tensors(), before, strict=True):
+            tensor.copy_(value)
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """Metric sums (M,) of a batch, with running statistics and without dropout."""
@@ -114,6 +128,10 @@ class Spmd(Program):
 
     def prepare(self, batch: Batch | None) -> Batch | None:
         return batch if batch is None else to_device(batch, self._world.device, loss_dtype(self._task))
+
+    def rehearse(self, batch: Batch | None) -> None:
+        if self._world.size > 1 and batch is not None:
+            self._replica.rehearse(rows_of(batch, 0, 2))
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None and self.shard is not None

@@ -53,6 +53,12 @@ class Program(ABC):
         """Called one batch ahead of `step` and `eval_step`: copy to the device, send for parameters. Default: nothing."""
         return batch
 
+    def rehearse(self, batch: Batch | None) -> None:
+        """Called once, before `load`, with some prepared rows: let effects of a first step happen that would make the step after a resume
+        differ from the same step of an unbroken run. Leaves the state as it was. May be collective. Default: nothing.
+        """
+        return
+
     @abstractmethod
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         """One whole optimizer step over this rank's rows of the global batch. Collective; no host synchronisation."""

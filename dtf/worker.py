@@ -92,6 +92,7 @@ def _train(
         config["strategy"]["name"],
         note=lambda text: see(Note("warning", text)),
     )
+    program.rehearse(program.prepare(loaders[0].get(0, 0)))
     state, carried = _resume(checkpointer, program, identity, place.attempt)
     clock = PlannedClock(plan, epochs, settings.lr, state)
     start = state["step"] if state else 0

@@ -1,15 +1,23 @@
-"""Strategies with one planted fault each, to prove that `job=verify` can fail. A plugin: `plugins=[tests.faults]`."""
+"""Planted faults: strategies that `job=verify` must catch, and a recipe that kills its rank. A plugin: `plugins=[tests.faults]`."""
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.registry import register
+from dtf.recipe import Dataset
+from dtf.registry import option, register
 from dtf.strategies.ddp import Ddp
 from dtf.strategy import Program, Task
 from dtf.values import Shard
+from tests.toy import Rows, Toy
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
     from dtf.world import World
 
 
@@ -66,3 +74,26 @@ class StaleAverage(Ddp):
         program = _ddp(self, task, world)
         program.settle = lambda: None
         return program
+
+
+@register("recipe", "mortal")
+class Mortal(Toy):
+    """The toy recipe in which the rank that fetches a certain row in the second epoch is killed, once."""
+
+    row: int = option(default=40, doc="training row at which the rank dies")
+    marker: str = option(default="", doc="file that says it happened already; empty: never")
+
+    def open_data(self, split: str, seed: int) -> Dataset:
+        return DeadlyRows(self, split) if split == "train" and self.marker else super().open_data(split, seed)
+
+
+class DeadlyRows(Rows):
+    def __init__(self, recipe: Mortal, split: str) -> None:
+        super().__init__(recipe.rows, split, -1)
+        self._row, self._marker = recipe.row, Path(recipe.marker)
+
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if epoch == 1 and self._row in ids and not self._marker.exists():
+            self._marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().fetch(ids, epoch)

@@ -47,8 +47,13 @@ class FrontToy(Recipe):
     names: dict[str, int] = option(factory=dict, doc="numbers by name")
     steps: list[float] = option(factory=lambda: [0.5, 1.0], doc="numbers")
 
-    measures = ("loss",)
-    objective = ("loss", "min")
+    @property
+    def measures(self) -> tuple[str, ...]:
+        return ("loss",)
+
+    @property
+    def objective(self) -> tuple[str, str]:
+        return ("loss", "min")
 
     def check(self) -> None:
         if self.data.root == "missing":

@@ -81,6 +81,8 @@ def train(
     epochs = Epochs(Shuffle(tail=Tail[tail]), len(training), 24, 0)
     result: dict[str, Any] = {"train": {}, "eval": {}, "ids": {}, "tensors": {}}
     saver = Checkpointer(Path(folder or "unused"), Every(), world, "test", toy.objective, strategy) if folder else None
+    loader = Loader(training, epochs, program.shard, micro_batch_rows)
+    program.rehearse(program.prepare(loader.get(0, 0)))
     state, carried = None, None
     if start:
         reader = Checkpointer(Path(start), Every(resume=start), world, "test", toy.objective, strategy)
@@ -100,7 +102,7 @@ def train(
     loop = Loop(
         program=program,
         clock=clock,
-        train=Loader(training, epochs, program.shard, micro_batch_rows),
+        train=loader,
         evaluation=Loader(evaluation, Epochs(Sequential(), len(evaluation), 24, 0), program.shard, 0),
         evaluation_rows=len(evaluation),
         recipe=toy,

@@ -12,6 +12,7 @@ import pytest
 from dtf.config import Composed, Composer, compose
 from dtf.errors import ConfigError, DataError
 from dtf.registry import lookup, registered
+from dtf.schema import unset
 from dtf.settings import GROUPS, typed
 
 PLUGIN = "plugins=[tests.front_parts]"
@@ -56,6 +57,7 @@ def test_every_option_composes_and_is_typed(composer: Composer, group: str) -> N
     assert set(registered(group)) <= set(composer.options(group))
     for name in composer.options(group):
         composed = composer.compose([f"{group}=[{name}]" if group == "observer" else f"{group}={name}"])
+        composed = composed.recompose([f"{key}=given" for key in unset(composed.config)])
         part = getattr(composed.settings, group)
         node = next(iter(composed.config[group].values())) if group == "observer" else composed.config[group]
         assert node["name"] == name or composer.is_file(group, name)

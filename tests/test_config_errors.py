@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtf.config import Composer, compose
@@ -195,28 +195,39 @@ OVERRIDE = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(overrides=st.lists(st.one_of(OVERRIDE, st.text(max_size=12)), max_size=2))
-def test_any_command_line_composes_or_is_a_config_error(composer: Composer, overrides: list[str]) -> None:
-    _composes_or_refuses(lambda: composer.compose(overrides))
+EXAMPLES = pytest.mark.parametrize("examples", [15, pytest.param(500, marks=pytest.mark.slow)])
+
+
+@EXAMPLES
+def test_any_command_line_composes_or_is_a_config_error(composer: Composer, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(st.lists(st.one_of(OVERRIDE, st.text(max_size=12)), max_size=2))
+    def check(overrides: list[str]) -> None:
+        _composes_or_refuses(lambda: composer.compose(overrides))
+
+    check()
 
 
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(VALUES), st.text(max_size=8))
-NAMES = st.one_of(
-    st.sampled_from([key.split(".")[-1] for key in KEYS] + ["defaults", "name", "_target_", "override /lr"]), st.integers(), st.none(), st.text(max_size=4)
-)
+NAMES = st.one_of(st.sampled_from([key.split(".")[-1] for key in KEYS] + ["defaults", "name", "_target_"]), st.integers(), st.none(), st.text(max_size=4))
 TREES = st.recursive(LEAVES, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=4)), max_leaves=8)
 
 
-@settings(max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(body=st.one_of(TREES, st.text(max_size=40), st.binary(max_size=30)))
-def test_any_file_composes_or_is_a_config_error(tmp_path: Path, body: object) -> None:
+@EXAMPLES
+def test_any_file_composes_or_is_a_config_error(tmp_path: Path, examples: int) -> None:
     import yaml
 
-    (tmp_path / "experiment").mkdir(exist_ok=True)
-    data = body if isinstance(body, bytes) else yaml.safe_dump(body).encode("utf-8", "surrogatepass")
-    (tmp_path / "experiment" / "fuzz.yaml").write_bytes(b"# @package _global_\n" + data)
-    _composes_or_refuses(lambda: compose(["--config-dir", str(tmp_path), "experiment=fuzz"]))
+    (tmp_path / "experiment").mkdir()
+    composer = Composer(str(tmp_path))
+
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(st.one_of(TREES, st.text(max_size=40), st.binary(max_size=30)))
+    def check(body: object) -> None:
+        data = body if isinstance(body, bytes) else yaml.safe_dump(body).encode("utf-8", "surrogatepass")
+        (tmp_path / "experiment" / "fuzz.yaml").write_bytes(b"# @package _global_\n" + data)
+        _composes_or_refuses(lambda: composer.compose(["experiment=fuzz"]))
+
+    check()
 
 
 def _composes_or_refuses(action: Callable[[], object]) -> None:

@@ -2,7 +2,173 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dtf.errors import BusyError, ConfigError, DtfError, Exit
+from dtf.launchers.env import VARIABLES, Env, differences
+from dtf.run import Run
+from dtf.settings import Settings
+from tests.entries import listening
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+HERE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch):
+    """`environment(RANK="1")`: those of the variables, and no others."""
+
+    def make(**values: str) -> None:
+        for names in VARIABLES.values():
+            for name in names:
+                monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return make
+
+
+def test_the_world_comes_from_the_environment(environment) -> None:
+    environment(**HERE)
+    assert Env().count() == 4
+    environment(SLURM_PROCID="1", SLURM_NTASKS="3", SLURM_LOCALID="0", SLURM_NTASKS_PER_NODE="1", MASTER_ADDR="host", MASTER_PORT="1")
+    assert Env().count() == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict.fromkeys(HERE, ""), "needs the variables RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start with torchrun"),
+        ({"MASTER_PORT": "", "RANK": ""}, "needs the variables RANK, MASTER_PORT"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is no number"),
+        ({"RANK": "4"}, "RANK=4 must be less than WORLD_SIZE=4"),
+    ],
+)
+def test_what_is_missing_is_named(environment, changes: dict[str, str], words: str) -> None:
+    environment(**{**HERE, **changes})
+    with pytest.raises(ConfigError, match=words):
+        Env().count()
+
+
+def test_differences_are_told_leaf_by_leaf() -> None:
+    expected = {"config": {"seed": 0, "recipe": {"name": "a", "depth": 8}}, "versions": {"torch": "2.15"}}
+    found = {"config": {"seed": 1, "recipe": {"name": "a", "depth": 8, "more": [1]}}, "versions": {"torch": "2.14"}}
+    assert list(differences(expected, found)) == [
+        "recipe.more=[1], rank 0 has null",
+        "seed=1, rank 0 has 0",
+        'versions.torch="2.14", rank 0 has "2.15"',
+    ]
+    assert not list(differences(expected, expected))
+
+
+def meet(rank: int, size: int, folder: str, seeds: list[int], attempt: int = 0, busy: bool = False, hosted: bool = True, port: int = 0) -> dict[str, Any]:
+    """What one rank gets from `Env.open`. `hosted`: the store is there already, as with torchrun; else rank 0 opens it on `port`."""
+    import torch.distributed as dist
+
+    store: Any = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port if hosted else port), "TORCHELASTIC_USE_AGENT_STORE": str(hosted)}
+    made: list[str] = []
+
+    def make(again: str) -> Run:
+        made.append(again)
+        if busy:
+            raise BusyError("somebody lives here")
+        return Run(Path(folder), f"run-{attempt}", {}, cast(Settings, None))
+
+    found: dict[str, Any] = {}
+    import dtf.settings
+
+    dtf.settings.typed = lambda config: SimpleNamespace(of=config)  # type: ignore[assignment,return-value]
+    for number in range(attempt + 1):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        try:
+            run = Env(devices="cpu").open({"seed": seeds[rank]}, make)
+            found = {"folder": str(run.folder), "id": run.id, "leader": run.leader, "made": made, "listening": listening()}
+        except DtfError as error:
+            found = {"exit": int(error.exit), "message": str(error), "made": made}
+        dist.barrier()
+    return found
+
+
+def test_rank_0_makes_the_folder_for_all(ranks, tmp_path: Path) -> None:
+    first, *others = ranks(3, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5, 5])
+    assert first["leader"] and first["made"] == [""]
+    for other in others:
+        assert (other["folder"], other["id"], other["leader"], other["made"]) == (str(tmp_path), "run-0", False, [])
+
+
+def test_a_rank_that_differs_is_named_to_all(ranks, tmp_path: Path) -> None:
+    for found in ranks(3, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5, 6]):
+        assert found["exit"] == Exit.CONFIG and found["made"] == []
+        assert found["message"].startswith("rank 2 differs from rank 0: seed=6, rank 0 has 5; ")
+
+
+def test_a_busy_folder_ends_all_ranks(ranks, tmp_path: Path) -> None:
+    for found in ranks(2, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5], busy=True):
+        assert (found["exit"], found["message"]) == (Exit.BUSY, "somebody lives here")
+
+
+def test_ranks_restarted_by_torchrun_go_on_in_the_first_folder(ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5], attempt=1)
+    assert first["made"] == ["", str(tmp_path)]
+    assert second["id"] == "run-1"
+
+
+def test_rank_0_hosts_the_store_on_its_address_alone(ranks, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first, second = ranks(2, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5], hosted=False, port=port)
+    assert first.get("folder") == second.get("folder") == str(tmp_path), (first, second)
+    assert set(first["listening"]) == {"0100007F"}
+
+
+SMALL = ["recipe.data.train_rows=64", "recipe.data.eval_rows=16", "step.batch_size=16", "train.steps=2", "launcher.devices=cpu", "observer=[]"]
+
+
+def test_inline_trains_in_this_process(run_dtf) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    done = run_dtf("launcher=inline", *SMALL)
+    assert done.code == Exit.OK, done.err
+    record = json.loads((done.folder / "run.json").read_text())
+    assert (record["exit"], record["cause"]) == (0, "finished")
+    assert list((done.folder / "checkpoints").glob("step_*2"))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_inline_is_one_process(run_dtf) -> None:
+    done = run_dtf("launcher=inline", "launcher.processes=2", *SMALL)
+    assert done.code == Exit.CONFIG
+    assert "launcher=inline is one process, launcher.processes=2 needs 2" in done.err
+    assert not done.folder.exists()
+    assert run_dtf("launcher=inline", "launcher.processes=2", "strategy=dp", *SMALL).code == Exit.OK
+
+
+def test_env_says_what_is_missing(run_dtf, environment) -> None:
+    environment()
+    done = run_dtf("launcher=env", *SMALL)
+    assert done.code == Exit.CONFIG
+    assert "launcher=env needs the variables RANK" in done.err
+    assert not done.folder.exists()
+
+
+@pytest.mark.slow
+def test_torchrun_works_plainly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dtf", "launcher=env", *SMALL]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, f"run.dir={tmp_path / 'run'}"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["exit"] == 0 and record["world"]["processes"] == 2

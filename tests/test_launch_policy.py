@@ -129,6 +129,7 @@ def test_a_mismatched_torchvision_is_named() -> None:
 
 def test_the_innermost_line_is_of_the_main_thread_and_of_the_last_dump() -> None:
     old = 'Current thread 0x1 (most recent call first):\n  File "old.py", line 1 in old\n'
-    new = 'Thread 0x2 (most recent call first):\n  File "loader.py", line 5 in wait\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 9 in f\n  File "b.py", line 2 in g\n'
+    other = 'Thread 0x2 (most recent call first):\n  File "loader.py", line 5 in wait\n'
+    new = f'{other}\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 9 in f\n  File "b.py", line 2 in g\n'
     assert innermost(f"hello\n{old}\n{new}") == "a.py:9 in f"
     assert innermost("no dump here") == ""

@@ -47,9 +47,9 @@ def test_optimizer_state_travels(strategy: str, options: dict, optimizer: str, t
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master", "fp16"])
-@pytest.mark.parametrize("strategy", ["dp", "ddp"])
-def test_resume_is_exact(strategy: str, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "processes"), [("dp", 2), ("ddp", 2), ("ddp", 3)])
+def test_resume_is_exact(strategy: str, processes: int, precision: str, tmp_path: Path) -> None:
     """Bit for bit the uninterrupted run: parameters, optimizer, loss scale, metrics, masks and data position."""
-    whole = spread(strategy, 2, steps=STEPS, folder=str(tmp_path / "unbroken"), save_every=HALF, precision=precision, **PLAN)
-    again = broken(tmp_path, (strategy, 2), (strategy, 2), precision=precision)
+    whole = spread(strategy, processes, steps=STEPS, folder=str(tmp_path / "unbroken"), save_every=HALF, precision=precision, **PLAN)
+    again = broken(tmp_path, (strategy, processes), (strategy, processes), precision=precision)
     assert again == {key: whole[key] for key in again}

@@ -140,7 +140,9 @@ class Env(Launcher):
             try:
                 listener = socket.create_server((address, port), backlog=1024).detach()
             except OSError as error:
-                raise ConfigError(f"MASTER_ADDR={address} MASTER_PORT={port}: rank 0 cannot listen there: {error.strerror}; give an address of its host and a free port") from error
+                raise ConfigError(
+                    f"MASTER_ADDR={address} MASTER_PORT={port}: rank 0 cannot listen there: {error.strerror}; give an address of its host and a free port"
+                ) from error
         timeout = timedelta(seconds=self.meet_timeout_s)
         try:
             store = TCPStore(address, port, is_master=listener is not None, wait_for_workers=False, timeout=timeout, master_listen_fd=listener)

@@ -29,7 +29,9 @@ _server: ForkServer | None = None  # one per launching process: it outlives a ru
 def prestart(argv: Sequence[str]) -> None:
     """Start importing torch in the fork server, beside the composing of the config, when the command line looks like a run of ranks of this host."""
     global _server
-    flags = [word for word in argv if word.startswith("-") and word not in ("-m", "--multirun", "-r", "--run") and not word.startswith(("-cd", "--config-", "-cn"))]
+    flags = [
+        word for word in argv if word.startswith("-") and word not in ("-m", "--multirun", "-r", "--run") and not word.startswith(("-cd", "--config-", "-cn"))
+    ]
     words = dict(word.split("=", 1) for word in argv if "=" in word)
     own_environment = any(key.lstrip("+").startswith("launcher.env") for key in words)
     if not flags and not own_environment and words.get("launcher", "local") == "local" and words.get("job", "train") in ("train", "verify") and _server is None:

@@ -110,7 +110,7 @@ class Ddp(Strategy):
             case CommHook.bf16:
                 model.register_comm_hook(None, default_hooks.bf16_compress_hook)
             case CommHook.powersgd:
-                state = powerSGD_hook.PowerSGDState(None, self.powersgd_rank, start_powerSGD_iter=self.powersgd_start)
+                state = powerSGD_hook.PowerSGDState(None, self.powersgd_rank, start_powerSGD_iter=self.powersgd_start + 2)  # the rehearsal's passes count
                 model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 

@@ -1,0 +1,51 @@
+"""kill -9 of a rank in the middle of a run costs nothing but time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtf.evidence import Evidence, compare
+
+RUN = [
+    "plugins=[tests.faults]", "recipe=mortal", "recipe.rows=100", "step.batch_size=24", "step.micro_batch_rows=5", "train.steps=17", "train.log_every=4",
+    "train.eval_every=6", "checkpoint.every_steps=3", "checkpoint.keep_last=9", "train.record=true", "lr.warmup=0", "observer=[jsonl]",
+]  # fmt: skip
+
+
+def measurements(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in ("seconds", "rows_per_s")} for line in lines]
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 2), ("ddp", 3), ("zero1", 2), ("dp", 2)])
+def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(strategy: str, processes: int, run_dtf: Any, tmp_path: Path) -> None:
+    spread = [f"strategy={strategy}", f"launcher.processes={processes}"]
+    marker = tmp_path / "killed"
+    calm = run_dtf(*RUN, *spread)
+    killed = run_dtf(*RUN, *spread, f"recipe.marker={marker}")
+    assert calm.code == 0 and killed.code == 0, killed.err
+    assert marker.exists()
+    a, b = Evidence.read(calm.folder), Evidence.read(killed.folder)
+    assert {name: t.tobytes() for name, t in a.tensors.items()} == {name: t.tobytes() for name, t in b.tensors.items()}
+    assert a.ids == b.ids and a.held == b.held
+    assert measurements(calm.folder) == measurements(killed.folder)
+    visits = Counter(i for step in b.ids if step < 15 for rank in b.ids[step] for i in rank)
+    assert visits == Counter(dict.fromkeys(range(100), 3)), "three epochs, each row once in each"
+
+
+def test_dp_and_ddp_go_on_from_each_other_by_command(run_dtf: Any) -> None:
+    base = [*RUN, "checkpoint.every_steps=6"]
+    whole = run_dtf(*base, "precision=fp64", "strategy=ddp", "launcher.processes=1")
+    first = run_dtf(*base, "precision=fp64", "strategy=ddp", "launcher.processes=3", "train.steps=12", "lr=constant")
+    calm = run_dtf(*base, "precision=fp64", "strategy=ddp", "launcher.processes=1", "lr=constant")
+    second = run_dtf(*base, "precision=fp64", "strategy=dp", "launcher.processes=2", "lr=constant", f"checkpoint.resume={first.folder}")
+    assert [whole.code, first.code, calm.code, second.code] == [0, 0, 0, 0], second.err
+    a, b = Evidence.read(calm.folder), Evidence.read(second.folder)
+    b.metrics, b.ids = a.metrics, {step: [list(chain(*ranks))] for step, ranks in (Evidence.read(first.folder).ids | b.ids).items()}
+    assert compare(a, b, exact=True).ok, compare(a, b, exact=True).first
