@@ -107,7 +107,7 @@ class Run:
             raise BusyError(f"{self.folder} holds another run and checkpoint.resume={resume}; choose another run.dir or checkpoint.resume=auto")
         try:
             record = json.loads(path.read_text())
-            old, past = dict(record["identity"]), [*record.pop("earlier", []), record]
+            past, old, id = [*record.pop("earlier", []), record], dict(record["identity"]), str(record["id"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BusyError(
                 f"{path} cannot be read ({type(error).__name__}: {error}), so what the folder holds is not known; choose another run.dir"
@@ -120,7 +120,7 @@ class Run:
         self._record["earlier"] = past
         saved = self.folder / "config.yaml"
         if saved.exists():  # else the process was killed between writing run.json and this
-            os.replace(saved, self.folder / f"config.{record['id']}.yaml")
+            os.replace(saved, self.folder / f"config.{id}.yaml")
 
     def _begin(self, processes: int, devices: str) -> None:
         import yaml

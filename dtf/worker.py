@@ -8,7 +8,8 @@ import signal
 import threading
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,8 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
 
     try:
         beat("start", 0)
-        _train(typed(config), config, Path(folder), run_id, place, send, beat)
+        with _stop_signals() as stop:
+            _train(typed(config), config, Path(folder), run_id, place, send, beat, stop.is_set)
         return Exit.OK
     except BaseException as error:  # noqa: BLE001 (the last words of a rank)
         if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):
@@ -53,13 +55,19 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
 
 
 def _train(
-    settings: Settings, config: dict[str, Any], folder: Path, run_id: str, place: Place, send: Callable[[Event], None], beat: Callable[[str, int], None]
+    settings: Settings,
+    config: dict[str, Any],
+    folder: Path,
+    run_id: str,
+    place: Place,
+    send: Callable[[Event], None],
+    beat: Callable[[str, int], None],
+    stop_requested: Callable[[], bool],
 ) -> None:
     recipe, strategy, options = settings.recipe, settings.strategy, settings.train
     threads = place.threads or max(1, len(os.sched_getaffinity(0)) // place.local_size)
     torch.set_num_threads(threads)
     _numerics(settings)
-    stop = _catch_signals()
     kind = place.device.partition(":")[0]
     world = World.join(place, strategy.communication(kind))
     program = strategy.setup(Task(recipe, settings.optimizer, settings.precision, settings.step, settings.seed), world)
@@ -115,7 +123,7 @@ def _train(
         scalars=identity,
         steps_per_epoch=epochs.batches,
         skip_nonfinite=options.skip_nonfinite,
-        stop_requested=stop.is_set,
+        stop_requested=stop_requested,
         beat=beat,
         record=record.write if record else None,
         carried=carried,
@@ -180,13 +188,25 @@ def _numerics(settings: Settings) -> None:
     torch.backends.cudnn.allow_tf32 = settings.precision.tf32
 
 
-def _catch_signals() -> threading.Event:
-    """Set on SIGTERM and SIGINT: the rank then stops with the others at the next report, its state saved."""
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """Set by SIGTERM and SIGINT: the rank then stops with the others at the next report, its state saved. A second signal stops at once."""
     stop = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-    return stop
+
+    def heard(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _table(
@@ -198,11 +218,12 @@ def _table(
     parameters = sum(p.numel() for p in model.parameters())
     batch, micro, readers = settings.step.batch_size, settings.step.micro_batch_rows, max(world.size, world.slots)
     rows = micro or -(-batch // readers)
+    kind = "rank" if world.size == readers else "replica"
     return {
         "recipe": f"{config['recipe']['name']}: {parameters:,} parameters, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
         "strategy": f"{config['strategy']['name']} on {world.slots} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a rank",
         "precision": f"{settings.precision.param.value} parameters, {settings.precision.compute.value} arithmetic",
-        "batch": f"{batch} rows a step = {-(-batch // rows)} micro-batches of {rows} over {readers} {'rank' if readers == 1 else 'ranks'}",
+        "batch": f"{batch} rows a step = {-(-batch // rows)} micro-batches of {rows} over {readers} {kind}{'s' if readers > 1 else ''}",
         "length": f"{plan.total:,} steps",
         "run folder": str(folder),
         "versions": f"dtf {__version__}, torch {torch.__version__}",

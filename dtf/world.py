@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtf.errors import ConfigError
 from dtf.launcher import Place
 
 
@@ -30,6 +31,8 @@ class World:
         if place.size > 1 and backend is not None:
             if backend == "nccl":
                 backend = "cpu:gloo,cuda:nccl"
+            if backend == "mpi" and not dist.is_mpi_available():
+                raise ConfigError("strategy.backend=mpi: this torch was built without MPI; use strategy.backend=gloo, or build torch from source with MPI")
             options: dict[str, Any] = {}
             if backend != "mpi":  # MPI ranks know each other already
                 host, _, port = place.store.rpartition(":")

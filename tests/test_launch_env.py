@@ -89,13 +89,15 @@ def meet(rank: int, size: int, folder: str, seeds: list[int], attempt: int = 0, 
         return Run(Path(folder), f"run-{attempt}", {}, cast(Settings, None))
 
     found: dict[str, Any] = {}
+    launchers = []  # with them goes the store that rank 0 hosts
     import dtf.settings
 
     dtf.settings.typed = lambda config: SimpleNamespace(of=config)  # type: ignore[assignment,return-value]
     for number in range(attempt + 1):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        launchers.append(Env(devices="cpu"))
         try:
-            run = Env(devices="cpu").open({"seed": seeds[rank]}, make)
+            run = launchers[-1].open({"seed": seeds[rank]}, make)
             found = {"folder": str(run.folder), "id": run.id, "leader": run.leader, "made": made, "listening": listening()}
         except DtfError as error:
             found = {"exit": int(error.exit), "message": str(error), "made": made}

@@ -5,6 +5,7 @@ Nobody launches them from here: they meet at a store, agree on one config and on
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -66,33 +67,39 @@ class Env(Launcher):
         from dtf.settings import typed
 
         store = self._meet()
-        rank, size = self._rank, self._size
         mine = {"config": config, "versions": versions()}
-        if rank:
-            expected = json.loads(self._get(store, "task", 0))
-            store.set(f"differs/{rank}", "; ".join(differences(expected, mine)))
-        else:
-            store.set("task", json.dumps(mine))
-            wrong = {other: text for other in range(1, size) if (text := self._get(store, f"differs/{other}", other).decode())}
-            made: dict[str, Any] = {}
-            try:
-                if wrong:
-                    other, text = next(iter(wrong.items()))
-                    raise ConfigError(f"rank {other} differs from rank 0: {text}; give every rank the same command line and the same installation")
-                before = f"{self._runs}/folder"  # torchrun's store outlives a restart: go on in the folder of the first attempt
-                run = make(self._all.get(before).decode() if self._all.check([before]) else "")
-                self._all.set(before, str(run.folder))
-                made = {"folder": str(run.folder), "id": run.id}
-                return run
-            except DtfError as error:
-                made = {"exit": int(error.exit), "message": str(error)}
-                raise
-            finally:
-                store.set("run", json.dumps(made))
+        if self._rank == 0:
+            return self._lead(store, mine, make)
+        expected = json.loads(self._get(store, "task", 0))
+        store.set(f"differs/{self._rank}", "; ".join(differences(expected, mine)))
         answer = json.loads(self._get(store, "run", 0))
+        store.set(f"heard/{self._rank}", "")
         if "folder" not in answer:
             raise _error(answer)
         return Run(Path(answer["folder"]), answer["id"], config, typed(config), leader=False)
+
+    def _lead(self, store: Store, task: dict[str, Any], make: Callable[[str], Run]) -> Run:
+        """Rank 0's side of `open`: says what the task is, hears who differs, makes the run and says where, or why not."""
+        store.set("task", json.dumps(task))
+        answer: dict[str, Any] = {}
+        try:
+            for other in range(1, self._size):
+                wrong = self._get(store, f"differs/{other}", other).decode()
+                if wrong:
+                    raise ConfigError(f"rank {other} differs from rank 0: {wrong}; give every rank the same command line and the same installation")
+            before = f"{self._runs}/folder"  # torchrun's store outlives a restart: go on in the folder of the first attempt
+            run = make(self._all.get(before).decode() if self._all.check([before]) else "")
+            self._all.set(before, str(run.folder))
+            answer = {"folder": str(run.folder), "id": run.id}
+            return run
+        except DtfError as error:
+            answer = {"exit": int(error.exit), "message": str(error)}
+            raise
+        finally:
+            store.set("run", json.dumps(answer))
+            if "folder" not in answer:  # this process ends, and the store with it
+                with contextlib.suppress(RuntimeError):
+                    store.wait([f"heard/{other}" for other in range(1, self._size)], timedelta(seconds=10))
 
     def launch(self, run: Run, see: Callable[[Event], None]) -> int:
         from dtf.worker import work
