@@ -201,7 +201,9 @@ def _stop_signals() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A launcher that hears Ctrl-C for its ranks has told them to ignore it, and sends SIGTERM.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, heard) for number in numbers}
     try:
         yield stop
     finally:

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, settings
 
 from tests import ranks as pool
 
-
 # A busy machine is not a failing property.
 settings.register_profile("dtf", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dtf")
