@@ -41,7 +41,7 @@ class Limits:
 
     def silence(self, beat: Beat) -> float:
         """How long a rank may stay at this beat. The first step of a process builds buckets and kernels: it has the time of a start."""
-        return self.hang_timeout_s if beat.phase in ("step", "log") and beat.steps > 1 else self.start_timeout_s
+        return self.hang_timeout_s if beat.phase in ("fetch", "step", "log") and beat.steps > 1 else self.start_timeout_s
 
 
 @dataclass

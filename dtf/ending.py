@@ -48,11 +48,12 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int) -> Ou
     """The one cause of an attempt's end. `hang`: the launching process found ranks silent and killed them; `stop_signals`: it was asked to stop.
 
     A death by signal comes before all words: the others' words are then about a lost connection. Among words the earliest
-    counts, because a rank whose peer has failed says so later.
+    counts that is not about a lost peer.
     """
     own = [ending for ending in endings if not ending.killed and ending.status and ending.code != Exit.PREEMPTED]
     deaths = [ending for ending in own if ending.signal and not (stop_signals and ending.signal == signal.SIGTERM)]
-    words = sorted((ending for ending in endings if ending.failed and ending.failed.exit != Exit.PREEMPTED), key=lambda ending: ending.at)
+    spoke = [ending for ending in endings if ending.failed and ending.failed.exit != Exit.PREEMPTED]
+    words = sorted(spoke, key=lambda ending: (ending.failed is not None and ending.failed.exit == Exit.PEER, ending.at))
     if any(ending.signal != signal.SIGABRT for ending in deaths) or (deaths and not words):
         return _death(next((ending for ending in deaths if ending.signal != signal.SIGABRT), deaths[0]))
     if stop_signals > 1 and any(ending.killed for ending in endings):

@@ -106,7 +106,10 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
         match ticket:
             case Train():
                 key = (ticket.epoch, ticket.index)
-                batch = ready[1] if ready is not None and ready[0] == key else program.prepare(train.get(*key))
+                if ready is None or ready[0] != key:
+                    loop.beat("fetch", ticket.step)
+                    ready = key, program.prepare(train.get(*key))
+                batch = ready[1]
                 loop.beat("step", ticket.step)
                 window.add(program.step(ticket, batch))
                 if loop.record is not None and batch is not None:
@@ -116,7 +119,10 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 coming = [(t.epoch, t.index) for t in clock.ahead(1 + train.prefetch)]
                 if train.prefetch:
                     train.ahead(coming)
-                ready = (coming[0], program.prepare(train.get(*coming[0]))) if coming else None
+                ready = None
+                if coming:
+                    loop.beat("fetch", ticket.step + 1)
+                    ready = coming[0], program.prepare(train.get(*coming[0]))
                 continue
             case Log(step):
                 loop.beat("log", step)

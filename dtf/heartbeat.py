@@ -7,7 +7,7 @@ import os
 from time import monotonic
 from typing import NamedTuple
 
-PHASES = ("start", "step", "log", "evaluate", "save", "stop")
+PHASES = ("start", "fetch", "step", "log", "evaluate", "save", "stop")
 _NUMBER = {phase: float(number) for number, phase in enumerate(PHASES)}
 _BYTES = 32  # per rank: time, phase, step, beats of phase `step`; float64 each
 

@@ -19,7 +19,7 @@ from dtf import __version__, heartbeat
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
 from dtf.engine import Loop, fit
-from dtf.errors import DataError, DtfError, Exit, Preempted
+from dtf.errors import DataError, DtfError, Exit, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.sampler import Epochs, Sequential
@@ -48,6 +48,8 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
     except BaseException as error:  # noqa: BLE001 (the last words of a rank)
         if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):
             error = Preempted("interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint")
+        if _peer_is_gone(error):
+            error = PeerError(f"lost another rank: {error}")
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         message = str(error) if isinstance(error, DtfError) else f"{type(error).__name__}: {error}"
         send(Failed(place.rank, last["step"], int(exit), message, "" if isinstance(error, Preempted) else traceback.format_exc()))
@@ -142,6 +144,11 @@ def _train(
     if ended.reason == "preempted":
         kept = "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
         raise Preempted(f"asked to stop after step {ended.step}; {kept}; start again with the same run.dir to go on")
+
+
+def _peer_is_gone(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank. gloo has no exception class of its own."""
+    return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _plan(settings: Settings, batches: int) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -136,7 +137,9 @@ def test_floors_name_modules_that_exist() -> None:
 def test_dependencies_are_declared_and_explained() -> None:
     """What is imported is declared, and docs/dependencies.md has a row for each, with the same bounds."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {re.split(r"[<>=\[]", text, maxsplit=1)[0]: text for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]}
+    declared = {
+        re.split(r"[<>=\[]", text, maxsplit=1)[0]: text for text in [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    }
     modules = {"hydra-core": "hydra", "pillow": "PIL", "pyyaml": "yaml"}
     runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
     for name, path in sources().items():

@@ -44,9 +44,17 @@ def with_dir(folder: Path, *overrides: str) -> Composed:
 def test_defaults_are_the_documented_ones(composer: Composer) -> None:
     composed = composer.compose([])
     assert composed.choices == {
-        "job": "train", "recipe": "resnet_shapes", "strategy": "ddp", "precision": "fp32", "optimizer": "sgd", "lr": composed.choices["lr"],
-        "sampler": "shuffle", "checkpoint": "every", "launcher": "local", "experiment": None,
-    }  # fmt: skip
+        "job": "train",
+        "recipe": "resnet_shapes",
+        "strategy": "ddp",
+        "precision": "fp32",
+        "optimizer": "sgd",
+        "lr": composed.choices["lr"],
+        "sampler": "shuffle",
+        "checkpoint": "every",
+        "launcher": "local",
+        "experiment": None,
+    }
     assert list(composed.config["observer"]) == ["console", "jsonl", "tensorboard"]
     assert composer.defaults()["lr"] == ["cosine"]
 
@@ -57,7 +65,8 @@ def test_every_option_composes_and_is_typed(composer: Composer, group: str) -> N
     assert set(registered(group)) <= set(composer.options(group))
     for name in composer.options(group):
         composed = composer.compose([f"{group}=[{name}]" if group == "observer" else f"{group}={name}"])
-        composed = composed.recompose([f"{key}=given" for key in unset(composed.config)])
+        missing = unset(composed.config)
+        composed = composed.recompose([f"{key}=given" for key in missing]) if missing else composed
         part = getattr(composed.settings, group)
         node = next(iter(composed.config[group].values())) if group == "observer" else composed.config[group]
         assert node["name"] == name or composer.is_file(group, name)

@@ -39,13 +39,30 @@ class Tree:
 @pytest.mark.parametrize(
     ("hint", "value", "fitted", "typed"),
     [
-        (int, 3, 3, 3), (float, 3, 3.0, 3.0), (float, 0.5, 0.5, 0.5), (float, float("inf"), float("inf"), float("inf")), (str, "a", "a", "a"), (str, 7, "7", "7"),
-        (bool, True, True, True), (int | None, None, None, None), (int | str, "auto", "auto", "auto"), (int | str, 3, 3, 3), (float | None, 3, 3.0, 3.0),
-        (Color, "red", "red", Color.red), (Color, "r", "red", Color.red), (Color | None, "blue", "blue", Color.blue), (Literal["a", 1], 1, 1, 1),
-        (list[float], [1, 2.5], [1.0, 2.5], [1.0, 2.5]), (tuple[int, ...], [1, 2], [1, 2], (1, 2)), (dict[str, int], {"a": 1, 2: 3}, {"a": 1, "2": 3}, {"a": 1, "2": 3}),
-        (Any, [1, "x"], [1, "x"], [1, "x"]), (Leaf | None, {"size": 3}, {"size": 3}, Leaf(size=3)), (list[Leaf], [{}], [{"size": 1}], [Leaf()]), (int, UNSET, UNSET, None),
+        (int, 3, 3, 3),
+        (float, 3, 3.0, 3.0),
+        (float, 0.5, 0.5, 0.5),
+        (float, float("inf"), float("inf"), float("inf")),
+        (str, "a", "a", "a"),
+        (str, 7, "7", "7"),
+        (bool, True, True, True),
+        (int | None, None, None, None),
+        (int | str, "auto", "auto", "auto"),
+        (int | str, 3, 3, 3),
+        (float | None, 3, 3.0, 3.0),
+        (Color, "red", "red", Color.red),
+        (Color, "r", "red", Color.red),
+        (Color | None, "blue", "blue", Color.blue),
+        (Literal["a", 1], 1, 1, 1),
+        (list[float], [1, 2.5], [1.0, 2.5], [1.0, 2.5]),
+        (tuple[int, ...], [1, 2], [1, 2], (1, 2)),
+        (dict[str, int], {"a": 1, 2: 3}, {"a": 1, "2": 3}, {"a": 1, "2": 3}),
+        (Any, [1, "x"], [1, "x"], [1, "x"]),
+        (Leaf | None, {"size": 3}, {"size": 3}, Leaf(size=3)),
+        (list[Leaf], [{}], [{"size": 1}], [Leaf()]),
+        (int, UNSET, UNSET, None),
     ],
-)  # fmt: skip
+)
 def test_fits(hint: Any, value: object, fitted: object, typed: object) -> None:
     plain = fit(hint, value, "key")
     assert (plain, type(plain)) == (fitted, type(fitted))
@@ -57,15 +74,31 @@ def test_fits(hint: Any, value: object, fitted: object, typed: object) -> None:
 @pytest.mark.parametrize(
     ("hint", "value", "said"),
     [
-        (int, 1.0, "key=1.0 is not of type int"), (int, True, "key=true is not of type int"), (int, "3", "key=3 is not of type int"), (int, None, "key=null is not"),
-        (float, "x", "key=x is not of type float"), (float, float("nan"), "key=nan is not of type float"), (float, True, "not of type float"), (float, 10**400, "not of type"),
-        (bool, 1, "key=1 is not of type bool"), (str, None, "key=null is not of type text"), (str, 1.5, "key=1.5 is not of type text"), (str, [1], "key=[1] is not of type text"),
-        (Color, "rod", "key=rod is no choice; did you mean red? choices: blue, red"), (int | None, "x", "key=x is not of type int | null"), (Literal["a", 1], True, "type a | 1"),
-        (list[int], [1, "x"], "key[1]=x is not of type int"), (list[int], 3, "key=3 is not of type list of int"), (dict[str, int], {"a": "x"}, "key.a=x is not of type int"),
-        (dict[str, int], {None: 1}, "the key null is no text"), (Leaf, 3, "key=3 is no group of keys; choices: size"), (Leaf, {"sise": 3}, "key.sise=3 is no known key; did you mean size"),
-        (Leaf | None, {"size": "x"}, "key.size=x is not of type int"), (int, "\x1b[31m\n" + "y" * 200, "key=\\x1b[31m\\nyyy"),
+        (int, 1.0, "key=1.0 is not of type int"),
+        (int, True, "key=true is not of type int"),
+        (int, "3", "key=3 is not of type int"),
+        (int, None, "key=null is not"),
+        (float, "x", "key=x is not of type float"),
+        (float, float("nan"), "key=nan is not of type float"),
+        (float, True, "not of type float"),
+        (float, 10**400, "not of type"),
+        (bool, 1, "key=1 is not of type bool"),
+        (str, None, "key=null is not of type text"),
+        (str, 1.5, "key=1.5 is not of type text"),
+        (str, [1], "key=[1] is not of type text"),
+        (Color, "rod", "key=rod is no choice; did you mean red? choices: blue, red"),
+        (int | None, "x", "key=x is not of type int | null"),
+        (Literal["a", 1], True, "type a | 1"),
+        (list[int], [1, "x"], "key[1]=x is not of type int"),
+        (list[int], 3, "key=3 is not of type list of int"),
+        (dict[str, int], {"a": "x"}, "key.a=x is not of type int"),
+        (dict[str, int], {None: 1}, "the key null is no text"),
+        (Leaf, 3, "key=3 is no group of keys; choices: size"),
+        (Leaf, {"sise": 3}, "key.sise=3 is no known key; did you mean size"),
+        (Leaf | None, {"size": "x"}, "key.size=x is not of type int"),
+        (int, "\x1b[31m\n" + "y" * 200, "key=\\x1b[31m\\nyyy"),
     ],
-)  # fmt: skip
+)
 def test_refused(hint: Any, value: object, said: str) -> None:
     with pytest.raises(KeyProblem) as caught:
         fit(hint, value, "key")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,13 @@ def composer() -> Composer:
     return composer
 
 
-def test_every_option_key_and_help_is_there(composer: Composer) -> None:
-    found = catalogue(composer)
+@pytest.fixture(scope="module")
+def everything(composer: Composer) -> dict[str, Any]:
+    return catalogue(composer)
+
+
+def test_every_option_key_and_help_is_there(composer: Composer, everything: dict[str, Any]) -> None:
+    found = everything
     assert [key["key"] for key in found["root"]][:2] == ["seed", "plugins"]
     for group in GROUPS:
         options = found["groups"][group]["options"]
@@ -39,8 +45,8 @@ def test_every_option_key_and_help_is_there(composer: Composer) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_option_explains_itself(composer: Composer, group: str) -> None:
-    for name, option in catalogue(composer, group)["groups"][group]["options"].items():
+def test_every_option_explains_itself(everything: dict[str, Any], group: str) -> None:
+    for name, option in everything["groups"][group]["options"].items():
         assert option["help"], f"{group}={name} has no docstring and no comment"
         for key in option["keys"]:
             assert key["help"], f"{key['key']} has no doc"
@@ -48,8 +54,8 @@ def test_every_option_explains_itself(composer: Composer, group: str) -> None:
 
 
 @pytest.mark.parametrize("width", [79, 119])
-def test_text_fits_a_terminal(composer: Composer, width: int) -> None:
-    lines = as_text(catalogue(composer), width).splitlines()
+def test_text_fits_a_terminal(everything: dict[str, Any], width: int) -> None:
+    lines = as_text(everything, width).splitlines()
     assert [line for line in lines if len(line) > width and " " in line.strip()] == []
     assert "  strategy.bucket_mb=25.0 MiB   (float)" in lines
 
@@ -66,9 +72,15 @@ def test_nested_keys_types_and_mandatory_ones(composer: Composer) -> None:
     rows = {key["key"]: key for key in catalogue(composer, "recipe", "front_toy")["groups"]["recipe"]["options"]["front_toy"]["keys"]}
     types = {name.removeprefix("recipe."): (row["type"], row["default"]) for name, row in rows.items()}
     assert types == {
-        "data.root": ("text", "???"), "data.size": ("int", 4), "mood": ("calm | angry", "calm"), "kind": ("a | b", "a"), "limit": ("float | null", None),
-        "either": ("int | text", "auto"), "names": ("mapping of int", {}), "steps": ("list of float", [0.5, 1.0]),
-    }  # fmt: skip
+        "data.root": ("text", "???"),
+        "data.size": ("int", 4),
+        "mood": ("calm | angry", "calm"),
+        "kind": ("a | b", "a"),
+        "limit": ("float | null", None),
+        "either": ("int | text", "auto"),
+        "names": ("mapping of int", {}),
+        "steps": ("list of float", [0.5, 1.0]),
+    }
     assert rows["recipe.data.size"]["unit"] == "rows"
 
 

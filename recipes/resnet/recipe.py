@@ -190,7 +190,7 @@ class Classification(Recipe):
 
 @register("recipe", "resnet_shapes")
 class ResnetShapes(Classification):
-    """Eight kinds of coloured shapes, drawn when a run starts: no files needed."""
+    """Eight kinds of coloured shapes, drawn as they are read: no files needed."""
 
     model: ModelOptions = option(factory=lambda: ModelOptions(classes=8), doc="the network")
     data: ShapesOptions = option(factory=ShapesOptions, doc="the images")
@@ -202,15 +202,11 @@ class ResnetShapes(Classification):
             raise ConfigError(f"recipe.model.classes={self.model.classes}, but there are 8 kinds of shapes; use 2 to 8")
 
     def open_data(self, split: str, seed: int) -> Images:
-        import numpy as np
-
-        from dtf.recipes.resnet import shapes
-        from dtf.recipes.resnet.images import Images
+        from dtf.recipes.resnet.shapes import Shapes
 
         data, train = self.data, split == "train"
-        rows = np.arange(data.train_rows if train else data.eval_rows)
-        pixels, labels = shapes.draw(rows, data.pixels, self.model.classes, data.seed, split)
-        return Images(pixels, labels, shapes.MEAN, shapes.STD, crop_pad=data.crop_pad * train, flip=data.flip and train, seed=seed)
+        rows = data.train_rows if train else data.eval_rows
+        return Shapes(rows, data.pixels, self.model.classes, data.seed, split, crop_pad=data.crop_pad * train, flip=data.flip and train, augment_seed=seed)
 
 
 @register("recipe", "resnet_cifar10")

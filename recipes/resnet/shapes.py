@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
+from dtf.recipes.resnet.images import Images
 from dtf.seeding import draws, seed_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KINDS = ("disc", "ring", "square", "triangle", "plus", "star", "crescent", "bar")
 """Label -> shape."""
@@ -13,6 +19,24 @@ MEAN, STD = (0.5, 0.5, 0.5), (0.29, 0.29, 0.29)
 """Of the drawn pixels, all channels; colours are symmetric about one half."""
 
 _CHUNK = 256  # rows drawn at once, so that the temporaries stay in cache
+
+
+class Shapes(Images):
+    """Rows drawn when they are first read, and kept: a rank draws only what it reads, and the first step need not wait for the rest."""
+
+    def __init__(self, rows: int, pixels: int, classes: int, seed: int, split: str, *, crop_pad: int, flip: bool, augment_seed: int) -> None:
+        empty = np.empty((rows, pixels, pixels, 3), np.uint8)
+        digest = f"drawn from {seed}/{split}"
+        super().__init__(empty, np.arange(rows) % classes, MEAN, STD, crop_pad=crop_pad, flip=flip, seed=augment_seed, digest=digest)
+        self._drawn = np.zeros(rows, bool)
+        self._draw = lambda ids: draw(ids, pixels, classes, seed, split)[0]
+
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
+        missing = ids[~self._drawn[ids]]
+        if len(missing):
+            self._pixels[missing] = self._draw(missing)
+            self._drawn[missing] = True
+        return super().fetch(ids, epoch)
 
 
 def draw(ids: np.ndarray, pixels: int, classes: int, seed: int, split: str) -> tuple[np.ndarray, np.ndarray]:
