@@ -30,6 +30,7 @@ from unittest import mock
 import yaml
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
 sys.path.append(str(Path(__file__).parents[1].resolve()))  # dtf of this checkout, where none is installed
@@ -38,12 +39,13 @@ from dtf import screen
 from dtf.errors import DataError, DtfError, Exit
 from dtf.observer import Observer
 from dtf.observers.tensorboard import flatten
-from dtf.registry import option, register
+from dtf.registry import register
 from dtf.values import Event, Measured, Saved, event_from_json, event_to_json
 
 ROOT = Path(__file__).parents[1].resolve()
 _RECORD = ("plugins=[docs.pictures]", "observer=[console,jsonl,tensorboard,events]")
 _FONTS = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+_COLUMNS, _PIXELS = 100, 1800  # width of the pictures
 _BEGIN, _END = 3, 2  # evaluations shown of a long run
 _COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bc4c00", "#57606a")
 
@@ -52,11 +54,9 @@ _COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bc4c00", "#57606a")
 class Events(Observer):
     """Every event and when it came, as JSON lines: what `docs/pictures.py terminal` draws from."""
 
-    path: str = option(default="events.jsonl", doc="file, relative to the run folder")
-
     def open(self, folder: Path, config: dict) -> None:
         self._opened = time.monotonic()
-        self._file = (folder / self.path).open("w", encoding="utf-8")
+        self._file = (folder / "events.jsonl").open("w", encoding="utf-8")
 
     def see(self, event: Event) -> None:
         self._file.write(json.dumps({"at": round(time.monotonic() - self._opened, 3), **event_to_json(event)}) + "\n")
@@ -65,32 +65,38 @@ class Events(Observer):
         self._file.close()
 
 
-# ---------------------------------------------------------------- a terminal
-
-
-def terminal(out: Path, run: Path | None, title: str, width: int) -> None:
-    """Write what a terminal of that width shows at the end of a run, as SVG. Without `run` the default recipe is trained."""
+def terminal(out: Path, run: Path | None, title: str) -> None:
+    """Write what a terminal shows at the end of a run, as SVG. Without `run` the default recipe is trained."""
     if run is not None:
-        out.write_text(_drawn(run, title, width), encoding="utf-8")
+        out.write_text(_drawn(run, title), encoding="utf-8")
         return
     with tempfile.TemporaryDirectory() as place:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         subprocess.run([sys.executable, "-m", "dtf", *_RECORD], cwd=place, env=os.environ | {"PYTHONPATH": path}, check=True)
         (recorded,) = Path(place).glob("outputs/*/*/events.jsonl")
-        out.write_text(_drawn(recorded.parent, title, width), encoding="utf-8")
+        out.write_text(_drawn(recorded.parent, title), encoding="utf-8")
 
 
-def _drawn(run: Path, title: str, width: int) -> str:
+class _Still(Live):
+    """Where nothing moves, what would have moved is drawn when it stops: on lines of its own, as on a terminal."""
+
+    def stop(self) -> None:
+        started = self.is_started
+        super().stop()
+        self.console.line(int(started))
+
+
+def _drawn(run: Path, title: str) -> str:
     """The recorded events of a run as a picture; its folder is shown as it is seen from where `outputs` lies."""
     lines = _rows(run / "events.jsonl", f"record them: python -m dtf {' '.join(_RECORD)}")
-    folder = next((line["table"].get("run folder", "") for line in lines if line["event"] == "Started"), "")
+    folder = next(line["table"]["run folder"] for line in lines if line["event"] == "Started")
     parts = Path(folder).parts
     shown = "/".join(parts[parts.index("outputs") :] if "outputs" in parts else parts[-2:])
-    lines = [json.loads(json.dumps(line).replace(folder, shown)) for line in lines] if folder else lines
-    # No terminal, so that of what moves only the last state is drawn; no environment, so that NO_COLOR and COLUMNS of whoever calls do not matter.
-    console = Console(record=True, file=io.StringIO(), width=width, force_terminal=False, color_system="truecolor", highlight=False, emoji=False, _environ={})
+    lines = json.loads(json.dumps(lines, ensure_ascii=False).replace(folder, shown))
+    # Without the environment, so that NO_COLOR and COLUMNS of whoever draws do not matter.
+    console = Console(record=True, file=io.StringIO(), width=_COLUMNS, color_system="truecolor", highlight=False, emoji=False, _environ={})
     moment = 0.0
-    with mock.patch.object(screen, "time", SimpleNamespace(monotonic=lambda: moment)):
+    with mock.patch.multiple(screen, time=SimpleNamespace(monotonic=lambda: moment), Live=_Still):
         view = screen.Screen(Path(shown), yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")), console)
         events = [(line.pop("at"), event_from_json(line)) for line in lines]
         hidden = _hidden([event for _, event in events])
@@ -109,39 +115,28 @@ def _drawn(run: Path, title: str, width: int) -> str:
 def _hidden(events: Sequence[Event]) -> list[int]:
     """Positions of the evaluations and saves in the middle of a long run, which look like those before and after them."""
     evaluations = [number for number, event in enumerate(events) if isinstance(event, Measured) and event.split == "eval"]
-    if len(evaluations) <= _BEGIN + _END + 1:
-        return []
-    middle = range(evaluations[_BEGIN], evaluations[-_END])
+    middle = range(evaluations[_BEGIN], evaluations[-_END]) if len(evaluations) > _BEGIN + _END + 1 else ()
     return [number for number in middle if number in evaluations or isinstance(events[number], Saved)]
 
 
-# ---------------------------------------------------------------- curves
-
-
-def curve(out: Path, runs: Sequence[Path], pixels: int) -> None:
+def curve(out: Path, runs: Sequence[Path]) -> None:
     """Write top-1 and loss of each run against epochs as PNG, the learning rate of the first behind them."""
-    import matplotlib
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
     from PIL import Image
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    style = {"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#8c959f", "text.color": "#1f2328"}
-    style |= {"axes.labelcolor": "#1f2328", "xtick.color": "#57606a", "ytick.color": "#57606a", "font.family": "DejaVu Sans"}
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    style: dict[Any, Any] = {"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#8c959f", "axes.axisbelow": True}
+    style |= {"axes.labelcolor": "#1f2328", "xtick.color": "#57606a", "ytick.color": "#57606a", "axes.titlesize": 10.5, "axes.titleweight": "bold"}
+    with rc_context(style):
+        axes = (figure := Figure(figsize=(9, 3.6), layout="constrained")).subplots(1, 2)
         for axis, metric, scale, unit in ((axes[0], "top1", 100.0, "top-1 accuracy, %"), (axes[1], "loss", 1.0, "cross-entropy loss")):
             for run, name, colour in zip(runs, _names(runs), itertools.cycle(_COLOURS)):
-                _draw(axis, _rows(run / "metrics.jsonl", "is this a run folder?"), metric, scale, colour, name)
+                _draw(axis, _rows(run / "metrics.jsonl"), metric, scale, colour, name)
             axis.set(xlabel="epochs", title=unit, xlim=(0, None))
-            axis.title.set(size=10.5, weight="bold")
             axis.grid(axis="y", color="#d0d7de", linewidth=0.6)
-            axis.set_axisbelow(True)
-            surface = _draw_lr(axis, _rows(runs[0] / "metrics.jsonl", ""))
-        figure.legend(handles=[*axes[0].lines, *surface], loc="outside lower center", ncols=4 if len(runs) > 1 else 3, frameon=False, handlelength=2.4)
-        picture = io.BytesIO()
-        figure.savefig(picture, dpi=pixels / 9, facecolor="white")
-        plt.close(figure)
+            surface = _draw_lr(axis, _rows(runs[0] / "metrics.jsonl"))
+        figure.legend(handles=[*axes[0].lines, surface], loc="outside lower center", ncols=4 if len(runs) > 1 else 3, frameon=False, handlelength=2.4)
+        figure.savefig(picture := io.BytesIO(), dpi=_PIXELS / 9, facecolor="white")
     Image.open(picture).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(out, optimize=True)
 
 
@@ -149,47 +144,37 @@ def _draw(axis: Any, rows: list[dict], metric: str, scale: float, colour: str, n
     """Training as a pale line, evaluation as a strong one whose last value is written beside it."""
     for split, look in (("train", {"linewidth": 1.1, "alpha": 0.45}), ("eval", {"linewidth": 1.8, "marker": "o", "markersize": 2.6})):
         points = [(row["epoch"], row[metric] * scale) for row in rows if row["split"] == split and row.get(metric) is not None]
-        if not points:
-            continue
-        words = {"train": "training", "eval": "evaluation"}
-        axis.plot(*zip(*points, strict=True), color=colour, label=f"{name}{words[split]}", **look)
-        if split == "eval":
+        axis.plot([x for x, _ in points], [y for _, y in points], color=colour, label=f"{name}{'training' if split == 'train' else 'evaluation'}", **look)
+        if split == "eval" and points:
             last = f"{points[-1][1]:.1f}" if scale == 100 else f"{points[-1][1]:.3f}"
             axis.annotate(last, points[-1], xytext=(5, 0), textcoords="offset points", color=colour, weight="bold", va="center", annotation_clip=False)
 
 
-def _draw_lr(axis: Any, rows: list[dict]) -> list[Any]:
+def _draw_lr(axis: Any, rows: list[dict]) -> Any:
     """A grey surface behind the curves, a quarter of the height at most: its form counts, its peak is named in the legend."""
     points = [(row["epoch"], row["lr"]) for row in rows if row["split"] == "train" and row.get("lr") is not None]
-    if not points or not max(points, key=lambda point: point[1])[1]:
-        return []
-    epochs, rates = zip(*points, strict=True)
+    peak = max(rate for _, rate in points)
     behind = axis.twinx()
-    surface = behind.fill_between(epochs, rates, color="#57606a", alpha=0.13, linewidth=0, label=f"learning rate (peak {max(rates):.2g})")
-    behind.set(ylim=(0, 4 * max(rates)), yticks=[])
-    behind.spines["right"].set_visible(False)
+    surface = behind.fill_between(*zip(*points, strict=True), color="#57606a", alpha=0.13, linewidth=0, label=f"learning rate (peak {peak:.2g})")
+    behind.set(ylim=(0, 4 * peak), yticks=[])
     behind.set_zorder(axis.get_zorder() - 1)
     axis.patch.set_visible(False)
-    return [surface]
+    return surface
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
     """What to write before `training` and `evaluation`: the config keys in which the runs differ, nothing for a single one."""
     configs = [flatten(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))) for run in runs]
-    names = ["run.name", "run.dir"]
-    differ = [key for key in dict.fromkeys(itertools.chain(*configs)) if key not in names and len({str(config.get(key)) for config in configs}) > 1]
+    keys = dict.fromkeys(itertools.chain(*configs))
+    differ = [key for key in keys if not key.startswith("run.") and len({str(config.get(key)) for config in configs}) > 1]
     named = [key for key in differ if key.endswith(".name")] or differ[:2]  # options before their fields
     return ["" if len(runs) == 1 else " ".join(f"{key.removesuffix('.name')}={config.get(key)}" for key in named) + " " for config in configs]
 
 
-def _rows(path: Path, advice: str) -> list[dict]:
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist; {advice}") from None
-    if not rows:
-        raise DataError(f"{path} is empty")
-    return rows
+def _rows(path: Path, advice: str = "is this a run folder?") -> list[dict]:
+    if not path.exists():
+        raise DataError(f"{path} does not exist; {advice}")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,15 +183,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     one = pictures.add_parser("terminal", help="what a terminal shows at the end of a run, as SVG")
     one.add_argument("out", type=Path)
     one.add_argument("run", type=Path, nargs="?", help="run folder with events.jsonl; default: train the default recipe")
-    one.add_argument("--title", default="python -m dtf", help="of the window: the command that was given")
-    one.add_argument("--width", type=int, default=100, help="columns")
+    one.add_argument("--title", default="python -m dtf", help="the command that was given")
     two = pictures.add_parser("curve", help="top-1 and loss against epochs, as PNG")
     two.add_argument("out", type=Path)
-    two.add_argument("runs", type=Path, nargs="+", help="run folders")
-    two.add_argument("--pixels", type=int, default=1800, help="width")
+    two.add_argument("runs", type=Path, nargs="+", help="run folders: the learning rate is that of the first")
     given = parser.parse_args(argv)
     try:
-        terminal(given.out, given.run, given.title, given.width) if given.picture == "terminal" else curve(given.out, given.runs, given.pixels)
+        terminal(given.out, given.run, given.title) if given.picture == "terminal" else curve(given.out, given.runs)
     except DtfError as error:
         print(f"pictures: {error}", file=sys.stderr)
         return error.exit

@@ -51,6 +51,12 @@ class Plan:
     save_best: bool = False
     patience: int = 0
     objective: tuple[str, str] = ("loss", "min")
+    until: int | None = None  # stop here, short of `total`
+
+    @property
+    def end(self) -> int:
+        """The last step of this plan."""
+        return self.total if self.until is None else min(self.total, self.until)
 
 
 @dataclass(slots=True)
@@ -81,7 +87,7 @@ class PlannedClock(Clock):
 
     def ahead(self, count: int) -> list[Train]:
         first = self._at.step
-        return [self._train(step) for step in range(first, min(first + count, self._plan.total))]
+        return [self._train(step) for step in range(first, min(first + count, self._plan.end))]
 
     def done(self, ticket: Ticket, values: Mapping[str, float]) -> None:
         match ticket:
@@ -111,9 +117,9 @@ class PlannedClock(Clock):
 
     def _course(self) -> Iterator[Ticket]:
         plan, at = self._plan, self._at
-        while at.step < plan.total:
+        while at.step < plan.end:
             yield self._train(at.step)
-            step, last = at.step, at.step == plan.total
+            step, last = at.step, at.step == plan.end
             if _due(step, plan.log_every) or (last and plan.log_every):
                 yield Log(step)
             evaluated = bool(_due(step, plan.eval_every) or (last and plan.eval_every))
@@ -126,7 +132,7 @@ class PlannedClock(Clock):
             if stopping and not last:
                 yield Stop(step, stopping)
                 return
-        yield Stop(at.step, "finished")
+        yield Stop(at.step, "finished" if at.step >= plan.total else "stopped")
 
 
 def _due(step: int, every: int) -> bool:

@@ -30,6 +30,9 @@ class StepOptions:
 class TrainOptions:
     steps: int | None = option(default=None, doc="length of the run; when set it decides, whatever train.epochs says", unit="steps")
     epochs: float | None = option(default=None, doc="length of the run in passes over the training split", unit="epochs")
+    until: int | None = option(
+        default=None, doc="stop here for now, saved: schedule and length stay those of the whole run, which goes on when started again", unit="steps"
+    )
     log_every: int = option(default=20, doc="report training metrics so often; 0: never", unit="steps")
     eval_every: int | None = option(default=None, doc="evaluate so often; null: at each end of an epoch; 0: never", unit="steps")
     early_stop: int = option(default=0, doc="stop after so many evaluations without a new best; 0: never", unit="evaluations")

@@ -201,6 +201,7 @@ def _check_root(settings: Settings) -> None:
         ("step.micro_batch_rows", step.micro_batch_rows, 0 <= step.micro_batch_rows <= step.batch_size, f"0 to step.batch_size={step.batch_size}"),
         ("step.clip_norm", step.clip_norm, 0 <= step.clip_norm < float("inf"), "0 or more"),
         ("train.steps", train.steps, train.steps is None or train.steps >= 1, "at least 1"),
+        ("train.until", train.until, train.until is None or train.until >= 1, "at least 1"),
         ("train.epochs", train.epochs, train.epochs is None or 0 < train.epochs < float("inf"), "more than 0"),
         ("train.log_every", train.log_every, train.log_every >= 0, "0 or more"),
         ("train.eval_every", train.eval_every, train.eval_every is None or train.eval_every >= 0, "null, or 0 or more"),

@@ -50,7 +50,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """`reason`: `finished`, `early_stop` or `preempted`."""
+    """`reason`: `finished`, `stopped` (at train.until), `early_stop` or `preempted`."""
 
     step: int
     reason: str

@@ -166,6 +166,7 @@ def _plan(settings: Settings, batches: int) -> Plan:
         save_best=settings.checkpoint.keep_best > 0,
         patience=options.early_stop,
         objective=objective,
+        until=options.until,
     )
 
 

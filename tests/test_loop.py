@@ -209,6 +209,13 @@ def test_a_request_to_stop_saves_and_stops_after_the_next_report() -> None:
     assert tickets[-3:] == [Log(5), Save(5), Stop(5, "preempted")]
 
 
+def test_a_plan_may_stop_short_and_go_on_as_if_it_had_not() -> None:
+    first = planned(until=4)
+    assert first[-2:] == [Save(4), Stop(4, "stopped")]
+    whole = [t for t in planned() if isinstance(t, Train)]
+    assert [t for t in first if isinstance(t, Train)] == whole[:4], "learning rates are those of the whole run"
+
+
 def test_resuming_continues_the_plan() -> None:
     whole = planned()
     clock = PlannedClock(Plan(6, 2, 3, 4), Epochs(Sequential(), 7, 2, 0), Constant(), {"step": 4, "best": 3.0, "best_step": 3, "since_best": 0})

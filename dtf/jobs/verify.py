@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class Output(Enum):
     text = "text"
     json = "json"
+    markdown = "markdown"
 
 
 EXACT = "fp64"
@@ -33,7 +34,7 @@ JUDGED = (EXACT, "fp32")
 
 @register("job", "verify")
 class Verify(Job):
-    """Run a one-process reference and each strategy on each number of processes; compare every number; exit 1 on a break.
+    """Run the first steps of a recipe in one process, and under each strategy on each number of processes; compare every number; exit 1 on a break.
 
     Each comparison fixes the micro-batches: `micro_batches` per process, so that batch statistics are the same on both sides.
     """
@@ -70,6 +71,8 @@ class Verify(Job):
         (folder / "verify.json").write_text(json.dumps(report, indent=1))
         if self.format is Output.json:
             print(json.dumps(report, indent=1))
+        elif self.format is Output.markdown:
+            print(_markdown(rows))
         else:
             print(f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers; {folder / 'verify.json'}")
         return Exit.BUG if broken else Exit.OK
@@ -111,7 +114,7 @@ class Verify(Job):
             "launcher.threads": 1,  # the same kernels on both sides: what is left to differ is the order of sums
             "step.batch_size": self.batch_size,
             "step.micro_batch_rows": micro,
-            "train.steps": self.steps,
+            "train.until": self.steps,
             "train.log_every": 1,
             "train.eval_every": 0,
             "train.early_stop": 0,
@@ -152,6 +155,21 @@ def _runs(parent: Path, keep: bool) -> Iterator[Path]:
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _markdown(rows: list[dict[str, Any]]) -> str:
+    """Strategies by number of processes; the worst of all micro-batch sizes, by the measure that the precision is judged by."""
+    measures = {EXACT: "tensor", "fp32": "parameters"}
+    columns = sorted({row["processes"] for row in rows})
+    lines = ["| strategy | precision | " + " | ".join(f"{n} process{'es' if n > 1 else ''}" for n in columns) + " |", "| --- " * (len(columns) + 2) + "|"]
+    for strategy, precision in sorted({(row["strategy"], row["precision"]) for row in rows}, key=lambda key: (key[1] != EXACT, key)):
+        cells = []
+        for n in columns:
+            mine = [row for row in rows if (row["strategy"], row["precision"], row["processes"]) == (strategy, precision, n)]
+            worst = max(row.get(measures[precision], math.inf) for row in mine)
+            cells.append(("0" if worst == 0 else f"{worst:.0e}") if all(row["ok"] for row in mine) else "**broken**")
+        lines.append(f"| `{strategy}` | {precision} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def _line(row: dict[str, Any], first: bool) -> str:
