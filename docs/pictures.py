@@ -135,7 +135,7 @@ def curve(out: Path, runs: Sequence[Path]) -> None:
             axis.set(xlabel="epochs", title=unit, xlim=(0, None))
             axis.grid(axis="y", color="#d0d7de", linewidth=0.6)
             surface = _draw_lr(axis, _rows(runs[0] / "metrics.jsonl"))
-        figure.legend(handles=[*axes[0].lines, surface], loc="outside lower center", ncols=4 if len(runs) > 1 else 3, frameon=False, handlelength=2.4)
+        figure.legend(handles=[*axes[0].lines, surface], loc="outside lower center", ncols=max(3, len(runs) + 1), frameon=False, handlelength=2.4)
         figure.savefig(picture := io.BytesIO(), dpi=_PIXELS / 9, facecolor="white")
     Image.open(picture).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(out, optimize=True)
 
@@ -190,9 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         terminal(given.out, given.run, given.title) if given.picture == "terminal" else curve(given.out, given.runs)
-    except DtfError as error:
+    except (DtfError, subprocess.CalledProcessError) as error:
         print(f"pictures: {error}", file=sys.stderr)
-        return error.exit
+        return error.exit if isinstance(error, DtfError) else error.returncode
     return Exit.OK
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import nn
 
@@ -24,7 +26,9 @@ def draw_model(recipe: Recipe, seed: int) -> nn.Module:
     made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     with torch.random.fork_rng(devices=[]):
         for name, module in model.named_modules():
-            for key, parameter in module.named_parameters(recurse=False):
+            for key, parameter in module._parameters.items():  # not named_parameters: that leaves out a second name of the same tensor
+                if parameter is None:
+                    continue
                 if id(parameter) not in made:
                     empty = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
                     made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
@@ -32,13 +36,21 @@ def draw_model(recipe: Recipe, seed: int) -> nn.Module:
             for key, buffer in module.named_buffers(recurse=False):
                 floating = buffer.dtype.is_floating_point
                 module._buffers[key] = torch.full(buffer.shape, torch.nan if floating else 0, dtype=torch.float32 if floating else buffer.dtype)
+            empty_buffers = {key: (buffer, buffer._version) for key, buffer in module.named_buffers(recurse=False)}
             torch.default_generator.manual_seed(seed_of(seed, "initialise", name))
             with torch.no_grad():
                 recipe.initialise(name, module)
+            for key, (buffer, version) in empty_buffers.items():
+                if module._buffers[key] is buffer and buffer._version == version and key != "num_batches_tracked":
+                    _never_drawn(recipe, f"{name}.{key}" if name else key, "what its constructor put there is lost, the model is built without memory")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.dtype.is_floating_point and bool(tensor.detach().isnan().any()):
-            raise ConfigError(f"recipe={type(recipe).__name__}: {name} is never drawn; give its module a reset_parameters or extend initialise()")
+            _never_drawn(recipe, name, "or only in part")
     return model
+
+
+def _never_drawn(recipe: Recipe, name: str, why: str) -> NoReturn:
+    raise ConfigError(f"recipe={type(recipe).__name__}: {name} is never drawn ({why}); give its module a reset_parameters or extend initialise()")
 
 
 def cast_model(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, torch.Tensor]:

@@ -7,9 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from dtf.errors import ConfigError
 from dtf.lr import Schedule
+from dtf.registry import suggest
 from dtf.sampler import Epochs
-from dtf.values import Evaluate, Log, Save, Stop, Ticket, Train
+from dtf.values import Evaluate, Log, Poll, Save, Stop, Ticket, Train
 
 
 class Clock(ABC):
@@ -69,8 +71,11 @@ class Progress:
     since_best: int = 0
 
 
-STOP_REQUESTS = "stop_requests"
-"""Key of a Log's values: how many ranks were asked to stop."""
+STOP_REQUESTS, STEP_SECONDS = "stop_requests", "step_seconds"
+"""Keys of a Poll's values: how many ranks were told to stop, and the mean time of a step since the last Poll."""
+
+POLL_S = 2.0
+"""Ranks ask each other so often whether to stop: a small part of the grace that schedulers give, and no cost per step."""
 
 
 class PlannedClock(Clock):
@@ -79,7 +84,7 @@ class PlannedClock(Clock):
     def __init__(self, plan: Plan, epochs: Epochs, schedule: Schedule, state: Mapping | None = None) -> None:
         self._plan, self._epochs, self._schedule = plan, epochs, schedule
         self._at = Progress(**state) if state else Progress()
-        self._preempted = False
+        self._preempted, self._poll_at = False, self._at.step + 1
         self._tickets = self._course()
 
     def __next__(self) -> Ticket:
@@ -93,10 +98,13 @@ class PlannedClock(Clock):
         match ticket:
             case Train():
                 self._at.step = ticket.step + 1
-            case Log():
-                self._preempted |= values.get(STOP_REQUESTS, 0) > 0
+            case Poll(step):
+                self._preempted |= values[STOP_REQUESTS] > 0
+                self._poll_at = step + max(1, int(POLL_S / max(values[STEP_SECONDS], 1e-6)))
             case Evaluate(step):
                 name, mode = self._plan.objective
+                if name not in values:
+                    raise ConfigError(f"the objective {name} is no metric of the recipe; {suggest(name, values)}")
                 value = values[name]
                 best = self._at.best
                 if math.isfinite(value) and (best is None or (value > best if mode == "max" else value < best)):
@@ -116,10 +124,16 @@ class PlannedClock(Clock):
         return Train(step, epoch, index, self._epochs.size(index), self._schedule(step, self._plan.total))
 
     def _course(self) -> Iterator[Ticket]:
+        """Every rank yields the same: `values` handed to `done` are the same bits on all."""
         plan, at = self._plan, self._at
+        if plan.patience and at.since_best >= plan.patience and at.step < plan.end:  # it was saved when it stopped early
+            yield Stop(at.step, "early_stop")
+            return
         while at.step < plan.end:
             yield self._train(at.step)
             step, last = at.step, at.step == plan.end
+            if step >= self._poll_at:
+                yield Poll(step)
             if _due(step, plan.log_every) or (last and plan.log_every):
                 yield Log(step)
             evaluated = bool(_due(step, plan.eval_every) or (last and plan.eval_every))

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.clock import STOP_REQUESTS, Clock
+from dtf.clock import STEP_SECONDS, STOP_REQUESTS, Clock
 from dtf.errors import DivergedError, DtfError
 from dtf.recipe import Recipe
 from dtf.strategy import Program
-from dtf.values import Batch, Evaluate, Event, Log, Measured, Save, Saved, State, StepOutput, Stop, Train
+from dtf.values import Batch, Evaluate, Event, Log, Measured, Poll, Save, Saved, State, StepOutput, Stop, Train
 
 
 class Batches(Protocol):
@@ -54,17 +54,16 @@ class Window:
         self._sums = sums if self._sums is None else self._sums.add_(sums)
         self._steps += 1
 
-    def total(self, world: Agreement, width: int, stop: bool) -> list[float]:
-        """Sums over ranks, [metric sums (M), sum of norms, steps with a norm, stop requests]; waits for the device. Collective."""
-        mine = torch.zeros(width + 3, dtype=torch.float64)
+    def total(self, world: Agreement, width: int) -> list[float]:
+        """Sums over ranks, [metric sums (M), sum of norms, steps with a norm]; waits for the device. Collective."""
+        mine = torch.zeros(width + 2, dtype=torch.float64)
         if self._sums is not None:
-            mine[:-1] += self._sums.cpu()
-        mine[-1] = float(stop)
+            mine += self._sums.cpu()
         total = world.reduce(mine)
         if total[width + 1] > 0:  # however many ranks knew the norm, a step counts once: the window may close on another number of ranks
             total[width : width + 2] *= self._steps / total[width + 1]
         if self._carried is not None:
-            total[:-1] += torch.tensor(self._carried, dtype=torch.float64)
+            total += torch.tensor(self._carried, dtype=torch.float64)
         return total.tolist()
 
 
@@ -101,6 +100,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
     ready: tuple[tuple[int, int], Batch | None] | None = None  # prepared one batch ahead, by (epoch, index)
     evaluated: dict[str, float] = {}
     evaluated_at, rows, lr = -1, 0, 0.0
+    polled, polled_at = time.perf_counter(), 0
     for ticket in clock:
         values: dict[str, float] = {}
         match ticket:
@@ -126,13 +126,19 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 continue
             case Log(step):
                 loop.beat("log", step)
-                total = window.total(loop.world, width, loop.stop_requested())
+                total = window.total(loop.world, width)
                 window = Window()
                 _refuse_divergence(loop, step)
-                values = {**loop.recipe.summarise(total[:width]), "grad_norm": _ratio(total[width], total[width + 1]), STOP_REQUESTS: total[-1]}
-                shown = {k: v for k, v in values.items() if k != STOP_REQUESTS} | {"lr": lr, "rows_per_s": rows / seconds.lap()}
+                values = {**loop.recipe.summarise(total[:width]), "grad_norm": _ratio(total[width], total[width + 1])}
+                shown = {**values, "lr": lr, "rows_per_s": rows / seconds.lap()}
                 loop.see(Measured("train", step, step / loop.steps_per_epoch, seconds.total(), shown))
                 rows = 0
+            case Poll(step):
+                now = time.perf_counter()
+                told = torch.tensor([float(loop.stop_requested()), 1.0, (now - polled) / max(1, step - polled_at)], dtype=torch.float64)
+                polled, polled_at = now, step
+                stop, ranks, pace = loop.world.reduce(told).tolist()
+                values = {STOP_REQUESTS: stop, STEP_SECONDS: pace / ranks}
             case Evaluate(step):
                 _refuse_divergence(loop, step)
                 with seconds.paused():
@@ -147,7 +153,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 with seconds.paused():
                     loop.beat("save", step)
                     started = time.perf_counter()
-                    carried = window.total(loop.world, width, False)[:-1]
+                    carried = window.total(loop.world, width)
                     window = Window(carried)
                     program.settle()
                     state = program.state()

@@ -26,7 +26,7 @@ class Evidence:
 
     metrics: dict[int, dict[str, float]]  # finished steps -> loss, grad_norm
     ids: dict[int, list[list[int]]]  # step -> sample ids of each rank
-    held: list[dict[str, int]]  # of each rank: parameter -> digest of its bytes
+    held: list[dict[str, int]]  # of each copy, rank by rank: parameter -> digest of its bytes
     tensors: dict[str, np.ndarray]  # of the last checkpoint
 
     @classmethod
@@ -113,7 +113,7 @@ def compare(reference: Evidence, run: Evidence, exact: bool) -> Verdict:
 def numbers_differ(verdict: Verdict, exact: bool) -> bool:
     """Whether the law's bound is broken; a NaN breaks it."""
     if exact:
-        return not max(verdict.loss, verdict.grad_norm, verdict.tensor) <= verdict.bound
+        return not all(value <= verdict.bound for value in (verdict.loss, verdict.grad_norm, verdict.tensor))
     return not verdict.parameters <= verdict.bound
 
 
@@ -123,9 +123,9 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
         return float("inf")
     if not a.size:
         return 0.0
-    difference, scale = np.abs(a - b).max(), np.abs(a).max()
-    if np.isnan(difference):
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return 0.0 if np.array_equal(a, b, equal_nan=True) else float("inf")
+    difference, scale = np.abs(a - b).max(), np.abs(a).max()
     return float(difference / scale) if scale else float(difference)
 
 
@@ -175,8 +175,8 @@ def _cause(reference: Evidence, run: Evidence, verdict: Verdict) -> str:
 
 def _ranks(run: Evidence) -> str:
     """Whether all ranks hold the same bits of what they should all hold."""
-    for rank, held in enumerate(run.held[1:], 1):
+    for copy, held in enumerate(run.held[1:], 1):
         for name in sorted(held):
             if held[name] != run.held[0].get(name, held[name]):
-                return f"ranks 0 and {rank} hold different {name}: gradients were not summed over all ranks"
+                return f"ranks 0 and {copy} hold different {name}: gradients were not summed over all ranks"
     return ""

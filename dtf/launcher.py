@@ -28,6 +28,7 @@ class Place:
     role: str = "trainer"
     slots: int = 1  # `launcher.processes`: how far to spread; equals size but for strategies that use threads
     device: str = "cpu"  # "cpu" or "cuda:<index>"
+    devices: tuple[str, ...] = ()  # of all slots, for a process that spreads over several
     threads: int = 0  # intra-op threads of this rank; 0: cores / local size
     store: str = ""  # "host:port" of the TCPStore, "" when size is 1
     prefix: str = ""  # "<run id>/<attempt>": keys of an earlier attempt are never met

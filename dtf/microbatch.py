@@ -8,6 +8,12 @@ from torch import Tensor, nn
 from dtf.errors import ConfigError
 from dtf.seeding import seed_of
 
+_Layer = tuple[str, nn.modules.batchnorm._NormBase, float | None]  # name, module, its own momentum
+
+
+def _averages(layers: list[_Layer]) -> list[Tensor]:
+    return [t for _, layer, _ in layers for t in (layer.running_mean, layer.running_var) if t is not None]
+
 
 class RunningStatistics:
     """Running averages of normalisation layers: one update per step, of the mean over all micro-batches of the global batch.
@@ -23,8 +29,13 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers: list[tuple[str, nn.modules.batchnorm._NormBase, float | None]] = []
+        self._layers: list[_Layer] = []
+        self._live: list[_Layer] = []
         for name, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise ConfigError(f"{name}: SyncBatchNorm talks to other ranks in every pass; use BatchNorm, its statistics act per micro-batch anyway")
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+                raise ConfigError(f"{name}: batch normalisation without running averages evaluates by batch, which depends on who reads what; track them")
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
                 self._layers.append((name, module, module.momentum))
                 # Counted here, once per step instead of once per micro-batch, and written to checkpoints under its own name.
@@ -40,7 +51,7 @@ class RunningStatistics:
 
     def tensors(self) -> list[Tensor]:
         """The running averages, in a fixed order."""
-        return [t for _, layer, _ in self._layers for t in (layer.running_mean, layer.running_var) if t is not None]
+        return _averages(self._layers)
 
     def begin(self, own: int, total: int, ranks: int) -> None:
         """Before the micro-batches of a step."""
@@ -48,15 +59,16 @@ class RunningStatistics:
             return
         self._own, self._gain = own, ranks * own / total
         self._steps += 1
-        if own * ranks != total:
-            self._before = [t.clone() for t in self.tensors()]
+        self._live = [entry for entry in self._layers if entry[1].training]  # a frozen layer keeps its averages
+        if self._live and own * ranks != total:
+            self._before = [t.clone() for t in _averages(self._live)]
 
     def enter(self, j: int) -> None:
         """Before this rank's micro-batch `j` of the step."""
         plain = self._own == 1 and not self._cumulative
         if plain and not self._changed:
             return
-        for _, layer, base in self._layers:
+        for _, layer, base in self._live:
             part = self._momentum(base) / self._own
             layer.momentum = part / (1 - (self._own - 1 - j) * part)
         self._changed = not plain
@@ -66,12 +78,12 @@ class RunningStatistics:
         if self._before is None:
             return
         index = 0
-        for _, _, base in self._layers:
+        for _, _, base in self._live:
             keep = 1 - self._momentum(base)
             for _ in range(2):
                 self._before[index].mul_(keep)
                 index += 1
-        tensors = self.tensors()
+        tensors = _averages(self._live)
         if self._own:  # running = before + c * (running - before), with `before` the decayed old average
             torch._foreach_sub_(tensors, self._before)
             torch._foreach_mul_(tensors, self._gain)
@@ -108,16 +120,13 @@ class Masks:
     def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
         self._seed, self.key = seed, 0
         self._generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-        self.layers = 0
         for name, module in model.named_modules():
-            if isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout):
-                raise ConfigError(f"{name}: {type(module).__name__} cannot be drawn per micro-batch; use nn.Dropout")
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-                channels = not isinstance(module, nn.Dropout)
+            seeded = _SEEDED.get(type(module))
+            if seeded is not None:
                 # The class changes, the module and its name stay: parameter names and hooks of the user's model are untouched.
-                module.__class__ = _SeededDropout  # type: ignore[assignment]
-                module.__dict__ |= {"_masks": self, "_name": name, "_channels": channels}
-                self.layers += 1
+                # Others that draw (AlphaDropout, functional dropout) follow the global generator, which `enter` seeds.
+                module.__class__ = seeded  # type: ignore[assignment]
+                module.__dict__ |= {"_masks": self, "_name": name}
 
     def enter(self, step: int, micro_batch: int) -> None:
         """Before a micro-batch: all that draws at random in it draws from (seed, step, micro-batch)."""
@@ -125,21 +134,25 @@ class Masks:
         self._generator.manual_seed(self.key)  # for functional dropout and torch.rand in a user's forward
 
 
-class _SeededDropout(nn.Module):
-    """nn.Dropout and its channel-wise kin with the mask drawn from hash(seed, step, micro-batch, layer name)."""
+class _Seeded:
+    """A dropout layer whose mask is drawn from hash(seed, step, micro-batch, layer name)."""
 
     _masks: Masks
     _name: str
-    _channels: bool
+    _channels = True  # whether whole channels are dropped
     p: float
+    training: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
+        if not self.training or not self.p:
             return x
         generator = torch.Generator(x.device).manual_seed(seed_of(self._masks.key, self._name))
         shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self._channels else x.shape
         mask = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p, generator=generator)
         return x * mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
 
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
+
+_SEEDED: dict[type[nn.Module], type] = {
+    kind: type(f"Seeded{kind.__name__}", (_Seeded, kind), {"_channels": kind is not nn.Dropout})
+    for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+}

@@ -50,6 +50,10 @@ class Recipe(ABC):
     def objective(self) -> tuple[str, str]:
         """The metric that says which evaluation is best, and `max` or `min`."""
 
+    def direction(self, metric: str) -> str:
+        """`max` or `min`: which values of a metric are better. Default: `min` for the loss, the objective's own for the objective, else `max`."""
+        return "min" if metric == "loss" else self.objective[1] if metric == self.objective[0] else "max"
+
     @abstractmethod
     def check(self) -> None:
         """Raise ConfigError or DataError for what can be seen before launch (a missing path). Torch-free, quick."""

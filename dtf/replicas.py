@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dtf.build import cast_model, draw_model
+from dtf.errors import ConfigError
 from dtf.sampler import cut, share
 from dtf.spmd import Replica, buffers, load_buffers, loss_dtype, rows_of, to_device
 from dtf.strategy import Program, Source, Task
@@ -24,7 +25,9 @@ class Replicas(Program):
     """
 
     def __init__(self, task: Task, devices: list[torch.device], threads: int, every: bool) -> None:
-        self.shard = Shard(0, 1)
+        self.shard, self.shares = Shard(0, 1), len(devices)
+        if len(devices) == 1 and devices[0].type == "cpu":
+            torch.set_num_threads(threads)  # this thread computes
         self._task, self._devices, self._every = task, devices, every
         # One thread per replica for life: intra-op threads are set per calling thread.
         self._threads = [
@@ -41,11 +44,20 @@ class Replicas(Program):
         self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
         self._settled = True
 
+    def rehearse(self, batch: Batch | None) -> None:
+        assert batch is not None
+        part = to_device(rows_of(batch, 0, 2), self._devices[0], loss_dtype(self._task))
+        if self._replicas[0].rehearse(part, spread=self.shares > 1) and self.shares > 1:
+            raise ConfigError(
+                "strategy=dp: the model draws random numbers in its forward pass (functional dropout, torch.rand), and replicas share one generator; "
+                "use modules such as nn.Dropout, or strategy=ddp"
+            )
+
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
         count = len(self._replicas)
         bounds = cut(ticket.rows, self._task.step.micro_batch_rows, count)
-        factor = torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task))
+        factor = self._updates[0].scale(torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0]))
         parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
         sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
         self._sum_gradients()
@@ -93,17 +105,19 @@ class Replicas(Program):
         for replica in self._replicas:
             load_buffers(replica, source)
 
+    def replicated(self) -> list[dict[str, Tensor]]:
+        return [dict(replica.model.named_parameters()) for replica in self._replicas]
+
     def skipped(self) -> int:
         return self._updates[0].skipped()
 
     def _accumulate(self, i: int, ticket: Train, batch: Batch, bounds: list[int], own: tuple[int, int], factor: Tensor) -> Tensor | None:
         replica, device, shard = self._replicas[i], self._devices[i], Shard(i, len(self._replicas))
         if own[0] == own[1]:  # nothing to compute and nobody waits for this replica
-            replica.statistics.begin(0, len(bounds) - 1, shard.count)
-            replica.statistics.end()
+            replica.sit_out(len(bounds) - 1, shard.count)
             return None
         part = to_device(rows_of(batch, bounds[own[0]], bounds[own[1]]), device, loss_dtype(self._task))
-        return replica.accumulate(ticket, part, bounds, own, shard, self._updates[0].scale(factor.to(device)))
+        return replica.accumulate(ticket, part, bounds, own, shard, factor.to(device))
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from dtf.build import DTYPES
+from dtf.errors import ConfigError
 from dtf.microbatch import Masks, RunningStatistics
 from dtf.precision import Cast
 from dtf.sampler import cut, share
@@ -68,6 +70,12 @@ class Replica:
         assert sums is not None
         return sums
 
+    def sit_out(self, micro_batches: int, shares: int) -> None:
+        """A step in which this replica has no micro-batch and nobody waits for it; running averages decay all the same."""
+        self.model.train()
+        self.statistics.begin(0, micro_batches, shares)
+        self.statistics.end()
+
     def _pass(self, batch: Batch, factor: Tensor, last: bool) -> Tensor:
         outputs, loss = self._outputs(batch, self._forward if last else self.model)
         total = (loss * batch.weight).sum()
@@ -84,19 +92,41 @@ class Replica:
         with torch.no_grad():
             return self._recipe.measure(_detach(outputs), batch, loss.detach())
 
-    def rehearse(self, batch: Batch) -> None:
-        """Two passes whose results are forgotten, through the forward that may sum gradients over ranks.
+    def rehearse(self, batch: Batch, spread: bool) -> bool:
+        """Two passes whose results are forgotten; returns whether the model drew from the global generator.
 
         DDP lays out its buckets anew at the start of its second pass, and the order of a sum over more than two ranks depends on an element's place
         in a bucket: without this, the step after a resume would differ from the same step of an unbroken run in the last bits.
+        ConfigError for what cannot run: a lone row under batch normalisation, and if `spread`, buffers that the forward pass changes.
         """
-        before = [t.clone() for t in self.statistics.tensors()]
-        for _ in range(2):
-            self._pass(batch, torch.zeros((), device=self._device), last=True)
-            for parameter in self._trained:
-                parameter.grad = None
-        for tensor, value in zip(self.statistics.tensors(), before, strict=True):
-            tensor.copy_(value)
+        buffers = dict(self.model.named_buffers())
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        averages = {id(t) for t in self.statistics.tensors()}
+        state = None
+        try:
+            for _ in range(2):
+                self.masks.enter(0, 0)
+                state = torch.random.get_rng_state()
+                self._pass(batch, torch.zeros((), device=self._device), last=True)
+                for parameter in self._trained:
+                    parameter.grad = None
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise ConfigError(
+                f"a micro-batch of {len(batch.ids)} row is too small for batch normalisation over a single value; "
+                "use sampler.tail=fill or drop, or another step.batch_size or step.micro_batch_rows"
+            ) from error
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            raise ConfigError("some parameters got no gradient in a step; set strategy.find_unused_parameters=true") from error
+        drew = state is not None and not torch.equal(state, torch.random.get_rng_state())
+        for name, buffer in buffers.items():
+            if spread and id(buffer) not in averages and not torch.equal(buffer, before[name]):
+                raise ConfigError(f"the forward pass changes the buffer {name}, which only one process can keep right; use launcher.processes=1")
+            buffer.copy_(before[name])
+        return drew
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
@@ -113,14 +143,19 @@ class Replica:
             with torch.autocast(self._device.type, dtype=self._autocast):
                 outputs = forward(batch.inputs)
         outputs = _cast(outputs, torch.float32, HALF)  # a loss in half precision loses the small differences it is made of
-        return outputs, self._recipe.loss(outputs, batch.targets)
+        loss = self._recipe.loss(outputs, batch.targets)
+        if loss.shape != batch.weight.shape:
+            raise ConfigError(
+                f"{type(self._recipe).__name__}.loss returned shape {tuple(loss.shape)}; it must return a loss per row, {tuple(batch.weight.shape)}"
+            )
+        return outputs, loss
 
 
 class Spmd(Program):
     """A replica on every rank and an update that makes them agree; the wrapped forward does the talking, if any."""
 
     def __init__(self, replica: Replica, update: Update, task: Task, world: World) -> None:
-        self.shard = Shard(world.rank, world.size)
+        self.shard, self.shares = Shard(world.rank, world.size), world.size
         self._replica, self._update, self._task, self._world = replica, update, task, world
         self._settled = True
         # torch's DDP divides the summed gradient by the number of ranks; the factor takes that back.
@@ -130,8 +165,8 @@ class Spmd(Program):
         return batch if batch is None else to_device(batch, self._world.device, loss_dtype(self._task))
 
     def rehearse(self, batch: Batch | None) -> None:
-        if self._world.size > 1 and batch is not None:
-            self._replica.rehearse(rows_of(batch, 0, 2))
+        assert batch is not None
+        self._replica.rehearse(rows_of(batch, 0, 2), spread=self.shares > 1)
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None and self.shard is not None
@@ -160,8 +195,8 @@ class Spmd(Program):
         self._update.load(source)
         load_buffers(self._replica, source)
 
-    def replicated(self) -> dict[str, Tensor]:
-        return dict(self._replica.model.named_parameters())
+    def replicated(self) -> list[dict[str, Tensor]]:
+        return [dict(self._replica.model.named_parameters())]
 
     def skipped(self) -> int:
         return self._update.skipped()
@@ -169,7 +204,7 @@ class Spmd(Program):
 
 def buffers(replica: Replica) -> list[Box]:
     """Boxes of the model's persistent buffers, running averages and their counters included."""
-    kept = {name for name in replica.model.state_dict() if name not in dict(replica.model.named_parameters())}
+    kept = replica.model.state_dict().keys() - dict(replica.model.named_parameters()).keys()
     found = [(name, b) for name, b in replica.model.named_buffers() if name in kept]
     counters = [(name, torch.tensor(steps)) for name, steps in replica.statistics.counters().items()]
     return [Box(f"model/{name}", b.data, tuple(b.shape), (0,) * b.dim()) for name, b in [*found, *counters]]
@@ -209,20 +244,15 @@ def rows_of(batch: Batch, first: int, last: int) -> Batch:
 
 
 def _cast(value: Any, dtype: torch.dtype | None, only: tuple[torch.dtype, ...] | None = None) -> Any:
-    """Floating tensors in `value` (a tensor, or a dict or tuple of them) as `dtype`; `only`: those that now have one of these."""
-    if isinstance(value, Tensor):
-        wanted = value.dtype in only if only else value.dtype.is_floating_point
-        return value.to(dtype) if wanted and dtype is not None else value
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype, only) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_cast(item, dtype, only) for item in value)
-    return value
+    """Floating tensors in `value` (a tensor, or a structure of them) as `dtype`; `only`: those that now have one of these."""
+
+    def cast(tensor: Any) -> Any:
+        if dtype is None or not isinstance(tensor, Tensor):
+            return tensor
+        return tensor.to(dtype) if (tensor.dtype in only if only else tensor.dtype.is_floating_point) else tensor
+
+    return cast(value) if isinstance(value, Tensor) else tree_map(cast, value)
 
 
 def _detach(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: _detach(item) for key, item in value.items()}
-    return tuple(_detach(item) for item in value) if isinstance(value, tuple) else value
+    return value.detach() if isinstance(value, Tensor) else tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)

@@ -49,13 +49,18 @@ class Program(ABC):
     shard: Shard | None
     """Which part of each global batch this rank reads; None: it reads nothing and gets `None` for a batch."""
 
+    shares: int
+    """Into how many shares a global batch is divided: ranks, or replicas within them."""
+
     def prepare(self, batch: Batch | None) -> Batch | None:
         """Called one batch ahead of `step` and `eval_step`: copy to the device, send for parameters. Default: nothing."""
         return batch
 
     def rehearse(self, batch: Batch | None) -> None:
         """Called once, before `load`, with some prepared rows: let effects of a first step happen that would make the step after a resume
-        differ from the same step of an unbroken run. Leaves the state as it was. May be collective. Default: nothing.
+        differ from the same step of an unbroken run, and find out what cannot run. Leaves the state as it was. May be collective.
+
+        ConfigError for a model that this strategy cannot run. Default: nothing.
         """
         return
 
@@ -78,9 +83,9 @@ class Program(ABC):
     def load(self, source: Source) -> None:
         """Take this rank's part from a checkpoint written under any strategy and world size."""
 
-    def replicated(self) -> dict[str, Tensor]:
-        """Parameters that every rank must hold bit for bit alike, by name. Default: none."""
-        return {}
+    def replicated(self) -> list[dict[str, Tensor]]:
+        """The copies of the parameters on this rank, by name; all copies on all ranks must be alike bit for bit. Default: none."""
+        return []
 
     @abstractmethod
     def skipped(self) -> int:
@@ -95,8 +100,8 @@ class Update(ABC):
         """Before the first forward of a step: nothing, or take pulled parameters."""
 
     @abstractmethod
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate; multiplies by the loss scale, if any."""
+    def scale(self, factor: Tensor) -> Tensor:
+        """The factor of the loss to differentiate, shape (), times the loss scale, if any."""
 
     @abstractmethod
     def apply(self, step: int, lr: float) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from dtf.errors import ConfigError
 from dtf.optimizer import Optimizer
 from dtf.strategy import Source, Update
 from dtf.values import Box, State
@@ -37,13 +38,15 @@ class LocalUpdate(Update):
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._masters = dict(masters)
+        if not self._parameters:
+            raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
         own = [name for name in self._parameters if owned is None or name in owned]
         self._own, self._sharded = own, owned is not None
         self._own_index = [i for i, name in enumerate(self._parameters) if owned is None or name in owned]
         self._bound = optimizer.bind({name: self._masters[name] for name in own})
         self._trained = list(self._parameters.values())
         self._copies = [(self._parameters[name], self._masters[name]) for name in own if self._parameters[name].dtype != self._masters[name].dtype]
-        device = self._trained[0].device if self._trained else torch.device("cpu")
+        device = self._trained[0].device
         self._host = device.type == "cpu"
         self._scale = torch.full((), loss_scale, dtype=torch.float32, device=device) if loss_scale else None
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
@@ -118,7 +121,7 @@ class LocalUpdate(Update):
     def state(self) -> State:
         boxes = []
         if self._writes:
-            boxes += [_whole(f"model/{name}", p.data) for name, p in self._frozen.items()]
+            boxes += [_whole(f"model/{name}", self._masters.get(name, p.data)) for name, p in self._frozen.items()]
         for name in self._parameters if self._writes or self._sharded else ():
             if name in self._bound.states:
                 boxes.append(_whole(f"model/{name}", self._masters[name]))

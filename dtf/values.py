@@ -39,6 +39,13 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
+class Poll:
+    """Ask all ranks whether any was told to stop."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluate:
     step: int
 
@@ -56,7 +63,7 @@ class Stop:
     reason: str
 
 
-Ticket = Train | Log | Evaluate | Save | Stop
+Ticket = Train | Log | Poll | Evaluate | Save | Stop
 
 # ---------------------------------------------------------------- data
 

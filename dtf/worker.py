@@ -22,7 +22,7 @@ from dtf.engine import Loop, fit
 from dtf.errors import DataError, DtfError, Exit, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.loader import Loader
-from dtf.sampler import Epochs, Sequential
+from dtf.sampler import Epochs, Sequential, cut
 from dtf.settings import Settings, typed
 from dtf.strategy import Program, Task
 from dtf.values import Ended, Event, Failed, Note, Started
@@ -91,6 +91,9 @@ def _train(
         "seed": settings.seed,
         "batch_size": batch,
         "data": train_data.fingerprint(),
+        "sampler": config["sampler"],
+        "optimizer": config["optimizer"]["name"],
+        "objective": list(plan.objective),
     }
     see = send if world.rank == 0 else _nobody
     checkpointer = Checkpointer(
@@ -102,7 +105,8 @@ def _train(
         config["strategy"]["name"],
         note=lambda text: see(Note("warning", text)),
     )
-    program.rehearse(program.prepare(loaders[0].get(0, 0)))
+    # The last global batch of an epoch may be a single row, which not every model can compute: better to know it now.
+    program.rehearse(program.prepare(loaders[0].get(0, epochs.batches - 1 if epochs.size(epochs.batches - 1) == 1 else 0)))
     state, carried = _resume(checkpointer, program, identity, place.attempt)
     clock = PlannedClock(plan, epochs, settings.lr, state)
     start = state["step"] if state else 0
@@ -132,9 +136,9 @@ def _train(
     )
     try:
         ended, evaluated = fit(loop)
-    finally:
         if record:
             record.close(program.replicated())
+    finally:
         for loader in loaders:
             loader.close()
     best = {f"best_{plan.objective[0]}": clock.best[0], "best_step": float(clock.best[1])} if clock.best else {}
@@ -153,11 +157,9 @@ def _peer_is_gone(error: BaseException) -> bool:
 
 def _plan(settings: Settings, batches: int) -> Plan:
     """The course of the run in steps; `None` means each end of an epoch."""
-    options, objective = settings.train, settings.recipe.objective
-    if settings.run.objective:
-        mode = "min" if settings.run.objective == "loss" else objective[1] if settings.run.objective == objective[0] else "max"
-        objective = (settings.run.objective, mode)
-    total = options.steps if options.steps is not None else round((options.epochs or 0) * batches)
+    options, recipe = settings.train, settings.recipe
+    objective = (settings.run.objective, recipe.direction(settings.run.objective)) if settings.run.objective else recipe.objective
+    total = options.steps if options.steps is not None else max(1, round((options.epochs or 0) * batches))
     return Plan(
         total=total,
         log_every=options.log_every,
@@ -226,14 +228,14 @@ def _table(
     with torch.device("meta"):
         model = settings.recipe.build_model()
     parameters = sum(p.numel() for p in model.parameters())
-    batch, micro, readers = settings.step.batch_size, settings.step.micro_batch_rows, max(world.size, world.slots)
-    rows = micro or -(-batch // readers)
-    kind = "rank" if world.size == readers else "replica"
+    batch, shares = settings.step.batch_size, program.shares
+    bounds = cut(batch, settings.step.micro_batch_rows, shares)
+    kind = "rank" if world.size == shares else "replica"
     return {
         "recipe": f"{config['recipe']['name']}: {parameters:,} parameters, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
-        "strategy": f"{config['strategy']['name']} on {world.slots} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a rank",
+        "strategy": f"{config['strategy']['name']} on {shares} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a process",
         "precision": f"{settings.precision.param.value} parameters, {settings.precision.compute.value} arithmetic",
-        "batch": f"{batch} rows a step = {-(-batch // rows)} micro-batches of {rows} over {readers} {kind}{'s' if readers > 1 else ''}",
+        "batch": f"{batch} rows a step = {len(bounds) - 1} micro-batches of {bounds[1]} over {shares} {kind}{'s' if shares > 1 else ''}",
         "length": f"{plan.total:,} steps",
         "run folder": str(folder),
         "versions": f"dtf {__version__}, torch {torch.__version__}",
@@ -260,7 +262,8 @@ class _Record:
         self._file.write(json.dumps({"step": step, "ids": [i for i in ids.tolist() if i >= 0]}) + "\n")
         self._file.flush()
 
-    def close(self, held: dict[str, torch.Tensor]) -> None:
-        digests = {name: zlib.crc32(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data) for name, t in held.items()}
-        self._file.write(json.dumps({"held": digests}) + "\n")
+    def close(self, copies: list[dict[str, torch.Tensor]]) -> None:
+        for held in copies:
+            digests = {name: zlib.crc32(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data) for name, t in held.items()}
+            self._file.write(json.dumps({"held": digests}) + "\n")
         self._file.close()

@@ -25,7 +25,7 @@ class World:
 
     @classmethod
     def join(cls, place: Place, backend: str | None, timeout_s: float = 1800) -> World:
-        """Meet the other ranks at `place.store`. `backend` as Strategy.backend says. Collective."""
+        """Meet the other ranks at `place.store`. `backend` as Strategy.communication says. Collective."""
         if place.device.startswith("cuda"):
             torch.cuda.set_device(place.device)
         if place.size > 1 and backend is not None:
@@ -39,6 +39,11 @@ class World:
                 store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
                 options = {"store": dist.PrefixStore(place.prefix, store), "rank": place.rank, "world_size": place.size}
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
+            if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
+                raise ConfigError(
+                    f"strategy.backend={backend}: this is rank {dist.get_rank()} of {dist.get_world_size()} there and {place.rank} of {place.size} here; "
+                    "start the ranks with mpirun and launcher=env"
+                )
         return cls(place)
 
     def leave(self) -> None:

@@ -166,4 +166,5 @@ def difference(a: dict[str, Any], b: dict[str, Any]) -> float:
     for split in ("train", "eval"):
         assert a[split].keys() == b[split].keys()
         pairs += [(list(a[split][step].values()), list(b[split][step].values())) for step in a[split]]
-    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max() / max(np.abs(x).max(), 1e-30)) for x, y in pairs if np.size(x))
+    assert all(np.shape(x) == np.shape(y) for x, y in pairs)
+    return float(np.max([np.abs(np.asarray(x) - np.asarray(y)).max() / max(np.abs(x).max(), 1e-30) for x, y in pairs if np.size(x)]))  # NaN stays NaN

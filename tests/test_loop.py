@@ -17,7 +17,7 @@ from dtf.errors import DivergedError, DtfError
 from dtf.lr import Constant
 from dtf.sampler import Epochs, Sequential
 from dtf.strategy import Program, Source
-from dtf.values import Batch, Evaluate, Log, Save, Shard, State, StepOutput, Stop, Ticket, Train
+from dtf.values import Batch, Evaluate, Log, Poll, Save, Shard, State, StepOutput, Stop, Ticket, Train
 from tests.toy import Toy
 
 
@@ -179,8 +179,8 @@ def planned(**changes: Any) -> list[Ticket]:
     tickets = []
     for ticket in clock:
         tickets.append(ticket)
-        clock.done(ticket, {"loss": float(ticket.step), "stop_requests": 0})
-    return tickets
+        clock.done(ticket, {"loss": float(ticket.step), "stop_requests": 0.0, "step_seconds": 9.0})
+    return [ticket for ticket in tickets if not isinstance(ticket, Poll)]
 
 
 def test_a_plan_in_order() -> None:
@@ -190,7 +190,7 @@ def test_a_plan_in_order() -> None:
 
 def test_early_stop_saves_and_stops_at_the_same_step_everywhere() -> None:
     tickets = planned(patience=1)  # the loss grows: the first evaluation is the best
-    assert tickets[-3:] == [Evaluate(6), Save(6), Stop(6, "finished")] or tickets[-2:] == [Save(6), Stop(6, "early_stop")]
+    assert tickets[-3:] == [Evaluate(6), Save(6), Stop(6, "finished")]
     tickets = planned(patience=1, eval_every=2)
     assert [t for t in tickets if not isinstance(t, Train | Log)] == [Evaluate(2), Evaluate(4), Save(4), Stop(4, "early_stop")]
 
@@ -200,13 +200,25 @@ def test_the_best_evaluation_is_saved_although_no_save_is_due() -> None:
     assert Save(3) not in planned(save_best=False)
 
 
-def test_a_request_to_stop_saves_and_stops_after_the_next_report() -> None:
-    clock = PlannedClock(Plan(100, 5, 0, 50), Epochs(Sequential(), 7, 2, 0), Constant())
+def polled(told_at: int, step_seconds: float, log_every: int = 0) -> list[Ticket]:
+    clock = PlannedClock(Plan(100, log_every, 0, 50), Epochs(Sequential(), 7, 2, 0), Constant())
     tickets = []
     for ticket in clock:
         tickets.append(ticket)
-        clock.done(ticket, {"stop_requests": 1.0})
-    assert tickets[-3:] == [Log(5), Save(5), Stop(5, "preempted")]
+        clock.done(ticket, {"stop_requests": float(ticket.step >= told_at), "step_seconds": step_seconds})
+    return tickets
+
+
+def test_a_request_to_stop_is_heard_within_two_seconds_without_any_report() -> None:
+    tickets = polled(told_at=12, step_seconds=0.5)
+    assert [t.step for t in tickets if isinstance(t, Poll)] == [1, 5, 9, 13], "a poll every two seconds, once the pace is known"
+    assert tickets[-2:] == [Save(13), Stop(13, "preempted")]
+    assert polled(told_at=12, step_seconds=30.0)[-3:] == [Poll(12), Save(12), Stop(12, "preempted")], "slow steps: a poll each"
+
+
+def test_an_early_stop_is_not_undone_by_starting_again() -> None:
+    clock = PlannedClock(Plan(6, 0, 2, 2, patience=2), Epochs(Sequential(), 7, 2, 0), Constant(), {"step": 4, "best": 1.0, "best_step": 0, "since_best": 2})
+    assert list(clock) == [Stop(4, "early_stop")]
 
 
 def test_a_plan_may_stop_short_and_go_on_as_if_it_had_not() -> None:
@@ -221,7 +233,8 @@ def test_resuming_continues_the_plan() -> None:
     clock = PlannedClock(Plan(6, 2, 3, 4), Epochs(Sequential(), 7, 2, 0), Constant(), {"step": 4, "best": 3.0, "best_step": 3, "since_best": 0})
     rest = []
     for ticket in clock:
-        rest.append(ticket)
-        clock.done(ticket, {"loss": 9.0})
+        if not isinstance(ticket, Poll):
+            rest.append(ticket)
+        clock.done(ticket, {"loss": 9.0, "stop_requests": 0.0, "step_seconds": 9.0})
     assert rest == whole[whole.index(Save(4)) + 1 :]
     assert clock.best == (3.0, 3)

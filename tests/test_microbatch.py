@@ -103,6 +103,30 @@ def test_functional_randomness_follows_the_micro_batch_too() -> None:
     assert torch.equal(first, torch.rand(5))
 
 
-def test_alpha_dropout_is_refused() -> None:
-    with pytest.raises(ConfigError, match="AlphaDropout"):
-        dropout(nn.AlphaDropout)
+def test_a_users_own_dropout_keeps_its_forward() -> None:
+    class Tripled(nn.Dropout):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 3 * input
+
+    layer, masks = dropout(Tripled)
+    masks.enter(0, 0)
+    assert torch.equal(layer(torch.ones(3)), 3 * torch.ones(3))
+    assert isinstance(dropout()[0], nn.Dropout)
+
+
+@pytest.mark.parametrize("layer", [nn.SyncBatchNorm(3), nn.BatchNorm1d(3, track_running_stats=False)])
+def test_layers_that_cannot_keep_the_laws_are_refused(layer: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="batch|Batch"):
+        RunningStatistics(nn.Sequential(layer))
+
+
+def test_a_frozen_layer_keeps_its_averages_on_uneven_shares() -> None:
+    layer = nn.BatchNorm1d(3).eval()
+    running = RunningStatistics(layer)
+    for _ in range(3):
+        running.begin(2, 5, 2)
+        for j in range(2):
+            running.enter(j)
+            layer(torch.randn(4, 3))
+        running.end()
+    assert [t.tolist() for t in running.tensors()] == [[0.0] * 3, [1.0] * 3]

@@ -61,7 +61,7 @@ class Verify(Job):
                         micro = -(-self.batch_size // (processes * count))
                         key = (precision, micro)
                         if key not in references:
-                            references[key] = self._train(composed, runs, "ddp", 1, precision, micro)
+                            references[key] = self._train(composed, runs, "reference", "ddp", 1, precision, micro)
                         for strategy in strategies:
                             rows.append(self._row(composed, runs, references[key], strategy, processes, precision, micro))
                             if self.format is Output.text:
@@ -100,12 +100,10 @@ class Verify(Job):
             )
         return strategies
 
-    def _train(self, composed: Composed, runs: Path, strategy: str, processes: int, precision: str, micro: int) -> Evidence:
+    def _train(self, composed: Composed, runs: Path, name: str, strategy: str, processes: int, precision: str, micro: int) -> Evidence:
         from dtf.evidence import Evidence
 
-        folder = runs / f"{strategy}-{processes}-{precision}-{micro}{'-reference' if strategy == 'ddp' and processes == 1 else ''}"
-        if folder.exists():
-            return Evidence.read(folder)
+        folder = runs / f"{name}-{precision}-{micro}"
         overrides = {
             "job": "train",
             "strategy": strategy,
@@ -137,7 +135,12 @@ class Verify(Job):
 
         row = {"strategy": strategy, "processes": processes, "precision": precision, "micro_batch_rows": micro}
         try:
-            return row | compare(reference, self._train(composed, runs, strategy, processes, precision, micro), exact=precision == EXACT).to_json()
+            return (
+                row
+                | compare(
+                    reference, self._train(composed, runs, f"{strategy}-{processes}", strategy, processes, precision, micro), exact=precision == EXACT
+                ).to_json()
+            )
         except RunFailed as failure:
             return row | {"ok": False, "first": str(failure)}
 

@@ -53,7 +53,8 @@ class Inline(Launcher):
 
         from dtf.worker import work
 
-        place = Place(slots=slots, device=devices.device_of(0, 1, chosen), threads=self.threads or devices.cores(), prefix=f"{run.id}/0")
+        all_devices = tuple(devices.device_of(slot, slots, chosen) for slot in range(slots))
+        place = Place(slots=slots, device=all_devices[0], devices=all_devices, threads=self.threads or devices.cores(), prefix=f"{run.id}/0")
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             exit = work(run.config, str(run.folder), run.id, place, hear)

@@ -131,7 +131,7 @@ class Local(Launcher):
         threads = self.threads or max(1, devices.cores() // size)
         places = [
             {"rank": rank, "size": size, "local_rank": rank, "local_size": size, "role": role, "slots": slots, "threads": threads}
-            | {"device": devices.device_of(rank, size, chosen)}
+            | {"device": devices.device_of(rank, size, chosen), "devices": [devices.device_of(slot, slots, chosen) for slot in range(slots)]}
             for rank, role in enumerate(roles)
         ]
         shares = [cores[len(cores) * rank // size : len(cores) * (rank + 1) // size] for rank in range(size)]

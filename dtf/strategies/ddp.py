@@ -64,6 +64,16 @@ class Ddp(Strategy):
                 f"strategy.powersgd_rank={self.powersgd_rank}, strategy.powersgd_start={self.powersgd_start}: at least 1 and 2; "
                 "its state needs two plain steps first"
             )
+        if self.comm_hook is CommHook.powersgd and task.precision.loss_scale:
+            raise ConfigError(
+                "strategy.comm_hook=powersgd remembers its errors, and one overflow would stay in them; use precision=bf16, which needs no loss scale"
+            )
+        if self.find_unused_parameters and not self.gradient_as_bucket_view:
+            raise ConfigError(
+                "strategy.find_unused_parameters=true with strategy.gradient_as_bucket_view=false loses gradients of parameters "
+                "that only some micro-batches use; "
+                "leave gradient_as_bucket_view=true"
+            )
         if self.static_graph and self.find_unused_parameters:
             raise ConfigError("strategy.static_graph=true promises that all parameters are used; set strategy.find_unused_parameters=false")
 

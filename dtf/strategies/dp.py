@@ -28,7 +28,7 @@ class Dp(Strategy):
 
     replicas: int = option(default=0, doc="model replicas; 0: as many as launcher.processes, or strategy.device_ids")
     threads: int = option(default=0, doc="intra-op threads of each replica on CPU; 0: the process's threads divided by replicas")
-    device_ids: list[int] = option(factory=list, doc="CUDA devices, one replica each; empty: the first `replicas`")
+    device_ids: list[int] = option(factory=list, doc="CUDA devices, one replica each; empty: those of the launcher")
     output_device: int = option(default=-1, doc="CUDA device that sums metrics, and gradients with reduce=owner; -1: the first of device_ids")
     reduce: Reduce = option(
         default=Reduce.owner,
@@ -42,14 +42,17 @@ class Dp(Strategy):
     def check(self, task: Task, processes: int, devices: str) -> None:
         if self.replicas < 0 or self.threads < 0:
             raise ConfigError(f"strategy.replicas={self.replicas}, strategy.threads={self.threads}: numbers of 0 or more")
+        if devices == "cuda" and self.threads:
+            raise ConfigError(f"strategy.threads={self.threads} is for replicas on CPU, this run is on cuda; leave it at 0")
         if devices != "cuda" and (self.device_ids or self.output_device >= 0):
             raise ConfigError(f"strategy.device_ids and strategy.output_device name CUDA devices, this run is on {devices}; use strategy.replicas")
         if self.device_ids and self.replicas not in (0, len(self.device_ids)):
             raise ConfigError(f"strategy.replicas={self.replicas} is not the number of strategy.device_ids={self.device_ids}; leave one of them out")
         if len(set(self.device_ids)) != len(self.device_ids):
             raise ConfigError(f"strategy.device_ids={self.device_ids} names a device twice")
-        if self.output_device >= 0 and self.device_ids and self.output_device not in self.device_ids:
-            raise ConfigError(f"strategy.output_device={self.output_device} is none of strategy.device_ids={self.device_ids}")
+        ids = self.device_ids or range(self.replicas or processes)
+        if self.output_device >= 0 and self.output_device not in ids:
+            raise ConfigError(f"strategy.output_device={self.output_device} is none of strategy.device_ids={list(ids)}")
 
     def communication(self, devices: str) -> str | None:
         return None
@@ -63,8 +66,12 @@ class Dp(Strategy):
         if world.device.type == "cpu":
             devices = [world.device] * count
         else:
-            ids = self.device_ids or list(range(count))
-            if ids[-1] >= torch.cuda.device_count() or max(ids) >= torch.cuda.device_count():
+            ids = self.device_ids or [torch.device(name).index for name in world.place.devices[:count]]
+            if len(ids) < count:
+                raise ConfigError(
+                    f"strategy.replicas={count} needs as many GPUs, the launcher has {len(ids)}; raise launcher.processes or name strategy.device_ids"
+                )
+            if max(ids) >= torch.cuda.device_count():
                 raise ConfigError(f"strategy.device_ids={ids}: this machine has {torch.cuda.device_count()} CUDA devices")
             owner = ids[0] if self.output_device < 0 else self.output_device
             ids = [owner, *(i for i in ids if i != owner)]
