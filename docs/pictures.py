@@ -81,9 +81,9 @@ class _Still(Live):
     """Where nothing moves, what would have moved is drawn when it stops: on lines of its own, as on a terminal."""
 
     def stop(self) -> None:
-        started = self.is_started
-        super().stop()
-        self.console.line(int(started))
+        if self.is_started:
+            super().stop()
+            self.console.line()
 
 
 def _drawn(run: Path, title: str) -> str:

@@ -49,6 +49,7 @@ def test_a_terminal_shows_table_lines_and_summary_without_a_path_of_this_machine
         assert word in text, word
     for word in ("480/480", "finished after 480 steps", "best 0.9600 at step 440", "throughput", "outputs/shapes/one"):
         assert word in text, word
+    assert text.splitlines()[-1].startswith("╰")
     source = out.read_text(encoding="utf-8")
     assert str(tmp_path) not in source and "url(http" not in source and 'url("http' not in source
     assert len(set(re.findall(r"fill: #\w+", source))) > 3  # colours, whatever NO_COLOR says

@@ -33,7 +33,7 @@ def test_the_default_run_is_resnet_shapes() -> None:
 
 def test_resnet_cifar10_composes_and_asks_for_its_data() -> None:
     settings = compose(["recipe=resnet_cifar10", "recipe.data.root=/no/such/place"]).settings
-    assert isinstance(settings.recipe, ResnetFolder) and settings.recipe.model.arch is Arch.resnet20 and settings.step.batch_size == 128
+    assert isinstance(settings.recipe, ResnetFolder) and settings.recipe.model.arch is Arch.resnet14 and settings.step.batch_size == 128
     with pytest.raises(DataError, match=r"recipe.data.root=/no/such/place does not exist"):
         settings.recipe.check()
     with pytest.raises(ConfigError, match=r"recipe.data.root is not set"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +17,41 @@ PLAN: dict[str, Any] = {"log_every": 4, "eval_every": 3}  # the save falls into 
 PAIRS = [("dp", 1), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 4)]
 
 
-def unbroken(folder: Path, **case: Any) -> dict[str, Any]:
-    """The whole run on one process. It saves where the other dies: saving averages the running statistics, which may move their last bits."""
-    return spread("ddp", 1, steps=STEPS, folder=str(folder / "unbroken"), save_every=HALF, **PLAN, **case)
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[dict[str, Any], Path]]:
+    """`spread` with a folder to save in, kept for the tests of this file: result and folder."""
+
+    @cache
+    def run(strategy: str, processes: int, case: tuple[tuple[str, Any], ...]) -> tuple[dict[str, Any], Path]:
+        folder = tmp_path_factory.mktemp("run")
+        arguments = {key: dict(value) if key == "options" else value for key, value in case}
+        return spread(strategy, processes, steps=STEPS, folder=str(folder), save_every=HALF, **PLAN, **arguments), folder
+
+    def call(strategy: str, processes: int, **case: Any) -> tuple[dict[str, Any], Path]:
+        frozen = {key: tuple(sorted(value.items())) if key == "options" else value for key, value in case.items()}
+        return run(strategy, processes, tuple(sorted(frozen.items())))
+
+    return call
 
 
-def broken(folder: Path, first: tuple[str, int], second: tuple[str, int], options: tuple[dict, dict] = ({}, {}), **case: Any) -> dict[str, Any]:
+def unbroken(once: Callable[..., Any], strategy: str = "ddp", processes: int = 1, **case: Any) -> dict[str, Any]:
+    """The whole run. It saves where the other dies: saving averages the running statistics, which may move their last bits."""
+    return once(strategy, processes, **case)[0]
+
+
+def broken(once: Callable[..., Any], first: tuple[str, int], second: tuple[str, int], options: tuple[dict, dict] = ({}, {}), **case: Any) -> dict[str, Any]:
     """A run that dies after its save at half time and goes on elsewhere, as one."""
-    a = spread(*first, options=options[0], steps=STEPS, folder=str(folder / "broken"), save_every=HALF, halt=True, **PLAN, **case)
-    b = spread(*second, options=options[1], steps=STEPS, start=str(folder / "broken" / f"step_{HALF:06}"), **PLAN, **case)
+    a, folder = once(*first, options=options[0], halt=True, **case)
+    b = spread(*second, options=options[1], steps=STEPS, start=str(folder / f"step_{HALF:06}"), **PLAN, **case)
     assert not a["train"].keys() & b["train"].keys() and not a["ids"].keys() & b["ids"].keys()
     return {key: a[key] | b[key] for key in ("train", "eval", "ids")} | {"tensors": b["tensors"]}
 
 
 @pytest.mark.parametrize("second", PAIRS, ids=str)
 @pytest.mark.parametrize("first", PAIRS, ids=str)
-def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(first: tuple[str, int], second: tuple[str, int], tmp_path: Path) -> None:
-    whole = broken(tmp_path, first, second)
-    assert difference(unbroken(tmp_path), whole) <= 1e-10
+def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(first: tuple[str, int], second: tuple[str, int], once: Callable[..., Any]) -> None:
+    whole = broken(once, first, second)
+    assert difference(unbroken(once), whole) <= 1e-10
     ids = Counter(i for step in whole["ids"].values() for i in step)
     assert len(ids) == 100 and max(ids.values()) - min(ids.values()) <= 1, "12 steps of 24 rows are two epochs and most of a third"
     for epoch in range(2):
@@ -41,15 +60,15 @@ def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(first: tuple[str
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lars"])
 @pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
-def test_optimizer_state_travels(strategy: str, options: dict, optimizer: str, tmp_path: Path) -> None:
-    whole = broken(tmp_path, ("ddp", 2), (strategy, 3), ({"shard_optimizer": True}, options), optimizer=optimizer)
-    assert difference(unbroken(tmp_path, optimizer=optimizer), whole) <= 1e-10
+def test_optimizer_state_travels(strategy: str, options: dict, optimizer: str, once: Callable[..., Any]) -> None:
+    whole = broken(once, ("ddp", 2), (strategy, 3), ({"shard_optimizer": True}, options), optimizer=optimizer)
+    assert difference(unbroken(once, optimizer=optimizer), whole) <= 1e-10
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master", "fp16"])
 @pytest.mark.parametrize(("strategy", "processes"), [("dp", 2), ("ddp", 2), ("ddp", 3)])
-def test_resume_is_exact(strategy: str, processes: int, precision: str, tmp_path: Path) -> None:
+def test_resume_is_exact(strategy: str, processes: int, precision: str, once: Callable[..., Any]) -> None:
     """Bit for bit the uninterrupted run: parameters, optimizer, loss scale, metrics, masks and data position."""
-    whole = spread(strategy, processes, steps=STEPS, folder=str(tmp_path / "unbroken"), save_every=HALF, precision=precision, **PLAN)
-    again = broken(tmp_path, (strategy, processes), (strategy, processes), precision=precision)
+    whole = unbroken(once, strategy, processes, precision=precision)
+    again = broken(once, (strategy, processes), (strategy, processes), precision=precision)
     assert again == {key: whole[key] for key in again}
