@@ -121,8 +121,8 @@ def _hidden(events: Sequence[Event]) -> list[int]:
 
 def curve(out: Path, runs: Sequence[Path]) -> None:
     """Write top-1 and loss of each run against epochs as PNG, the learning rate of the first behind them."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    from matplotlib import rc_context  # pyright: ignore[reportMissingImports]  (extra: docs)
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     from PIL import Image
 
     style: dict[Any, Any] = {"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#8c959f", "axes.axisbelow": True}
