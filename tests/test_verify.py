@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dtf.registry import registered
+from dtf.settings import load_parts
 
 SMALL = ["recipe=resnet_shapes", "recipe.data.pixels=8", "job.steps=3", "job.batch_size=14", "job.precisions=[fp64]", "job.micro_batches=[2]"]
 
@@ -23,6 +24,7 @@ def verify(run_dtf: Any, tmp_path: Path) -> Any:
 
 
 def test_clean_for_every_strategy_there_is(verify: Any) -> None:
+    load_parts([])
     own = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]  # other tests register faulty ones
     code, report, out = verify("job.processes=[1,3]", f"job.strategies=[{','.join([*own, 'zero1'])}]")
     assert code == 0 and report["ok"], out
