@@ -35,7 +35,7 @@ from dtf.recipe import Dataset, Recipe
 from dtf.sampler import Epochs, Sequential
 from dtf.strategies.ddp import Ddp
 from dtf.strategy import Task
-from dtf.values import Stop, Ticket
+from dtf.values import Stop, Ticket, Train
 from dtf.world import World
 
 if TYPE_CHECKING:
@@ -109,8 +109,9 @@ class Endless(Clock):
     def __next__(self) -> Ticket:
         if not self.left:
             return Stop(0, "finished")
-        self.left -= 1
-        return next(self._inner)
+        ticket = next(self._inner)
+        self.left -= isinstance(ticket, Train)
+        return ticket
 
     def ahead(self, count: int) -> list:
         return self._inner.ahead(count)

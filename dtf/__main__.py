@@ -20,12 +20,24 @@ _ANSWERS = ("-h", "--help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; the exit code. Everything expected that goes wrong ends in one printed line."""
+    _open_streams()
     given = list(sys.argv[1:] if argv is None else argv)
     leaving = argv is None  # else the caller lives on, and its warm processes with it
     code = _reported(lambda: _dispatch(given))
     if leaving and code:
         _cool()
     return code
+
+
+def _open_streams() -> None:
+    """Give what the caller closed (`dtf 1>&-`) to /dev/null: otherwise a lock file or a socket would become standard output."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def will_launch(argv: Sequence[str]) -> bool:

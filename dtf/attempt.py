@@ -59,9 +59,12 @@ class _Rank:
 
     def printed(self) -> str:
         """What it printed in this attempt, the last 64 KiB."""
-        with self.log.open("rb") as file:
-            file.seek(max(self.log_start, self.log.stat().st_size - (1 << 16)))
-            return file.read().decode(errors="replace")
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self.log_start, self.log.stat().st_size - (1 << 16)))
+                return file.read().decode(errors="replace")
+        except OSError:  # somebody removed the run folder
+            return ""
 
     def state(self) -> str:
         """Its state as the kernel shows it: R running, S waiting, D in the kernel, T stopped; empty when it is gone."""
@@ -71,11 +74,15 @@ class _Rank:
             return ""
 
 
+_ONE_SIGNAL_S = 0.2
+"""Signals closer than this are one: `timeout` and schedulers signal a process and then its whole group."""
+
+
 class Stop:
     """Counts SIGTERM, SIGINT and SIGHUP while it is open. `socket` becomes readable at each. Outside the main thread it hears nothing."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self._last = 0, -_ONE_SIGNAL_S
         self.socket, self._waker = socket.socketpair()
 
     def __enter__(self) -> Self:
@@ -98,6 +105,10 @@ class Stop:
         self._waker.close()
 
     def _heard(self, number: int, frame: object) -> None:
+        now, before = time.monotonic(), self._last
+        self._last = now
+        if now - before < _ONE_SIGNAL_S:
+            return
         self.count += 1
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"!", socket.MSG_DONTWAIT)

@@ -77,6 +77,7 @@ class Composed:
             settings.recipe.check()
             settings.optimizer.check()
             settings.lr.check()
+            settings.checkpoint.check()
             devices, processes = settings.launcher.devices_kind(), settings.launcher.count()
             settings.precision.check(devices)
             task = Task(settings.recipe, settings.optimizer, settings.precision, settings.step, settings.seed)

@@ -134,6 +134,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 loop.see(Measured("train", step, step / loop.steps_per_epoch, seconds.total(), shown))
                 rows = 0
             case Poll(step):
+                _refuse_divergence(loop, step)
                 now = time.perf_counter()
                 told = torch.tensor([float(loop.stop_requested()), 1.0, (now - polled) / max(1, step - polled_at)], dtype=torch.float64)
                 polled, polled_at = now, step

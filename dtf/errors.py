@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+LONGEST = 2000
+"""Characters of an error line; messages may quote what others wrote."""
+
 
 class Exit(IntEnum):
     """Exit codes of a dtf process; a scheduler may rely on them (docs/exit-codes.md)."""
@@ -83,4 +86,5 @@ def code_name(exit: Exit) -> str:
 def error_line(exit: Exit, message: str, rank: int | None = None, step: int | None = None) -> str:
     """The one line that ends a failed run, on standard error."""
     where = "".join(f" {key}={value}" for key, value in (("rank", rank), ("step", step)) if value is not None)
-    return f"dtf: error[{code_name(exit)}]{where}: {message}"
+    text = " ".join(message.split())
+    return f"dtf: error[{code_name(exit)}]{where}: {text if len(text) <= LONGEST else text[:LONGEST] + ' ...'}"

@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -71,7 +72,10 @@ class Run:
         if self._lock is None:
             return
         self._record |= {"ended": _now(), "exit": int(exit), "cause": cause}
-        self._write()
+        try:
+            self._write()
+        except OSError as error:  # a full disk must not change how the run ended
+            print(f"dtf: warning: {self.folder / 'run.json'} does not say how the run ended: {error.strerror}", file=sys.stderr)
         self._release()
 
     def redacted(self) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
 
     try:
         beat("start", 0)
-        with _stop_signals() as stop:
-            _train(typed(config), config, Path(folder), run_id, place, send, beat, stop.is_set)
+        with _stop_signals() as told:
+            _train(typed(config), config, Path(folder), run_id, place, send, beat, lambda: bool(told))
         return Exit.OK
     except BaseException as error:  # noqa: BLE001 (the last words of a rank)
         if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):
@@ -152,7 +152,9 @@ def _train(
 
 def _peer_is_gone(error: BaseException) -> bool:
     """Whether a collective failed because of another rank. gloo has no exception class of its own."""
-    return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    lost = ("closed by peer", "reset by peer", "Timed out", "Broken pipe")
+    gloo = isinstance(error, RuntimeError) and "gloo" in str(error) and any(words in str(error) for words in lost)
+    return gloo or isinstance(error, torch.distributed.DistError)
 
 
 def _plan(settings: Settings, batches: int) -> Plan:
@@ -182,7 +184,7 @@ def _resume(checkpointer: Checkpointer, program: Program, identity: dict[str, An
         if source.scalars.get(key) != value:
             raise DataError(
                 f"checkpoint {path} was written with {key}={source.scalars.get(key)!r}, this run has {key}={value!r}; data position and "
-                "numbers would not continue; use the same, or checkpoint.resume=never"
+                "numbers would not continue; use the same, or start anew in another run.dir"
             )
     scalars = source.scalars
     source.scalars = scalars["program"]
@@ -199,23 +201,26 @@ def _numerics(settings: Settings) -> None:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """Set by SIGTERM and SIGINT: the rank then stops with the others at the next report, its state saved. A second signal stops at once."""
-    stop = threading.Event()
+def _stop_signals() -> Iterator[list[int]]:
+    """Filled by SIGTERM and SIGINT: the rank then stops with the others within a few seconds, its state saved. A second SIGINT stops at once.
+
+    Not a second SIGTERM: a scheduler that signals a whole process group reaches a rank twice, through its launcher too.
+    """
+    told: list[int] = []  # no threading.Event: a second signal inside its `set` would wait for the first for ever
 
     def heard(number: int, frame: object) -> None:
-        if stop.is_set():
+        if told and number == signal.SIGINT:
             raise KeyboardInterrupt
-        stop.set()
+        told.append(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield told
         return
     # A launcher that hears Ctrl-C for its ranks has told them to ignore it, and sends SIGTERM.
     numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, heard) for number in numbers}
     try:
-        yield stop
+        yield told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -141,10 +141,12 @@ def stoppable(config: dict, folder: str, run_id: str, place: Place, send: Send) 
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))
     meet(place)
     if place.rank == 0:
-        os.kill(config["launcher"], signal.SIGTERM)
+        for _ in range(2 if config.get("twin") else 1):  # as `timeout` does
+            os.kill(config["launcher"], signal.SIGTERM)
     while not told:
         signal.pause() if place.rank else time.sleep(0.01)
-    if config["signals"] == 2 and place.rank == 0:
+    while config["signals"] == 2 and place.rank == 0:  # somebody insists
+        time.sleep(0.3)
         os.kill(config["launcher"], signal.SIGTERM)
     while config["deaf"]:
         time.sleep(60)

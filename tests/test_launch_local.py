@@ -155,7 +155,7 @@ def test_a_long_evaluation_is_no_hang(start: Start) -> None:
 
 def test_a_stop_signal_reaches_ranks_which_save(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    done = start("stoppable", config={"signals": 1, "deaf": False})
+    done = start("stoppable", config={"signals": 1, "deaf": False, "twin": True})  # twice at once is one
     assert done.code == Exit.PREEMPTED
     assert not done.of(Note), "nothing restarts"
     assert capsys.readouterr().err.startswith("dtf: error[E_PREEMPTED] rank=0 step=5: asked to stop")

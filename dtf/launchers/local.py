@@ -129,9 +129,10 @@ class Local(Launcher):
         if self.pin and len(cores) < size:
             raise ConfigError(f"launcher.pin=true needs a core for each of {size} ranks, there are {len(cores)}; use launcher.pin=false")
         threads = self.threads or max(1, devices.cores() // size)
+        names = [devices.device_of(slot, slots, chosen) for slot in range(slots)]
         places = [
             {"rank": rank, "size": size, "local_rank": rank, "local_size": size, "role": role, "slots": slots, "threads": threads}
-            | {"device": devices.device_of(rank, size, chosen), "devices": [devices.device_of(slot, slots, chosen) for slot in range(slots)]}
+            | {"device": devices.device_of(rank, size, chosen), "devices": names}
             for rank, role in enumerate(roles)
         ]
         shares = [cores[len(cores) * rank // size : len(cores) * (rank + 1) // size] for rank in range(size)]
