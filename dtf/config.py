@@ -78,6 +78,8 @@ class Composed:
             settings.optimizer.check()
             settings.lr.check()
             settings.checkpoint.check()
+            for observer in settings.observer.values():
+                observer.check()
             devices, processes = settings.launcher.devices_kind(), settings.launcher.count()
             settings.precision.check(devices)
             task = Task(settings.recipe, settings.optimizer, settings.precision, settings.step, settings.seed)

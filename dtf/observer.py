@@ -14,6 +14,9 @@ from dtf.values import Event
 class Observer(ABC):
     """Fields are the config node `observer.<name>`."""
 
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot work. Called before any launch."""
+
     def open(self, folder: Path, config: dict) -> None:
         """Before the first event. `folder`: the run folder; `config`: the resolved config (secrets redacted)."""
 

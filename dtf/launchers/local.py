@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from dtf.attempt import Attempt, Limits, Stop
 from dtf.errors import ConfigError
 from dtf.forkserver import ForkServer
 from dtf.launcher import Launcher, Place, report
-from dtf.registry import option, register
+from dtf.registry import option, register, suggest
 from dtf.supervise import NO_PROGRESS, supervise
 from dtf.values import Event
 
@@ -86,6 +87,9 @@ class Local(Launcher):
         for name, holds, rule in rules:
             if not holds:
                 raise ConfigError(f"launcher.{name}={getattr(self, name)} must be {rule}")
+        known = [name for _, name in socket.if_nameindex()]
+        if self.interface and self.interface not in known:
+            raise ConfigError(f"launcher.interface={self.interface} is no network interface of this host; {suggest(self.interface, known)}")
         if sys.platform != "linux":
             raise ConfigError(f"launcher=local needs Linux, this is {sys.platform}; use launcher=inline")
         return devices.processes(self.processes, devices.choose(self.devices))

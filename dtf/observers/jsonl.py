@@ -5,23 +5,32 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from io import TextIOWrapper
 from pathlib import Path
 
+from dtf.errors import ConfigError
 from dtf.observer import Observer
 from dtf.registry import option, register
 from dtf.values import Event, Measured, Started
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,120}\.jsonl")
 
 
 @register("observer", "jsonl")
 class Jsonl(Observer):
     """Append every measurement to a file: `{"split", "step", "epoch", "seconds", <metric>...}`; a number that is not finite is `null`."""
 
-    path: str = option(default="metrics.jsonl", doc="file, relative to the run folder")
+    path: str = option(default="metrics.jsonl", doc="name of the file in the run folder; it ends in .jsonl")
+
+    def check(self) -> None:
+        if not _NAME.fullmatch(self.path):
+            raise ConfigError(
+                f"observer.jsonl.path={self.path!r} is no name of a file in the run folder; letters, digits, '.', '_', '-', and .jsonl at the end"
+            )
 
     def open(self, folder: Path, config: dict) -> None:
         self._path = folder / self.path
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIOWrapper | None = self._path.open("a", encoding="utf-8")
 
     def see(self, event: Event) -> None:
