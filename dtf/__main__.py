@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dtf.errors import DtfError, Exit, error_line
+from dtf.errors import ConfigError, DtfError, Exit, error_line
 
 if TYPE_CHECKING:
     import argparse
@@ -56,6 +56,10 @@ def will_launch(argv: Sequence[str]) -> bool:
 
 
 def _dispatch(argv: list[str]) -> int:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError("the current directory does not exist any more; change to one that does") from error
     if will_launch(argv):
         from dtf.launchers.local import prestart
 
@@ -130,8 +134,6 @@ def _help(composer: Composer, overrides: list[str]) -> int:
 def _show(composed: Composed, flags: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
-    from dtf.errors import ConfigError
-
     tree = composed.tree
     if flags.cfg == "job":
         tree = OmegaConf.create(composed.config) if flags.resolve else OmegaConf.masked_copy(tree, [str(name) for name in tree if name != "hydra"])
@@ -171,7 +173,6 @@ def _complete(overrides: list[str]) -> int:
     from hydra._internal.hydra import Hydra
 
     from dtf.config import Composer, arguments
-    from dtf.errors import ConfigError
 
     if sys.argv[0].endswith(".py") and "query=bash" not in overrides:
         raise ConfigError("tab completion is for the console script; use dtf -sc install=bash in place of python -m dtf")

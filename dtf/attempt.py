@@ -27,8 +27,9 @@ _SETTLE_S = 0.5
 _STACKS_S = 0.5
 """Between asking hung ranks for their stacks and killing them."""
 _UNKILLABLE_S = 10.0
+"""After SIGKILL, for what a rank is waiting for in the kernel."""
 _REAP_S = 5.0
-"""Between a rank's end and the server's word of it; a server that takes longer is stopped or stuck."""
+"""Until the server ends a rank or tells of its end. One that takes longer is stuck: it is killed, and its ranks with it."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class _Rank:
     failed: Failed | None = None  # its own last words
     at: float = 0.0  # when it said them
     silent_since: float = 0.0  # it closed its channel: it ended, though the server has not said so
+    stopped_since: float = 0.0  # found stopped by a signal at every look since then
 
     def printed(self) -> str:
         """What it printed in this attempt, the last 64 KiB."""
@@ -210,9 +212,11 @@ class Attempt:
         if any(rank.silent_since and now - rank.silent_since > _REAP_S for rank in self._alive()):
             self._lose_server()
         elif self._killed_since:
-            if now - self._killed_since > _UNKILLABLE_S:
-                pids = [rank.pid for rank in self._alive()]
-                raise PeerError(f"processes {pids} do not end {_UNKILLABLE_S:.0f} s after SIGKILL; a device or a file system is stuck; restart this host")
+            waited, stuck = now - self._killed_since, [rank.pid for rank in self._alive() if rank.state() == "D"]
+            if stuck and waited > _UNKILLABLE_S:
+                raise PeerError(f"processes {stuck} do not end {_UNKILLABLE_S:.0f} s after SIGKILL; a device or a file system is stuck; restart this host")
+            if not stuck and waited > _REAP_S:
+                self._lose_server()
         elif self.stop.count > 1 or (self._stopping_since and now - self._stopping_since >= self.limits.grace_s):
             self._kill(now)
         elif self._failing_since:
@@ -226,14 +230,22 @@ class Attempt:
             self._look_for_hang(now)
 
     def _look_for_hang(self, now: float) -> None:
-        beats = {rank.place.rank: self._board.read(rank.place.rank) for rank in self._alive()}
-        silent = {number: now - max(beat.at, self._awake_since) for number, beat in beats.items()}
-        if any(silent[number] > self.limits.silence(beat) for number, beat in beats.items()):
-            stopped = [rank.place.rank for rank in self._alive() if rank.state() in ("T", "t")]
+        alive = self._alive()
+        beats = {rank.place.rank: self._board.read(rank.place.rank) for rank in alive}
+        for rank in alive:
+            rank.stopped_since = (rank.stopped_since or now) if rank.state() == "T" else 0.0  # not "t": a debugger stops it and goes on
+        if any(self._hangs(rank, beats[rank.place.rank], now) for rank in alive):
+            stopped = [rank.place.rank for rank in alive if rank.state() in ("T", "t")]
             number = min(stopped or beats, key=lambda each: (beats[each].step, beats[each].at))  # the one the others wait for
             self._hang = Failed(number, beats[number].step, int(Exit.PEER), "", "")
             self._hang_since = now
             self._signal(signal.SIGUSR1)  # stacks into the logs
+
+    def _hangs(self, rank: _Rank, beat: Beat, now: float) -> bool:
+        """Whether it has been silent for longer than its phase may take, or stopped by a signal, which no phase explains."""
+        heard = max(beat.at, self._awake_since)
+        stopped_s = now - max(heard, rank.stopped_since) if rank.stopped_since else 0.0  # one that beats between stops is only slow
+        return now - heard > self.limits.silence(beat) or stopped_s > self.limits.hang_timeout_s
 
     def _describe_hang(self, hang: Failed, now: float) -> Failed:
         """A hang with its message: where each rank is, with the line it stands in from the stacks it has written since."""
@@ -297,6 +309,7 @@ class Attempt:
             if not rank.silent_since:
                 rank.silent_since = time.monotonic()
                 self._selector.unregister(rank.channel)
+                self.server.wake()
             return False
         message = json.loads(data)
         at = message.pop("at")

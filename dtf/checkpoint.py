@@ -36,10 +36,10 @@ class Every:
     """Save so often, keep the newest and the best, and go on from the newest."""
 
     every_steps: int | None = option(
-        default=None, doc="save so often, and at the end; null: at each end of an epoch; 0: never, not even at the end", unit="steps"
+        default=None, least=0, doc="save so often, and at the end; null: at each end of an epoch; 0: never, not even at the end", unit="steps"
     )
-    keep_last: int = option(default=3, doc="newest checkpoints to keep")
-    keep_best: int = option(default=1, doc="best checkpoints to keep beside them; not 0: each new best evaluation is saved")
+    keep_last: int = option(default=3, least=1, doc="newest checkpoints to keep")
+    keep_best: int = option(default=1, least=0, doc="best checkpoints to keep beside them; not 0: each new best evaluation is saved")
     resume: str = option(
         default="auto",
         doc="`auto`: from the newest loadable checkpoint of the run folder, if any; `never`: from step 0, refused when the run folder holds checkpoints; "
@@ -48,10 +48,6 @@ class Every:
 
     def check(self) -> None:
         """Raise ConfigError for values that make no sense, DataError when there is nothing to resume from. Torch-free."""
-        for key, least in (("every_steps", 0), ("keep_last", 1), ("keep_best", 0)):
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise KeyProblem(f"checkpoint.{key}", f"checkpoint.{key}={value} must be at least {least}")
         if not self.resume:
             raise KeyProblem("checkpoint.resume", "checkpoint.resume is empty; use auto, never or the path of a checkpoint or run folder")
         if self.resume not in ("auto", "never"):
@@ -95,6 +91,7 @@ class Checkpointer:
     ) -> None:
         self._folder, self._options, self._world, self._run_id = folder, options, world, run_id
         self._objective, self._strategy, self._note = objective, strategy, note
+        self._damaged: set[Path] = set()  # found at the start; they are left where they are and count for nothing
         self._cause: Exception | None = None
 
     # ------------------------------------------------------------ save
@@ -154,11 +151,26 @@ class Checkpointer:
             except OSError as error:
                 self._note(f"{draft} is left behind: {error.strerror}; the next start removes it")
             raise
+        self._damaged.discard(final)  # moved aside: the name is that of a good one again
+        self.retain()
+        return str(final)
+
+    def owns(self, path: Path) -> bool:
+        """Whether a checkpoint is this run's own."""
+        return path.parent == self._folder
+
+    def retain(self) -> None:
+        """Remove what the options do not keep, after each save and once a run goes on: a crash may have come between. On rank 0; not collective.
+
+        A failure costs space and nothing else.
+        """
+        if self._world.rank:
+            return
+        options = self._options
         try:
-            commit.retain(self._folder, self._run_id, self._options.keep_last, self._options.keep_best, self._objective)
+            commit.retain(self._folder, self._run_id, options.keep_last, options.keep_best, self._objective, self._damaged)
         except OSError as error:
             self._note(f"old checkpoints in {self._folder} could not be removed: {error}")
-        return str(final)
 
     # ------------------------------------------------------------ find and load
 
@@ -166,36 +178,40 @@ class Checkpointer:
         """The checkpoint to go on from, every digest compared; None: start at step 0. Collective; called once, before the first save.
 
         `attempt`: restarts of this run so far; a restarted run goes on from its own checkpoints whatever `resume` says. What cannot
-        be loaded is noted and skipped. BusyError when `resume` would start a second line of descent in the folder; DataError when
-        the path to resume from cannot be loaded, or when a rank cannot read what others can.
+        be loaded is noted and skipped. BusyError when `resume` would start a second line of
+        descent in the folder; DataError when there are checkpoints and none can be loaded, or when a rank cannot read what others can.
         """
-        own, given = self._lead(lambda: self._candidates(attempt), DataError, "checkpoints")
-        for path in [*own, *given]:
-            reports = self._world.gather(self._attempt(lambda path=path: commit.first_fault(Path(path), self._world.rank, self._world.size)))
+        newest_fault = ""
+        candidates = [Path(path) for path in self._lead(lambda: self._candidates(attempt), DataError, "checkpoints")]
+        for path in candidates:
+            reports = self._world.gather(self._attempt(lambda path=path: commit.first_fault(path, self._world.rank, self._world.size)))
             fault = self._lead(lambda reports=reports: _verdict(reports or []), DataError, f"checkpoint {path}")
             if fault is None:
-                return Path(path)
+                return path
+            newest_fault = newest_fault or f"{path.name}: {fault}"
+            self._damaged.add(path)
             if self._world.rank == 0:
                 self._note(f"checkpoint {path} is skipped: {fault}")
-        if self._options.resume not in ("auto", "never"):
-            raise DataError(f"checkpoint.resume={self._options.resume} holds no checkpoint that can be loaded; `dtf job=checkpoint job.action=verify` says why")
-        if own and self._world.rank == 0:
-            self._note(f"none of the checkpoints in {self._folder} can be loaded; starting at step 0")
-        return None
+        if not candidates:
+            return None
+        mine = candidates[0].parent == self._folder
+        where = self._folder if mine else f"checkpoint.resume={self._options.resume}"
+        cure = "move them away to start anew, or use another run.dir" if mine else "give another"
+        raise DataError(f"{where} holds no checkpoint that can be loaded ({newest_fault}); `dtf job=checkpoint job.action=verify` says more; {cure}")
 
     def load(self, path: Path) -> Stored:
         """A checkpoint to read from. Not collective."""
         return Stored(path)
 
-    def _candidates(self, attempt: int) -> tuple[list[str], list[str]]:
-        """Rank 0's part of `find`: checkpoints of this run folder and of the path given, newest first each."""
+    def _candidates(self, attempt: int) -> list[str]:
+        """Rank 0's part of `find`: checkpoints of this run folder, or without any those of the path given; newest first."""
         try:
             commit.clean(self._folder)
         except OSError as error:
             self._note(f"leftovers in {self._folder} could not be removed: {error}")
         resume, own = self._options.resume, commit.checkpoints(self._folder)
         if own and attempt:
-            return [str(path) for path in own], []
+            return [str(path) for path in own]
         given = [] if resume in ("auto", "never") else located(resume, "checkpoint.resume")
         if own:
             if resume == "never":
@@ -208,7 +224,7 @@ class Checkpointer:
                     f"checkpoint.resume={resume} is older than {own[0].name} in the same run folder; a run folder is one run: "
                     "use another run.dir to start from there"
                 )
-        return [str(path) for path in own], [str(path) for path in given]
+        return [str(path) for path in own or given]
 
     # ------------------------------------------------------------ agreement
 

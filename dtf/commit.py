@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -317,14 +317,17 @@ def clean(parent: Path) -> None:
                 _remove(parent / name)
 
 
-def retain(parent: Path, run_id: str, keep_last: int, keep_best: int, objective: tuple[str, str]) -> list[Path]:
+def retain(parent: Path, run_id: str, keep_last: int, keep_best: int, objective: tuple[str, str], damaged: Collection[Path] = frozenset()) -> list[Path]:
     """Remove checkpoints beyond the `keep_last` newest and the `keep_best` best by `objective` (metric, `max` or `min`); returns those removed.
 
-    Counts only complete ones, and touches only those: what cannot be read is left for a person. The newest is always kept.
-    Of equals the older is better, as for the run itself. A checkpoint leaves by a rename first, so that a half removed one is never met.
+    Counts only complete ones, and touches only those: what cannot be read, or is known to be `damaged`, is left for a person. The newest is
+    always kept. Of equals the older is better, as for the run itself.
+    A checkpoint leaves by a rename first, so that a half removed one is never met.
     """
     complete: list[tuple[Path, Objective | None]] = []
     for folder in checkpoints(parent):
+        if folder in damaged:
+            continue
         try:
             complete.append((folder, read_manifest(folder).objective))
         except (DataError, NotADirectoryError):

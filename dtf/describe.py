@@ -20,7 +20,8 @@ WHAT = {**GROUPS, EXPERIMENT: "complete named runs"}
 def catalogue(composer: Composer, group: str = "", option: str = "") -> dict[str, Any]:
     """`{"root": [key...], "groups": {group: {"help", "options": {option: {"help", "keys", "sets"}}}}}`, narrowed when asked.
 
-    A key has `key`, `type`, `default`, `unit` and `help`. `sets` holds what a YAML option sets outside its own node.
+    A key has `key`, `type`, `range` (of its numbers, in words; may be empty), `default`, `unit` and `help`.
+    `sets` holds what a YAML option sets outside its own node.
     """
     if group and group not in WHAT:
         raise ConfigError(f"job.group={show(group)} is no group; {suggest(group, WHAT)}")
@@ -100,7 +101,8 @@ def _keys(cls: type, values: dict[str, Any], prefix: str) -> list[dict[str, Any]
             found += _keys(key.hint, value, f"{name}.")
         else:
             nested = [arm for arm in get_args(key.hint) if is_node(arm)]
-            found.append({"key": name, "type": type_text(key.hint), "default": value, "unit": key.unit, "help": " ".join(key.doc.split())})
+            told = {"type": type_text(key.hint), "range": str(key.range), "default": value, "unit": key.unit, "help": " ".join(key.doc.split())}
+            found.append({"key": name, **told})
             if len(nested) == 1 and not isinstance(value, dict):  # an optional group of keys
                 found += _keys(nested[0], {each.name: each.default for each in keys(nested[0])}, f"{name}.")
     return found
@@ -141,7 +143,8 @@ def _key_lines(found: list[dict[str, Any]], width: int) -> list[str]:
     lines = []
     for key in found:
         unit = f" {key['unit']}" if key["unit"] else ""
-        lines += _wrapped(f"{key['key']}={show(key['default'])}{unit}   ({key['type']})", width, "  ", "      ")
+        accepted = ", ".join(filter(None, (key["type"], key["range"])))
+        lines += _wrapped(f"{key['key']}={show(key['default'])}{unit}   ({accepted})", width, "  ", "      ")
         lines += _wrapped(key["help"], width, "      ")
     return lines
 

@@ -1,4 +1,4 @@
-"""GPUs and cores of this host, found without torch."""
+"""What this host offers: GPUs, cores and open files. Found without torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import ctypes
 import importlib.util
 import os
 import re
+import resource
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dtf.errors import ConfigError
+
+MOST_PROCESSES = 1024
+"""Ranks, or replicas, of one host: as many as its largest machines have cores."""
+MOST_THREADS = 1024
+"""Intra-op threads of one process, likewise."""
 
 
 class Devices(NamedTuple):
@@ -39,17 +45,9 @@ def choose(devices: str) -> Devices:
     return Devices("cuda", indices)
 
 
-def processes(asked: int | str, devices: Devices) -> int:
-    """`launcher.processes` as a number: `auto` is one per GPU, without GPUs 2. ConfigError for anything but `auto` and positive numbers."""
-    if asked == "auto":
-        return len(devices.indices) or 2
-    try:
-        count = int(asked)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise ConfigError(f"launcher.processes={asked} is no number of processes; use auto, or 1 and more")
-    return count
+def processes(asked: int | Literal["auto"], devices: Devices) -> int:
+    """`launcher.processes` as a number: `auto` is one per GPU, without GPUs 2."""
+    return (len(devices.indices) or 2) if asked == "auto" else asked
 
 
 def device_of(local_rank: int, local_size: int, devices: Devices) -> str:
@@ -59,6 +57,15 @@ def device_of(local_rank: int, local_size: int, devices: Devices) -> str:
     if local_size > len(devices.indices):
         raise ConfigError(f"launcher.processes={local_size} needs as many GPUs, there are {len(devices.indices)}; lower it or use launcher.devices=cpu")
     return f"cuda:{devices.indices[local_rank]}"
+
+
+def allow_files(count: int) -> int:
+    """Let this process, and those it starts from now on, open `count` files; returns how many it may, fewer where the host's hard limit says so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < count:  # -1: no limit
+        soft = count if hard < 0 else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft if soft >= 0 else count
 
 
 def gpus() -> int:

@@ -66,9 +66,7 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int) -> Ou
         return Outcome(Exit.PEER, hang, external=True)
     silent = [ending for ending in own if not ending.signal]
     if silent:
-        first = silent[0]
-        text = f"ended with exit status {first.code} without a word; its log ends below"
-        return Outcome(Exit.PEER, Failed(first.rank, first.step, int(Exit.PEER), text, _tail(first.log)), external=True)
+        return _gone(silent[0], f"ended with exit status {silent[0].code} without saying why")
     if any(ending.signal == signal.SIGTERM for ending in own):  # its handler was not set yet: it had not begun to train
         return Outcome(Exit.PREEMPTED, Failed(own[0].rank, own[0].step, int(Exit.PREEMPTED), "asked to stop before training began; nothing is lost", ""))
     if any(ending.killed for ending in endings):
@@ -106,16 +104,20 @@ def _death(ending: Ending) -> Outcome:
         name = signal.Signals(ending.signal).name
     except ValueError:
         name = f"signal {ending.signal}"
-    killed = ending.signal == signal.SIGKILL
-    why = "by somebody, or by the system for want of memory" if killed else "its log ends below"
-    return Outcome(Exit.PEER, Failed(ending.rank, ending.step, int(Exit.PEER), f"killed by {name}; {why}", "" if killed else _tail(ending.log)), external=True)
+    if ending.signal == signal.SIGKILL:
+        text = f"killed by {name}; by somebody, or by the system for want of memory"
+        return Outcome(Exit.PEER, Failed(ending.rank, ending.step, int(Exit.PEER), text, ""), external=True)
+    return _gone(ending, f"killed by {name}")
+
+
+def _gone(ending: Ending, how: str) -> Outcome:
+    """A rank that ended without last words, so that only its log can say why."""
+    tail = "\n".join(ending.log.strip().splitlines()[-_LAST_LINES:])
+    text = f"{how}; {f'what it printed is in rank_{ending.rank}.log' if tail else 'it printed nothing'}"
+    return Outcome(Exit.PEER, Failed(ending.rank, ending.step, int(Exit.PEER), text, tail), external=True)
 
 
 def _lost(endings: list[Ending], why: str) -> Outcome:
     step = min(ending.step for ending in endings)
     text = f"{why}; what was trained since the last checkpoint is lost; start again with the same run.dir to go on from it"
     return Outcome(Exit.PEER, Failed(endings[0].rank, step, int(Exit.PEER), text, ""))
-
-
-def _tail(log: str) -> str:
-    return "\n".join(log.splitlines()[-_LAST_LINES:])

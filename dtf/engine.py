@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,9 @@ from dtf.errors import DivergedError, DtfError
 from dtf.recipe import Recipe
 from dtf.strategy import Program
 from dtf.values import Batch, Evaluate, Event, Log, Measured, Poll, Save, Saved, State, StepOutput, Stop, Train
+
+RECENT = 256
+"""Measurements that a checkpoint repeats: more than are on their way to the observers at any time."""
 
 
 class Batches(Protocol):
@@ -45,23 +49,19 @@ class Window:
 
     def __init__(self, carried: list[float] | None = None) -> None:
         self._sums: Tensor | None = None
-        self._steps = 0
         self._carried = carried  # totals from before a checkpoint, the same on every rank
 
     def add(self, output: StepOutput) -> None:
         """No synchronisation. The gradient norm's two numbers go to the end of the metric sums."""
         sums = torch.cat([output.sums, output.grad_norm.to(output.sums.dtype)])
         self._sums = sums if self._sums is None else self._sums.add_(sums)
-        self._steps += 1
 
     def total(self, world: Agreement, width: int) -> list[float]:
-        """Sums over ranks, [metric sums (M), sum of norms, steps with a norm]; waits for the device. Collective."""
+        """Sums over ranks, [metric sums (M), sum of norms, their number]; waits for the device. Collective."""
         mine = torch.zeros(width + 2, dtype=torch.float64)
         if self._sums is not None:
             mine += self._sums.cpu()
         total = world.reduce(mine)
-        if total[width + 1] > 0:  # however many ranks knew the norm, a step counts once: the window may close on another number of ranks
-            total[width : width + 2] *= self._steps / total[width + 1]
         if self._carried is not None:
             total += torch.tensor(self._carried, dtype=torch.float64)
         return total.tolist()
@@ -87,6 +87,12 @@ class Loop:
     beat: Callable[[str, int], None] = lambda phase, step: None
     record: Callable[[int, np.ndarray], None] | None = None
     carried: list[float] | None = None  # the window of the checkpoint resumed from
+    recent: deque[Measured] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def report(self, measured: Measured) -> None:
+        """To the observers, and into the checkpoints to come: a launcher killed just after a save may not have read it yet."""
+        self.recent.append(measured)
+        self.see(measured)
 
 
 def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
@@ -131,7 +137,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 _refuse_divergence(loop, step)
                 values = {**loop.recipe.summarise(total[:width]), "grad_norm": _ratio(total[width], total[width + 1])}
                 shown = {**values, "lr": lr, "rows_per_s": rows / seconds.lap()}
-                loop.see(Measured("train", step, step / loop.steps_per_epoch, seconds.total(), shown))
+                loop.report(Measured("train", step, step / loop.steps_per_epoch, seconds.total(), shown))
                 rows = 0
             case Poll(step):
                 _refuse_divergence(loop, step)
@@ -147,7 +153,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 evaluated_at = step
                 clock.done(ticket, values)
                 new = clock.best is not None and clock.best[1] == step
-                loop.see(Measured("eval", step, step / loop.steps_per_epoch, seconds.total(), values, new))
+                loop.report(Measured("eval", step, step / loop.steps_per_epoch, seconds.total(), values, new))
                 continue
             case Save(step):
                 _refuse_divergence(loop, step)
@@ -162,6 +168,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                     new = best is not None and evaluated_at == step and best[1] == step
                     if loop.saver is not None:
                         scalars = {**loop.scalars, "program": state.scalars, "clock": clock.state(), "window": carried}
+                        scalars["recent"] = [asdict(measured) for measured in loop.recent]
                         value = evaluated.get(loop.recipe.objective[0]) if evaluated_at == step else None
                         path = loop.saver.save(step, state, scalars, value)
                         loop.see(Saved(step, path, new, time.perf_counter() - started))

@@ -55,6 +55,10 @@ def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: d
         return ConfigError(f"{several[1]} takes one option; write {several[1]}=NAME without +")
     if unknown := re.match(r"Could not override '(.*?)'\.\nTo append", text):
         return ConfigError(f"{show(unknown[1])} is no known key; see dtf job=describe; set {COMMAND_LINE}")
+    if re.match(r"(Error merging override )?hydra.searchpath", text):
+        return ConfigError("hydra.searchpath must be a list of folders and packages: hydra.searchpath=[file:///folder,pkg://package]")
+    if unfit := re.match(r"Error merging override (.*)", text, re.DOTALL):
+        return ConfigError(f"{show(unfit[1])} does not fit its key; see dtf --cfg hydra; set {COMMAND_LINE}")
     if path := re.match(r"provider=.*?, path=(.*) is not available", text):
         return ConfigError(f"hydra.searchpath={path[1]} is no folder or package that can be found")
     if isinstance(error.__cause__, OmegaConfBaseException) and text in ("", "None"):

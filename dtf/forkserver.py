@@ -61,11 +61,16 @@ class ForkServer:
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; blocks when there is none. None when the server is gone."""
-        try:
-            data = self.socket.recv(MESSAGE_BYTES)
-        except ConnectionError:
-            return None
+        data = b""
+        for _ in range(2):  # a reset comes before what was said last
+            with contextlib.suppress(ConnectionError):
+                data = self.socket.recv(MESSAGE_BYTES)
+                break
         return json.loads(data) if data else None
+
+    def wake(self) -> None:
+        """Continue it, in case somebody stopped it: from here on it is needed. Every request does so too."""
+        self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """End the server and every rank it still has."""
@@ -74,6 +79,7 @@ class ForkServer:
         self.socket.close()
 
     def _send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
+        self.wake()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone: `receive` says so
             socket.send_fds(self.socket, [json.dumps(message).encode()], fds or [])
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from dtf.values import Event
 
 
+LONGEST_S = 1_000_000
+"""Of all times to wait, 11 days: poll(2) takes no more than twice that."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where one rank stands. Plain values, so that it travels as JSON."""
@@ -29,7 +33,7 @@ class Place:
     slots: int = 1  # `launcher.processes`: how far to spread; equals size but for strategies that use threads
     device: str = "cpu"  # "cpu" or "cuda:<index>"
     devices: tuple[str, ...] = ()  # of all slots, for a process that spreads over several
-    threads: int = 0  # intra-op threads of this rank; 0: cores / local size
+    threads: int = 1  # intra-op threads of this rank
     store: str = ""  # "host:port" of the TCPStore, "" when size is 1
     prefix: str = ""  # "<run id>/<attempt>": keys of an earlier attempt are never met
     attempt: int = 0

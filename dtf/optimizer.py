@@ -7,13 +7,10 @@ and constructing one imports `torch._dynamo` (about a second).
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from dtf.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +33,9 @@ class Optimizer(ABC):
 
     decay_norm_and_bias: bool
 
-    @abstractmethod
     def check(self) -> None:
-        """Raise ConfigError for values that make no optimizer. Torch-free."""
+        """Raise ConfigError for values that do not go together. Torch-free."""
+        return
 
     @abstractmethod
     def init(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -115,13 +112,3 @@ def counter(parameter: Tensor) -> Tensor:
     import torch
 
     return torch.zeros((), dtype=torch.float32, device=parameter.device)
-
-
-def require(optimizer: Optimizer, name: str, *, low: float = 0.0, high: float = math.inf, above: bool = False) -> None:
-    """ConfigError unless `low <= optimizer.<name> < high`, or `low < ...` with `above`."""
-    value = getattr(optimizer, name)
-    if low <= value < high and not (above and value == low):
-        return
-    lower = f"greater than {low:g}" if above else f"at least {low:g}"
-    upper = f"below {high:g}" if math.isfinite(high) else "finite"
-    raise ConfigError(f"optimizer.{name}={value:g} is out of range; use a number that is {lower} and {upper}")

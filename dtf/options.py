@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from dtf.registry import option
 
+# Upper ends are far beyond use: at a millisecond each, 10**12 steps take 30 years. They stop slips of the keyboard, which end in overflows otherwise.
+
 
 @dataclass(kw_only=True)
 class RunOptions:
@@ -16,27 +18,31 @@ class RunOptions:
 
 @dataclass(kw_only=True)
 class StepOptions:
-    batch_size: int = option(default=128, doc="global batch over all ranks", unit="rows")
+    batch_size: int = option(default=128, least=1, most=1_000_000, doc="global batch over all ranks", unit="rows")
     micro_batch_rows: int = option(
         default=0,
+        least=0,
         doc="rows per forward pass; batch statistics, dropout and accumulation act per micro-batch, so fixing it makes results "
         "independent of the number of ranks; 0: the rank's whole share",
         unit="rows",
     )
-    clip_norm: float = option(default=0.0, doc="largest global L2 norm of the gradient; 0: no clipping")
+    clip_norm: float = option(default=0.0, least=0, doc="largest global L2 norm of the gradient; 0: no clipping")
 
 
 @dataclass(kw_only=True)
 class TrainOptions:
-    steps: int | None = option(default=None, doc="length of the run; when set it decides, whatever train.epochs says", unit="steps")
-    epochs: float | None = option(default=None, doc="length of the run in passes over the training split", unit="epochs")
+    steps: int | None = option(default=None, least=1, most=10**12, doc="length of the run; when set it decides, whatever train.epochs says", unit="steps")
+    epochs: float | None = option(default=None, above=0, most=1_000_000, doc="length of the run in passes over the training split", unit="epochs")
     until: int | None = option(
-        default=None, doc="stop here for now, saved: schedule and length stay those of the whole run, which goes on when started again", unit="steps"
+        default=None,
+        least=1,
+        doc="stop here for now, saved: schedule and length stay those of the whole run, which goes on when started again",
+        unit="steps",
     )
-    log_every: int = option(default=20, doc="report training metrics so often; 0: never", unit="steps")
-    eval_every: int | None = option(default=None, doc="evaluate so often; null: at each end of an epoch; 0: never", unit="steps")
-    early_stop: int = option(default=0, doc="stop after so many evaluations without a new best; 0: never", unit="evaluations")
-    skip_nonfinite: int = option(default=0, doc="updates with a non-finite loss or gradient that may be skipped before the run fails", unit="steps")
+    log_every: int = option(default=20, least=0, doc="report training metrics so often; 0: never", unit="steps")
+    eval_every: int | None = option(default=None, least=0, doc="evaluate so often; null: at each end of an epoch; 0: never", unit="steps")
+    early_stop: int = option(default=0, least=0, doc="stop after so many evaluations without a new best; 0: never", unit="evaluations")
+    skip_nonfinite: int = option(default=0, least=0, doc="updates with a non-finite loss or gradient that may be skipped before the run fails", unit="steps")
     record: bool = option(
         default=False, doc="write evidence to record_rank_<r>.jsonl in the run folder: the sample ids each rank trains on, and a digest of its parameters"
     )

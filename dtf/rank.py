@@ -19,7 +19,7 @@ from typing import Any
 from dtf import heartbeat
 from dtf.errors import DtfError, Exit
 from dtf.launcher import Place
-from dtf.values import Event, Failed, event_to_json
+from dtf.values import Event, Failed, Note, event_to_json
 
 MESSAGE_BYTES = 1 << 17
 """The longest message on any of the sockets; the kernel takes 208 KiB without being asked."""
@@ -75,10 +75,12 @@ def entry(name: str) -> Entry:
 
 
 def sender(channel: socket.socket) -> Callable[[Event], None]:
-    """A function that sends an event as one message, with the time; any thread may call it."""
+    """A function that sends an event as one message, with the time; any thread may call it. Bad news goes to standard error too, the rank's log."""
     lock = threading.Lock()
 
     def send(event: Event) -> None:
+        if isinstance(event, Note) and event.level == "warning":
+            print(f"dtf: warning: {event.text}", file=sys.stderr)
         if isinstance(event, Failed):
             print(event.traceback or event.message, file=sys.stderr)
             event = Failed(event.rank, event.step, event.exit, event.message[:2000], event.traceback[-16_000:])

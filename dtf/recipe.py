@@ -50,6 +50,10 @@ class Recipe(ABC):
     def objective(self) -> tuple[str, str]:
         """The metric that says which evaluation is best, and `max` or `min`."""
 
+    def training_rows(self) -> int | None:
+        """Rows of the training split, where the config alone tells. Default: None, the data will tell."""
+        return None
+
     def direction(self, metric: str) -> str:
         """`max` or `min`: which values of a metric are better. Default: `min` for the loss, the objective's own for the objective, else `max`."""
         return "min" if metric == "loss" else self.objective[1] if metric == self.objective[0] else "max"

@@ -16,12 +16,44 @@ _CLASSES: dict[str, dict[str, type]] = {}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
-def option(default: Any = dataclasses.MISSING, *, doc: str, unit: str = "", factory: Any = dataclasses.MISSING) -> Any:
-    """A dataclass field that is also a config key: `doc` and `unit` appear in `job=describe`.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `least` to `most`, both included, or beyond `above` and before `below`, which are not. None: no end."""
 
-    Lists and nested nodes are given by `factory`. A field without default is mandatory (`???` in the config).
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        low = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
+        return low and (self.most is None or value <= self.most) and (self.below is None or value < self.below)
+
+    def __str__(self) -> str:
+        """As it follows `must be`: `0 or more`, `1 to 8`, `more than 0 and less than 1`; empty for all numbers."""
+        if self.least is not None and self.most is not None:
+            return f"{self.least} to {self.most}"
+        ends = [("{} or more", self.least), ("more than {}", self.above), ("at most {}", self.most), ("less than {}", self.below)]
+        return " and ".join(text.format(end) for text, end in ends if end is not None)
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    doc: str,
+    unit: str = "",
+    factory: Any = dataclasses.MISSING,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field that is also a config key: `doc`, `unit` and the range of its numbers appear in `job=describe`.
+
+    A number outside the range (see `Range`) is refused before anything starts; in a list, each of them. Lists and nested nodes are given by
+    `factory`. A field without default is mandatory (`???` in the config).
     """
-    return dataclasses.field(default=default, default_factory=factory, metadata={"doc": doc, "unit": unit})
+    return dataclasses.field(default=default, default_factory=factory, metadata={"doc": doc, "unit": unit, "range": Range(least, above, most, below)})
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(option,))

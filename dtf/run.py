@@ -157,9 +157,13 @@ def unique_id() -> str:
 
 
 def identity(config: dict[str, Any]) -> dict[str, Any]:
-    """What must stay the same when a run goes on: dotted keys of the recipe, the seed and the global batch. Where the data lies may change."""
-    recipe = {key: value for key, value in _flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE}
-    return redact(recipe) | {"seed": config["seed"], "step.batch_size": config["step"]["batch_size"]}
+    """What must stay the same when a run goes on: dotted keys of the recipe and the sampler, which optimizer, the seed and the global batch.
+
+    Where the data lies may change.
+    """
+    recipe = {key: value for key, value in flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE}
+    sampler = dict(flat(config["sampler"], "sampler"))
+    return redact(recipe) | sampler | {"optimizer": config["optimizer"]["name"], "seed": config["seed"], "step.batch_size": config["step"]["batch_size"]}
 
 
 def redact(node: Any, key: str = "") -> Any:
@@ -190,10 +194,11 @@ def _refuse_foreign(folder: Path) -> None:
         raise BusyError(f"{folder} is not empty and holds no run ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); choose another run.dir")
 
 
-def _flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+def flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Leaves of nested dicts by dotted key."""
     if isinstance(node, dict):
         for name, value in node.items():
-            yield from _flat(value, f"{key}.{name}")
+            yield from flat(value, f"{key}.{name}" if key else name)
     else:
         yield key, node
 

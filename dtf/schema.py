@@ -14,7 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dtf.errors import ConfigError
-from dtf.registry import lookup, suggest
+from dtf.registry import Range, lookup, suggest
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -46,6 +46,7 @@ class Key:
     default: Any  # plain: JSON types only; UNSET when there is none
     doc: str
     unit: str
+    range: Range
 
 
 @cache
@@ -67,7 +68,8 @@ def keys(cls: type) -> tuple[Key, ...]:
         else:
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             plain = UNSET if default is MISSING else to_plain(default)
-        found.append(Key(field.name, hints[field.name], plain, field.metadata.get("doc", ""), field.metadata.get("unit", "")))
+        told = field.metadata
+        found.append(Key(field.name, hints[field.name], plain, told.get("doc", ""), told.get("unit", ""), told.get("range", Range())))
     return tuple(found)
 
 
@@ -106,6 +108,8 @@ def fit(hint: Any, value: Any, key: str) -> Any:
     """`value` as plain JSON of type `hint`, UNSET left standing. KeyProblem when it does not fit, whatever `value` holds."""
     if isinstance(value, str) and value == UNSET:
         return UNSET
+    if type(value) is float and not math.isfinite(value) and (hint is Any or float in (hint, *get_args(hint))):
+        raise KeyProblem(key, f"{key}={show(value)} must be a finite number")  # JSON has no other
     if hint is Any:
         return value
     if is_node(hint):
@@ -127,9 +131,11 @@ def fit(hint: Any, value: Any, key: str) -> Any:
         raise KeyProblem(key, f"{key}={show(value)} is no choice; {suggest(show(value), [member.name for member in hint])}")
     if hint is type(None) and value is None:
         return None
-    if (hint in (bool, int) and type(value) is hint) or (hint is str and type(value) is str):
+    if hint is str and type(value) is str:
+        return _text(value, key)
+    if hint in (bool, int) and type(value) is hint:
         return value
-    if hint is float and type(value) is float and not math.isnan(value):
+    if hint is float and type(value) is float:
         return value
     if hint is float and type(value) is int and abs(value) <= _EXACT:
         return float(value)
@@ -225,7 +231,19 @@ def _fit_node(cls: type, value: Any, key: str) -> dict[str, Any]:
     for name, each in known.items():
         inner = f"{key}.{name}" if key else name
         fitted[name] = fit(each.hint, value[name], inner) if name in value else _copy(each.default)
+        _check_range(each.range, fitted[name], inner)
     return fitted
+
+
+def _check_range(wanted: Range, value: Any, key: str) -> None:
+    if isinstance(value, list):
+        for index, entry in enumerate(value):
+            _check_range(wanted, entry, f"{key}[{index}]")
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            _check_range(wanted, entry, f"{key}.{name}")
+    elif type(value) in (int, float) and value not in wanted:
+        raise KeyProblem(key, f"{key}={show(value)} must be {wanted}")
 
 
 def _fit_union(hint: Any, arms: tuple[Any, ...], value: Any, key: str) -> Any:
@@ -269,7 +287,14 @@ def _accepts(hint: Any, value: Any) -> bool:
 def _text_key(name: Any, key: str) -> str:
     if not isinstance(name, str | int | float | bool):
         raise KeyProblem(key, f"{key}: the key {show(name)} is no text")
-    return str(name)
+    return _text(str(name), key)
+
+
+def _text(value: str, key: str) -> str:
+    """Text that can be a path or an environment variable, as most of it becomes one."""
+    if "\0" in value or any("\ud800" <= char < "\udc80" or "\udcff" < char <= "\udfff" for char in value):
+        raise KeyProblem(key, f"{key}={show(value)} must be text without NUL and surrogate characters")
+    return value
 
 
 def _copy(plain: Any) -> Any:

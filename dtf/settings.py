@@ -12,13 +12,15 @@ import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import dtf
 from dtf.errors import ConfigError
 from dtf.options import RunOptions, StepOptions, TrainOptions
 from dtf.registry import groups, option, registered, suggest
-from dtf.schema import KeyProblem, fit, fit_option, is_node, keys, make, make_option, show, to_plain, unset
+from dtf.sampler import Tail
+from dtf.schema import KeyProblem, fit, fit_option, is_node, keys, make, make_option, show, unset
 
 if TYPE_CHECKING:
     from dtf.checkpoint import Every
@@ -60,7 +62,7 @@ _FOLDER = re.compile(r"[A-Za-z0-9._-]{0,128}")
 class Root:
     """Keys outside all groups."""
 
-    seed: int = option(default=0, doc="from which every random number of the run follows")
+    seed: int = option(default=0, least=0, doc="from which every random number of the run follows")
     plugins: list[str] = option(factory=list, doc="importable modules whose registered classes become options")
     run: RunOptions = option(factory=RunOptions, doc="where the run is kept and what it aims at")
     step: StepOptions = option(factory=StepOptions, doc="one optimizer step")
@@ -89,15 +91,11 @@ class Settings(Root):
 
 def fit_config(config: dict[Any, Any]) -> dict[str, Any]:
     """`config` with every value of its key's type and every default filled in; UNSET stays. KeyProblem for the first thing wrong."""
-    hints = get_type_hints(Root)
-    known = {field.name for field in fields(Root)} | set(GROUPS)
+    root = {field.name for field in fields(Root)}
     for name, value in config.items():
-        if name not in known:
-            raise KeyProblem(str(name), f"{show(name)}={show(value)} is no known key; {suggest(str(name), known)}")
-    fitted: dict[str, Any] = {}
-    defaults = to_plain(Root())
-    for name in hints:
-        fitted[name] = fit(hints[name], config.get(name, defaults[name]), name)
+        if name not in root | set(GROUPS):
+            raise KeyProblem(str(name), f"{show(name)}={show(value)} is no known key; {suggest(str(name), root | set(GROUPS))}")
+    fitted: dict[str, Any] = fit(Root, {name: value for name, value in config.items() if name in root}, "")
     for group in GROUPS:
         if group == "observer":
             fitted[group] = _fit_observers(config.get(group))
@@ -138,12 +136,24 @@ def load_parts(plugins: list[str]) -> None:
             found.append(f"dtf.recipes.{family.name}.recipe")
     for name in found:
         importlib.import_module(name)
-    for name in [*_entry_point_modules(), *plugins]:
+    for name in _entry_point_modules():
         load_plugin(name)
+    for name in plugins:
+        load_plugin(name)
+        if not _brings(name):
+            raise ConfigError(f"plugins=[{name}] names a module that registers nothing; name one whose classes carry @register")
     for group in groups():
         if group not in GROUPS:
             part, cls = next(iter(registered(group).items()))
             raise ConfigError(f"{cls.__module__}: @register({group!r}, {part!r}): {group} is no config group; {suggest(group, GROUPS)}")
+
+
+def _brings(plugin: str) -> bool:
+    """Whether a loaded module holds registered classes: its own, or those of what it imports."""
+    told = vars(sys.modules[plugin]).values()
+    homes = {plugin, *(value.__name__ for value in told if isinstance(value, ModuleType))}
+    classes = [cls for group in groups() for cls in registered(group).values()]
+    return any(cls in told or cls.__module__ in homes or cls.__module__.startswith(f"{plugin}.") for cls in classes)
 
 
 def load_plugin(name: str) -> None:
@@ -195,22 +205,13 @@ def _check_root(settings: Settings) -> None:
     step, train, run = settings.step, settings.train, settings.run
     if train.steps is None and train.epochs is None:
         raise KeyProblem("train.steps", "train.steps=null and train.epochs=null leave the run without a length; give train.steps=N or train.epochs=N")
-    rules = [
-        ("seed", settings.seed, settings.seed >= 0, "0 or more"),
-        ("step.batch_size", step.batch_size, step.batch_size >= 1, "at least 1"),
-        ("step.micro_batch_rows", step.micro_batch_rows, 0 <= step.micro_batch_rows <= step.batch_size, f"0 to step.batch_size={step.batch_size}"),
-        ("step.clip_norm", step.clip_norm, 0 <= step.clip_norm < float("inf"), "0 or more"),
-        ("train.steps", train.steps, train.steps is None or train.steps >= 1, "at least 1"),
-        ("train.until", train.until, train.until is None or train.until >= 1, "at least 1"),
-        ("train.epochs", train.epochs, train.epochs is None or 0 < train.epochs < float("inf"), "more than 0"),
-        ("train.log_every", train.log_every, train.log_every >= 0, "0 or more"),
-        ("train.eval_every", train.eval_every, train.eval_every is None or train.eval_every >= 0, "null, or 0 or more"),
-        ("train.early_stop", train.early_stop, train.early_stop >= 0, "0 or more"),
-        ("train.skip_nonfinite", train.skip_nonfinite, train.skip_nonfinite >= 0, "0 or more"),
-    ]
-    for key, value, holds, rule in rules:
-        if not holds:
-            raise KeyProblem(key, f"{key}={show(value)} must be {rule}")
+    if step.micro_batch_rows > step.batch_size:
+        raise KeyProblem("step.micro_batch_rows", f"step.micro_batch_rows={step.micro_batch_rows} must be 0 to step.batch_size={step.batch_size}")
+    rows = settings.recipe.training_rows()
+    if settings.sampler.tail is Tail.drop and rows and rows < step.batch_size:
+        raise KeyProblem(
+            "step.batch_size", f"step.batch_size={step.batch_size} must be at most the {rows} training rows: sampler.tail=drop leaves no batch of them"
+        )
     if train.early_stop and train.eval_every == 0:
         raise KeyProblem(
             "train.early_stop", f"train.early_stop={train.early_stop} needs evaluations, train.eval_every=0 turns them off; use null or a number of steps"

@@ -158,6 +158,7 @@ class Spmd(Program):
         self.shard, self.shares = Shard(world.rank, world.size), world.size
         self._replica, self._update, self._task, self._world = replica, update, task, world
         self._settled = True
+        self._reports = torch.tensor(float(world.rank == 0), device=world.device)  # every rank knows the norm, one tells it
         # torch's DDP divides the summed gradient by the number of ranks; the factor takes that back.
         self._factor = torch.full((), float(world.size), device=world.device, dtype=loss_dtype(task))
 
@@ -176,7 +177,7 @@ class Spmd(Program):
         factor = self._update.scale(self._factor / ticket.rows)
         sums = self._replica.accumulate(ticket, batch, bounds, own, self.shard, factor)
         self._settled = False
-        return StepOutput(sums, self._update.apply(ticket.step, ticket.lr))
+        return StepOutput(sums, self._update.apply(ticket.step, ticket.lr).where(self._reports > 0, 0.0))
 
     def eval_step(self, batch: Batch | None) -> Tensor:
         assert batch is not None

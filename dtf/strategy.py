@@ -105,7 +105,8 @@ class Update(ABC):
 
     @abstractmethod
     def apply(self, step: int, lr: float) -> Tensor:
-        """Clip, step and zero, or push. Returns the global gradient norm before clipping and after unscaling, shape (2,) [norm, 1].
+        """Clip, step and zero, or push. Returns the global gradient norm before clipping and after unscaling, shape (2,) [norm, 1], the same
+        on all ranks; [0, 0] when an overflow hid it.
 
         A non-finite norm changes no parameter: the step is skipped on every rank alike and counted.
         """

@@ -83,7 +83,11 @@ class LocalUpdate(Update):
             self._count_device(skip)
         for parameter in self._trained:
             parameter.grad = None
-        return torch.stack([norm, torch.ones_like(norm)])
+        known = torch.ones_like(norm)
+        if self._scale is not None:  # an overflow is routine then, and says nothing of the gradient's size
+            known = torch.isfinite(norm).to(norm.dtype)
+            norm = norm.where(known > 0, 0.0)
+        return torch.stack([norm, known])
 
     def _step(self, gradients: list[Tensor], factor: Tensor | None, lr: float, skip: Tensor | None) -> None:
         if self._sharded:

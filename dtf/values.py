@@ -81,7 +81,7 @@ class StepOutput(NamedTuple):
     """What one optimizer step leaves behind, on the device: nothing here was synchronised with the host."""
 
     sums: Tensor  # (M,) additive metric state; zeros on a rank that owns no outputs
-    grad_norm: Tensor  # (2,) [global norm before clipping, 1], or [0, 0] on a rank that does not know it
+    grad_norm: Tensor  # (2,) [global norm before clipping, 1] on one rank; [0, 0] on the others, and on all when an overflow hid it
 
 
 class Box(NamedTuple):
@@ -104,17 +104,6 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The ranks are ready. `step`: where they start (0, or the step of the checkpoint they resumed from)."""
-
-    step: int
-    total: int  # optimizer steps of the whole run
-    steps_per_epoch: int
-    table: dict[str, Any]  # what the start-up table shows: name -> text or number
-    attempt: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """`split`: `train` or `eval`. `values`: metric name -> value over all ranks; train adds `lr`, `grad_norm`, `rows_per_s`."""
 
@@ -124,6 +113,18 @@ class Measured:
     seconds: float  # since the ranks started this attempt
     values: dict[str, float]
     best: bool = False  # an evaluation with the best value of the objective so far
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The ranks are ready. `step`: where they start (0, or the step of the checkpoint they resumed from)."""
+
+    step: int
+    total: int  # optimizer steps of the whole run
+    steps_per_epoch: int
+    table: dict[str, Any]  # what the start-up table shows: name -> text or number
+    attempt: int = 0
+    recent: tuple[Measured, ...] = ()  # the last ones up to `step`, of this run: an observer killed with its launcher may not have heard them
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,4 +175,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
 def event_from_json(data: dict[str, Any]) -> Event:
     """Inverse of `event_to_json`; KeyError for an unknown event name."""
     fields = dict(data)
-    return _EVENTS[fields.pop("event")](**fields)
+    kind = _EVENTS[fields.pop("event")]
+    if kind is Started:
+        fields["recent"] = tuple(Measured(**measured) for measured in fields.get("recent", ()))
+    return kind(**fields)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import threading
 import traceback
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,23 @@ import torch
 from dtf import __version__, heartbeat
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
-from dtf.engine import Loop, fit
+from dtf.engine import RECENT, Loop, fit
 from dtf.errors import DataError, DtfError, Exit, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.loader import Loader
+from dtf.run import flat
 from dtf.sampler import Epochs, Sequential, cut
 from dtf.settings import Settings, typed
 from dtf.strategy import Program, Task
-from dtf.values import Ended, Event, Failed, Note, Started
+from dtf.values import Ended, Event, Failed, Measured, Note, Started
 from dtf.world import World
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+RECENT_BYTES = 65536
+"""Of the measurements sent again: as much as a pipe holds, and half of what a message may."""
 
 
 def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
@@ -67,8 +73,7 @@ def _train(
     stop_requested: Callable[[], bool],
 ) -> None:
     recipe, strategy, options = settings.recipe, settings.strategy, settings.train
-    threads = place.threads or max(1, len(os.sched_getaffinity(0)) // place.local_size)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(place.threads)
     _numerics(settings)
     kind = place.device.partition(":")[0]
     world = World.join(place, strategy.communication(kind))
@@ -95,6 +100,7 @@ def _train(
         "optimizer": config["optimizer"]["name"],
         "objective": list(plan.objective),
     }
+    course = {group: config[group] for group in ("precision", "optimizer", "lr", "step")} | {"train": {"steps": plan.total}}  # may change on the way
     see = send if world.rank == 0 else _nobody
     checkpointer = Checkpointer(
         folder / "checkpoints",
@@ -107,12 +113,17 @@ def _train(
     )
     # The last global batch of an epoch may be a single row, which not every model can compute: better to know it now.
     program.rehearse(program.prepare(loaders[0].get(0, epochs.batches - 1 if epochs.size(epochs.batches - 1) == 1 else 0)))
-    state, carried = _resume(checkpointer, program, identity, place.attempt)
+    state, carried, recent = _resume(checkpointer, program, identity, course, place.attempt, see)
     clock = PlannedClock(plan, epochs, settings.lr, state)
     start = state["step"] if state else 0
     see(
         Started(
-            start, plan.total, epochs.batches, _table(settings, config, folder, program, world, plan, threads, len(train_data), len(eval_data)), place.attempt
+            start,
+            plan.total,
+            epochs.batches,
+            _table(settings, config, folder, program, world, plan, len(train_data), len(eval_data)),
+            place.attempt,
+            recent,
         )
     )
     record = _Record(folder, world.rank, start) if options.record else None
@@ -126,13 +137,14 @@ def _train(
         world=world,
         saver=checkpointer,
         see=see,
-        scalars=identity,
+        scalars=identity | {"course": course},
         steps_per_epoch=epochs.batches,
         skip_nonfinite=options.skip_nonfinite,
         stop_requested=stop_requested,
         beat=beat,
         record=record.write if record else None,
         carried=carried,
+        recent=deque(recent, maxlen=RECENT),
     )
     try:
         ended, evaluated = fit(loop)
@@ -174,11 +186,13 @@ def _plan(settings: Settings, batches: int) -> Plan:
     )
 
 
-def _resume(checkpointer: Checkpointer, program: Program, identity: dict[str, Any], attempt: int) -> tuple[dict | None, list[float] | None]:
-    """Load the newest checkpoint, if there is one to go on from; returns the clock's state and the open metric window."""
+def _resume(
+    checkpointer: Checkpointer, program: Program, identity: dict[str, Any], course: dict[str, Any], attempt: int, see: Callable[[Event], None]
+) -> tuple[dict[str, Any] | None, list[float] | None, tuple[Measured, ...]]:
+    """Load the newest checkpoint, if there is one to go on from; returns the clock's state, the open metric window and the last measurements."""
     path = checkpointer.find(attempt)
     if path is None:
-        return None, None
+        return None, None, ()
     source = checkpointer.load(path)
     for key, value in identity.items():
         if source.scalars.get(key) != value:
@@ -187,9 +201,17 @@ def _resume(checkpointer: Checkpointer, program: Program, identity: dict[str, An
                 "numbers would not continue; use the same, or start anew in another run.dir"
             )
     scalars = source.scalars
+    now, then = dict(flat(course, "")), dict(flat(scalars["course"], ""))  # what makes the numbers and yet may change
+    changed = [f"{key}={now.get(key)} (was {then.get(key)})" for key in sorted(now.keys() | then.keys()) if now.get(key) != then.get(key)]
+    if changed:
+        see(Note("warning", f"from step {scalars['clock']['step']} on with {', '.join(changed)}"))
     source.scalars = scalars["program"]
     program.load(source)
-    return scalars["clock"], scalars["window"]
+    checkpointer.retain()  # now that this run is known to go on from here
+    recent = [Measured(**one) for one in scalars["recent"]] if checkpointer.owns(path) else []
+    while len(json.dumps([asdict(one) for one in recent])) > RECENT_BYTES:
+        recent = recent[len(recent) // 2 + 1 :]
+    return scalars["clock"], scalars["window"], tuple(recent)
 
 
 def _numerics(settings: Settings) -> None:
@@ -227,7 +249,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def _table(
-    settings: Settings, config: dict[str, Any], folder: Path, program: Program, world: World, plan: Plan, threads: int, train_rows: int, eval_rows: int
+    settings: Settings, config: dict[str, Any], folder: Path, program: Program, world: World, plan: Plan, train_rows: int, eval_rows: int
 ) -> dict[str, Any]:
     """What the start-up table shows."""
     with torch.device("meta"):
@@ -236,6 +258,7 @@ def _table(
     batch, shares = settings.step.batch_size, program.shares
     bounds = cut(batch, settings.step.micro_batch_rows, shares)
     kind = "rank" if world.size == shares else "replica"
+    threads = world.place.threads
     return {
         "recipe": f"{config['recipe']['name']}: {parameters:,} parameters, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
         "strategy": f"{config['strategy']['name']} on {shares} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a process",

@@ -45,6 +45,7 @@ def add(config: dict, folder: str, run_id: str, place: Place, send: Send) -> int
         send(Ended(10, "finished", {"sum": float(total)}))
     here = {"cores": sorted(os.sched_getaffinity(0)), "threads": torch.get_num_threads(), "directory": os.getcwd(), "pid": os.getpid(), "server": os.getppid()}
     here |= {"environment": {key: value for key, value in os.environ.items() if key.startswith(("DTF_TEST", "GLOO", "NCCL"))}, "listening": listening()}
+    here["files"] = len(os.listdir("/proc/self/fd"))
     Path(folder, f"{place.rank}.json").write_text(json.dumps(here))
     dist.barrier()
     return 0
@@ -112,20 +113,35 @@ def fails(config: dict, folder: str, run_id: str, place: Place, send: Send) -> i
     return 0
 
 
+def server_stopped_then_told(config: dict, folder: str, run_id: str, place: Place, send: Send) -> int:
+    """Stop the server and tell the launching process to stop; save and leave when that comes back."""
+    told = []
+    signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+    os.kill(os.getppid(), signal.SIGSTOP)
+    os.kill(config["launcher"], signal.SIGTERM)
+    while not told:
+        time.sleep(0.01)
+    send(Failed(place.rank, 5, int(Exit.PREEMPTED), "asked to stop; the state is saved", ""))
+    return Exit.PREEMPTED
+
+
 def hangs(config: dict, folder: str, run_id: str, place: Place, send: Send) -> int:
-    """After its second step rank 1 is stopped, or stays in Python code; rank 0 waits for it."""
+    """After its second step rank 1 is stopped, in a step or in the phase the config names, or stays in Python code; rank 0 waits for it."""
     import torch.distributed as dist
 
     meet(place)
     for step in range(2):
         heartbeat.beat("step", step)
         dist.barrier()
+    if "phase" in config:
+        heartbeat.beat(config["phase"], 2)
+        dist.barrier()
     if place.rank == 1:
         if config["how"] == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         heartbeat.beat("evaluate", 2) if config["how"] == "evaluating" else None
         stays_in_python()
-    heartbeat.beat("step", 2)
+    heartbeat.beat(config.get("phase", "step"), 2)
     dist.barrier()
     return 0
 
@@ -159,6 +175,11 @@ def told_before_it_listens(config: dict, folder: str, run_id: str, place: Place,
     if place.rank == 0:
         os.kill(config["launcher"], signal.SIGTERM)
     time.sleep(60)
+    return 0
+
+
+def warns(config: dict, folder: str, run_id: str, place: Place, send: Send) -> int:
+    send(Note("warning", f"rank {place.rank} warns"))
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from dtf.launchers.local import Local
 from dtf.run import Run, unique_id
+from dtf.schema import fit_option, make_option
 from dtf.settings import Settings
 from dtf.strategies.ddp import Ddp
 from dtf.values import Event
@@ -31,5 +32,6 @@ def launch(entry: str, folder: Path, config: dict[str, Any] | None = None, **opt
     events: list[Event] = []
     settings = cast(Settings, SimpleNamespace(strategy=Ddp()))
     run = Run(folder, unique_id(), {"launcher": os.getpid(), "strategy": {"name": "ddp"}, **(config or {})}, settings)
-    code = Local(**{"processes": 2, "devices": "cpu", **options}).start(run, events.append, entry)
+    launcher: Local = make_option("launcher", fit_option("launcher", {"name": "local", "processes": 2, "devices": "cpu", **options}, "launcher"))
+    code = launcher.start(run, events.append, entry)
     return Launched(code, events, folder)

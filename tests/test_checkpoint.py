@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from dtf import commit
 from dtf.checkpoint import TORCH_DTYPES, Every
 from dtf.errors import BusyError, ConfigError, DataError
 from dtf.manifest import BLOCK_BYTES, intersect
@@ -182,11 +184,60 @@ def test_auto_takes_the_newest_loadable_and_cleans_up(tmp_path: Path) -> None:
     assert len(notes) == 1 and "step_000003 is skipped: state.json: has 2 bytes" in notes[0]
 
 
-def test_nothing_loadable_never_blocks_a_start_but_is_said(tmp_path: Path) -> None:
-    (small_checkpoint(tmp_path, 1) / "manifest.json").unlink()
-    notes: list[str] = []
-    assert checkpointer(tmp_path, notes=notes).find() is None
-    assert "starting at step 0" in notes[-1]
+def test_a_run_never_starts_anew_over_checkpoints_that_cannot_be_loaded(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    small_checkpoint(other, 9)
+    for step in (1, 2):
+        (small_checkpoint(own, step) / "manifest.json").unlink()
+    before = sorted(os.listdir(own))
+    for resume, attempt in (("auto", 0), ("auto", 1), (str(other), 0)):
+        results = on_ranks(2, lambda world, resume=resume, attempt=attempt: checkpointer(own, world, resume=resume).find(attempt))
+        for error in results:
+            assert isinstance(error, DataError)
+            assert re.search(r"own holds no checkpoint that can be loaded \(step_000002: manifest.json is missing.*move them away", str(error)), error
+    assert sorted(os.listdir(own)) == before
+
+
+def test_what_a_crash_kept_from_being_removed_goes_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"keep_last": 2, "keep_best": 1}
+    for step, value in ((1, 0.9), (2, 0.1), (3, 0.2)):
+        checkpointer(tmp_path, **options).save(step, State([], {}), {}, value)
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "retain", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # killed right after the last save
+        for step in (4, 5):
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer(tmp_path, **options).save(step, State([], {}), {})
+    (tmp_path / "step_000004.tmp-dead").mkdir()
+    assert steps(tmp_path) == [5, 4, 3, 2, 1]
+
+    def go_on(world: Any) -> Path | None:
+        found = (again := checkpointer(tmp_path, world, **options)).find()
+        again.retain()
+        return found
+
+    assert on_ranks(2, go_on) == [tmp_path / "step_000005"] * 2
+    assert steps(tmp_path) == [5, 4, 1], "the newest two and the best"
+    assert not (tmp_path / "step_000004.tmp-dead").exists()
+
+
+def test_a_start_removes_nothing_in_favour_of_a_damaged_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        small_checkpoint(tmp_path, step)
+    (tmp_path / "step_000003" / "state.json").write_bytes(b"x" * (tmp_path / "step_000003" / "state.json").stat().st_size)  # only its digest tells
+    again = checkpointer(tmp_path, keep_last=1, keep_best=0)
+    assert again.find() == tmp_path / "step_000002"
+    assert steps(tmp_path) == [3, 2, 1], "the run may still refuse to go on"
+    again.retain()
+    assert steps(tmp_path) == [3, 2]
+    again.save(4, State([], {}), {})
+    assert steps(tmp_path) == [4, 3], "the damaged one is left for a person to look at"
+    again.save(3, State([], {}), {})
+    again.save(5, State([], {}), {})
+    assert steps(tmp_path) == [5], "written anew it is a checkpoint as any other"
+
+
+def steps(folder: Path) -> list[int]:
+    return [commit.step_of(path.name) or 0 for path in commit.checkpoints(folder)]
 
 
 def test_a_run_folder_stays_one_run(tmp_path: Path) -> None:
@@ -218,10 +269,9 @@ def test_a_path_to_resume_from_must_load(tmp_path: Path) -> None:
     assert all(isinstance(error, DataError) and "can be loaded" in str(error) for error in results), results
 
 
-@pytest.mark.parametrize("options", [{"every_steps": -1}, {"keep_last": 0}, {"keep_best": -1}, {"resume": ""}])
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"checkpoint.{next(iter(options))}"):
-        Every(**options).check()
+def test_nothing_to_resume_from_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume"):
+        Every(resume="").check()
 
 
 def test_options_look_for_the_path_before_ranks_start(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dtf import commit
 from dtf.checkpoint import Checkpointer
-from dtf.errors import DataError, DtfError, SaveError
+from dtf.errors import DataError, DtfError, Exit, SaveError
 from dtf.manifest import BLOCK_BYTES, Manifest, StoredBox, StoredTensor
 from dtf.shards import header
 from dtf.values import Box, State
@@ -78,7 +78,8 @@ def test_damage_is_found_whichever_rank_looks(tmp_path: Path) -> None:
         data[min(block * BLOCK_BYTES + 5, len(data) - 1)] ^= 4
         path.write_bytes(data)
         for size in (1, 2, 3):
-            assert on_ranks(size, lambda world: checkpointer(tmp_path, world).find()) == [None] * size
+            found = on_ranks(size, lambda world: checkpointer(tmp_path, world).find())
+            assert {type(error) for error in found} == {DataError} and len({str(error) for error in found}) == 1
         assert list(commit.faults(path.parent, commit.read_manifest(path.parent))) == [
             f"rank_0.safetensors: bytes {block * BLOCK_BYTES} to {min((block + 1) * BLOCK_BYTES, len(clean))} are damaged or unreadable"
         ]
@@ -201,6 +202,9 @@ class Life(RuleBasedStateMachine):
         self.step += 1
         checkpointer(self.folder, **self.options).save(self.step, State([whole("model/step", torch.tensor(self.step))], {}), {"step": self.step}, value)
         self.values.setdefault(self.step, value)
+        self.retain()
+
+    def retain(self) -> None:
         steps = sorted(self.values)
         finite = [step for step in steps if (v := self.values[step]) is not None and math.isfinite(v)]
         best = sorted(finite, key=lambda step: -(self.values[step] or 0.0))[: self.options["keep_best"]]
@@ -242,13 +246,16 @@ class Life(RuleBasedStateMachine):
         folder = self.folder / commit.step_name(step)
         damage(folder, random.Random(seed))
         del self.values[step]
-        assert checkpointer(self.folder).find() == self.newest()
+        assert checkpointer(self.folder, **self.options).find() == self.newest()
         shutil.rmtree(folder)
         self.step = max(self.values)
 
     @rule()
     def restart(self) -> None:
-        assert checkpointer(self.folder).find() == self.newest()
+        again = checkpointer(self.folder, **self.options)
+        assert again.find() == self.newest()
+        again.retain()
+        self.retain()
         left = os.listdir(self.folder) if self.folder.exists() else []
         assert all(name == "latest" or commit.step_of(name) is not None for name in left), left
 
@@ -268,3 +275,23 @@ class Life(RuleBasedStateMachine):
 def test_a_run_folder_survives_any_life(tmp_path: Path) -> None:
     Life.root = tmp_path
     run_state_machine_as_test(Life, settings=settings(max_examples=25, stateful_step_count=15, deadline=None))
+
+
+# ---------------------------------------------------------------- what a person learns without observers
+
+
+def test_damage_is_told_where_nobody_observes(run_dtf: Callable[..., Any]) -> None:
+    command = ["plugins=[tests.toy]", "recipe=toy", "step.batch_size=24", "lr.warmup=0", "checkpoint.every_steps=2", "launcher.processes=1", "observer=[]"]
+    folder = run_dtf(*command, "train.steps=4", "train.until=4").folder
+    newest = folder / "checkpoints" / "step_000004"
+    (newest / "state.json").unlink()
+    again = run_dtf(*command, "train.steps=4", folder=folder)
+    assert again.code == 0, again.err
+    log = (folder / "rank_0.log").read_text()
+    assert f"warning: checkpoint {newest} is skipped: state.json" in log
+    for checkpoint in commit.checkpoints(folder / "checkpoints"):
+        (checkpoint / "manifest.json").unlink()
+    again = run_dtf(*command, "train.steps=4", folder=folder)
+    words = f"{newest.parent} holds no checkpoint that can be loaded (step_000004: manifest.json is missing"
+    assert again.code == Exit.DATA
+    assert words in again.err and words in json.loads((folder / "run.json").read_text())["cause"] and words in (folder / "rank_0.log").read_text()

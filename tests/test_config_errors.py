@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 
 from dtf.config import Composer, compose
 from dtf.errors import ConfigError
+from dtf.registry import registered
+from dtf.schema import fit_option, option_node
+from dtf.settings import GROUPS, load_parts
 
 HERE = "; set on the command line"
+load_parts([])
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def composer() -> Composer:
         ("train.stepz=3", "train.stepz=3 is no known key; did you mean steps? choices: "),
         ("recipe.data.pixls=3", "recipe.data.pixls=3 is no known key; did you mean pixels? choices: "),
         ("optimizer.momentum=abc", "optimizer.momentum=abc is not of type float" + HERE),
-        ("optimizer.momentum=nan", "optimizer.momentum=nan is not of type float" + HERE),
+        ("optimizer.momentum=nan", "optimizer.momentum=nan must be a finite number" + HERE),
         ("seed=1.5", "seed=1.5 is not of type int" + HERE),
         ("seed=true", "seed=true is not of type int" + HERE),
         ("train.steps=[3]", "train.steps=[3] is not of type int | null" + HERE),
@@ -64,6 +68,10 @@ def composer() -> Composer:
         ("hydra.foo=1", "hydra.foo is no known key"),
         ("hydra.searchpath=[file:///no/such]", "hydra.searchpath=/no/such is no folder or package that can be found"),
         ("plugins=[no.such]", "plugins=[no.such] cannot be imported: ModuleNotFoundError"),
+        ("plugins=[os]", "plugins=[os] names a module that registers nothing; name one whose classes carry @register"),
+        ("hydra.searchpath=null", "hydra.searchpath must be a list of folders and packages"),
+        ("hydra.searchpath=3", "hydra.searchpath must be a list of folders and packages"),
+        ("hydra.run=3", "hydra.run=3 does not fit its key; see dtf --cfg hydra" + HERE),
         ("plugins=['a b']", "plugins=[a b] is no module name"),
         ("foo/bar=x", "foo/bar=x is no known key; "),
     ],
@@ -73,6 +81,56 @@ def test_command_line(composer: Composer, line: str, message: str) -> None:
         composer.compose([line])
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("seed=-1", "0 or more"),
+        ("step.batch_size=0", "1 to 1000000"),
+        ("step.batch_size=1000000000000", "1 to 1000000"),
+        ("step.clip_norm=inf", "a finite number"),
+        ("train.steps=0", "1 to 1000000000000"),
+        ("train.epochs=0.0", "more than 0 and at most 1000000"),
+        ("train.epochs=inf", "a finite number"),
+        ("train.log_every=-1", "0 or more"),
+        ("launcher.threads=1000000", "0 to 1024"),
+        ("launcher.processes=100000", "1 to 1024"),
+        ("launcher.hang_timeout_s=inf", "a finite number"),
+        ("launcher.start_timeout_s=nan", "a finite number"),
+        ("launcher.grace_s=3000000.0", "0 to 1000000"),
+        ("strategy.bucket_mb=0.0", "more than 0 and at most 1000000"),
+        ("strategy.bucket_mb=inf", "a finite number"),
+        ("strategy.bucket_mb=nan", "a finite number"),
+        ("strategy.bucket_mb=1000000000000.0", "more than 0 and at most 1000000"),
+        ("recipe.model.width=1000000000", "0 to 1024"),
+        ("recipe.model.width=-1", "0 to 1024"),
+        ("recipe.model.classes=1", "2 or more"),
+        ("recipe.data.pixels=4", "8 to 4096"),
+        ("recipe.data.pixels=1000000", "8 to 4096"),
+        ("recipe.data.train_rows=0", "1 or more"),
+        ("recipe.data.eval_rows=-3", "1 or more"),
+        ("recipe.data.crop_pad=-1", "0 or more"),
+        ("recipe.label_smoothing=1.0", "0 or more and less than 1"),
+        ("optimizer.momentum=1.0", "0 or more and less than 1"),
+    ],
+)
+def test_numbers_out_of_range(composer: Composer, line: str, rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        composer.compose([line])
+    assert str(caught.value) == f"{line} must be {rule}{HERE}"
+
+
+def test_threads_of_one_process_are_counted_together(composer: Composer) -> None:
+    assert composer.compose(["launcher=inline", "launcher.threads=1024"]).settings
+    with pytest.raises(ConfigError, match=r"strategy.threads=512 must be at most 256 for 4 replicas"):
+        composer.compose(["launcher=inline", "strategy=dp", "strategy.replicas=4", "strategy.threads=512"]).check()
+
+
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group in GROUPS for name in registered(group)])
+def test_every_default_is_in_its_range(group: str, name: str) -> None:
+    node = option_node(group, name)
+    assert fit_option(group, node, group) == node
 
 
 @pytest.mark.parametrize(

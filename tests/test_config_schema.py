@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtf.errors import ConfigError
+from dtf.registry import option
 from dtf.schema import UNSET, KeyProblem, fit, keys, make, node, to_plain, unset
 
 
@@ -42,7 +43,7 @@ class Tree:
         (int, 3, 3, 3),
         (float, 3, 3.0, 3.0),
         (float, 0.5, 0.5, 0.5),
-        (float, float("inf"), float("inf"), float("inf")),
+        (str, "\udce9", "\udce9", "\udce9"),
         (str, "a", "a", "a"),
         (str, 7, "7", "7"),
         (bool, True, True, True),
@@ -79,7 +80,14 @@ def test_fits(hint: Any, value: object, fitted: object, typed: object) -> None:
         (int, "3", "key=3 is not of type int"),
         (int, None, "key=null is not"),
         (float, "x", "key=x is not of type float"),
-        (float, float("nan"), "key=nan is not of type float"),
+        (float, float("nan"), "key=nan must be a finite number"),
+        (float | None, float("inf"), "key=inf must be a finite number"),
+        (list[float], [1.0, float("-inf")], "key[1]=-inf must be a finite number"),
+        (Any, float("inf"), "key=inf must be a finite number"),
+        (int, float("inf"), "key=inf is not of type int"),
+        (str, "a\0b", "key=a\\x00b must be text without NUL and surrogate characters"),
+        (str, "\ud800", "key=\\ud800 must be text without"),
+        (dict[str, int], {"\0": 1}, "key=\\x00 must be text without"),
         (float, True, "not of type float"),
         (float, 10**400, "not of type"),
         (bool, 1, "key=1 is not of type bool"),
@@ -105,6 +113,38 @@ def test_refused(hint: Any, value: object, said: str) -> None:
     assert said in str(caught.value)
     assert caught.value.key.startswith("key")
     assert str(caught.value).isprintable()
+
+
+@dataclass(kw_only=True)
+class Bounded:
+    count: int = option(default=1, least=0, most=8, doc="")
+    share: float | None = option(default=0.5, above=0, below=1, doc="")
+    sizes: list[int] = option(factory=list, least=1, doc="")
+    named: dict[str, int] = option(factory=dict, least=1, doc="")
+    either: int | str = option(default="auto", most=3, doc="")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"count": -1}, "count=-1 must be 0 to 8"),
+        ({"count": 10**30}, "must be 0 to 8"),
+        ({"share": 0}, "share=0.0 must be more than 0 and less than 1"),
+        ({"share": 1.0}, "share=1.0 must be more than 0 and less than 1"),
+        ({"sizes": [3, 0]}, "sizes[1]=0 must be 1 or more"),
+        ({"named": {"a": 1, "b": 0}}, "named.b=0 must be 1 or more"),
+        ({"either": 4}, "either=4 must be at most 3"),
+        ({"count": 0, "share": None, "sizes": [1], "either": "much"}, ""),
+        ({"count": 8, "share": 0.999, "sizes": [], "either": -5}, ""),
+    ],
+)
+def test_numbers_stay_in_their_range(given: dict[str, Any], said: str) -> None:
+    try:
+        fit(Bounded, given, "")
+        refused = ""
+    except KeyProblem as problem:
+        refused = str(problem)
+    assert refused.endswith(said) and bool(refused) == bool(said)
 
 
 def test_a_class_there_and_back() -> None:

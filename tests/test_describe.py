@@ -57,7 +57,7 @@ def test_every_option_explains_itself(everything: dict[str, Any], group: str) ->
 def test_text_fits_a_terminal(everything: dict[str, Any], width: int) -> None:
     lines = as_text(everything, width).splitlines()
     assert [line for line in lines if len(line) > width and " " in line.strip()] == []
-    assert "  strategy.bucket_mb=25.0 MiB   (float)" in lines
+    assert "  strategy.bucket_mb=25.0 MiB   (float, more than 0 and at most 1000000)" in lines
 
 
 def test_narrowed(composer: Composer) -> None:
@@ -65,7 +65,7 @@ def test_narrowed(composer: Composer) -> None:
     assert list(found) == ["groups"]
     option = found["groups"]["strategy"]["options"]["front_mine"]
     assert option["help"] == "A strategy of the user's own."
-    assert {"key": "strategy.extra", "type": "int", "default": 3, "unit": "", "help": "a key that dp has not"} in option["keys"]
+    assert {"key": "strategy.extra", "type": "int", "range": "", "default": 3, "unit": "", "help": "a key that dp has not"} in option["keys"]
 
 
 def test_nested_keys_types_and_mandatory_ones(composer: Composer) -> None:

@@ -46,6 +46,12 @@ def test_help_names_every_group_option_and_root_key(capsys: Capture) -> None:
     assert max(map(len, out.splitlines())) <= 120
 
 
+def test_a_directory_that_is_gone_is_said_so(capsys: Capture, elsewhere: Path) -> None:
+    elsewhere.rmdir()
+    assert main([]) == Exit.CONFIG
+    assert capsys.readouterr().err == "dtf: error[E_CONFIG]: the current directory does not exist any more; change to one that does\n"
+
+
 def test_version(capsys: Capture) -> None:
     from dtf import __version__
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtf import devices
-from dtf.devices import Devices, choose, device_of, processes
+from dtf.devices import Devices, allow_files, choose, device_of, processes
 from dtf.errors import ConfigError
 
 CPU, TWO = Devices("cpu", ()), Devices("cuda", (0, 1))
@@ -68,10 +68,27 @@ def test_devices_are_chosen_or_refused(host) -> None:
 def test_processes_are_one_per_gpu_and_two_without() -> None:
     assert processes("auto", TWO) == processes("auto", CPU) == 2
     assert processes("auto", Devices("cuda", (3,))) == 1
-    assert processes(5, CPU) == processes("5", CPU) == 5
-    for wrong in (0, -1, "all", "1.5"):
-        with pytest.raises(ConfigError, match="launcher.processes"):
-            processes(wrong, CPU)
+    assert processes(5, CPU) == 5
+
+
+@pytest.mark.parametrize(
+    ("before", "count", "after"),
+    [
+        ((1024, 4096), 1000, (1024, 4096)),
+        ((1024, 4096), 2000, (2000, 4096)),
+        ((20, 30), 2000, (30, 30)),
+        ((20, -1), 2000, (2000, -1)),
+        ((-1, -1), 2000, (-1, -1)),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_needed_and_allowed(
+    monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], count: int, after: tuple[int, int]
+) -> None:
+    limits = [before]
+    monkeypatch.setattr(devices.resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(devices.resource, "setrlimit", lambda kind, pair: limits.append(pair))
+    assert allow_files(count) == (after[0] if after[0] >= 0 else count)
+    assert limits[-1] == after
 
 
 def test_each_rank_has_a_gpu_of_its_own() -> None:

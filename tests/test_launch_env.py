@@ -71,14 +71,17 @@ def test_differences_are_told_leaf_by_leaf() -> None:
     assert not list(differences(expected, expected))
 
 
-def meet(rank: int, size: int, folder: str, seeds: list[int], attempt: int = 0, busy: bool = False, hosted: bool = True, port: int = 0) -> dict[str, Any]:
+def meet(
+    rank: int, size: int, folder: str, seeds: list[int], attempt: int = 0, busy: bool = False, hosted: bool = True, port: int = 0,
+    sizes: list[int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """What one rank gets from `Env.open`. `hosted`: the store is there already, as with torchrun; else rank 0 opens it on `port`."""
     import torch.distributed as dist
 
     store: Any = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(sizes[rank] if sizes else size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port if hosted else port), "TORCHELASTIC_USE_AGENT_STORE": str(hosted)}
     made: list[str] = []
 
@@ -116,6 +119,19 @@ def test_a_rank_that_differs_is_named_to_all(ranks, tmp_path: Path) -> None:
     for found in ranks(3, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5, 6]):
         assert found["exit"] == Exit.CONFIG and found["made"] == []
         assert found["message"].startswith("rank 2 differs from rank 0: seed=6, rank 0 has 5; ")
+
+
+@pytest.mark.parametrize("sizes", [[2, 3], [3, 2], [3, 2, 3]])
+def test_a_rank_of_another_world_is_named(ranks, tmp_path: Path, sizes: list[int]) -> None:
+    for found in ranks(len(sizes), "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5] * len(sizes), sizes=sizes):
+        assert found["exit"] == Exit.CONFIG and found["made"] == []
+        assert found["message"].startswith(f"rank 1 differs from rank 0: WORLD_SIZE={sizes[1]}, rank 0 has {sizes[0]}; ")
+
+
+def test_a_rank_that_nobody_waits_for_ends_by_itself(ranks, tmp_path: Path) -> None:
+    *others, extra = ranks(3, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5, 5], sizes=[2, 2, 3])
+    assert [other["id"] for other in others] == ["run-0", "run-0"]
+    assert extra["exit"] == Exit.CONFIG and extra["message"].startswith("rank 2 differs from rank 0: WORLD_SIZE=3, rank 0 has 2; ")
 
 
 def test_a_busy_folder_ends_all_ranks(ranks, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_a_rank_finds_the_world_as_it_is_now(start: Start, monkeypatch: pytest.M
         assert place["directory"] == str(tmp_path)
         assert place["environment"] == {"DTF_TEST_NOW": "yes", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         assert place["threads"] == 3
+        assert place["files"] <= local.files(2)
         assert place["listening"] and set(place["listening"]) == {"0100007F"}, "nothing listens but on loopback"
     if len(os.sched_getaffinity(0)) > 1:
         assert sorted(core for place in places for core in place["cores"]) == sorted(os.sched_getaffinity(0))
@@ -103,10 +104,34 @@ def test_the_fork_server_is_replaced_when_it_dies(start: Start) -> None:
     assert len(done.of(Note)) == 1
 
 
+def test_a_stopped_fork_server_is_continued(start: Start) -> None:
+    done = start("server_stopped_once")
+    assert done.code == Exit.OK
+    assert not done.of(Note), "nothing restarts"
+
+
+def test_a_stop_signal_reaches_ranks_whose_server_is_stopped(start: Start) -> None:
+    begun = time.monotonic()
+    assert start("server_stopped_then_told", processes=1).code == Exit.PREEMPTED
+    assert time.monotonic() - begun < 25, "within the grace"
+
+
 @pytest.mark.slow
-def test_a_stopped_fork_server_holds_nobody_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_cannot_be_continued_is_replaced(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt, "_REAP_S", 0.1)
+    monkeypatch.setattr(ForkServer, "wake", lambda server: None)
     assert start("server_stopped_once").code == Exit.OK
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_cannot_be_continued_does_not_outlast_the_grace(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_REAP_S", 0.1)
+    monkeypatch.setattr(ForkServer, "wake", lambda server: None)
+    begun = time.monotonic()
+    done = start("server_stopped_then_told", processes=1, grace_s=0.2)
+    assert time.monotonic() - begun < 10
+    assert done.code == Exit.PEER
+    assert "launcher.grace_s" in done.of(Failed)[0].message
 
 
 @pytest.mark.parametrize(("error", "exit"), [("config", Exit.CONFIG), ("data", Exit.DATA), ("diverged", Exit.DIVERGED), ("value", Exit.BUG)])
@@ -145,6 +170,15 @@ def test_a_hang_is_noticed_and_explained(start: Start, capsys: pytest.CaptureFix
     assert re.search(r"rank 0: phase step, step 2, silent for .* s, at .*\.py:\d+ in ", failed.message), failed.message
     assert capsys.readouterr().err.count("dtf: error[E_PEER] rank=1 step=1: ") == 1
     assert "most recent call first" in (done.folder / "rank_0.log").read_text()
+
+
+@pytest.mark.parametrize("phase", ["start", "save"])
+def test_a_stopped_rank_is_noticed_in_any_phase(start: Start, phase: str) -> None:
+    done = start("hangs", config={"how": "stopped", "phase": phase}, hang_timeout_s=0.3, start_timeout_s=8.0, max_restarts=0)
+    (failed,) = done.of(Failed)
+    assert failed.rank == 1
+    silent = re.search(rf"rank 1: phase {phase}, step 2, silent for (.*) s, stopped by a signal", failed.message)
+    assert silent and float(silent[1]) < 0.3 + 2.0, failed.message
 
 
 def test_a_long_evaluation_is_no_hang(start: Start) -> None:
@@ -189,6 +223,13 @@ def test_a_crash_shows_what_the_rank_said_last(start: Start) -> None:
     failed = start("leaves", max_restarts=0).of(Failed)[0]
     assert "exit status 3" in failed.message
     assert "something is printed" in failed.traceback
+
+
+def test_a_warning_of_a_rank_is_in_its_log(start: Start) -> None:
+    done = start("warns")
+    assert {event.text for event in done.of(Note)} == {"rank 0 warns", "rank 1 warns"}
+    for rank in range(2):
+        assert (done.folder / f"rank_{rank}.log").read_text() == f"dtf: warning: rank {rank} warns\n"
 
 
 def test_no_event_is_lost(start: Start) -> None:
@@ -242,19 +283,29 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"processes": 0}, "launcher.processes=0 .* use auto, or 1 and more"),
-        ({"processes": "many"}, "launcher.processes=many"),
-        ({"threads": -1}, "launcher.threads=-1 must be 0 or more"),
+        ({"processes": 0}, "launcher.processes=0 must be 1 to 1024"),
+        ({"processes": "many"}, "launcher.processes=many is not of type int | auto"),
+        ({"threads": -1}, "launcher.threads=-1 must be 0 to 1024"),
         ({"max_restarts": 4}, "launcher.max_restarts=4 must be 0 to 3"),
-        ({"hang_timeout_s": 0.0}, "launcher.hang_timeout_s"),
+        ({"hang_timeout_s": 0.0}, "launcher.hang_timeout_s=0.0 must be more than 0 and at most 1000000"),
         ({"grace_s": -1.0}, "launcher.grace_s"),
+        ({"env": {"A=B": "1"}}, "launcher.env.A=B=1 must be a name without '='"),
+        ({"env": {"": "1"}}, "launcher.env.=1 must be a name without '='"),
+        ({"env": {"A": "\0"}}, r"launcher.env.A=\\x00 must be text without NUL"),
+        ({"env": {"A\0": "1"}}, r"launcher.env=A\\x00 must be text without NUL"),
         ({"devices": "tpu"}, "launcher.devices=tpu is no choice"),
-        ({"pin": True, "processes": 100_000}, "launcher.pin=true needs a core for each"),
+        ({"pin": True, "processes": 1000}, "launcher.pin=true needs a core for each"),
     ],
 )
 def test_impossible_options_are_refused(tmp_path: Path, options: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         launch("tests.entries:add", tmp_path, **options)
+
+
+def test_a_limit_of_open_files_that_ranks_would_run_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.devices, "allow_files", lambda count: 20)
+    with pytest.raises(ConfigError, match=r"launcher.processes=2 needs \d+ open files in one process, this shell allows 20; see ulimit -n"):
+        launch("tests.entries:add", tmp_path)
 
 
 @pytest.mark.parametrize(

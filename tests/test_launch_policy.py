@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -59,6 +59,13 @@ def test_a_cause_is_told_from_its_consequences(endings: list[Ending], stop_signa
 def test_a_hang_is_the_cause_when_ranks_were_killed_for_it() -> None:
     hang = Failed(1, 7, int(Exit.PEER), "silent", "")
     assert outcome([killed(0), killed(1)], hang, 0) == Outcome(Exit.PEER, hang, external=True)
+
+
+@pytest.mark.parametrize(("status", "how"), [(signal.SIGSEGV, "killed by SIGSEGV"), (3 << 8, "ended with exit status 3 without saying why")])
+def test_a_log_is_promised_only_where_there_is_one(status: int, how: str) -> None:
+    found = [outcome([replace(ending(1, status), log=log)], None, 0).cause for log in (" \n", "first\nlast\n\n")]
+    assert found[0] and (found[0].message, found[0].traceback) == (f"{how}; it printed nothing", "")
+    assert found[1] and (found[1].message, found[1].traceback) == (f"{how}; what it printed is in rank_1.log", "first\nlast")
 
 
 @dataclass

@@ -122,7 +122,7 @@ def test_onecycle_equals_torch(total: int, rise: float) -> None:
     theirs = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=0.8, total_steps=total, pct_start=rise, anneal_strategy="linear", div_factor=25.0, final_div_factor=1e4, cycle_momentum=False
     )
-    ours = OneCycle(peak=0.8, rise=rise)
+    ours = OneCycle(peak=0.8, rise=rise, start=1 / 25)
     for step in range(total):
         assert ours(step, total) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
         optimizer.step()

@@ -118,6 +118,7 @@ def test_warnings_go_to_standard_error(tmp_path, capsys):
 
 def test_events_survive_the_way_from_rank_to_parent():
     sent = [event for event in whole_run() if "nan" not in str(event)]  # nan is not equal to itself
+    sent.append(Started(8, 480, 120, {}, 1, (Measured("train", 4, 0.1, 0.5, {"loss": 1.0}), Measured("eval", 8, 0.2, 0.9, {"loss": 0.5}, True))))
     assert [event_from_json(json.loads(json.dumps(event_to_json(event)))) for event in sent] == sent
 
 

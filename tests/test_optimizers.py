@@ -14,7 +14,8 @@ import dtf.optimizers
 from dtf.errors import ConfigError
 from dtf.optimizer import Optimizer
 from dtf.optimizers.lars import Lars
-from dtf.registry import lookup, registered
+from dtf.registry import registered
+from dtf.schema import fit_option, make_option
 
 for _module in pkgutil.iter_modules(dtf.optimizers.__path__):
     importlib.import_module(f"dtf.optimizers.{_module.name}")
@@ -25,7 +26,7 @@ LRS = [0.1, 0.2, 0.05, 0.1, 0.3, 0.1, 0.1, 0.02, 0.5, 0.1]
 
 
 def make(name: str, **options: object) -> Optimizer:
-    optimizer = lookup("optimizer", name)(**options)
+    optimizer: Optimizer = make_option("optimizer", fit_option("optimizer", {"name": name, **options}, "optimizer"))
     optimizer.check()
     return optimizer
 
@@ -281,7 +282,7 @@ def test_decay_of_norms_and_biases_goes_by_the_global_shape(name: str) -> None:
     ],
 )
 def test_values_that_make_no_optimizer_are_refused(name: str, key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"optimizer\.{key}=.*use a number"):
+    with pytest.raises(ConfigError, match=rf"optimizer\.{key}=.* must be"):
         make(name, **{key: value})
 
 

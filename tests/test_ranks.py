@@ -46,5 +46,5 @@ def test_a_hang_ends(ranks):
 
 
 def test_a_death_is_seen(ranks):
-    with pytest.raises(AssertionError, match="exit status 3 without a word"):
+    with pytest.raises(AssertionError, match="exit status 3 without saying why; it printed nothing"):
         ranks(1, "tests.test_ranks:die")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -37,6 +38,40 @@ def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(strategy
     assert measurements(calm.folder) == measurements(killed.folder)
     visits = Counter(i for step in b.ids if step < 15 for rank in b.ids[step] for i in rank)
     assert visits == Counter(dict.fromkeys(range(100), 3)), "three epochs, each row once in each"
+
+
+def test_measurements_that_a_killed_launcher_did_not_read_come_back_from_the_checkpoint(run_dtf: Any) -> None:
+    base = [*RUN, "train.log_every=1"]
+    calm = run_dtf(*base)
+    cut = run_dtf(*base, "train.until=12")
+    path = cut.folder / "metrics.jsonl"
+    path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if json.loads(line)["step"] < 5))  # three saves back
+    assert run_dtf(*base, folder=cut.folder).code == 0
+    assert measurements(calm.folder) == measurements(cut.folder)
+
+
+def test_a_start_that_is_refused_removes_no_checkpoint(run_dtf: Any) -> None:
+    first = run_dtf(*RUN, "train.until=9")
+    kept = sorted(path.name for path in (first.folder / "checkpoints").iterdir())
+    refused = run_dtf(*RUN, "run.objective=loss", "checkpoint.keep_last=1", "checkpoint.keep_best=0", folder=first.folder)
+    assert refused.code == 65 and "objective" in refused.err
+    assert sorted(path.name for path in (first.folder / "checkpoints").iterdir()) == kept and len(kept) == 4
+
+
+def test_the_gradient_norm_of_a_window_does_not_depend_on_saves(run_dtf: Any) -> None:
+    """Steps that overflow, as fp16 has them at first, count neither in the sum nor in the number."""
+    base = [*RUN, "precision=fp16", "precision.loss_scale=1e9", "train.log_every=17", "train.steps=17"]
+    often, once = run_dtf(*base, "checkpoint.every_steps=2"), run_dtf(*base, "checkpoint.every_steps=17")
+    assert often.code == once.code == 0
+    (a,), (b,) = ([line["grad_norm"] for line in measurements(run.folder) if line["split"] == "train"] for run in (often, once))
+    assert a == pytest.approx(b, rel=1e-12)
+
+
+def test_going_on_with_other_arithmetic_is_said(run_dtf: Any) -> None:
+    cut = run_dtf(*RUN, "train.until=9")
+    again = run_dtf(*RUN, "observer=[console]", "precision=bf16", "optimizer.weight_decay=0.25", folder=cut.folder)
+    assert again.code == 0
+    assert re.search(r"from step 9 on with optimizer.weight_decay=0.25 \(was .*precision.compute=bf16 \(was fp32\)", again.out), again.out
 
 
 def test_dp_and_ddp_go_on_from_each_other_by_command(run_dtf: Any) -> None:

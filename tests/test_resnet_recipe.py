@@ -83,11 +83,15 @@ def test_a_network_without_an_opinion_is_not_right(value: float) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ResnetShapes(label_smoothing=1.0), "recipe.label_smoothing=1.0"),
-        (lambda: ResnetShapes(data=ShapesOptions(pixels=4)), "recipe.data.pixels=4"),
-        (lambda: ResnetShapes(data=ShapesOptions(train_rows=0)), "recipe.data.train_rows=0"),
-        (lambda: ResnetShapes(data=ShapesOptions(eval_rows=-3)), "recipe.data.eval_rows=-3"),
-        (lambda: ResnetShapes(data=ShapesOptions(crop_pad=-1)), "recipe.data.crop_pad=-1"),
+        (lambda: ResnetShapes(data=ShapesOptions(pixels=24, crop_pad=24)), "recipe.data.crop_pad=24 must be less than recipe.data.pixels=24"),
+        (
+            lambda: ResnetShapes(data=ShapesOptions(train_rows=10**12)),
+            r"recipe.data.train_rows=10+ and .* must be at most \d+ together with recipe.data.pixels=32, to fit",
+        ),
+        (
+            lambda: ResnetShapes(data=ShapesOptions(pixels=4096, train_rows=1, eval_rows=10**7)),
+            r"recipe.data.eval_rows=10+ must be at most \d+ together with recipe.data.pixels=4096",
+        ),
     ],
 )
 def test_impossible_values_are_refused(make: Callable[[], ResnetShapes], message: str) -> None:

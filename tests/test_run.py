@@ -23,9 +23,10 @@ def config(**changes: Any) -> dict[str, Any]:
         "seed": 0,
         "run": {"name": "", "dir": ""},
         "step": {"batch_size": 128, "micro_batch_rows": 0},
+        "optimizer": {"name": "sgd", "momentum": 0.9},
+        "sampler": {"name": "shuffle", "tail": "partial"},
         "recipe": {"name": "toy", "model": {"depth": 8}, "data": {"root": "/data", "pixels": 24}},
         "strategy": {"name": "ddp"},
-        "optimizer": {"name": "sgd"},
         "checkpoint": {"name": "every", "resume": "auto"},
         "launcher": {"name": "local", "env": {"API_TOKEN": "hunter2", "LEVEL": "3"}},
     }
@@ -102,12 +103,12 @@ def test_a_lock_dies_with_its_process(here: Path) -> None:
 def test_a_run_goes_on_in_its_folder(here: Path) -> None:
     first = opened(config(run__dir="runs/a"))
     first.end(75, "preempted")
-    second = opened(config(run__dir="runs/a", optimizer__name="adamw", recipe__data__root="/moved"))
+    second = opened(config(run__dir="runs/a", optimizer__momentum=0.5, recipe__data__root="/moved"))
     second.end(0, "finished")
     record = json.loads((second.folder / "run.json").read_text())
     assert record["id"] == second.id and record["exit"] == 0
     assert [(old["id"], old["exit"]) for old in record["earlier"]] == [(first.id, 75)]
-    assert yaml.safe_load((second.folder / f"config.{first.id}.yaml").read_text())["optimizer"] == {"name": "sgd"}
+    assert yaml.safe_load((second.folder / f"config.{first.id}.yaml").read_text())["optimizer"]["momentum"] == 0.9
     opened(config(run__dir="runs/a")).end(0)
     assert len(json.loads((second.folder / "run.json").read_text())["earlier"]) == 2
 
@@ -178,4 +179,5 @@ def test_secrets_are_found_by_the_names_of_their_keys() -> None:
 
 
 def test_identity_says_what_makes_the_numbers() -> None:
-    assert set(identity(config())) == {"seed", "step.batch_size", "recipe.name", "recipe.model.depth", "recipe.data.pixels"}
+    recipe = {"recipe.name", "recipe.model.depth", "recipe.data.pixels"}
+    assert set(identity(config())) == {"seed", "step.batch_size", "optimizer", "sampler.name", "sampler.tail"} | recipe

@@ -39,6 +39,7 @@ def test_an_overflow_lowers_the_loss_scale_and_is_no_divergence() -> None:
     result = ranks(2, "tests.test_update:overflow")[0]
     assert result["skipped"] == 0
     assert 1.0 <= result["scale"] < 2.0**40
+    assert 0.0 < result["grad_norm"] < 100.0, "the mean over the steps that did not overflow"
 
 
 def overflow(rank: int, size: int) -> dict[str, float]:
@@ -57,9 +58,9 @@ def overflow(rank: int, size: int) -> dict[str, float]:
         program.append(self)
 
     Spmd.__init__ = keep  # type: ignore[method-assign]
-    harness.train(rank, size, precision="fp16", steps=40)
+    found = harness.train(rank, size, precision="fp16", steps=40, log_every=40)
     scalars = program[0].state().scalars
-    return {"skipped": scalars["skipped"], "scale": scalars["loss_scale"][0]}
+    return {"skipped": scalars["skipped"], "scale": scalars["loss_scale"][0], "grad_norm": found["train"]["40"]["grad_norm"]}
 
 
 def test_half_precision_learns_what_fp32_learns() -> None:

@@ -38,6 +38,14 @@ def test_fp32_is_judged_by_all_parameters_together(verify: Any) -> None:
     assert 0 < report["runs"][0]["parameters"] <= 1e-5
 
 
+def test_rounding_that_a_recipe_amplifies_is_told_from_a_fault(verify: Any) -> None:
+    violent = ["job.precisions=[fp64,fp32]", "job.processes=[3]", "job.strategies=[ddp]", "job.steps=8", "lr=constant", "lr.peak=0.5"]
+    code, report, _ = verify(*violent)
+    exact, rounded = report["runs"]
+    assert code == 1 and exact["ok"] and not rounded["ok"]
+    assert "fp64 agrees, so this is probably rounding" in rounded["first"]
+
+
 @pytest.mark.parametrize(
     ("fault", "named"),
     [

@@ -30,6 +30,8 @@ class Output(Enum):
 
 EXACT = "fp64"
 JUDGED = (EXACT, "fp32")
+AMPLIFIED = 0.1
+"""Relative difference of all parameters that rounding may grow to within a few steps."""
 
 
 @register("job", "verify")
@@ -39,12 +41,12 @@ class Verify(Job):
     Each comparison fixes the micro-batches: `micro_batches` per process, so that batch statistics are the same on both sides.
     """
 
-    steps: int = option(default=8, doc="length of each run", unit="steps")
+    steps: int = option(default=8, least=1, doc="length of each run", unit="steps")
     strategies: list[str] = option(factory=list, doc="strategy options to hold against the reference; empty: all there are")
-    processes: list[int] = option(factory=lambda: [1, 2, 4], doc="numbers of processes (replicas, for strategies in one process)")
+    processes: list[int] = option(factory=lambda: [1, 2, 4], least=1, doc="numbers of processes (replicas, for strategies in one process)")
     precisions: list[str] = option(factory=lambda: [EXACT, "fp32"], doc="fp64: every tensor within 1e-10; fp32: all parameters together within 1e-5")
-    micro_batches: list[int] = option(factory=lambda: [1, 2], doc="micro-batches per process; more than one accumulates gradients")
-    batch_size: int = option(default=26, doc="global batch; the default divides unevenly", unit="rows")
+    micro_batches: list[int] = option(factory=lambda: [1, 2], least=1, doc="micro-batches per process; more than one accumulates gradients")
+    batch_size: int = option(default=26, least=1, doc="global batch; the default divides unevenly", unit="rows")
     format: Output = option(default=Output.text, doc="what is printed; verify.json is written either way")
     keep: bool = option(default=False, doc="keep the run folders of all runs beside verify.json")
 
@@ -64,6 +66,7 @@ class Verify(Job):
                             references[key] = self._train(composed, runs, "reference", "ddp", 1, precision, micro)
                         for strategy in strategies:
                             rows.append(self._row(composed, runs, references[key], strategy, processes, precision, micro))
+                            _explain(rows)
                             if self.format is Output.text:
                                 print(_line(rows[-1], first=len(rows) == 1), flush=True)
         broken = [row for row in rows if not row["ok"]]
@@ -86,13 +89,9 @@ class Verify(Job):
         for name in self.precisions:
             if name not in JUDGED:
                 raise ConfigError(f"job.precisions names {name}; there is a bound for {' and '.join(JUDGED)} only")
-        for key in ("steps", "batch_size"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"job.{key}={getattr(self, key)} must be at least 1")
         for key in ("processes", "micro_batches"):
-            values = getattr(self, key)
-            if not values or min(values) < 1:
-                raise ConfigError(f"job.{key}={values} must be a list of numbers of at least 1")
+            if not getattr(self, key):
+                raise ConfigError(f"job.{key}=[] must hold at least one number")
         if max(self.processes) * max(self.micro_batches) > self.batch_size:
             raise ConfigError(
                 f"job.batch_size={self.batch_size} is less than {max(self.processes)} processes x {max(self.micro_batches)} micro-batches; "
@@ -158,6 +157,15 @@ def _runs(parent: Path, keep: bool) -> Iterator[Path]:
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _explain(rows: list[dict[str, Any]]) -> None:
+    """Add to the newest row, if it breaks by little and in fp32 alone, what that probably means."""
+    *before, row = rows
+    same = ("strategy", "processes", "micro_batch_rows")
+    exact = any(other["ok"] and other["precision"] == EXACT and all(other[key] == row[key] for key in same) for other in before)
+    if not row["ok"] and row["precision"] != EXACT and exact and row.get("parameters", math.inf) < AMPLIFIED:
+        row["first"] += f"; {EXACT} agrees, so this is probably rounding that the recipe amplifies: start with smaller learning rates"
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf import devices
+from dtf.devices import MOST_THREADS
 from dtf.errors import ConfigError, DtfError, Exit, PeerError
-from dtf.launcher import Launcher, Place, report
+from dtf.launcher import LONGEST_S, Launcher, Place, report
 from dtf.registry import option, register
 from dtf.values import Event, Failed
 
@@ -43,15 +44,13 @@ class Env(Launcher):
     """Take part as the rank that the environment says; every rank runs the same command line."""
 
     devices: str = option(default="auto", doc="`auto`: the GPU of the local rank if there are any; `cpu`; `cuda`; or numbers of GPUs, as in '\"0,2\"'")
-    threads: int = option(default=0, doc="intra-op threads of each rank; 0: cores divided by the ranks of this host")
-    meet_timeout_s: float = option(default=600.0, doc="time for all ranks to arrive and agree", unit="s")
+    threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each rank; 0: cores divided by the ranks of this host")
+    meet_timeout_s: float = option(default=600.0, above=0, most=LONGEST_S, doc="time for all ranks to arrive and agree", unit="s")
 
     def devices_kind(self) -> str:
         return devices.choose(self.devices).kind
 
     def count(self) -> int:
-        if self.threads < 0 or self.meet_timeout_s <= 0:
-            raise ConfigError(f"launcher.threads={self.threads}, launcher.meet_timeout_s={self.meet_timeout_s}: 0 or more, and more than 0")
         return _environment()["WORLD_SIZE"]
 
     def check(self, strategy: Strategy) -> None:
@@ -67,26 +66,31 @@ class Env(Launcher):
         from dtf.settings import typed
 
         store = self._meet()
-        mine = {"config": config, "versions": versions()}
+        mine = {"config": config, "versions": versions(), "WORLD_SIZE": self._size}
         if self._rank == 0:
             return self._lead(store, mine, make)
         expected = json.loads(self._get(store, "task", 0))
-        store.set(f"differs/{self._rank}", "; ".join(differences(expected, mine)))
+        wrong = "; ".join(differences(expected, mine))
+        store.set(f"differs/{self._rank}", wrong)
         answer = json.loads(self._get(store, "run", 0))
         store.set(f"heard/{self._rank}", "")
         if "folder" not in answer:
             raise _error(answer)
+        if wrong:  # rank 0 was told to expect fewer ranks than this one, and did not listen
+            raise _differs(self._rank, wrong)
         return Run(Path(answer["folder"]), answer["id"], config, typed(config), leader=False)
 
     def _lead(self, store: Store, task: dict[str, Any], make: Callable[[str], Run]) -> Run:
         """Rank 0's side of `open`: says what the task is, hears who differs, makes the run and says where, or why not."""
         store.set("task", json.dumps(task))
         answer: dict[str, Any] = {}
+        came: list[int] = []
         try:
             for other in range(1, self._size):
                 wrong = self._get(store, f"differs/{other}", other).decode()
+                came.append(other)
                 if wrong:
-                    raise ConfigError(f"rank {other} differs from rank 0: {wrong}; give every rank the same command line and the same installation")
+                    raise _differs(other, wrong)
             before = f"{self._runs}/folder"  # torchrun's store outlives a restart: go on in the folder of the first attempt
             run = make(self._all.get(before).decode() if self._all.check([before]) else "")
             self._all.set(before, str(run.folder))
@@ -99,7 +103,8 @@ class Env(Launcher):
             store.set("run", json.dumps(answer))
             if "folder" not in answer:  # this process ends, and the store with it
                 with contextlib.suppress(RuntimeError):
-                    store.wait([f"heard/{other}" for other in range(1, self._size)], timedelta(seconds=10))
+                    came += [other for other in range(1, self._size) if other not in came and store.check([f"differs/{other}"])]
+                    store.wait([f"heard/{other}" for other in came], timedelta(seconds=10))
 
     def launch(self, run: Run, see: Callable[[Event], None]) -> int:
         from dtf.worker import work
@@ -182,6 +187,10 @@ def differences(expected: Any, found: Any, key: str = "") -> Iterator[str]:
             yield from differences(expected.get(name), found.get(name), inner)
     elif expected != found:
         yield f"{key.removeprefix('config.')}={json.dumps(found)}, rank 0 has {json.dumps(expected)}"
+
+
+def _differs(rank: int, how: str) -> ConfigError:
+    return ConfigError(f"rank {rank} differs from rank 0: {how}; give every rank the same command line, the same installation and the same WORLD_SIZE")
 
 
 def _environment() -> dict[str, Any]:

@@ -6,9 +6,10 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dtf import devices
+from dtf.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.errors import ConfigError
 from dtf.launcher import Launcher, Place, report
 from dtf.registry import option, register
@@ -23,16 +24,19 @@ if TYPE_CHECKING:
 class Inline(Launcher):
     """Train in this process: breakpoints, print and Ctrl-C work; nothing is watched or restarted."""
 
-    processes: int | str = option(default=1, doc="how far to spread; more than 1 only for strategies that use threads; `auto`: as many as GPUs, without GPUs 2")
+    processes: int | Literal["auto"] = option(
+        default=1,
+        least=1,
+        most=MOST_PROCESSES,
+        doc="how far to spread; more than 1 only for strategies that use threads; `auto`: as many as GPUs, without GPUs 2",
+    )
     devices: str = option(default="auto", doc="`auto`: a GPU if there is one; `cpu`; `cuda`; or numbers of GPUs, as in launcher.devices='\"0,2\"'")
-    threads: int = option(default=0, doc="intra-op threads; 0: all cores")
+    threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads; 0: all cores")
 
     def devices_kind(self) -> str:
         return devices.choose(self.devices).kind
 
     def count(self) -> int:
-        if self.threads < 0:
-            raise ConfigError(f"launcher.threads={self.threads} must be 0 or more")
         return devices.processes(self.processes, devices.choose(self.devices))
 
     def check(self, strategy: Strategy) -> None:

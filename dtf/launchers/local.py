@@ -6,14 +6,16 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dtf import devices
 from dtf.attempt import Attempt, Limits, Stop
+from dtf.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.errors import ConfigError
 from dtf.forkserver import ForkServer
-from dtf.launcher import Launcher, Place, report
+from dtf.launcher import LONGEST_S, Launcher, Place, report
 from dtf.registry import option, register, suggest
+from dtf.schema import KeyProblem, show
 from dtf.supervise import NO_PROGRESS, supervise
 from dtf.values import Event
 
@@ -36,17 +38,16 @@ def prestart(argv: Sequence[str]) -> None:
     words = dict(word.split("=", 1) for word in argv if "=" in word)
     own_environment = any(key.lstrip("+").startswith("launcher.env") for key in words)
     if not flags and not own_environment and words.get("launcher", "local") == "local" and words.get("job", "train") in ("train", "verify") and _server is None:
-        _server = ForkServer(PRELOAD, _environment({}))
+        _server = _start({})
 
 
 def warm(environment: dict[str, str]) -> ForkServer:
     """The fork server of this process; a new one when ranks need another environment from their first import on, or when it has died."""
     global _server
-    environment = _environment(environment)
-    if _server is not None and (_server.environment != environment or (_server.used and not _server.alive)):
+    if _server is not None and (_server.environment != _environment(environment) or (_server.used and not _server.alive)):
         discard()
     if _server is None:
-        _server = ForkServer(PRELOAD, environment)
+        _server = _start(environment)
     return _server
 
 
@@ -62,31 +63,39 @@ def discard() -> None:
 class Local(Launcher):
     """Start ranks on this host, watch them, restart them from the last checkpoint when one is lost."""
 
-    processes: int | str = option(default="auto", doc="how far to spread; `auto`: one process per GPU, without GPUs 2")
+    processes: int | Literal["auto"] = option(
+        default="auto", least=1, most=MOST_PROCESSES, doc="how far to spread; `auto`: one process per GPU, without GPUs 2"
+    )
     devices: str = option(default="auto", doc="`auto`: GPUs if there are any; `cpu`; `cuda`; or numbers of GPUs, as in launcher.devices='\"0,2\"'")
-    threads: int = option(default=0, doc="intra-op threads of each rank; 0: cores divided by ranks")
+    threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each rank; 0: cores divided by ranks")
     pin: bool = option(default=False, doc="give each rank cores of its own")
     env: dict[str, str] = option(factory=dict, doc="environment variables for ranks, beside those of this process")
     interface: str = option(default="", doc="network interface of gloo and nccl; empty: loopback, all ranks are on this host")
-    max_restarts: int = option(default=NO_PROGRESS, doc="restarts after a lost rank; counts again from 0 after a new checkpoint")
-    hang_timeout_s: float = option(default=60.0, doc="silence of a rank within a step that means it hangs", unit="s")
-    start_timeout_s: float = option(default=600.0, doc="the same while starting, the first step included, evaluating and saving", unit="s")
-    grace_s: float = option(default=25.0, doc="time to save after SIGTERM or SIGINT before ranks are killed", unit="s")
+    max_restarts: int = option(
+        default=NO_PROGRESS,
+        least=0,
+        most=NO_PROGRESS,  # as many without a new checkpoint end a run anyway
+        doc="restarts after a lost rank; counts again from 0 after a new checkpoint",
+    )
+    hang_timeout_s: float = option(
+        default=60.0,
+        above=0,
+        most=LONGEST_S,
+        doc="silence of a rank within a step that means it hangs; in any phase the time it may be stopped by a signal",
+        unit="s",
+    )
+    start_timeout_s: float = option(
+        default=600.0, above=0, most=LONGEST_S, doc="the same while starting, the first step included, evaluating and saving", unit="s"
+    )
+    grace_s: float = option(default=25.0, least=0, most=LONGEST_S, doc="time to save after SIGTERM or SIGINT before ranks are killed", unit="s")
 
     def devices_kind(self) -> str:
         return devices.choose(self.devices).kind
 
     def count(self) -> int:
-        rules = [
-            ("threads", self.threads >= 0, "0 or more"),
-            ("max_restarts", 0 <= self.max_restarts <= NO_PROGRESS, f"0 to {NO_PROGRESS}: as many without a new checkpoint end a run anyway"),
-            ("hang_timeout_s", self.hang_timeout_s > 0, "more than 0"),
-            ("start_timeout_s", self.start_timeout_s > 0, "more than 0"),
-            ("grace_s", self.grace_s >= 0, "0 or more"),
-        ]
-        for name, holds, rule in rules:
-            if not holds:
-                raise ConfigError(f"launcher.{name}={getattr(self, name)} must be {rule}")
+        for name, value in self.env.items():
+            if not name or "=" in name:
+                raise KeyProblem("launcher.env", f"launcher.env.{show(name)}={show(value)} must be a name without '=', and its value")
         known = [name for _, name in socket.if_nameindex()]
         if self.interface and self.interface not in known:
             raise ConfigError(f"launcher.interface={self.interface} is no network interface of this host; {suggest(self.interface, known)}")
@@ -132,6 +141,9 @@ class Local(Launcher):
         size, cores = len(roles), sorted(os.sched_getaffinity(0))
         if self.pin and len(cores) < size:
             raise ConfigError(f"launcher.pin=true needs a core for each of {size} ranks, there are {len(cores)}; use launcher.pin=false")
+        allowed = devices.allow_files(files(MOST_PROCESSES))
+        if allowed < files(size):
+            raise ConfigError(f"launcher.processes={slots} needs {files(size)} open files in one process, this shell allows {allowed}; see ulimit -n")
         threads = self.threads or max(1, devices.cores() // size)
         names = [devices.device_of(slot, slots, chosen) for slot in range(slots)]
         places = [
@@ -146,6 +158,16 @@ class Local(Launcher):
         if self.interface:
             return {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
         return {key: os.environ.get(key, "lo") for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+
+
+def files(ranks: int) -> int:
+    """Open files that are enough for a rank, which has a socket to each other one and may host their store, and for the launching process."""
+    return 128 + 4 * ranks
+
+
+def _start(environment: dict[str, str]) -> ForkServer:
+    devices.allow_files(files(MOST_PROCESSES))  # ranks inherit it
+    return ForkServer(PRELOAD, _environment(environment))
 
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:

@@ -38,10 +38,18 @@ class Jsonl(Observer):
             case Started():
                 self.close()
                 forget_after(self._path, event.step)
+                known = _known(self._path)
                 self._file = self._path.open("a", encoding="utf-8")
+                for measured in event.recent:
+                    if (measured.split, measured.step) not in known:
+                        self._write(measured)
             case Measured() if self._file is not None:
-                self._file.write(line_of(event) + "\n")
-                self._file.flush()
+                self._write(event)
+
+    def _write(self, measured: Measured) -> None:
+        assert self._file is not None
+        self._file.write(line_of(measured) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:
@@ -70,6 +78,12 @@ def forget_after(path: Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, path)
+
+
+def _known(path: Path) -> set[tuple[str, int]]:
+    """(split, step) of every line."""
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    return {(line["split"], line["step"]) for line in lines}
 
 
 def _step(line: bytes) -> float:

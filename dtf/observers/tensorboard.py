@@ -30,17 +30,24 @@ class Tensorboard(Observer):
                 from dtf import eventfile  # slow: only now, while the ranks are at their first step
 
                 self.close()
-                self._file = eventfile.EventFile(self._folder, event.step)
+                again = [measured for measured in event.recent if measured.step > event.recent[0].step]  # the first step's may be there in part
+                self._file = eventfile.EventFile(self._folder, again[0].step - 1 if again else event.step)
                 text = json.dumps(self._config, indent=2, ensure_ascii=False, default=str)
                 self._file.add(0, eventfile.code("config", text), eventfile.hyperparameters(flatten(self._config)))
+                for measured in again:
+                    self._draw(measured)
             case Measured() if self._file is not None:
-                from dtf.eventfile import scalar
-
-                self._file.add(event.step, *(scalar(f"{event.split}/{name}", value) for name, value in event.values.items()))
+                self._draw(event)
             case Ended() if self._file is not None:
                 from dtf.eventfile import completed
 
                 self._file.add(event.step, completed())
+
+    def _draw(self, measured: Measured) -> None:
+        from dtf.eventfile import scalar
+
+        assert self._file is not None
+        self._file.add(measured.step, *(scalar(f"{measured.split}/{name}", value) for name, value in measured.values.items()))
 
     def close(self) -> None:
         if self._file is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtf.optimizer import Group, Optimizer, counter, require
+from dtf.optimizer import Group, Optimizer, counter
 from dtf.registry import option, register
 
 if TYPE_CHECKING:
@@ -18,17 +18,11 @@ class Adagrad(Optimizer):
     Source: Duchi, Hazan & Singer 2011 (jmlr.org/papers/v12/duchi11a.html).
     """
 
-    initial_accumulator: float = option(default=0.0, doc="first value of the sums; more than 0 tames the first steps of rare elements")
-    eps: float = option(default=1e-10, doc="added to the denominator")
-    lr_decay: float = option(default=0.0, doc="divide the learning rate by 1 + lr_decay * finished steps, on top of the schedule")
-    weight_decay: float = option(default=0.0, doc="factor of the parameter that is added to its gradient (L2 penalty)")
+    initial_accumulator: float = option(default=0.0, least=0, doc="first value of the sums; more than 0 tames the first steps of rare elements")
+    eps: float = option(default=1e-10, above=0, doc="added to the denominator")
+    lr_decay: float = option(default=0.0, least=0, doc="divide the learning rate by 1 + lr_decay * finished steps, on top of the schedule")
+    weight_decay: float = option(default=0.0, least=0, doc="factor of the parameter that is added to its gradient (L2 penalty)")
     decay_norm_and_bias: bool = option(default=True, doc="let weight decay act on biases and normalisation scales (parameters with one axis) too")
-
-    def check(self) -> None:
-        require(self, "initial_accumulator")
-        require(self, "eps", above=True)
-        require(self, "lr_decay")
-        require(self, "weight_decay")
 
     def init(self, parameter: Tensor) -> dict[str, Tensor]:
         import torch

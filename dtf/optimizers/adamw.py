@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtf.optimizer import Group, Optimizer, counter, require
+from dtf.optimizer import Group, Optimizer, counter
 from dtf.registry import option, register
 
 if TYPE_CHECKING:
@@ -18,17 +18,11 @@ class AdamW(Optimizer):
     Source: Loshchilov & Hutter 2019, alg. 2 (arXiv:1711.05101); Kingma & Ba 2015 (arXiv:1412.6980).
     """
 
-    beta1: float = option(default=0.9, doc="decay of the running mean of gradients")
-    beta2: float = option(default=0.999, doc="decay of the running mean of squared gradients")
-    eps: float = option(default=1e-8, doc="added to the denominator")
-    weight_decay: float = option(default=0.01, doc="share of the parameter, times the learning rate, that is taken off each step")
+    beta1: float = option(default=0.9, least=0, below=1, doc="decay of the running mean of gradients")
+    beta2: float = option(default=0.999, least=0, below=1, doc="decay of the running mean of squared gradients")
+    eps: float = option(default=1e-8, above=0, doc="added to the denominator")
+    weight_decay: float = option(default=0.01, least=0, doc="share of the parameter, times the learning rate, that is taken off each step")
     decay_norm_and_bias: bool = option(default=True, doc="let weight decay act on biases and normalisation scales (parameters with one axis) too")
-
-    def check(self) -> None:
-        require(self, "beta1", high=1.0)
-        require(self, "beta2", high=1.0)
-        require(self, "eps", above=True)
-        require(self, "weight_decay")
 
     def init(self, parameter: Tensor) -> dict[str, Tensor]:
         import torch

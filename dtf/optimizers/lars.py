@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtf.optimizer import Group, Optimizer, require
+from dtf.optimizer import Group, Optimizer
 from dtf.registry import option, register
 
 if TYPE_CHECKING:
@@ -20,19 +20,13 @@ class Lars(Optimizer):
     Source: You, Gitman & Ginsburg 2017, alg. 1 (arXiv:1708.03888).
     """
 
-    momentum: float = option(default=0.9, doc="share of the last update that is kept; 0 keeps no state")
-    trust_coefficient: float = option(default=0.001, doc="length of a step as a share of the tensor's norm, at lr = 1")
-    eps: float = option(default=1e-8, doc="added to the denominator of the ratio")
-    weight_decay: float = option(default=1e-4, doc="factor of the parameter that is added to its gradient (L2 penalty)")
+    momentum: float = option(default=0.9, least=0, below=1, doc="share of the last update that is kept; 0 keeps no state")
+    trust_coefficient: float = option(default=0.001, above=0, doc="length of a step as a share of the tensor's norm, at lr = 1")
+    eps: float = option(default=1e-8, least=0, doc="added to the denominator of the ratio")
+    weight_decay: float = option(default=1e-4, least=0, doc="factor of the parameter that is added to its gradient (L2 penalty)")
     decay_norm_and_bias: bool = option(
         default=False, doc="decay and adapt biases and normalisation scales (parameters with one axis) too; their small norms make poor ratios"
     )
-
-    def check(self) -> None:
-        require(self, "momentum", high=1.0)
-        require(self, "trust_coefficient", above=True)
-        require(self, "eps")
-        require(self, "weight_decay")
 
     def init(self, parameter: Tensor) -> dict[str, Tensor]:
         import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtf.errors import ConfigError
-from dtf.optimizer import Group, Optimizer, require
+from dtf.optimizer import Group, Optimizer
 from dtf.registry import option, register
 
 if TYPE_CHECKING:
@@ -19,16 +19,14 @@ class Sgd(Optimizer):
     v starts at zero, so that its first value is the gradient, as in torch. Source: Sutskever et al. 2013 (Nesterov: section 2).
     """
 
-    momentum: float = option(default=0.9, doc="share of the last update that is kept; 0 keeps no state")
+    momentum: float = option(default=0.9, least=0, below=1, doc="share of the last update that is kept; 0 keeps no state")
     nesterov: bool = option(default=False, doc="look ahead along the momentum (Nesterov)")
-    weight_decay: float = option(default=0.0, doc="factor of the parameter that is added to its gradient (L2 penalty)")
+    weight_decay: float = option(default=0.0, least=0, doc="factor of the parameter that is added to its gradient (L2 penalty)")
     decay_norm_and_bias: bool = option(
         default=True, doc="let weight decay act on biases and normalisation scales (parameters with one axis) too, as the published ResNet recipes do"
     )
 
     def check(self) -> None:
-        require(self, "momentum", high=1.0)
-        require(self, "weight_decay")
         if self.nesterov and not self.momentum:
             raise ConfigError("optimizer.nesterov=true needs a momentum; use optimizer.momentum=0.9 or optimizer.nesterov=false")
 

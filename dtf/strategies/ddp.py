@@ -40,7 +40,13 @@ class Ddp(Strategy):
     Bytes per step and rank: 2 (n - 1) / n x gradient bytes (ring all-reduce); with `shard_optimizer` also one broadcast of the parameters.
     """
 
-    bucket_mb: float = option(default=25.0, doc="gradients are all-reduced in buckets of this size", unit="MiB")
+    bucket_mb: float = option(
+        default=25.0,
+        above=0,
+        most=1_000_000,  # holds any model's gradients: a bucket never spans more
+        doc="gradients are all-reduced in buckets of this size",
+        unit="MiB",
+    )
     static_graph: bool = option(default=False, doc="promise that every step uses the same parameters in the same order; saves bookkeeping")
     gradient_as_bucket_view: bool = option(default=True, doc="gradients live in the buckets: saves a copy and one gradient's memory")
     find_unused_parameters: bool = option(default=False, doc="look for parameters that a step did not use; costs a walk over the graph each step")
@@ -49,21 +55,14 @@ class Ddp(Strategy):
         doc="what crosses the network: gradients as they are, rounded to fp16 or bf16, or a low-rank approximation (PowerSGD). "
         "All but `none` change the numbers",
     )
-    powersgd_rank: int = option(default=2, doc="rank of the PowerSGD approximation")
-    powersgd_start: int = option(default=10, doc="plain all-reduce before PowerSGD begins", unit="steps")
+    powersgd_rank: int = option(default=2, least=1, doc="rank of the PowerSGD approximation")
+    powersgd_start: int = option(default=10, least=2, doc="plain all-reduce before PowerSGD begins, whose state needs two such steps", unit="steps")
     backend: Backend = option(default=Backend.auto, doc="torch.distributed backend; auto: nccl on CUDA, gloo on CPU")  # type: ignore[assignment]
     shard_optimizer: bool = option(default=False, doc="divide the optimizer's state among ranks (ZeRO stage 1, arXiv:1910.02054)")
 
     def check(self, task: Task, processes: int, devices: str) -> None:
-        if self.bucket_mb <= 0:
-            raise ConfigError(f"strategy.bucket_mb={self.bucket_mb} must be positive; the default is 25")
         if self.backend is Backend.nccl and devices != "cuda":
             raise ConfigError(f"strategy.backend=nccl needs CUDA, this run is on {devices}; use strategy.backend=gloo")
-        if self.comm_hook is CommHook.powersgd and (self.powersgd_rank < 1 or self.powersgd_start < 2):
-            raise ConfigError(
-                f"strategy.powersgd_rank={self.powersgd_rank}, strategy.powersgd_start={self.powersgd_start}: at least 1 and 2; "
-                "its state needs two plain steps first"
-            )
         if self.comm_hook is CommHook.powersgd and task.precision.loss_scale:
             raise ConfigError(
                 "strategy.comm_hook=powersgd remembers its errors, and one overflow would stay in them; use precision=bf16, which needs no loss scale"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dtf.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.errors import ConfigError
 from dtf.registry import option, register
 from dtf.strategy import Program, Strategy, Task
@@ -26,10 +27,10 @@ class Dp(Strategy):
     statistics of the first replica only, which gives other numbers than one device.
     """
 
-    replicas: int = option(default=0, doc="model replicas; 0: as many as launcher.processes, or strategy.device_ids")
-    threads: int = option(default=0, doc="intra-op threads of each replica on CPU; 0: the process's threads divided by replicas")
-    device_ids: list[int] = option(factory=list, doc="CUDA devices, one replica each; empty: those of the launcher")
-    output_device: int = option(default=-1, doc="CUDA device that sums metrics, and gradients with reduce=owner; -1: the first of device_ids")
+    replicas: int = option(default=0, least=0, most=MOST_PROCESSES, doc="model replicas; 0: as many as launcher.processes, or strategy.device_ids")
+    threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each replica on CPU; 0: the process's threads divided by replicas")
+    device_ids: list[int] = option(factory=list, least=0, doc="CUDA devices, one replica each; empty: those of the launcher")
+    output_device: int = option(default=-1, least=-1, doc="CUDA device that sums metrics, and gradients with reduce=owner; -1: the first of device_ids")
     reduce: Reduce = option(
         default=Reduce.owner,
         doc="`owner`: one replica sums the gradients, updates and sends parameters to the others; `all`: every replica gets the sum and "
@@ -40,8 +41,6 @@ class Dp(Strategy):
         return {"trainer": 1}
 
     def check(self, task: Task, processes: int, devices: str) -> None:
-        if self.replicas < 0 or self.threads < 0:
-            raise ConfigError(f"strategy.replicas={self.replicas}, strategy.threads={self.threads}: numbers of 0 or more")
         if devices == "cuda" and self.threads:
             raise ConfigError(f"strategy.threads={self.threads} is for replicas on CPU, this run is on cuda; leave it at 0")
         if devices != "cuda" and (self.device_ids or self.output_device >= 0):
@@ -51,6 +50,8 @@ class Dp(Strategy):
         if len(set(self.device_ids)) != len(self.device_ids):
             raise ConfigError(f"strategy.device_ids={self.device_ids} names a device twice")
         ids = self.device_ids or range(self.replicas or processes)
+        if self.threads * len(ids) > MOST_THREADS:
+            raise ConfigError(f"strategy.threads={self.threads} must be at most {MOST_THREADS // len(ids)} for {len(ids)} replicas; 0 divides the cores")
         if self.output_device >= 0 and self.output_device not in ids:
             raise ConfigError(f"strategy.output_device={self.output_device} is none of strategy.device_ids={list(ids)}")
 

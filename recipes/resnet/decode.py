@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dtf.errors import DataError
 from dtf.recipes.resnet.tree import Tree, read_files
@@ -30,6 +30,8 @@ def decode_tree(root: Path, tree: Tree, pixels: int, outputs: dict[str, Path]) -
         for name, content in chunk:
             try:
                 image = decode_image(content, pixels)
+            except UnidentifiedImageError as error:
+                raise DataError(f"recipe.data.root={root}: {name} ({len(content)} bytes) is no JPEG or PNG file; replace or remove it") from error
             except Exception as error:  # a broken file makes Pillow raise whatever its parser stumbles on
                 reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
                 raise DataError(f"recipe.data.root={root}: {name} ({len(content)} bytes) cannot be decoded: {reason}; replace or remove it") from error

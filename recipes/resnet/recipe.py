@@ -64,16 +64,17 @@ class ModelOptions:
     stem: Stem = option(
         default=Stem.cifar, doc="first layer: `cifar` 3x3 convolution with stride 1, no pooling; `imagenet` 7x7 with stride 2, then max-pooling (torchvision's)"
     )
-    classes: int = option(default=10, doc="outputs")
-    width: int = option(default=0, doc="channels of the first stage of a small network; 0: 16, as published; torchvision's networks have a fixed width")
+    classes: int = option(default=10, least=2, doc="outputs")
+    width: int = option(
+        default=0,
+        least=0,
+        most=1024,  # a convolution of the last stage then has 600 MB
+        doc="channels of the first stage of a small network; 0: 16, as published; torchvision's networks have a fixed width",
+    )
     zero_init_residual: bool = option(default=False, doc="start each residual block as the identity: the weight of its last normalisation is drawn as zero")
 
     def check(self) -> None:
         """Raise ConfigError for values that make no network."""
-        if self.classes < 2:
-            raise ConfigError(f"recipe.model.classes={self.classes} leaves nothing to tell apart; use 2 or more")
-        if self.width < 0:
-            raise ConfigError(f"recipe.model.width={self.width} is negative; use 0 for the published width")
         if self.arch in SMALL and self.stem is not Stem.cifar:
             raise ConfigError(f"recipe.model.stem={self.stem.name} does not exist for recipe.model.arch={self.arch.name}; use recipe.model.stem=cifar")
         if self.width and self.arch not in SMALL:
@@ -83,33 +84,36 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class DataOptions:
-    pixels: int = option(default=32, doc="height and width of an image", unit="pixels")
-    train_rows: int = option(default=0, doc="rows of the training split, spread evenly over it; 0: all", unit="rows")
-    eval_rows: int = option(default=0, doc="rows of the evaluation split, spread evenly over it; 0: all", unit="rows")
-    crop_pad: int = option(default=4, doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not", unit="pixels")
+    pixels: int = option(default=32, least=8, most=4096, doc="height and width of an image", unit="pixels")
+    train_rows: int = option(default=0, least=0, doc="rows of the training split, spread evenly over it; 0: all", unit="rows")
+    eval_rows: int = option(default=0, least=0, doc="rows of the evaluation split, spread evenly over it; 0: all", unit="rows")
+    crop_pad: int = option(
+        default=4, least=0, doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not", unit="pixels"
+    )
     flip: bool = option(default=True, doc="mirror half of the training images")
 
     def check(self) -> None:
         """Raise ConfigError or DataError for values that make no data set."""
-        if self.pixels < 8:
-            raise ConfigError(f"recipe.data.pixels={self.pixels} is too small; use 8 or more")
-        for key in ("train_rows", "eval_rows", "crop_pad"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"recipe.data.{key}={getattr(self, key)} is negative; use 0 or more")
+        if self.crop_pad >= self.pixels:
+            raise ConfigError(f"recipe.data.crop_pad={self.crop_pad} must be less than recipe.data.pixels={self.pixels}: a cut may miss the image otherwise")
 
 
 @dataclass(kw_only=True)
 class ShapesOptions(DataOptions):
-    train_rows: int = option(default=8192, doc="training images to draw", unit="rows")
-    eval_rows: int = option(default=2048, doc="evaluation images to draw", unit="rows")
-    crop_pad: int = option(default=0, doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not", unit="pixels")
-    seed: int = option(default=0, doc="of the drawn images; the run's own seed does not change them")
+    train_rows: int = option(default=8192, least=1, doc="training images to draw", unit="rows")
+    eval_rows: int = option(default=2048, least=1, doc="evaluation images to draw", unit="rows")
+    crop_pad: int = option(
+        default=0, least=0, doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not", unit="pixels"
+    )
+    seed: int = option(default=0, least=0, doc="of the drawn images; the run's own seed does not change them")
 
     def check(self) -> None:
         super().check()
-        for key in ("train_rows", "eval_rows"):
-            if not getattr(self, key):
-                raise ConfigError(f"recipe.data.{key}=0 draws no images; use 1 or more")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        image = self.pixels**2 * 3
+        if (self.train_rows + self.eval_rows) * image > memory:
+            keys = f"recipe.data.train_rows={self.train_rows} and recipe.data.eval_rows={self.eval_rows}"
+            raise ConfigError(f"{keys} must be at most {memory // image} together with recipe.data.pixels={self.pixels}, to fit into memory")
 
 
 @dataclass(kw_only=True)
@@ -119,7 +123,7 @@ class FolderOptions(DataOptions):
     mean: list[float] = option(
         factory=lambda: [0.4914, 0.4822, 0.4465], doc="of the red, green and blue of a pixel in [0, 1]; default: CIFAR-10's training split"
     )
-    std: list[float] = option(factory=lambda: [0.2470, 0.2435, 0.2616], doc="standard deviation, likewise")
+    std: list[float] = option(factory=lambda: [0.2470, 0.2435, 0.2616], above=0, doc="standard deviation, likewise")
 
     def places(self) -> tuple[Path, Path]:
         """Root and cache folder."""
@@ -133,8 +137,8 @@ class FolderOptions(DataOptions):
             raise ConfigError("recipe.data.root is not set; give a folder or archive of images: recipe.data.root=PATH")
         for key in ("mean", "std"):
             values = getattr(self, key)
-            if len(values) != 3 or (key == "std" and min(values) <= 0):
-                raise ConfigError(f"recipe.data.{key}={values} must be three {'positive ' if key == 'std' else ''}numbers, for red, green and blue")
+            if len(values) != 3:
+                raise ConfigError(f"recipe.data.{key}={values} must be three numbers, for red, green and blue")
 
 
 @dataclass(kw_only=True)
@@ -142,7 +146,10 @@ class Classification(Recipe):
     """A residual network that tells classes of images apart. The kinds of images are left to subclasses."""
 
     model: ModelOptions = option(factory=ModelOptions, doc="the network")
-    label_smoothing: float = option(default=0.0, doc="share of the target that is spread over all classes (Szegedy et al. 2016, arXiv:1512.00567)")
+    label_smoothing: float = option(
+        default=0.0, least=0, below=1, doc="share of the target that is spread over all classes (Szegedy et al. 2016, arXiv:1512.00567)"
+    )
+    data: DataOptions = option(factory=DataOptions, doc="the images")
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -152,10 +159,12 @@ class Classification(Recipe):
     def objective(self) -> tuple[str, str]:
         return ("top1", "max")
 
+    def training_rows(self) -> int | None:
+        return self.data.train_rows or None
+
     def check(self) -> None:
         self.model.check()
-        if not 0.0 <= self.label_smoothing < 1.0:
-            raise ConfigError(f"recipe.label_smoothing={self.label_smoothing} is no share; use 0 or more and less than 1")
+        self.data.check()
 
     def build_model(self) -> nn.Module:
         from dtf.recipes.resnet import model
@@ -197,7 +206,6 @@ class ResnetShapes(Classification):
 
     def check(self) -> None:
         super().check()
-        self.data.check()
         if self.model.classes > 8:
             raise ConfigError(f"recipe.model.classes={self.model.classes}, but there are 8 kinds of shapes; use 2 to 8")
 
@@ -219,7 +227,6 @@ class ResnetFolder(Classification):
         from dtf.recipes.resnet import cache, tree
 
         super().check()
-        self.data.check()
         root, store = self.data.places()
         if not root.exists():
             raise DataError(f"recipe.data.root={root} does not exist; give a folder or a .tar, .tar.gz archive that holds {tree.SHAPE}")
