@@ -131,12 +131,12 @@ class PlannedClock(Clock):
             return
         while at.step < plan.end:
             yield self._train(at.step)
-            step, last = at.step, at.step == plan.end
+            step, last, whole = at.step, at.step == plan.end, at.step == plan.total  # stopping short of the whole leaves no trace but a checkpoint
             if step >= self._poll_at:
                 yield Poll(step)
-            if _due(step, plan.log_every) or (last and plan.log_every):
+            if _due(step, plan.log_every) or (whole and plan.log_every):
                 yield Log(step)
-            evaluated = bool(_due(step, plan.eval_every) or (last and plan.eval_every))
+            evaluated = bool(_due(step, plan.eval_every) or (whole and plan.eval_every))
             if evaluated:
                 yield Evaluate(step)
             improved = evaluated and at.best_step == step and at.best is not None

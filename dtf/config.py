@@ -15,14 +15,14 @@ from typing import Any, NoReturn, TypeVar
 from hydra import version
 from hydra.core.default_element import GroupDefault
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import setup_globals
+from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dtf.errors import ConfigError
-from dtf.explain import explain, origin, parse
+from dtf.explain import explain, hinted, key_for_number, origin, parse
 from dtf.job import Job
 from dtf.registry import registered, suggest
 from dtf.schema import RESERVED, KeyProblem, make_option, show, unset
@@ -115,6 +115,7 @@ class Composer:
     def __init__(self, config_dir: str | None = None, config_name: str | None = None) -> None:
         version.setbase("1.3")
         setup_globals()
+        JobRuntime.instance().set("name", "dtf")
         load_parts([])
         self.config_name = config_name or ROOT
         self.loader = loader(config_dir)
@@ -127,18 +128,23 @@ class Composer:
             group, _, key = each.key_or_group.partition(".")
             if not group:
                 raise ConfigError(f"{show(each.input_line)} is no override; write key=value")
-            if each.is_delete() and each.key_or_group in GROUPS and group != "observer":
-                raise ConfigError(f"{show(each.input_line)} leaves no {group}; choose with {group}=NAME; set on the command line")
+            if each.is_delete() and each.key_or_group in GROUPS:
+                raise ConfigError(f"{show(each.input_line)} {self._instead_of_deletion(group)}; set on the command line")
             chooses = self.is_group(each.key_or_group) and not each.is_delete() and not each.is_sweep_override()
-            if chooses and not isinstance(each.value(), str | list | dict):
+            if chooses and not _may_choose(each.value()):
                 drop = f", or ~{group} for none" if group == EXPERIMENT else ""
-                raise ConfigError(f"{show(each.input_line)} is no option; {suggest('', self.options(each.key_or_group))}{drop}; set on the command line")
+                choices = key_for_number(each.key_or_group, each.value()) + suggest("", self.options(each.key_or_group))
+                raise ConfigError(f"{show(each.input_line)} is no option; {choices}{drop}; set on the command line")
             if RESERVED in each.key_or_group:
                 raise ConfigError(f"{each.key_or_group} is refused, a config names no code; register a class and choose it by name; set on the command line")
             if key == "name" and group in GROUPS:
                 raise ConfigError(f"{each.key_or_group} says which class the other keys belong to; choose with {group}=NAME; set on the command line")
-        config, reads = self.with_plugins(given, lambda: self._load(given))
+        config, reads = self.load(given)
         return self.finish(config, given, reads)
+
+    def load(self, overrides: list[str]) -> tuple[DictConfig, dict[str, Read]]:
+        """What Hydra composes, not yet checked, and the files it read for it."""
+        return self.with_plugins(overrides, lambda: self._load(overrides))
 
     def with_plugins(self, overrides: Sequence[str], action: Callable[[], T]) -> tuple[T, dict[str, Read]]:
         """The result of `action` and the files Hydra read for it, once every plugin that they or `overrides` name is imported.
@@ -174,7 +180,7 @@ class Composer:
                 state.set_config(composed)  # for ${hydra:...}
                 plain = resolve(OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"]))
                 _refuse_targets(plain, "")
-                config = fit_config(plain)
+                config = _fit(plain)
             except (ConfigError, KeyboardInterrupt):
                 raise
             except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -209,6 +215,11 @@ class Composer:
 
     def is_group(self, key: str) -> bool:
         return self.loader.repository.group_exists(key)
+
+    def _instead_of_deletion(self, group: str) -> str:
+        if group == "observer":
+            return f"takes no observer away; write observer=[NAME,...], observer=[] for none, or ~observer.NAME; {suggest('', self.options(group))}"
+        return f"leaves no {group}; choose with {group}=NAME"
 
     def _load(self, overrides: list[str]) -> DictConfig:
         try:
@@ -276,6 +287,18 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     if sum(asked) > 1:
         parser.error("only one of --run, --multirun, --cfg, --info and --shell-completion at a time")
     return flags
+
+
+def _may_choose(value: Any) -> bool:
+    """Whether Hydra can take it for an option, or several."""
+    return isinstance(value, str | dict) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _fit(plain: dict[Any, Any]) -> dict[str, Any]:
+    try:
+        return fit_config(plain)
+    except KeyProblem as problem:
+        raise hinted(problem, plain) from problem
 
 
 def _plugins_in_overrides(overrides: Sequence[str]) -> list[str]:

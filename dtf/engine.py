@@ -104,7 +104,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
     width = 1 + len(loop.recipe.measures)
     window, seconds = Window(loop.carried), _Stopwatch()
     ready: tuple[tuple[int, int], Batch | None] | None = None  # prepared one batch ahead, by (epoch, index)
-    evaluated: dict[str, float] = {}
+    evaluated = next((measured.values for measured in reversed(loop.recent) if measured.split == "eval"), {})
     evaluated_at, rows, lr = -1, 0, 0.0
     polled, polled_at = time.perf_counter(), 0
     for ticket in clock:

@@ -75,9 +75,11 @@ class Verdict:
 
 
 def _tensors(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint, whole, in fp64. Without torch: the launching process compares."""
+    """Every tensor of the run in a checkpoint, whole, in fp64. Without torch: the launching process compares."""
     found = {}
     for name, stored in sorted(read_manifest(checkpoint).tensors.items()):
+        if name.startswith("share_"):
+            continue  # what one share of the rows has averaged so far: another number of shares has others
         found[name] = np.full(stored.shape, np.nan)
         for box in stored.boxes:
             with safe_open(checkpoint / box.file, framework="numpy") as file:

@@ -14,12 +14,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtf.errors import ConfigError
 from dtf.registry import registered, suggest
-from dtf.schema import show
-from dtf.settings import GROUPS
+from dtf.schema import KeyProblem, is_node, keys, show
+from dtf.settings import GROUPS, Root
 from dtf.untrusted import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from hydra.core.override_parser.types import Override
 
@@ -27,14 +27,25 @@ if TYPE_CHECKING:
 
 _THEIRS = (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError, UserWarning, RecursionError)
 COMMAND_LINE = "on the command line"
+_FEW = 3  # keys that an error may offer; more are no help
+
+# What people type who come from elsewhere, by the last part of the key.
+_KEYS_ELSEWHERE = {"lr": "lr.peak", "learning_rate": "lr.peak"}
+_OPTIONS_ELSEWHERE = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
 
 
 def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Override]:
     """Overrides as Hydra understands them; ConfigError for what is none."""
-    try:
-        return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        raise ConfigError(_no_override(error.override)) from error
+    parser = OverridesParser.create(config_loader=loader)
+    parsed: list[Override] = []
+    for text in overrides:
+        try:
+            parsed += parser.parse_overrides([text])
+        except OverrideParseException as error:
+            raise ConfigError(_no_override(error.override)) from error
+        except ValueError as error:
+            raise ConfigError(f"{show(text)} has more digits than a number can have; set {COMMAND_LINE}") from error
+    return parsed
 
 
 def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> Exception:
@@ -55,6 +66,14 @@ def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: d
         return ConfigError(f"{several[1]} takes one option; write {several[1]}=NAME without +")
     if unknown := re.match(r"Could not override '(.*?)'\.\nTo append", text):
         return ConfigError(f"{show(unknown[1])} is no known key; see dtf job=describe; set {COMMAND_LINE}")
+    if gone := re.match(r"Could not delete (?:from config\. )?'(.*?)'", text):
+        return ConfigError(f"~{show(gone[1])} has nothing to take away: no such key or option is set; see dtf --cfg job; set {COMMAND_LINE}")
+    if other := re.match(r"Could not delete from config\. The value of '(.*?)' is (.*) and not (.*)\.", text, re.DOTALL):
+        return ConfigError(f"~{other[1]}={show(other[3])} has nothing to take away: {other[1]}={show(other[2])}; write ~{other[1]}; set {COMMAND_LINE}")
+    if re.match(r"BasicSweeper does not support sweep type", text):
+        return ConfigError(
+            f"an interval has no list of values to run; list them, or choose a sweeper that draws them by hydra/sweeper=NAME; set {COMMAND_LINE}"
+        )
     if re.match(r"(Error merging override )?hydra.searchpath", text):
         return ConfigError("hydra.searchpath must be a list of folders and packages: hydra.searchpath=[file:///folder,pkg://package]")
     if unfit := re.match(r"Error merging override (.*)", text, re.DOTALL):
@@ -64,6 +83,25 @@ def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: d
     if isinstance(error.__cause__, OmegaConfBaseException) and text in ("", "None"):
         text = str(error.__cause__)
     return ConfigError(one_line(ValueError(text or type(error).__name__)))
+
+
+def hinted(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
+    """The problem; when it is an unknown key whose last part is that of a few known ones, those are named first."""
+    head, unknown, choices = str(problem).partition(" is no known key; ")
+    if not unknown:
+        return problem
+    last = problem.key.rpartition(".")[2]
+    known = list(_known_keys(config))
+    meant = [key for key in known if key.rpartition(".")[2] == last] or [key for key in known if key == _KEYS_ELSEWHERE.get(last)]
+    if not 1 <= len(meant) <= _FEW:
+        return problem
+    return KeyProblem(problem.key, f"{head}{unknown}did you mean {' or '.join(meant)}? {choices.rpartition('? ')[2]}")
+
+
+def key_for_number(group: str, value: object) -> str:
+    """`did you mean lr.peak=0.1? ` for `lr=0.1`; empty where a group is not known elsewhere as a number."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"did you mean {_KEYS_ELSEWHERE[group]}={value}? " if number and group in _KEYS_ELSEWHERE else ""
 
 
 def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> str:
@@ -91,6 +129,25 @@ def shorten(path: Path) -> str:
     """A path as a person in the current directory would name it."""
     absolute, here = os.path.abspath(path), os.getcwd()
     return os.path.relpath(absolute, here) if absolute.startswith(f"{here}{os.sep}") else absolute
+
+
+def _known_keys(config: dict[Any, Any]) -> Iterator[str]:
+    """Dotted keys of the root and of the options that `config` chose, so far as it can be told."""
+    yield from _keys_below(Root, "")
+    for group in GROUPS:
+        chosen = config.get(group)
+        parts = chosen if group == "observer" and isinstance(chosen, dict) else {"": chosen}
+        for name, part in parts.items():
+            cls = registered(group).get(str(part.get("name"))) if isinstance(part, dict) else None
+            if cls is not None:
+                yield from _keys_below(cls, f"{group}.{name}." if name else f"{group}.")
+
+
+def _keys_below(cls: type, prefix: str) -> Iterator[str]:
+    for key in keys(cls):
+        yield f"{prefix}{key.name}"
+        if is_node(key.hint):
+            yield from _keys_below(key.hint, f"{prefix}{key.name}.")
 
 
 def _holds(content: Any, parts: list[str]) -> bool:
@@ -137,4 +194,6 @@ def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[
     files = [read.file for read in reads.values() if any(_chooses(entry, group, name) for entry in read.defaults)]
     typed = any(override.key_or_group == group for override in parse(overrides, loader))
     where = f"set {COMMAND_LINE}" if typed else f"set in {shorten(files[-1])}" if files else ""
-    return ConfigError("; ".join(filter(None, (what, suggest(name, choices), where))))
+    alias = _OPTIONS_ELSEWHERE.get(name)
+    near = f"did you mean {alias}? {suggest('', choices)}" if alias in choices else suggest(name, choices)
+    return ConfigError("; ".join(filter(None, (what, near, where))))

@@ -16,9 +16,8 @@ class Schedule(ABC):
     def __call__(self, step: int, total: int) -> float:
         """Learning rate of the step after `step` finished ones, of `total`."""
 
-    @abstractmethod
     def check(self) -> None:
-        """Raise ConfigError for values that make no schedule."""
+        """Raise ConfigError for values that make no schedule. Default: the ranges of the fields say all."""
 
 
 def ramp(step: int, warmup: int) -> float:

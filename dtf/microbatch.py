@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from dtf.errors import ConfigError
 from dtf.seeding import seed_of
 
+_KINDS = ("running_mean", "running_var")
+
 _Layer = tuple[str, nn.modules.batchnorm._NormBase, float | None]  # name, module, its own momentum
 
 
 def _averages(layers: list[_Layer]) -> list[Tensor]:
-    return [t for _, layer, _ in layers for t in (layer.running_mean, layer.running_var) if t is not None]
+    return [getattr(layer, kind) for _, layer, _ in layers for kind in _KINDS]
 
 
 class RunningStatistics:
@@ -42,6 +44,7 @@ class RunningStatistics:
                 module.num_batches_tracked = None
         self._steps = 0
         self._before: list[Tensor] | None = None
+        self._held: list[Tensor] | None = None  # this rank's own, while the mean over ranks stands in for them
         self._own, self._gain = 0, 1.0
         self._changed = False  # whether the layers' momentum differs from their own
         self._cumulative = any(base is None for _, _, base in self._layers)
@@ -57,6 +60,9 @@ class RunningStatistics:
         """Before the micro-batches of a step."""
         if not self._layers:
             return
+        if self._held is not None:
+            torch._foreach_copy_(self.tensors(), self._held)
+            self._held = None
         self._own, self._gain = own, ranks * own / total
         self._steps += 1
         self._live = [entry for entry in self._layers if entry[1].training]  # a frozen layer keeps its averages
@@ -93,14 +99,24 @@ class RunningStatistics:
         self._before = None
 
     def average(self, reduce_mean) -> None:
-        """Replace every average by its mean over ranks; `reduce_mean` does so for one flat tensor, in place. Collective."""
+        """Replace every average by its mean over ranks, until the next step; `reduce_mean` does so for one flat tensor, in place. Collective."""
         tensors = self.tensors()
         if not tensors:
             return
+        self.hold()
         flat = torch.cat([t.reshape(-1) for t in tensors])
         reduce_mean(flat)
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
+
+    def hold(self) -> None:
+        """Keep this rank's own averages, to go on from in the next step: evaluating and saving then leave no trace in the numbers."""
+        self._held = [t.clone() for t in self.tensors()]
+
+    def own(self) -> dict[str, Tensor]:
+        """This rank's own averages by the names of their buffers, while the mean stands in for them; else nothing."""
+        names = [f"{name}.{kind}" for name, _, _ in self._layers for kind in _KINDS]
+        return dict(zip(names, self._held, strict=True)) if self._held is not None else {}
 
     def counters(self) -> dict[str, int]:
         """`<layer>.num_batches_tracked` -> steps, the names torch gives them."""

@@ -31,7 +31,7 @@ class Group:
 class Optimizer(ABC):
     """Fields are the config node `optimizer`. Modules import torch only inside methods."""
 
-    decay_norm_and_bias: bool
+    decay_norm_and_bias: bool = True
 
     def check(self) -> None:
         """Raise ConfigError for values that do not go together. Torch-free."""

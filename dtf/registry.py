@@ -60,14 +60,17 @@ def option(
 def register(group: str, name: str) -> Callable[[T], T]:
     """Class decorator: make the class a keyword-only dataclass and an option `name` of the config group `group`.
 
-    Its module must import without torch: the class is read by the command line. Raises ConfigError when
-    another class already holds the name.
+    Its module must import without torch: the class is read by the command line. Raises ConfigError when another class already holds
+    the name, or when the class lacks methods of its contract.
     """
 
     def decorate(cls: T) -> T:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{group}={name!r} is no usable name; letters, digits, '.', '_' and '-' only")
         made = dataclasses.dataclass(kw_only=True)(cls)
+        missing = sorted(getattr(made, "__abstractmethods__", ()))
+        if missing:
+            raise ConfigError(f"{group}={name}: {cls.__module__}.{cls.__qualname__} must define {', '.join(missing)}")
         known = _CLASSES.setdefault(group, {})
         other = known.get(name)
         if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):

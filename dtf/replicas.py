@@ -11,7 +11,7 @@ from torch import Tensor
 from dtf.build import cast_model, draw_model
 from dtf.errors import ConfigError
 from dtf.sampler import cut, share
-from dtf.spmd import Replica, buffers, load_buffers, loss_dtype, rows_of, to_device
+from dtf.spmd import Replica, buffers, load_buffers, loss_dtype, own_averages, rows_of, to_device
 from dtf.strategy import Program, Source, Task
 from dtf.update import LocalUpdate
 from dtf.values import Batch, Shard, State, StepOutput, Train
@@ -86,6 +86,8 @@ class Replicas(Program):
         if self._settled or len(self._replicas) == 1:
             return
         tensors = [replica.statistics.tensors() for replica in self._replicas]
+        for replica in self._replicas:
+            replica.statistics.hold()
         for same in zip(*tensors, strict=True):
             mean = torch.stack([t.to(same[0].device) for t in same]).mean(dim=0)
             for t in same:
@@ -94,7 +96,8 @@ class Replicas(Program):
 
     def state(self) -> State:
         state = self._updates[0].state()
-        return State(state.boxes + buffers(self._replicas[0]), state.scalars)
+        own = [box for i, replica in enumerate(self._replicas) for box in own_averages(replica, Shard(i, self.shares))]
+        return State(state.boxes + buffers(self._replicas[0]) + own, state.scalars)
 
     @torch.no_grad()
     def load(self, source: Source) -> None:
@@ -102,8 +105,8 @@ class Replicas(Program):
             update.load(source)
         for trained in self._trained[len(self._updates) :]:
             torch._foreach_copy_([p.data for p in trained], [p.data for p in self._trained[0]])
-        for replica in self._replicas:
-            load_buffers(replica, source)
+        for i, replica in enumerate(self._replicas):
+            load_buffers(replica, source, Shard(i, self.shares))
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [dict(replica.model.named_parameters()) for replica in self._replicas]

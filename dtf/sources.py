@@ -126,6 +126,8 @@ class GuardedFiles(FileConfigSource):
             raise ConfigError(f"{file}: {one_line(error)}; it must be a YAML mapping of keys to values") from error
         if not isinstance(content, dict):
             raise ConfigError(f"{file} must be a YAML mapping of keys to values")
+        if "hydra" in content and not isinstance(content["hydra"], dict):
+            raise ConfigError(f"{file}: hydra={content['hydra']} takes Hydra's own settings away; it must be a mapping, or left out")
         defaults = content.pop("defaults", None)
         reads = _reads.get()
         if reads is not None:

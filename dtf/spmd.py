@@ -18,6 +18,9 @@ from dtf.strategy import Program, Source, Task, Update
 from dtf.values import Batch, Box, Shard, State, StepOutput, Train
 from dtf.world import World
 
+SHARE = "share_"
+"""Tensors under `share_<index>/` belong to one share of the rows; all others to the run."""
+
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -155,10 +158,11 @@ class Spmd(Program):
     """A replica on every rank and an update that makes them agree; the wrapped forward does the talking, if any."""
 
     def __init__(self, replica: Replica, update: Update, task: Task, world: World) -> None:
-        self.shard, self.shares = Shard(world.rank, world.size), world.size
+        self.shard = self._share = Shard(world.rank, world.size)
+        self.shares = world.size
         self._replica, self._update, self._task, self._world = replica, update, task, world
         self._settled = True
-        self._reports = torch.tensor(float(world.rank == 0), device=world.device)  # every rank knows the norm, one tells it
+        self._unsaid = torch.zeros(2, device=world.device)
         # torch's DDP divides the summed gradient by the number of ranks; the factor takes that back.
         self._factor = torch.full((), float(world.size), device=world.device, dtype=loss_dtype(task))
 
@@ -177,7 +181,8 @@ class Spmd(Program):
         factor = self._update.scale(self._factor / ticket.rows)
         sums = self._replica.accumulate(ticket, batch, bounds, own, self.shard, factor)
         self._settled = False
-        return StepOutput(sums, self._update.apply(ticket.step, ticket.lr).where(self._reports > 0, 0.0))
+        norm = self._update.apply(ticket.step, ticket.lr)
+        return StepOutput(sums, norm if self._world.rank == 0 else self._unsaid)  # every rank knows the norm, one tells it
 
     def eval_step(self, batch: Batch | None) -> Tensor:
         assert batch is not None
@@ -190,11 +195,12 @@ class Spmd(Program):
 
     def state(self) -> State:
         state = self._update.state()
-        return State(state.boxes + (buffers(self._replica) if self._world.rank == 0 else []), state.scalars)
+        own = own_averages(self._replica, self._share)
+        return State(state.boxes + (buffers(self._replica) if self._world.rank == 0 else []) + own, state.scalars)
 
     def load(self, source: Source) -> None:
         self._update.load(source)
-        load_buffers(self._replica, source)
+        load_buffers(self._replica, source, self._share)
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [dict(self._replica.model.named_parameters())]
@@ -211,15 +217,26 @@ def buffers(replica: Replica) -> list[Box]:
     return [Box(f"model/{name}", b.data, tuple(b.shape), (0,) * b.dim()) for name, b in [*found, *counters]]
 
 
+def own_averages(replica: Replica, shard: Shard) -> list[Box]:
+    """Boxes of the running averages of this share of the rows alone. With as many shares a run goes on from them, else from their mean."""
+    if shard.count == 1:  # they are the mean
+        return []
+    return [Box(f"{SHARE}{shard.index}/{name}", t, tuple(t.shape), (0,) * t.dim()) for name, t in replica.statistics.own().items()]
+
+
 @torch.no_grad()
-def load_buffers(replica: Replica, source: Source) -> None:
-    """Inverse of `buffers`."""
+def load_buffers(replica: Replica, source: Source, shard: Shard) -> None:
+    """Inverse of `buffers` and `own_averages`."""
     kept = set(replica.model.state_dict())
     for name, buffer in replica.model.named_buffers():
         if name in kept:
             buffer.copy_(source.read(f"model/{name}", shape=tuple(buffer.shape)))
     for name in replica.statistics.counters():
         replica.statistics.restore(int(source.read(f"model/{name}", shape=())))
+    if len({name.split("/")[0] for name in source.names() if name.startswith(SHARE)}) == shard.count > 1:
+        replica.statistics.hold()
+        for name, held in replica.statistics.own().items():
+            held.copy_(source.read(f"{SHARE}{shard.index}/{name}", shape=tuple(held.shape)))
 
 
 def to_device(batch: Batch, device: torch.device, weight: torch.dtype) -> Batch:

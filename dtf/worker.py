@@ -20,11 +20,13 @@ from dtf import __version__, heartbeat
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
 from dtf.engine import RECENT, Loop, fit
-from dtf.errors import DataError, DtfError, Exit, PeerError, Preempted
+from dtf.errors import ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.loader import Loader
+from dtf.precision import Cast
 from dtf.run import flat
 from dtf.sampler import Epochs, Sequential, cut
+from dtf.schema import show, to_plain
 from dtf.settings import Settings, typed
 from dtf.strategy import Program, Task
 from dtf.values import Ended, Event, Failed, Measured, Note, Started
@@ -116,6 +118,9 @@ def _train(
     state, carried, recent = _resume(checkpointer, program, identity, course, place.attempt, see)
     clock = PlannedClock(plan, epochs, settings.lr, state)
     start = state["step"] if state else 0
+    if start > plan.end:
+        key = f"train.until={plan.until}" if plan.end < plan.total else f"a run of {plan.total} steps"
+        raise ConfigError(f"{key} ends before step {start}, where the checkpoint is; train on, or go to another run.dir")
     see(
         Started(
             start,
@@ -196,9 +201,9 @@ def _resume(
     source = checkpointer.load(path)
     for key, value in identity.items():
         if source.scalars.get(key) != value:
-            raise DataError(
+            raise ConfigError(
                 f"checkpoint {path} was written with {key}={source.scalars.get(key)!r}, this run has {key}={value!r}; data position and "
-                "numbers would not continue; use the same, or start anew in another run.dir"
+                f"numbers would not continue; use the same{', or start anew in another run.dir' if checkpointer.owns(path) else ''}"
             )
     scalars = source.scalars
     now, then = dict(flat(course, "")), dict(flat(scalars["course"], ""))  # what makes the numbers and yet may change
@@ -258,11 +263,15 @@ def _table(
     batch, shares = settings.step.batch_size, program.shares
     bounds = cut(batch, settings.step.micro_batch_rows, shares)
     kind = "rank" if world.size == shares else "replica"
+    words = [config["strategy"]["name"]]
+    words += [f"{key}={show(config['strategy'][key])}" for key, value in to_plain(type(settings.strategy)()).items() if config["strategy"][key] != value]
+    precision = settings.precision
+    how = "" if precision.compute is precision.param else " (autocast)" if precision.cast is Cast.autocast else " on a copy of them"
     threads = world.place.threads
     return {
         "recipe": f"{config['recipe']['name']}: {parameters:,} parameters, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
-        "strategy": f"{config['strategy']['name']} on {shares} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a process",
-        "precision": f"{settings.precision.param.value} parameters, {settings.precision.compute.value} arithmetic",
+        "strategy": f"{' '.join(words)} on {shares} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a process",
+        "precision": f"{precision.param.value} parameters, {precision.compute.value} arithmetic{how}",
         "batch": f"{batch} rows a step = {len(bounds) - 1} micro-batches of {bounds[1]} over {shares} {kind}{'s' if shares > 1 else ''}",
         "length": f"{plan.total:,} steps",
         "run folder": str(folder),

@@ -21,6 +21,7 @@ from dtf.precision import Cast, Format, Precision
 from dtf.registry import lookup, registered
 from dtf.sampler import Epochs, Sequential, Shuffle, Tail
 from dtf.settings import load_parts
+from dtf.spmd import SHARE
 from dtf.strategy import Task
 from dtf.values import Measured, Saved
 from dtf.world import World
@@ -162,8 +163,9 @@ def reference(**case: Any) -> dict[str, Any]:
 def difference(a: dict[str, Any], b: dict[str, Any]) -> float:
     """Largest max|a - b| / max|a| over metrics and tensors; the same names and sample ids are asserted."""
     assert a["ids"] == b["ids"]
-    assert a["tensors"].keys() == b["tensors"].keys()
-    pairs = [(a["tensors"][name], b["tensors"][name]) for name in a["tensors"]]
+    names, others = ({name for name in run["tensors"] if not name.startswith(SHARE)} for run in (a, b))
+    assert names == others
+    pairs = [(a["tensors"][name], b["tensors"][name]) for name in names]
     for split in ("train", "eval"):
         assert a[split].keys() == b[split].keys()
         pairs += [(list(a[split][step].values()), list(b[split][step].values())) for step in a[split]]

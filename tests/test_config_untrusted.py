@@ -44,6 +44,7 @@ DOUBLED = {f"a{n}": f"${{launcher.env.a{n - 1}}}${{launcher.env.a{n - 1}}}" for 
         ),
         (env({"a": "${.b}", "b": "${.a}"}), "Recursive interpolation"),
         (f"seed: {'9' * 6000}\n", "it must be a YAML mapping"),
+        ("hydra: null\n", "hydra=None takes Hydra's own settings away"),
         ("seed: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
     ],
 )

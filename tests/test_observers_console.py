@@ -55,7 +55,7 @@ def test_one_greppable_line_per_event():
         "eval step=120/480 epoch=1.00 loss=0.2500 top1=0.9500 best",
         "eval step=240/480 epoch=2.00 loss=0.2500 top1=0.9500",
         "saved step=120 path=out/step_000120 seconds=0.31 best",
-        "ended step=480/480 reason=finished top1=0.9500 best_step=440.0000 wall=00:00",
+        "ended step=480/480 reason=finished top1=0.9500 best_step=440 wall=00:00",
     ]
 
 

@@ -40,6 +40,23 @@ def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(strategy
     assert visits == Counter(dict.fromkeys(range(100), 3)), "three epochs, each row once in each"
 
 
+@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 3), ("dp", 2)])
+def test_a_run_stopped_where_nobody_saves_goes_on_bit_for_bit(strategy: str, processes: int, run_dtf: Any) -> None:
+    spread = [f"strategy={strategy}", f"launcher.processes={processes}"]
+    calm, cut = run_dtf(*RUN, *spread), run_dtf(*RUN, *spread, "train.until=10")
+    assert run_dtf(*RUN, *spread, folder=cut.folder).code == 0
+    a, b = Evidence.read(calm.folder), Evidence.read(cut.folder)
+    assert {name: t.tobytes() for name, t in a.tensors.items()} == {name: t.tobytes() for name, t in b.tensors.items()}
+    assert measurements(calm.folder) == measurements(cut.folder)
+
+
+def test_a_length_that_lies_behind_is_refused(run_dtf: Any) -> None:
+    first = run_dtf(*RUN, "train.until=9")
+    for shorter, said in (("train.until=6", "train.until=6 ends before step 9"), ("train.steps=7", "a run of 7 steps ends before step 9")):
+        refused = run_dtf(*RUN, shorter, folder=first.folder)
+        assert refused.code == 2 and said in refused.err
+
+
 def test_measurements_that_a_killed_launcher_did_not_read_come_back_from_the_checkpoint(run_dtf: Any) -> None:
     base = [*RUN, "train.log_every=1"]
     calm = run_dtf(*base)
@@ -54,7 +71,7 @@ def test_a_start_that_is_refused_removes_no_checkpoint(run_dtf: Any) -> None:
     first = run_dtf(*RUN, "train.until=9")
     kept = sorted(path.name for path in (first.folder / "checkpoints").iterdir())
     refused = run_dtf(*RUN, "run.objective=loss", "checkpoint.keep_last=1", "checkpoint.keep_best=0", folder=first.folder)
-    assert refused.code == 65 and "objective" in refused.err
+    assert refused.code == 2 and "objective" in refused.err
     assert sorted(path.name for path in (first.folder / "checkpoints").iterdir()) == kept and len(kept) == 4
 
 

@@ -35,7 +35,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[dict[s
 
 
 def unbroken(once: Callable[..., Any], strategy: str = "ddp", processes: int = 1, **case: Any) -> dict[str, Any]:
-    """The whole run. It saves where the other dies: saving averages the running statistics, which may move their last bits."""
+    """The whole run, which also saves where the other dies."""
     return once(strategy, processes, **case)[0]
 
 
@@ -63,6 +63,14 @@ def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(first: tuple[str
 def test_optimizer_state_travels(strategy: str, options: dict, optimizer: str, once: Callable[..., Any]) -> None:
     whole = broken(once, ("ddp", 2), (strategy, 3), ({"shard_optimizer": True}, options), optimizer=optimizer)
     assert difference(unbroken(once, optimizer=optimizer), whole) <= 1e-10
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("dp", 2), ("ddp", 3)])
+def test_saving_and_evaluating_leave_no_trace(strategy: str, processes: int) -> None:
+    """Batch statistics too: what a rank has averaged itself goes on, the mean over ranks only stands in for it."""
+    calm, busy = (spread(strategy, processes, precision="fp32", steps=STEPS, log_every=4, eval_every=every) for every in (STEPS, 1))
+    assert calm["train"] == busy["train"] and calm["tensors"] == busy["tensors"]
+    assert calm["eval"][str(STEPS)] == busy["eval"][str(STEPS)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master", "fp16"])

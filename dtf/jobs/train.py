@@ -9,9 +9,11 @@ from dtf.job import Job
 from dtf.observer import Observers
 from dtf.registry import register
 from dtf.run import Run
-from dtf.values import Ended, Event, Failed
+from dtf.values import Ended, Event, Failed, Measured
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dtf.config import Composed
 
 
@@ -19,12 +21,19 @@ if TYPE_CHECKING:
 class TrainJob(Job):
     """Train the recipe."""
 
+    def __post_init__(self) -> None:
+        # What `run` leaves for a sweep's summary; no fields, which would be config keys.
+        self.folder: Path | None = None
+        self.best: tuple[str, float] | None = None  # the objective and its best value
+
     def run(self, composed: Composed) -> int:
         settings = composed.check()
         launcher = settings.launcher
         launcher.check(settings.strategy)
         processes, devices = launcher.count(), launcher.devices_kind()
         run = launcher.open(composed.config, lambda folder: Run.open(composed.config, settings, processes, devices, folder))
+        self.folder = run.folder
+        objective = settings.run.objective or settings.recipe.objective[0]
         observers = Observers(settings.observer if run.leader else {})
         exit, cause = Exit.BUG, "an exception in the launching process"
 
@@ -32,6 +41,10 @@ class TrainJob(Job):
             nonlocal cause
             if isinstance(event, Failed | Ended):
                 cause = event.message if isinstance(event, Failed) else event.reason
+            if isinstance(event, Measured) and event.best:
+                self.best = (objective, event.values[objective])
+            elif isinstance(event, Ended) and f"best_{objective}" in event.values:  # also one from before a resume
+                self.best = (objective, event.values[f"best_{objective}"])
             observers.see(event)
 
         try:

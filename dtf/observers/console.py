@@ -75,7 +75,7 @@ class Lines:
             case Ended(step, reason, values):
                 place = {"step": f"{step}/{self._total}", "reason": reason}
                 wall = {"wall": time_text(time.monotonic() - self._opened)}
-                self._print("ended", place | {name: number_text(value) for name, value in values.items()} | wall)
+                self._print("ended", place | {name: _final_text(name, value) for name, value in values.items()} | wall)
 
     def close(self) -> None:
         """Nothing is held back."""
@@ -98,6 +98,11 @@ def _train_values(values: dict[str, float]) -> dict[str, str]:
     last = {"lr": ("lr", setting_text), "grad_norm": ("grad_norm", number_text), "rows_per_s": ("rows/s", "{:.0f}".format)}
     texts = {name: number_text(value) for name, value in values.items() if name not in last}
     return texts | {short: text(values[name]) for name, (short, text) in last.items() if name in values}
+
+
+def _final_text(name: str, value: float) -> str:
+    """A step is a count, whatever type the event has for numbers; a metric keeps its decimals even where it is whole."""
+    return f"{value:.0f}" if name == "best_step" else number_text(value)
 
 
 def _quoted(value: object) -> str:

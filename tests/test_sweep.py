@@ -1,0 +1,110 @@
+"""`-m`: options with keys of their own, errors that name the trial, and the summary."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dtf.__main__ import main
+from dtf.errors import Exit
+from dtf.sweep import COLUMNS, Trial, summary
+
+SHOW = ("plugins=[tests.front_parts]", "job=front_show")
+SMALL = ["plugins=[tests.toy]", "recipe=toy", "launcher=inline", "launcher.devices=cpu", "strategy=dp", "strategy.replicas=1", "step.batch_size=48"]
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> Callable[..., list[dict]]:
+    """Run a sweep that must succeed; the config of each trial."""
+
+    def run(*words: str) -> list[dict]:
+        log = tmp_path / "log"
+        assert main(["-m", *SHOW, f"job.file={log}", *words]) == Exit.OK
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+    return run
+
+
+def test_keys_that_only_the_options_swept_over_have(configs) -> None:
+    seen = configs("lr=step,constant", "lr.warmup=5")
+    assert [(one["lr"]["name"], one["lr"]["warmup"]) for one in seen] == [("step", 5), ("constant", 5)]
+
+
+def test_keys_of_options_that_the_experiments_swept_over_choose(configs, tmp_path: Path) -> None:
+    folder = tmp_path / "my" / "experiment"
+    folder.mkdir(parents=True)
+    for name in ("long", "short"):
+        (folder / f"{name}.yaml").write_text("# @package _global_\ndefaults:\n  - override /recipe: front_toy\n")
+    seen = configs("--config-dir", str(folder.parent), "experiment=long,short", "recipe.data.root=/x")
+    assert [one["recipe"]["data"]["root"] for one in seen] == ["/x", "/x"]
+
+
+def test_new_entries_of_mappings_and_deletions_as_in_a_single_run(configs) -> None:
+    seen = configs("launcher.env.A=1", "~observer.console", "~experiment", "hydra.job.name=mine", "run.name=${hydra:job.name}", "seed=1,2")
+    assert [(one["seed"], one["launcher"]["env"], sorted(one["observer"]), one["run"]["name"]) for one in seen] == [
+        (1, {"A": "1"}, ["jsonl", "tensorboard"], "mine"),
+        (2, {"A": "1"}, ["jsonl", "tensorboard"], "mine"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lr=cosine,constant", "lr.floor=0.1"], "trial 2 of 2 (lr=constant): lr.floor=0.1 is no known key; choices: peak, warmup; set on the command line"),
+        (["seed=1,2", "lr.peak=0.1,abc"], "trial 2 of 4 (seed=1 lr.peak=abc): lr.peak=abc is not of type float; set on the command line"),
+        (["seed=1,2", "~observer"], "trial 1 of 2 (seed=1): ~observer takes no observer away; "),
+        (["seed=1", "sed=2"], "sed=2 is no known key; did you mean seed?"),
+        (["hydra.verbose=true,false"], "hydra.verbose=true,false sweeps over a setting of Hydra; give it one value; set on the command line"),
+        (["lr.peak=interval(0.1,0.2)"], "an interval has no list of values to run; list them, "),
+    ],
+)
+def test_errors_name_the_trial(capsys: Capture, words: list[str], message: str) -> None:
+    assert main(["-m", *SHOW, *words]) == Exit.CONFIG
+    out, err = capsys.readouterr()
+    assert err.startswith(f"dtf: error[E_CONFIG]: {message}")
+    assert not out
+
+
+def test_the_summary_of_a_sweep_says_where_each_run_is_and_how_good(capsys: Capture, elsewhere: Path) -> None:
+    assert main(["-m", *SMALL, "train.steps=4", "train.eval_every=2", "observer=[jsonl]", "seed=1,2", "lr.peak=0.1,0.2"]) == Exit.OK
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    assert all(len(line) <= COLUMNS for line in lines)
+    for number, (line, differs) in enumerate(zip(lines, [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)], strict=True), 1):
+        found = re.fullmatch(rf"dtf: trial {number}: ok  top1=(\S+)  seed={differs[0]} lr.peak={differs[1]}  (outputs/\S+)", line)
+        assert found, line
+        measured = [json.loads(text) for text in (elsewhere / found[2] / "metrics.jsonl").read_text().splitlines()]
+        best = max(one["top1"] for one in measured if one["split"] == "eval")
+        assert float(found[1]) == pytest.approx(best, abs=1e-4)
+
+
+def test_the_summary_names_the_folder_of_a_trial_that_failed(capsys: Capture, elsewhere: Path) -> None:
+    words = ["train.steps=2", "observer=[]", "train.log_every=1", "recipe.bad_row=-1,3"]
+    assert main(["-m", *SMALL, *words]) == Exit.DIVERGED
+    failed = capsys.readouterr().out.splitlines()[-1]
+    assert failed.startswith("dtf: trial 2: E_DIVERGED ")
+    assert "recipe.bad_row=3" in failed
+    assert (elsewhere / failed.split()[-1] / "run.json").is_file()
+
+
+def test_a_wide_summary_stays_within_its_columns(elsewhere: Path) -> None:
+    folder = elsewhere / "outputs" / "resnet_shapes" / "20250101-120000-abcdef"
+    title = " ".join(f"recipe.model.key{number}={number}" for number in range(8))
+    lines = list(summary([Trial(title=title, code=0, folder=folder, best=("top1", 0.5)), Trial(title="seed=1", code=3)]))
+    assert max(map(len, lines)) <= COLUMNS
+    assert lines[0].startswith("dtf: trial 1: ok           top1=0.5000  recipe.model.key0=0 ")
+    assert "    outputs/resnet_shapes/20250101-120000-abcdef" in lines
+    assert lines[-1] == "dtf: trial 2: exit code 3               seed=1"
