@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtf.errors import ConfigError
 from dtf.precision import Cast, Format, Precision
@@ -16,65 +17,97 @@ DTYPES = {Format.fp64: torch.float64, Format.fp32: torch.float32, Format.bf16: t
 
 
 def draw_model(recipe: Recipe, seed: int) -> nn.Module:
-    """The recipe's model on CPU in fp32, each module drawn under a generator seeded by hash(seed, module name).
-
-    Always drawn in fp32, so that runs of different precision start alike. Raises ConfigError when a parameter or buffer was
-    never drawn.
-    """
-    with torch.device("meta"):
-        model = recipe.build_model()
-    made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
-    with torch.random.fork_rng(devices=[]):
-        for name, module in model.named_modules():
-            for key, parameter in module._parameters.items():  # not named_parameters: that leaves out a second name of the same tensor
-                if parameter is None:
-                    continue
-                if id(parameter) not in made:
-                    empty = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
-                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                module._parameters[key] = made[id(parameter)]
-            for key, buffer in module.named_buffers(recurse=False):
-                floating = buffer.dtype.is_floating_point
-                module._buffers[key] = torch.full(buffer.shape, torch.nan if floating else 0, dtype=torch.float32 if floating else buffer.dtype)
-            empty_buffers = {key: (buffer, buffer._version) for key, buffer in module.named_buffers(recurse=False)}
-            torch.default_generator.manual_seed(seed_of(seed, "initialise", name))
-            with torch.no_grad():
-                recipe.initialise(name, module)
-            for key, (buffer, version) in empty_buffers.items():
-                if module._buffers[key] is buffer and buffer._version == version and key != "num_batches_tracked":
-                    _never_drawn(recipe, f"{name}.{key}" if name else key, "what its constructor put there is lost, the model is built without memory")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.dtype.is_floating_point and bool(tensor.detach().isnan().any()):
-            _never_drawn(recipe, name, "or only in part")
+    """The recipe's model on CPU in fp32, with all its numbers; see `drawn`."""
+    model = sketch(recipe)
+    for _ in drawn(recipe, seed, model):
+        pass
     return model
+
+
+def sketch(recipe: Recipe) -> nn.Module:
+    """The recipe's model without memory (on meta)."""
+    with torch.device("meta"):
+        return recipe.build_model()
+
+
+def drawn(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+    """Draw a sketched model module by module, each under a generator seeded by hash(seed, module name), on CPU in fp32.
+
+    Always in fp32, so that runs of different precision start alike. Yields each module and what it now owns, parameters and buffers by their
+    full names, a shared tensor under its first one; whoever keeps only parts of them may drop them then.
+    Raises ConfigError when a parameter or buffer was never drawn.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}  # the first name of a tied parameter
+    last = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}  # and its last owner, by when it must be drawn
+    made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    for prefix, module in model.named_modules():
+        unfinished: set[str] = set()
+        found: dict[str, Tensor] = {}
+        for key, parameter in module._parameters.items():  # not named_parameters: that leaves out a second name of the same tensor
+            if parameter is None:
+                continue
+            name, key_of = names[id(parameter)], id(parameter)
+            drawing = made.pop(key_of, None)
+            if drawing is None:
+                drawing = nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32), requires_grad=parameter.requires_grad)
+            if last[key_of] is not module:
+                made[key_of] = drawing
+                unfinished.add(name)
+            module._parameters[key] = found[name] = drawing
+        for key, buffer in module.named_buffers(recurse=False):
+            floating = buffer.dtype.is_floating_point
+            empty = torch.full(buffer.shape, torch.nan if floating else 0, dtype=torch.float32 if floating else buffer.dtype)
+            module._buffers[key] = found[f"{prefix}.{key}" if prefix else key] = empty
+        buffers = {key: (buffer, buffer._version) for key, buffer in module.named_buffers(recurse=False)}
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(seed_of(seed, "initialise", prefix))
+            recipe.initialise(prefix, module)
+        for key, (buffer, version) in buffers.items():
+            if module._buffers[key] is buffer and buffer._version == version and key != "num_batches_tracked":
+                name = f"{prefix}.{key}" if prefix else key
+                _never_drawn(recipe, name, "what its constructor put there is lost, the model is built without memory")
+        for name, tensor in found.items():
+            if name not in unfinished and tensor.dtype.is_floating_point and bool(tensor.detach().isnan().any()):
+                _never_drawn(recipe, name, "or only in part")
+        yield module, found
 
 
 def _never_drawn(recipe: Recipe, name: str, why: str) -> NoReturn:
     raise ConfigError(f"recipe={type(recipe).__name__}: {name} is never drawn ({why}); give its module a reset_parameters or extend initialise()")
 
 
-def cast_model(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, torch.Tensor]:
-    """Move the model to its device and formats; returns the tensors the optimizer updates, by parameter name.
+def is_statistics(module: nn.Module) -> bool:
+    """Whether it keeps fp32 (or `param`, when that is fp64) in half formats: running averages in bf16 lose most of their updates."""
+    return isinstance(module, nn.modules.batchnorm._NormBase)
 
-    These are the module's own parameters unless `cast=module` computes in another format than `param`: then they are master
-    copies in `param`. Batch normalisation keeps fp32 (or `param`, when that is fp64) parameters and statistics in half formats: running averages
-    in bf16 lose most of their updates.
+
+def formats(model: nn.Module, precision: Precision) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Name of each floating parameter and buffer -> the formats in which it is kept and computes.
+
+    They differ only with `cast=module` and another `compute` than `param`; those of buffers never do.
     """
     param = DTYPES[precision.param]
     compute = param if precision.cast is Cast.autocast else DTYPES[precision.compute]
+    found = {}
+    for prefix, module in model.named_modules():
+        wide = torch.float32 if is_statistics(module) else None
+        kept, computing = (wide if wide and to.itemsize < wide.itemsize else to for to in (param, compute))
+        for tensors, pair in ((module.named_parameters(recurse=False), (kept, computing)), (module.named_buffers(recurse=False), (computing, computing))):
+            found |= {f"{prefix}.{key}" if prefix else key: pair for key, tensor in tensors if tensor.dtype.is_floating_point}
+    return found
+
+
+def cast_model(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, torch.Tensor]:
+    """Move the model to its device and formats; returns the tensors the optimizer updates, by parameter name.
+
+    These are the module's own parameters unless they compute in another format than the one they are kept in: then they are master copies.
+    """
     model.to(device)
-    statistics = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    kept = {id(tensor) for module in statistics for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]}
-
-    def convert(tensor: torch.Tensor, to: torch.dtype) -> torch.Tensor:
-        if not tensor.dtype.is_floating_point:
-            return tensor.data
-        return tensor.data.to(torch.float32 if id(tensor) in kept and to.itemsize < 4 else to)
-
-    masters = {}
+    pairs, masters = formats(model, precision), {}
     for name, parameter in model.named_parameters():
-        masters[name] = convert(parameter, param)
-        parameter.data = masters[name] if compute is param else convert(parameter, compute)
-    for buffer in model.buffers():
-        buffer.data = convert(buffer, compute)
+        kept, computing = pairs.get(name, (parameter.dtype, parameter.dtype))
+        masters[name] = parameter.data.to(kept)
+        parameter.data = masters[name] if computing is kept else parameter.data.to(computing)
+    for name, buffer in model.named_buffers():
+        buffer.data = buffer.data.to(pairs.get(name, (buffer.dtype, buffer.dtype))[1])
     return masters

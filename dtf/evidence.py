@@ -177,8 +177,10 @@ def _cause(reference: Evidence, run: Evidence, verdict: Verdict) -> str:
 
 def _ranks(run: Evidence) -> str:
     """Whether all ranks hold the same bits of what they should all hold."""
-    for copy, held in enumerate(run.held[1:], 1):
+    first: dict[str, tuple[int, int]] = {}
+    for copy, held in enumerate(run.held):
         for name in sorted(held):
-            if held[name] != run.held[0].get(name, held[name]):
-                return f"ranks 0 and {copy} hold different {name}: gradients were not summed over all ranks"
+            holder, digest = first.setdefault(name, (copy, held[name]))
+            if held[name] != digest:
+                return f"ranks {holder} and {copy} hold different {name}: gradients were not summed over all ranks"
     return ""

@@ -79,6 +79,12 @@ class RunningStatistics:
             layer.momentum = part / (1 - (self._own - 1 - j) * part)
         self._changed = not plain
 
+    def pad(self) -> None:
+        """Before a pass over padding, which is there for the collectives in it: averages do not hear of it."""
+        for _, layer, _ in self._live:
+            layer.momentum = 0.0
+        self._changed = True
+
     def end(self) -> None:
         """After the micro-batches of a step."""
         if self._before is None:

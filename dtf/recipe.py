@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from dtf.layout import Layout
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
@@ -75,6 +77,10 @@ class Recipe(ABC):
         reset = getattr(module, "reset_parameters", None)
         if reset is not None:
             reset()
+
+    def layout(self, model: nn.Module) -> Layout:
+        """How `model`, as `build_model` makes it, falls into parts. Default: unknown."""
+        return Layout()
 
     @abstractmethod
     def open_data(self, split: str, seed: int) -> Dataset:

@@ -13,7 +13,7 @@ from dtf.errors import ConfigError
 from dtf.sampler import cut, share
 from dtf.spmd import Replica, buffers, load_buffers, loss_dtype, own_averages, rows_of, to_device
 from dtf.strategy import Program, Source, Task
-from dtf.update import LocalUpdate
+from dtf.update import LocalUpdate, whole
 from dtf.values import Batch, Shard, State, StepOutput, Train
 
 
@@ -40,7 +40,7 @@ class Replicas(Program):
             masters = cast_model(model, task.precision, device)
             self._replicas.append(Replica(model, task, device))
             if every or not self._updates:
-                self._updates.append(LocalUpdate(model, masters, task.optimizer, task.step.clip_norm, task.precision.loss_scale))
+                self._updates.append(LocalUpdate(whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale))
         self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
         self._settled = True
 

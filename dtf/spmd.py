@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,10 +29,19 @@ class Replica:
     """One copy of the model and its passes over micro-batches; knows rows and formats, nothing of other ranks.
 
     `forward`, for the last micro-batch of a step, may sum gradients over ranks in its backward pass; the others accumulate on the bare model.
+    `sync`: for a model that talks to other ranks in every pass; called before each with whether gradients are to be summed. Then all ranks make
+    the same number of passes.
     """
 
-    def __init__(self, model: nn.Module, task: Task, device: torch.device, forward: Callable[..., Any] | None = None) -> None:
-        self.model, self._forward, self._recipe, self._device = model, forward or model, task.recipe, device
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        device: torch.device,
+        forward: Callable[..., Any] | None = None,
+        sync: Callable[[bool], None] | None = None,
+    ) -> None:
+        self.model, self._forward, self._sync, self._recipe, self._device = model, forward or model, sync, task.recipe, device
         compute = DTYPES[task.precision.compute]
         self._autocast = compute if task.precision.cast is Cast.autocast else None
         self._input = None if self._autocast else compute
@@ -59,19 +69,20 @@ class Replica:
             self.model.train()
         self.statistics.begin(last - first, len(bounds) - 1, shard.count)
         if first == last:  # padding rows: collectives in the backward pass need a pass, the gradient is zero
-            sums = self._pass(batch, factor, True)
+            sums = [self._pass(batch, factor, True)]
         else:
-            sums = None
-            for j in range(last - first):
-                k = first + j
-                part = batch if last - first == 1 else rows_of(batch, bounds[k] - bounds[first], bounds[k + 1] - bounds[first])
-                self.masks.enter(ticket.step, k)
+            at = [bound - bounds[first] for bound in bounds[first : last + 1]]
+            parts = [rows_of(batch, *ends) for ends in pairwise(at)] if last - first > 1 else [batch]
+            if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):  # another rank has one more
+                self.statistics.pad()
+                self._pass(parts[0]._replace(weight=torch.zeros_like(parts[0].weight)), factor, False)
+            sums = []
+            for j, part in enumerate(parts):
+                self.masks.enter(ticket.step, first + j)
                 self.statistics.enter(j)
-                more = self._pass(part, factor, k == last - 1)
-                sums = more if sums is None else sums + more
+                sums.append(self._pass(part, factor, j == len(parts) - 1))
         self.statistics.end()
-        assert sums is not None
-        return sums
+        return sum(sums[1:], start=sums[0])
 
     def sit_out(self, micro_batches: int, shares: int) -> None:
         """A step in which this replica has no micro-batch and nobody waits for it; running averages decay all the same."""
@@ -80,11 +91,13 @@ class Replica:
         self.statistics.end()
 
     def _pass(self, batch: Batch, factor: Tensor, last: bool) -> Tensor:
+        if self._sync is not None:
+            self._sync(last)
         outputs, loss = self._outputs(batch, self._forward if last else self.model)
         total = (loss * batch.weight).sum()
         # 0 x a non-finite loss is NaN: it reaches every gradient here and, summed, every rank, before anything is updated.
         seed = total.detach() * 0 + factor
-        if last:
+        if last or self._sync is not None:
             total.backward(seed)
         else:
             # Not backward(): hooks that sum gradients over ranks must see each parameter once a step (DDP with a static graph counts).
@@ -203,7 +216,7 @@ class Spmd(Program):
         load_buffers(self._replica, source, self._share)
 
     def replicated(self) -> list[dict[str, Tensor]]:
-        return [dict(self._replica.model.named_parameters())]
+        return [self._update.held()]
 
     def skipped(self) -> int:
         return self._update.skipped()

@@ -120,6 +120,10 @@ class Update(ABC):
     @abstractmethod
     def skipped(self) -> int: ...
 
+    @abstractmethod
+    def held(self) -> dict[str, Tensor]:
+        """The parameters on this rank, by name; slices by name and place. Whoever holds one of the same name holds the same bits."""
+
 
 class Strategy(ABC):
     """A way to spread a task. Fields are the config node `strategy`; the module imports torch only inside `setup`."""

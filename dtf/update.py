@@ -3,50 +3,70 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dtf.errors import ConfigError
-from dtf.optimizer import Optimizer
+from dtf.optimizer import Combine, Optimizer
 from dtf.strategy import Source, Update
 from dtf.values import Box, State
 
 GROWTH_INTERVAL = 2000  # steps without overflow before the loss scale doubles; as in Micikevicius et al. 2018, section 3.2
 
 
-class LocalUpdate(Update):
-    """The optimizer lives in this process, over all parameters or over those it owns.
+class Piece(NamedTuple):
+    """What this rank holds of one parameter: all of it, or a slice of its global tensor."""
 
-    `masters`: what the optimizer updates, by name, see `build.cast_model`; `owned`: names whose optimizer state lives here (default all);
-    `after`: called once the owned parameters are updated, to fetch the others. `writes`: whether this rank writes what every rank holds.
+    parameter: nn.Parameter  # where the gradient arrives
+    local: Tensor  # the numbers that compute
+    master: Tensor  # the numbers that the optimizer steps; the same tensor unless they have another format
+    shape: tuple[int, ...]  # of the global tensor
+    offset: tuple[int, ...]  # of the local part in it
+
+
+def whole(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """The pieces of a model that is all here. `masters`: see `build.cast_model`."""
+    return {
+        name: Piece(p, masters[name] if masters[name].dtype is p.dtype else p.data, masters[name], tuple(p.shape), (0,) * p.dim())
+        for name, p in model.named_parameters()
+    }
+
+
+class LocalUpdate(Update):
+    """The optimizer lives in this process, over the pieces that are here or over those of them that it owns.
+
+    `owned`: names whose optimizer state lives here (default all); `after`: called once the owned parameters are updated, to fetch the others.
+    `writes`: whether this rank writes its pieces, which other ranks may hold too. `combine`: where pieces are slices, adds up a tensor of sums
+    over the ranks that hold the other slices, in place.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        masters: Mapping[str, Tensor],
+        pieces: Mapping[str, Piece],
         optimizer: Optimizer,
         clip_norm: float,
         loss_scale: float,
         owned: frozenset[str] | None = None,
         after: Callable[[], None] | None = None,
         writes: bool = True,
+        combine: Combine | None = None,
     ) -> None:
-        self._clip, self._after, self._writes = clip_norm, after, writes
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        self._masters = dict(masters)
-        if not self._parameters:
+        self._clip, self._after, self._writes, self._combine = clip_norm, after, writes, combine
+        self._pieces = {name: piece for name, piece in pieces.items() if piece.parameter.requires_grad}
+        self._frozen = {name: piece for name, piece in pieces.items() if not piece.parameter.requires_grad}
+        if not self._pieces:
             raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
-        own = [name for name in self._parameters if owned is None or name in owned]
-        self._own, self._sharded = own, owned is not None
-        self._own_index = [i for i, name in enumerate(self._parameters) if owned is None or name in owned]
-        self._bound = optimizer.bind({name: self._masters[name] for name in own})
-        self._trained = list(self._parameters.values())
-        self._copies = [(self._parameters[name], self._masters[name]) for name in own if self._parameters[name].dtype != self._masters[name].dtype]
-        device = self._trained[0].device
+        own = [name for name in self._pieces if owned is None or name in owned]
+        self._own, self._divided = own, owned is not None
+        self._own_index = [i for i, name in enumerate(self._pieces) if owned is None or name in owned]
+        masters = {name: self._pieces[name].master for name in own}
+        self._bound = optimizer.bind(masters, {name: self._pieces[name].shape for name in own}, combine)
+        self._trained = list(self._pieces.values())
+        self._copies = [(self._pieces[name].local, master) for name, master in masters.items() if self._pieces[name].local is not master]
+        device = self._trained[0].local.device
         self._host = device.type == "cpu"
         self._scale = torch.full((), loss_scale, dtype=torch.float32, device=device) if loss_scale else None
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
@@ -61,9 +81,10 @@ class LocalUpdate(Update):
     @torch.no_grad()
     def apply(self, step: int, lr: float) -> Tensor:
         # Zeros for parameters that the loss did not reach: their update is the optimizer's own (decay, momentum).
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
-        norms = torch._foreach_norm(gradients, 2, dtype=_norm_dtype(gradients))
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        gradients = [torch.zeros_like(piece.local) if piece.parameter.grad is None else local(piece.parameter.grad) for piece in self._trained]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=_norm_dtype(gradients))))
+        if self._combine is not None:
+            norm = self._combine(norm.square()).sqrt()
         if self._scale is not None:
             norm = norm / self._scale
         factor = None
@@ -81,8 +102,8 @@ class LocalUpdate(Update):
             skip = torch.isfinite(norm).logical_not_().to(torch.float32)
             self._step(gradients, factor, lr, skip)
             self._count_device(skip)
-        for parameter in self._trained:
-            parameter.grad = None
+        for piece in self._trained:
+            piece.parameter.grad = None
         known = torch.ones_like(norm)
         if self._scale is not None:  # an overflow is routine then, and says nothing of the gradient's size
             known = torch.isfinite(norm).to(norm.dtype)
@@ -90,15 +111,15 @@ class LocalUpdate(Update):
         return torch.stack([norm, known])
 
     def _step(self, gradients: list[Tensor], factor: Tensor | None, lr: float, skip: Tensor | None) -> None:
-        if self._sharded:
+        if self._divided:
             gradients = [gradients[i] for i in self._own_index]
         if self._copies:
-            gradients = [g.to(self._masters[name].dtype) for name, g in zip(self._own, gradients, strict=True)]
+            gradients = [g.to(self._pieces[name].master.dtype) for name, g in zip(self._own, gradients, strict=True)]
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor)
         self._bound.apply(gradients, lr, skip)
-        for parameter, master in self._copies:
-            parameter.copy_(master)
+        for here, master in self._copies:
+            here.copy_(master)
         if self._after is not None:
             self._after()
 
@@ -122,14 +143,17 @@ class LocalUpdate(Update):
     def skipped(self) -> int:
         return int(self._skipped)
 
+    def held(self) -> dict[str, Tensor]:
+        pieces = {**self._pieces, **self._frozen}
+        return {name if piece.local.shape == piece.shape else f"{name} at {list(piece.offset)}": piece.local for name, piece in pieces.items()}
+
     def state(self) -> State:
-        boxes = []
+        boxes: list[Box] = []
         if self._writes:
-            boxes += [_whole(f"model/{name}", self._masters.get(name, p.data)) for name, p in self._frozen.items()]
-        for name in self._parameters if self._writes or self._sharded else ():
-            if name in self._bound.states:
-                boxes.append(_whole(f"model/{name}", self._masters[name]))
-                boxes += [_whole(f"optimizer/{name}/{key}", t) for key, t in self._bound.states[name].items()]
+            boxes += [box for name, piece in self._frozen.items() for box in _boxes(name, piece, {})]
+        if self._writes or self._divided:
+            boxes += [box for name, state in self._bound.states.items() for box in _boxes(name, self._pieces[name], state)]
+        boxes = [box for box in boxes if box.tensor.numel()]
         scalars: dict = {"skipped": self.skipped()}
         if self._scale is not None:
             scalars["loss_scale"] = [float(self._scale), int(self._growth)]
@@ -137,14 +161,15 @@ class LocalUpdate(Update):
 
     @torch.no_grad()
     def load(self, source: Source) -> None:
-        for name, parameter in [*self._parameters.items(), *self._frozen.items()]:
-            value = source.read(f"model/{name}", shape=tuple(parameter.shape))
-            if name in self._masters:
-                self._masters[name].copy_(value)
-            parameter.copy_(value)
+        for name, piece in [*self._pieces.items(), *self._frozen.items()]:
+            piece.master.copy_(source.read(f"model/{name}", piece.offset, tuple(piece.master.shape)))
+            if piece.local is not piece.master:
+                piece.local.copy_(piece.master)
         for name, state in self._bound.states.items():
+            piece = self._pieces[name]
             for key, tensor in state.items():
-                tensor.copy_(source.read(f"optimizer/{name}/{key}", shape=tuple(tensor.shape)))
+                offset = piece.offset if tensor.dim() else ()
+                tensor.copy_(source.read(f"optimizer/{name}/{key}", offset, tuple(tensor.shape)))
         if self._scale is not None and "loss_scale" in source.scalars:
             scale, growth = source.scalars["loss_scale"]
             self._scale.fill_(scale)
@@ -156,8 +181,19 @@ class LocalUpdate(Update):
             self._skipped.fill_(skipped)
 
 
-def _whole(name: str, tensor: Tensor) -> Box:
-    return Box(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; a plain tensor as it is. Asked by attribute: importing DTensor would delay the first step of all others."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local else tensor
+
+
+def _boxes(name: str, piece: Piece, state: Mapping[str, Tensor]) -> Iterator[Box]:
+    yield Box(f"model/{name}", piece.master, piece.shape, piece.offset)
+    for key, tensor in state.items():
+        if tensor.dim() == len(piece.shape):
+            yield Box(f"optimizer/{name}/{key}", tensor, piece.shape, piece.offset)
+        elif not any(piece.offset):  # a counter, the same for all slices: the first one's
+            yield Box(f"optimizer/{name}/{key}", tensor, (), ())
 
 
 def _norm_dtype(gradients: list[Tensor]) -> torch.dtype:

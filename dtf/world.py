@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from dtf.errors import ConfigError
 from dtf.launcher import Place
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class World:
@@ -50,6 +53,12 @@ class World:
         """Close the group. Collective."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+    def mesh(self, axes: dict[str, int]) -> DeviceMesh:
+        """The ranks as a grid; sizes by name of the axis, the last one runs fastest. Collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum a CPU tensor over ranks, in place, the same bits on every rank. Collective."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dtf.recipe import Dataset
 from dtf.registry import option, register
 from dtf.strategies.ddp import Ddp
+from dtf.strategies.fsdp import Fsdp
 from dtf.strategy import Program, Task
 from dtf.values import Shard
 from tests.toy import Rows, Toy
@@ -43,6 +44,27 @@ class SkippedAllReduce(Ddp):
     def setup(self, task: Task, world: World) -> Program:
         program = _ddp(self, task, world)
         program._replica._forward = program._replica.model
+        return program
+
+
+@register("strategy", "missed_reduce_scatter")
+class MissedReduceScatter(Fsdp):
+    """Gradients stay where they were computed."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program: Any = Fsdp.setup(self, task, world)
+        program._replica._sync = lambda last: program._replica.model.set_requires_gradient_sync(False)
+        return program
+
+
+@register("strategy", "wrong_shard_offset")
+class WrongShardOffset(Fsdp):
+    """The slices of one parameter are drawn from the wrong place."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program: Any = Fsdp.setup(self, task, world)
+        local = program._update._pieces["layer2.0.conv1.weight"].local
+        local.copy_(local.roll(1, 0))
         return program
 
 

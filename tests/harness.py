@@ -66,7 +66,7 @@ def train(
 ) -> dict[str, Any]:
     """All `steps` of a run, from the checkpoint `start` if given; saves to `folder` if given; `halt`: dies after the first save.
 
-    Returns metrics by split and step, sample ids by step, and every tensor of the state that this rank writes, as nested lists.
+    Returns metrics by split and step, sample ids by step, and every box of the state that this rank writes: global shape, offset, nested lists.
     """
     torch.set_num_threads(1)
     load_parts([plugin] if plugin else [])
@@ -120,7 +120,7 @@ def train(
         fit(loop)
     program.settle()
     for box in program.state().boxes:
-        result["tensors"][box.name] = box.tensor.double().tolist()
+        result["tensors"][box.name] = [[list(box.shape), list(box.offset), box.tensor.double().tolist()]]
     return result
 
 
@@ -133,7 +133,12 @@ def _enums(cls: type, options: dict[str, Any]) -> dict[str, Any]:
 def variants() -> list[tuple[str, dict[str, Any]]]:
     """Every registered strategy with its defaults, and the options that change how numbers are made."""
     load_parts([])
-    extra = [("dp", {"reduce": "all"}), ("ddp", {"shard_optimizer": True}), ("ddp", {"static_graph": True, "bucket_mb": 0.0001})]
+    extra = [
+        ("dp", {"reduce": "all"}),
+        ("ddp", {"shard_optimizer": True}),
+        ("ddp", {"static_graph": True, "bucket_mb": 0.0001}),
+        ("fsdp", {"unit": "layer", "reshard_after_forward": False, "prefetch": 0}),
+    ]
     own = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]  # tests register faulty ones
     return [(name, {}) for name in own] + extra
 
@@ -142,17 +147,34 @@ def spread(strategy: str, processes: int, **case: Any) -> dict[str, Any]:
     """`train` on the ranks that the strategy starts for `processes`; metrics of rank 0, ids and tensors of all."""
     size = lookup("strategy", strategy)().roles(processes)["trainer"]
     results = ranks(size, "tests.harness:train", strategy=strategy, slots=processes, **case)
-    merged = results[0]
+    merged = _whole(results)
     for other in results[1:]:
-        merged["tensors"].update(other["tensors"])
         for step, ids in other["ids"].items():
             merged["ids"][step] = merged["ids"][step] + ids
     return merged
 
 
+def _whole(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first rank's result with every tensor put together from all ranks' boxes, each element exactly once."""
+    parts: dict[str, list[Any]] = {}
+    for result in results:
+        for name, boxes in result["tensors"].items():
+            parts.setdefault(name, []).extend(boxes)
+    tensors = {}
+    for name, boxes in parts.items():
+        whole, times = np.zeros(boxes[0][0]), np.zeros(boxes[0][0])
+        for _, offset, value in boxes:
+            place = tuple(slice(at, at + size) for at, size in zip(offset, np.shape(value), strict=True))
+            whole[place] = value
+            times[place] += 1
+        assert (times == 1).all(), name
+        tensors[name] = whole.tolist()
+    return results[0] | {"tensors": tensors}
+
+
 @lru_cache(maxsize=32)
 def _reference(case: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    return ranks(1, "tests.harness:train", **dict(case))[0]
+    return _whole(ranks(1, "tests.harness:train", **dict(case)))
 
 
 def reference(**case: Any) -> dict[str, Any]:

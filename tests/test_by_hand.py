@@ -22,15 +22,14 @@ from dtf.strategies.dp import Dp
 from dtf.strategy import Task
 from dtf.values import Batch
 from dtf.world import World
-from tests.harness import reference
-from tests.ranks import ranks
+from tests.harness import reference, spread
 from tests.toy import Rows, Toy
 
 
 def test_the_reference_is_what_one_would_write_by_hand() -> None:
     """100 rows, batch 24, a partial last batch, momentum, clipping: losses, norms, evaluation and weights to rounding."""
     case = {"recipe": {"rows": 100, "batch_norm": False, "dropout": 0.0}, "micro_batch_rows": 24, "steps": 12, "eval_every": 12}
-    found = ranks(1, "tests.harness:train", **case)[0]
+    found = spread("ddp", 1, **case)
     toy = Toy(rows=100, batch_norm=False, dropout=0.0)
     model = draw_model(toy, 0).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

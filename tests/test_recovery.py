@@ -24,7 +24,7 @@ def measurements(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in ("seconds", "rows_per_s")} for line in lines]
 
 
-@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 2), ("ddp", 3), ("zero1", 2), ("dp", 2)])
+@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 2), ("ddp", 3), ("zero1", 2), ("dp", 2), ("fsdp", 3)])
 def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(strategy: str, processes: int, run_dtf: Any, tmp_path: Path) -> None:
     spread = [f"strategy={strategy}", f"launcher.processes={processes}"]
     marker = tmp_path / "killed"
@@ -40,7 +40,7 @@ def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(strategy
     assert visits == Counter(dict.fromkeys(range(100), 3)), "three epochs, each row once in each"
 
 
-@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 3), ("dp", 2)])
+@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 3), ("dp", 2), ("fsdp", 2)])
 def test_a_run_stopped_where_nobody_saves_goes_on_bit_for_bit(strategy: str, processes: int, run_dtf: Any) -> None:
     spread = [f"strategy={strategy}", f"launcher.processes={processes}"]
     calm, cut = run_dtf(*RUN, *spread), run_dtf(*RUN, *spread, "train.until=10")

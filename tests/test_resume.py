@@ -14,7 +14,7 @@ from tests.harness import difference, spread, variants
 
 STEPS, HALF = 12, 6
 PLAN: dict[str, Any] = {"log_every": 4, "eval_every": 3}  # the save falls into an open metric window
-PAIRS = [("dp", 1), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 4)]
+PAIRS = [("dp", 3), ("ddp", 1), ("ddp", 2), ("fsdp", 3), ("fsdp", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_saving_and_evaluating_leave_no_trace(strategy: str, processes: int) -> 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master", "fp16"])
-@pytest.mark.parametrize(("strategy", "processes"), [("dp", 2), ("ddp", 2), ("ddp", 3)])
+@pytest.mark.parametrize(("strategy", "processes"), [("dp", 2), ("ddp", 2), ("ddp", 3), ("fsdp", 3)])
 def test_resume_is_exact(strategy: str, processes: int, precision: str, once: Callable[..., Any]) -> None:
     """Bit for bit the uninterrupted run: parameters, optimizer, loss scale, metrics, masks and data position."""
     whole = unbroken(once, strategy, processes, precision=precision)

@@ -14,6 +14,12 @@ def test_every_strategy_follows_the_reference_in_fp64(strategy: str, options: di
     assert difference(reference(), spread(strategy, processes, options=options)) <= 1e-10
 
 
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("options", [{"replicate": 2}, {"replicate": 2, "unit": "stage"}], ids=str)
+def test_hybrid_sharding(options: dict, processes: int) -> None:
+    assert difference(reference(), spread("fsdp", processes, options=options)) <= 1e-10
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "lars"])
 @pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
 def test_with_every_optimizer(strategy: str, options: dict, optimizer: str) -> None:

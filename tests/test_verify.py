@@ -51,6 +51,8 @@ def test_rounding_that_a_recipe_amplifies_is_told_from_a_fault(verify: Any) -> N
     [
         ("wrong_scale", "grad_norm at step 0: .* 2 x the reference's"),
         ("skipped_all_reduce", "grad_norm at step 0: .*ranks 0 and 1 hold different .*gradients were not summed"),
+        ("missed_reduce_scatter", "grad_norm at step 0: 0 instead of"),
+        ("wrong_shard_offset", "loss at step 0: "),
         ("swapped_batch", "sample ids at step 0: the same rows in another order"),
         ("lost_rows", "sample ids at step 0: 6 missing"),
         ("stale_average", "running averages: model/.*running_"),

@@ -86,7 +86,7 @@ class Ddp(Strategy):
 
         from dtf.build import cast_model, draw_model
         from dtf.spmd import Replica, Spmd
-        from dtf.update import LocalUpdate
+        from dtf.update import LocalUpdate, whole
 
         model = draw_model(task.recipe, task.seed)
         masters = cast_model(model, task.precision, world.device)
@@ -107,7 +107,9 @@ class Ddp(Strategy):
         if self.shard_optimizer and world.size > 1:
             shares = divide({name: p.numel() for name, p in model.named_parameters() if p.requires_grad}, world.size)
             owned, after = shares[world.rank], _exchange(dict(model.named_parameters()), shares)
-        update = LocalUpdate(model, masters, task.optimizer, task.step.clip_norm, task.precision.loss_scale, owned=owned, after=after, writes=world.rank == 0)
+        update = LocalUpdate(
+            whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale, owned=owned, after=after, writes=world.rank == 0
+        )
         return Spmd(Replica(model, task, world.device, forward), update, task, world)
 
     def _install_hook(self, model: DistributedDataParallel) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.errors import ConfigError, DataError
+from dtf.layout import Layout
 from dtf.recipe import Recipe
 from dtf.registry import option, register
 
@@ -178,6 +179,11 @@ class Classification(Recipe):
         from dtf.recipes.resnet import model
 
         model.draw(name, module, self.model.zero_init_residual, last_norm="bn2" if self.model.arch in BASIC else "bn3")
+
+    def layout(self, model: nn.Module) -> Layout:
+        stages = [name for name, _ in model.named_children() if name.startswith("layer")]
+        residual = [(f"{stage}.{block}",) for stage in stages for block, _ in model.get_submodule(stage).named_children()]
+        return Layout((("conv1", "bn1"), *residual, ("fc",)))
 
     @abstractmethod
     def open_data(self, split: str, seed: int) -> Images: ...

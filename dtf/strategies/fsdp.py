@@ -1,0 +1,157 @@
+"""Fully sharded data parallelism: torch's FSDP2, parameters, gradients and optimizer state divided among ranks."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from dtf.errors import ConfigError
+from dtf.precision import Cast
+from dtf.registry import option, register
+from dtf.strategy import Program, Strategy, Task
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import FSDPModule
+
+    from dtf.layout import Layout
+    from dtf.world import World
+
+
+class Unit(Enum):
+    layer = "layer"
+    block = "block"
+    stage = "stage"
+
+
+PARTS = 8
+"""Units of a model whose recipe names no blocks: while one computes, an eighth of the parameters is there in whole."""
+
+
+@register("strategy", "fsdp")
+class Fsdp(Strategy):
+    """Every rank keeps a slice of each parameter, its gradient and its optimizer state; a unit is gathered for as long as it computes.
+
+    Bytes per step and rank, for n ranks that share P bytes of parameters: (n - 1) / n x P for each gathering, of which every micro-batch has one,
+    or two with `reshard_after_forward`, and (n - 1) / n x P for the reduce-scatter of gradients. With `replicate` > 1 also an all-reduce of
+    P / n bytes among the replicas. Source: Rajbhandari et al. 2020, stage 3 (arXiv:1910.02054).
+    """
+
+    unit: Unit = option(
+        default=Unit.block,
+        doc="what is gathered at once: each layer, each block that the recipe's layout names, or the blocks of each stage together; "
+        "a recipe that names none is cut into eight parts of equal size, for `block` and `stage`",
+    )
+    reshard_after_forward: bool = option(default=True, doc="drop gathered parameters between forward and backward: less memory, one more gathering")
+    replicate: int = option(
+        default=1, least=1, doc="copies of the sharded model (hybrid sharding): gradients are reduce-scattered within a copy, all-reduced between copies"
+    )
+    offload: bool = option(default=False, doc="keep parameters, gradients and optimizer state in host memory; the update runs there")
+    prefetch: int = option(
+        default=1, least=0, doc="units gathered ahead of the one that computes; 0: torch's own choice, the next one in backward on CUDA", unit="units"
+    )
+
+    def check(self, task: Task, processes: int, devices: str) -> None:
+        if processes % self.replicate:
+            possible = [str(n) for n in range(1, processes + 1) if not processes % n]
+            raise ConfigError(f"strategy.replicate={self.replicate} does not divide launcher.processes={processes}; use {' or '.join(possible)}")
+        if self.offload and devices == "cpu":
+            raise ConfigError("strategy.offload=true moves parameters from GPUs to the host, this run is on cpu, where they are already; use offload=false")
+
+    def communication(self, devices: str) -> str | None:
+        return "nccl" if devices == "cuda" else "gloo"
+
+    def setup(self, task: Task, world: World) -> Program:
+        import torch.distributed as dist
+        from torch.distributed.fsdp import FSDPModule
+
+        from dtf.build import cast_model, draw_model, formats, sketch
+        from dtf.spmd import Replica, Spmd
+        from dtf.update import LocalUpdate, whole
+
+        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
+        if world.size == 1 and not self.offload:  # nothing to divide: the bare model is the same program
+            model = draw_model(task.recipe, task.seed)
+            update = LocalUpdate(whole(model, cast_model(model, task.precision, world.device)), *options)
+            return Spmd(Replica(model, task, world.device), update, task, world)
+
+        from dtf.sharded import draw, pieces
+
+        mesh = world.mesh({"replicate": self.replicate, "shard": world.size // self.replicate})
+        model = sketch(task.recipe)
+        kept = formats(model, task.precision)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor.data = tensor.data.to(kept[name][0]) if name in kept else tensor.data
+        units = self._units(model, task.recipe.layout(model))
+        sharded = self._shard(model, units, mesh, task)
+        model.to_empty(device="cpu" if self.offload else world.device)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(world.device)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # it lays out its memory at first use: here, before anything refers to it
+                module.unshard()
+                module.reshard()
+        draw(model, task.recipe, task.seed)
+        group = mesh["shard"].get_group()
+
+        def combine(sums: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(sums, group=group)
+            return sums
+
+        update = LocalUpdate(pieces(model), *options, writes=mesh["replicate"].get_local_rank() == 0, combine=combine)
+        return Spmd(Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync), update, task, world)
+
+    def _units(self, model: nn.Module, layout: Layout) -> list[list[nn.Module]]:
+        modules = dict(model.named_modules())
+        owners = [module for module in model.modules() if module._parameters]
+        if self.unit is Unit.layer:
+            return [[module] for module in owners]
+        if not layout.blocks:
+            return _by_size(owners)
+        return [[modules[name] for name in names] for names in (layout.stages() if self.unit is Unit.stage else layout.blocks)]
+
+    def _shard(self, model: nn.Module, units: list[list[nn.Module]], mesh: torch.distributed.device_mesh.DeviceMesh, task: Task) -> FSDPModule:
+        """Make a model on meta an FSDP model, in place; its parameters become DTensors under the same names. Collective."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        from dtf.build import DTYPES, is_statistics
+
+        offload = CPUOffloadPolicy() if self.offload else OffloadPolicy()
+        plain = MixedPrecisionPolicy(cast_forward_inputs=False)
+        policy = plain
+        if task.precision.cast is Cast.module and task.precision.compute is not task.precision.param:
+            policy = MixedPrecisionPolicy(DTYPES[task.precision.compute], DTYPES[task.precision.param], cast_forward_inputs=False)
+
+        def wrap(modules: list[nn.Module], policy: MixedPrecisionPolicy) -> None:
+            fully_shard(modules, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy, offload_policy=offload)
+
+        if len({p.dtype for p in model.parameters()}) > 1 or policy is not plain:
+            for module in model.modules():  # their parameters stay in fp32, and a unit has one format
+                if is_statistics(module) and module._parameters:
+                    wrap([module], plain)
+        for unit in units:
+            rest = [module for module in unit if not isinstance(module, FSDPModule)]
+            if rest:
+                wrap(rest, policy)
+        if not isinstance(model, FSDPModule):
+            wrap([model], policy)
+        assert isinstance(model, FSDPModule)
+        heads: list[FSDPModule] = [unit[0] for unit in units if isinstance(unit[0], FSDPModule)]
+        for i, head in enumerate(heads):
+            head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + self.prefetch])
+            head.set_modules_to_backward_prefetch(heads[max(0, i - self.prefetch) : i][::-1])
+        return model
+
+
+def _by_size(owners: list[nn.Module]) -> list[list[nn.Module]]:
+    """Runs of modules, in order of their names, that end when they hold an eighth of the parameters."""
+    sizes = [sum(p.numel() for p in module.parameters(recurse=False)) for module in owners]
+    enough, units, held = sum(sizes) / PARTS, [], 0
+    for module, size in zip(owners, sizes, strict=True):
+        if not units or held >= enough:
+            units.append([])
+            held = 0
+        units[-1].append(module)
+        held += size
+    return units
