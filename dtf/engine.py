@@ -53,7 +53,7 @@ class Window:
 
     def add(self, output: StepOutput) -> None:
         """No synchronisation. The gradient norm's two numbers go to the end of the metric sums."""
-        sums = torch.cat([output.sums, output.grad_norm.to(output.sums.dtype)])
+        sums = torch.cat([output.sums, output.grad_norm.to(output.sums)])
         self._sums = sums if self._sums is None else self._sums.add_(sums)
 
     def total(self, world: Agreement, width: int) -> list[float]:

@@ -121,6 +121,8 @@ def _train(
     if start > plan.end:
         key = f"train.until={plan.until}" if plan.end < plan.total else f"a run of {plan.total} steps"
         raise ConfigError(f"{key} ends before step {start}, where the checkpoint is; train on, or go to another run.dir")
+    if state:
+        checkpointer.retain()  # now that this run is known to go on from here
     see(
         Started(
             start,
@@ -212,7 +214,6 @@ def _resume(
         see(Note("warning", f"from step {scalars['clock']['step']} on with {', '.join(changed)}"))
     source.scalars = scalars["program"]
     program.load(source)
-    checkpointer.retain()  # now that this run is known to go on from here
     recent = [Measured(**one) for one in scalars["recent"]] if checkpointer.owns(path) else []
     while len(json.dumps([asdict(one) for one in recent])) > RECENT_BYTES:
         recent = recent[len(recent) // 2 + 1 :]

@@ -59,3 +59,12 @@ def run_dtf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
         return Result(int(code or 0), where, out.getvalue(), err.getvalue())
 
     return run
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test runs in an empty folder."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder

@@ -24,13 +24,7 @@ ALLOWED_S = 0.25
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test runs in an empty folder, and nothing may appear there."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def test_help_names_every_group_option_and_root_key(capsys: Capture) -> None:

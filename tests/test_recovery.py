@@ -53,8 +53,9 @@ def test_a_run_stopped_where_nobody_saves_goes_on_bit_for_bit(strategy: str, pro
 def test_a_length_that_lies_behind_is_refused(run_dtf: Any) -> None:
     first = run_dtf(*RUN, "train.until=9")
     for shorter, said in (("train.until=6", "train.until=6 ends before step 9"), ("train.steps=7", "a run of 7 steps ends before step 9")):
-        refused = run_dtf(*RUN, shorter, folder=first.folder)
+        refused = run_dtf(*RUN, shorter, "checkpoint.keep_last=1", "checkpoint.keep_best=0", folder=first.folder)
         assert refused.code == 2 and said in refused.err
+        assert len(list((first.folder / "checkpoints").glob("step_*"))) == 3, "a refused start removes nothing"
 
 
 def test_measurements_that_a_killed_launcher_did_not_read_come_back_from_the_checkpoint(run_dtf: Any) -> None:

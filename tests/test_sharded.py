@@ -51,6 +51,7 @@ def test_units_follow_the_layout() -> None:
     ("strategy", "processes", "words"),
     [
         (Fsdp(replicate=2), 3, "strategy.replicate=2 does not divide launcher.processes=3; use 1 or 3"),
+        (Fsdp(offload=True), 1, "strategy.offload=true needs at least 2 processes"),
         (Fsdp(offload=True), 2, "strategy.offload=true moves parameters from GPUs to the host, this run is on cpu"),
     ],
 )

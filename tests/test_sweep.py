@@ -19,12 +19,7 @@ SMALL = ["plugins=[tests.toy]", "recipe=toy", "launcher=inline", "launcher.devic
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.fixture

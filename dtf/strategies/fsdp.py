@@ -56,6 +56,8 @@ class Fsdp(Strategy):
         if processes % self.replicate:
             possible = [str(n) for n in range(1, processes + 1) if not processes % n]
             raise ConfigError(f"strategy.replicate={self.replicate} does not divide launcher.processes={processes}; use {' or '.join(possible)}")
+        if self.offload and processes == 1:
+            raise ConfigError("strategy.offload=true needs at least 2 processes; use offload=false, or launcher.processes=2 and more")
         if self.offload and devices == "cpu":
             raise ConfigError("strategy.offload=true moves parameters from GPUs to the host, this run is on cpu, where they are already; use offload=false")
 
@@ -71,7 +73,7 @@ class Fsdp(Strategy):
         from dtf.update import LocalUpdate, whole
 
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
-        if world.size == 1 and not self.offload:  # nothing to divide: the bare model is the same program
+        if world.size == 1:  # nothing to divide: the bare model is the same program
             model = draw_model(task.recipe, task.seed)
             update = LocalUpdate(whole(model, cast_model(model, task.precision, world.device)), *options)
             return Spmd(Replica(model, task, world.device), update, task, world)
