@@ -118,7 +118,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 batch = ready[1]
                 loop.beat("step", ticket.step)
                 window.add(program.step(ticket, batch))
-                if loop.record is not None and batch is not None:
+                if loop.record is not None and program.shard is not None and batch is not None:
                     loop.record(ticket.step, batch.ids)
                 rows, lr = rows + ticket.rows, ticket.lr
                 clock.done(ticket, values)

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Split(Enum):
+    """How a module is divided among n ranks. Channels are axis 1 of convolutions and their norms, the last axis of Linear and Embedding."""
+
+    column = "column"  # by output channels: all inputs -> a slice of the outputs
+    row = "row"  # by input channels: a slice of the inputs -> all outputs, summed over the ranks; an Embedding by ids
+    row_scatter = "row_scatter"  # by input channels, the sum divided: a slice of the inputs -> a slice of the outputs
+    local = "local"  # every channel (or group of channels) for itself: normalisation, dropout, grouped convolutions
+    classes = "classes"  # as column, for the last layer: the recipe's loss and metrics get a DTensor, see `dtf.classes`
 
 
 @dataclass(frozen=True)
@@ -11,6 +23,9 @@ class Layout:
 
     blocks: tuple[tuple[str, ...], ...] = ()
     """The modules with parameters in the order in which data flows, those that belong together as one block; empty: unknown."""
+
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    """What tensor parallelism divides, in the order in which data flows; all other modules are computed alike by all. Empty: nothing."""
 
     def stages(self) -> tuple[tuple[str, ...], ...]:
         """Neighbouring blocks that lie in the same child of the model, as one."""

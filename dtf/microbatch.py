@@ -56,6 +56,10 @@ class RunningStatistics:
         """The running averages, in a fixed order."""
         return _averages(self._layers)
 
+    def names(self) -> list[str]:
+        """The names of their buffers, in that order."""
+        return [f"{name}.{kind}" for name, _, _ in self._layers for kind in _KINDS]
+
     def begin(self, own: int, total: int, ranks: int) -> None:
         """Before the micro-batches of a step."""
         if not self._layers:
@@ -121,8 +125,7 @@ class RunningStatistics:
 
     def own(self) -> dict[str, Tensor]:
         """This rank's own averages by the names of their buffers, while the mean stands in for them; else nothing."""
-        names = [f"{name}.{kind}" for name, _, _ in self._layers for kind in _KINDS]
-        return dict(zip(names, self._held, strict=True)) if self._held is not None else {}
+        return dict(zip(self.names(), self._held, strict=True)) if self._held is not None else {}
 
     def counters(self) -> dict[str, int]:
         """`<layer>.num_batches_tracked` -> steps, the names torch gives them."""
@@ -162,6 +165,7 @@ class _Seeded:
     _masks: Masks
     _name: str
     _channels = True  # whether whole channels are dropped
+    _slice: tuple[int, int, int, int] | None = None  # axis, its whole width, this rank's first and last + 1: the mask is drawn whole, then cut
     p: float
     training: bool
 
@@ -169,8 +173,13 @@ class _Seeded:
         if not self.training or not self.p:
             return x
         generator = torch.Generator(x.device).manual_seed(seed_of(self._masks.key, self._name))
-        shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self._channels else x.shape
+        shape = [*x.shape[:2], *(1 for _ in x.shape[2:])] if self._channels else [*x.shape]
+        if self._slice:
+            shape[self._slice[0]] = self._slice[1]
         mask = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p, generator=generator)
+        if self._slice:
+            axis, _, first, last = self._slice
+            mask = mask.narrow(axis, first, last - first)
         return x * mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
 
 

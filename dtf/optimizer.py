@@ -49,20 +49,34 @@ class Optimizer(ABC):
         """Whether weight decay acts on a parameter of this global shape. Biases and normalisation scales have one axis."""
         return self.decay_norm_and_bias or len(shape) > 1
 
-    def bind(self, parameters: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]] | None = None, combine: Combine | None = None) -> Bound:
+    def bind(
+        self,
+        parameters: Mapping[str, Tensor],
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        combine: Combine | None = None,
+        counts: Mapping[str, bool] | None = None,
+    ) -> Bound:
         """Give the parameters fresh state and prepare the lists that the kernels take.
 
         `shapes`: global shapes where the parameters are parts of tensors. Then `combine` adds up per-tensor sums, (2, n), over the ranks
         that hold the other parts, which bind parts of the same parameters in the same order; element-wise optimizers never call it.
+        `counts`: False for a parameter held in whole by several of these ranks, when another one counts for it.
         ValueError for a parameter with gaps in memory, e.g. a slice of columns: bind a contiguous copy.
         """
-        return Bound(self, parameters, shapes or {}, combine)
+        return Bound(self, parameters, shapes or {}, combine, counts or {})
 
 
 class Bound:
     """An optimizer and the parameters it steps. `states`: parameter name -> state; load it in place."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], combine: Combine | None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, Tensor],
+        shapes: Mapping[str, Sequence[int]],
+        combine: Combine | None,
+        counts: Mapping[str, bool],
+    ) -> None:
         import torch
 
         for name, parameter in parameters.items():
@@ -72,13 +86,18 @@ class Bound:
         self._optimizer, self._parameters = optimizer, list(parameters.values())
         self._strides = [parameter.stride() for parameter in self._parameters]
         decays = [optimizer.decays(shapes.get(name, parameter.shape)) for name, parameter in parameters.items()]
+        counted = [float(counts.get(name, True)) for name in parameters]
         states = list(self.states.values())
         self._groups: list[tuple[list[int], Group]] = []
         for decayed in (True, False):
             chosen = [index for index, decay in enumerate(decays) if decay is decayed]
             if chosen:
                 slots = {key: [states[index][key] for index in chosen] for key in states[chosen[0]]}
-                self._groups.append((chosen, Group([self._parameters[index] for index in chosen], slots, decayed, combine)))
+                members = [self._parameters[index] for index in chosen]
+                add = combine
+                if combine is not None and not all(counted):
+                    add = _Counting(combine, torch.tensor([counted[index] for index in chosen], device=members[0].device))
+                self._groups.append((chosen, Group(members, slots, decayed, add)))
 
     def apply(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
         """One step in place, gradients in the order of the bound parameters; they may be overwritten.
@@ -94,6 +113,17 @@ class Bound:
             for chosen, group in self._groups:
                 part = gradients if len(self._groups) == 1 else [gradients[index] for index in chosen]
                 self._optimizer.step(group, part, lr, skip)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counting:
+    """A combine that leaves out what another rank counts for."""
+
+    combine: Combine
+    counts: Tensor  # (n,) 1 or 0
+
+    def __call__(self, sums: Tensor) -> Tensor:
+        return self.combine(sums * self.counts)
 
 
 def _aligned(gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:

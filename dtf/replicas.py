@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dtf.build import cast_model, draw_model
 from dtf.errors import ConfigError
+from dtf.passes import loss_dtype, rows_of, to_device
 from dtf.sampler import cut, share
-from dtf.spmd import Replica, buffers, load_buffers, loss_dtype, own_averages, rows_of, to_device
+from dtf.spmd import Replica, buffers, load_buffers, own_averages
 from dtf.strategy import Program, Source, Task
 from dtf.update import LocalUpdate, whole
 from dtf.values import Batch, Shard, State, StepOutput, Train

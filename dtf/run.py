@@ -147,6 +147,12 @@ class Run:
         self._write()
         _replace(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
 
+    def ready(self, table: dict[str, Any]) -> None:
+        """The ranks are ready: keep what the start-up table shows."""
+        if self.leader:
+            self._record["table"] = table
+            self._write()
+
     def _write(self) -> None:
         _replace(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")
 

@@ -1,46 +1,59 @@
-"""Models of which each rank holds slices: drawing them, and the slices as an update takes them."""
+"""Models of which each rank holds slices: drawing them, and the slices as an update and a checkpoint take them."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dtf.build import drawn, sketch
+from dtf.build import drawn, formats, sketch
+from dtf.precision import Precision
 from dtf.recipe import Recipe
+from dtf.slices import is_slice, local, offset
 from dtf.update import Piece
 
 
-def pieces(model: nn.Module) -> dict[str, Piece]:
-    """This rank's slices of a model whose parameters are DTensors or plain tensors; the optimizer steps the slices themselves."""
+def cast_sketch(model: nn.Module, precision: Precision, computing: bool) -> None:
+    """Give a model on meta the formats in which its tensors compute, or those in which its parameters are kept."""
+    found = formats(model, precision)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in found:
+            tensor.data = tensor.data.to(found[name][computing])
+
+
+def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, Tensor]:
+    """Memory for a model on meta that has the formats in which it computes; returns that of the master copies, by name, where formats differ."""
+    model.to_empty(device=device)
+    parameters = dict(model.named_parameters())
+    differ = {name: kept for name, (kept, computing) in formats(model, precision).items() if kept is not computing}
+    return {name: torch.empty_like(local(parameters[name].detach()), dtype=kept) for name, kept in differ.items()}
+
+
+def pieces(model: nn.Module, masters: Mapping[str, Tensor] | None = None, first: bool = True) -> dict[str, Piece]:
+    """This rank's slices of a model whose parameters are DTensors or plain tensors; the optimizer steps the slices, or their `masters`.
+
+    `first`: whether this rank counts for the tensors that all ranks of its group hold in whole.
+    """
     found = {}
     for name, parameter in model.named_parameters():
-        local = _local(parameter)
-        found[name] = Piece(parameter, local, local, tuple(parameter.shape), _offset(parameter))
+        here = local(parameter.detach())
+        found[name] = Piece(parameter, here, (masters or {}).get(name, here), tuple(parameter.shape), offset(parameter), first or is_slice(parameter))
     return found
 
 
 @torch.no_grad()
-def draw(model: nn.Module, recipe: Recipe, seed: int) -> None:
-    """Fill a model with the numbers that `build.draw_model` would give it. Never holds more than a module in whole."""
+def draw(model: nn.Module, recipe: Recipe, seed: int, masters: Mapping[str, Tensor] | None = None) -> None:
+    """Fill a model and its master copies with the numbers that `build.draw_model` would give it. Never holds more than a module in whole."""
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for module, found in drawn(recipe, seed, sketch(recipe)):
         for name, whole in found.items():
-            local = _local(tensors[name])
-            part = tuple(slice(at, at + size) for at, size in zip(_offset(tensors[name]), local.shape, strict=True))
-            local.copy_(whole[part])
+            if name not in tensors:  # another rank has it
+                continue
+            here = local(tensors[name].detach())
+            part = tuple(slice(at, at + size) for at, size in zip(offset(tensors[name]), here.shape, strict=True))
+            here.copy_(whole[part])
+            if masters and name in masters:
+                masters[name].copy_(whole[part])
         module._parameters.clear()
         module._buffers.clear()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _offset(tensor: Tensor) -> tuple[int, ...]:
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.dim()
-    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from dtf.build import DTYPES
 from dtf.errors import ConfigError
+from dtf.feed import Feed
 from dtf.microbatch import Masks, RunningStatistics
-from dtf.precision import Cast
+from dtf.passes import Passes, lone_row, loss_dtype, rows_of, to_device
 from dtf.sampler import cut, share
+from dtf.slices import is_slice, local, offset
 from dtf.strategy import Program, Source, Task, Update
 from dtf.values import Batch, Box, Shard, State, StepOutput, Train
 from dtf.world import World
 
 SHARE = "share_"
 """Tensors under `share_<index>/` belong to one share of the rows; all others to the run."""
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 class Replica:
@@ -41,10 +39,8 @@ class Replica:
         forward: Callable[..., Any] | None = None,
         sync: Callable[[bool], None] | None = None,
     ) -> None:
-        self.model, self._forward, self._sync, self._recipe, self._device = model, forward or model, sync, task.recipe, device
-        compute = DTYPES[task.precision.compute]
-        self._autocast = compute if task.precision.cast is Cast.autocast else None
-        self._input = None if self._autocast else compute
+        self.model, self._forward, self._sync, self._device = model, forward or model, sync, device
+        self._passes = Passes(task, device)
         self.statistics = RunningStatistics(model)
         self.masks = Masks(model, task.seed, device)
         self._trained = [p for p in model.parameters() if p.requires_grad]
@@ -93,10 +89,8 @@ class Replica:
     def _pass(self, batch: Batch, factor: Tensor, last: bool) -> Tensor:
         if self._sync is not None:
             self._sync(last)
-        outputs, loss = self._outputs(batch, self._forward if last else self.model)
-        total = (loss * batch.weight).sum()
-        # 0 x a non-finite loss is NaN: it reaches every gradient here and, summed, every rank, before anything is updated.
-        seed = total.detach() * 0 + factor
+        outputs, loss = self._passes.losses(self._passes.forward(self._forward if last else self.model, batch.inputs), batch)
+        total, seed = self._passes.total(loss, batch, factor)
         if last or self._sync is not None:
             total.backward(seed)
         else:
@@ -105,8 +99,7 @@ class Replica:
             for parameter, gradient in zip(self._trained, gradients, strict=True):
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        with torch.no_grad():
-            return self._recipe.measure(_detach(outputs), batch, loss.detach())
+        return self._passes.measure(outputs, batch, loss)
 
     def rehearse(self, batch: Batch, spread: bool) -> bool:
         """Two passes whose results are forgotten; returns whether the model drew from the global generator.
@@ -115,9 +108,9 @@ class Replica:
         in a bucket: without this, the step after a resume would differ from the same step of an unbroken run in the last bits.
         ConfigError for what cannot run: a lone row under batch normalisation, and if `spread`, buffers that the forward pass changes.
         """
-        buffers = dict(self.model.named_buffers())
+        buffers = {name: local(buffer) for name, buffer in self.model.named_buffers()}
         before = {name: buffer.clone() for name, buffer in buffers.items()}
-        averages = {id(t) for t in self.statistics.tensors()}
+        averages = set(self.statistics.names())
         state = None
         try:
             for _ in range(2):
@@ -127,19 +120,14 @@ class Replica:
                 for parameter in self._trained:
                     parameter.grad = None
         except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise ConfigError(
-                f"a micro-batch of {len(batch.ids)} row is too small for batch normalisation over a single value; "
-                "use sampler.tail=fill or drop, or another step.batch_size or step.micro_batch_rows"
-            ) from error
+            raise lone_row(error, len(batch.ids)) from error
         except RuntimeError as error:
             if "find_unused_parameters" not in str(error):
                 raise
             raise ConfigError("some parameters got no gradient in a step; set strategy.find_unused_parameters=true") from error
         drew = state is not None and not torch.equal(state, torch.random.get_rng_state())
         for name, buffer in buffers.items():
-            if spread and id(buffer) not in averages and not torch.equal(buffer, before[name]):
+            if spread and name not in averages and not torch.equal(buffer, before[name]):
                 raise ConfigError(f"the forward pass changes the buffer {name}, which only one process can keep right; use launcher.processes=1")
             buffer.copy_(before[name])
         return drew
@@ -149,67 +137,72 @@ class Replica:
         """Metric sums (M,) of a batch, with running statistics and without dropout."""
         if self.model.training:
             self.model.eval()
-        outputs, loss = self._outputs(batch, self.model)
-        return self._recipe.measure(outputs, batch, loss)
+        outputs, loss = self._passes.losses(self._passes.forward(self.model, batch.inputs), batch)
+        return self._passes.measure(outputs, batch, loss)
 
-    def _outputs(self, batch: Batch, forward: Callable[..., Any]) -> tuple[Any, Tensor]:
-        if self._autocast is None:
-            outputs = forward(_cast(batch.inputs, self._input))
-        else:
-            with torch.autocast(self._device.type, dtype=self._autocast):
-                outputs = forward(batch.inputs)
-        outputs = _cast(outputs, torch.float32, HALF)  # a loss in half precision loses the small differences it is made of
-        loss = self._recipe.loss(outputs, batch.targets)
-        if loss.shape != batch.weight.shape:
-            raise ConfigError(
-                f"{type(self._recipe).__name__}.loss returned shape {tuple(loss.shape)}; it must return a loss per row, {tuple(batch.weight.shape)}"
-            )
-        return outputs, loss
+
+class Seat(NamedTuple):
+    """The place of a rank among ranks that compute the same rows together."""
+
+    share: Shard  # of the rows: theirs
+    feed: Feed  # from the one that reads to the others
+    average: Callable[[Tensor], None]  # mean of a tensor over those who hold the same part of the model and compute other rows, in place; collective
 
 
 class Spmd(Program):
-    """A replica on every rank and an update that makes them agree; the wrapped forward does the talking, if any."""
+    """A replica on every rank and an update that makes them agree; the wrapped forward does the talking, if any.
 
-    def __init__(self, replica: Replica, update: Update, task: Task, world: World) -> None:
-        self.shard = self._share = Shard(world.rank, world.size)
-        self.shares = world.size
-        self._replica, self._update, self._task, self._world = replica, update, task, world
+    `seat`: where several ranks are one replica; then gradients come summed over replicas, else averaged over ranks, as torch does.
+    """
+
+    def __init__(self, replica: Replica, update: Update, task: Task, world: World, seat: Seat | None = None) -> None:
+        self._share = seat.share if seat else Shard(world.rank, world.size)
+        self._reads = seat is None or seat.feed.reads
+        self.shard = self._share if self._reads else None
+        self.shares = self._share.count
+        self._replica, self._update, self._task, self._world, self._seat = replica, update, task, world, seat
+        self._average = seat.average if seat else world.average
         self._settled = True
         self._unsaid = torch.zeros(2, device=world.device)
-        # torch's DDP divides the summed gradient by the number of ranks; the factor takes that back.
-        self._factor = torch.full((), float(world.size), device=world.device, dtype=loss_dtype(task))
+        self._factor = torch.full((), 1.0 if seat else world.size, device=world.device, dtype=loss_dtype(task))
 
     def prepare(self, batch: Batch | None) -> Batch | None:
-        return batch if batch is None else to_device(batch, self._world.device, loss_dtype(self._task))
+        if batch is not None:
+            batch = to_device(batch, self._world.device, loss_dtype(self._task))
+        return self._seat.feed(batch) if self._seat else batch
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
         self._replica.rehearse(rows_of(batch, 0, 2), spread=self.shares > 1)
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
-        assert batch is not None and self.shard is not None
-        bounds = cut(ticket.rows, self._task.step.micro_batch_rows, self.shard.count)
-        own = share(len(bounds) - 1, self.shard)
+        assert batch is not None
+        bounds = cut(ticket.rows, self._task.step.micro_batch_rows, self._share.count)
+        own = share(len(bounds) - 1, self._share)
         self._update.begin()
         factor = self._update.scale(self._factor / ticket.rows)
-        sums = self._replica.accumulate(ticket, batch, bounds, own, self.shard, factor)
+        sums = self._replica.accumulate(ticket, batch, bounds, own, self._share, factor)
         self._settled = False
         norm = self._update.apply(ticket.step, ticket.lr)
-        return StepOutput(sums, norm if self._world.rank == 0 else self._unsaid)  # every rank knows the norm, one tells it
+        return StepOutput(self._said(sums), norm if self._world.rank == 0 else self._unsaid)  # every rank knows the norm, one tells it
 
     def eval_step(self, batch: Batch | None) -> Tensor:
         assert batch is not None
-        return self._replica.evaluate(batch)
+        return self._said(self._replica.evaluate(batch))
+
+    def _said(self, sums: Tensor) -> Tensor:
+        """Sums of rows that several ranks have are told by one of them."""
+        return sums if self._reads else torch.zeros_like(sums)
 
     def settle(self) -> None:
         if not self._settled:
-            self._replica.statistics.average(self._world.average)
+            self._replica.statistics.average(self._average)
             self._settled = True
 
     def state(self) -> State:
         state = self._update.state()
-        own = own_averages(self._replica, self._share)
-        return State(state.boxes + (buffers(self._replica) if self._world.rank == 0 else []) + own, state.scalars)
+        kept = buffers(self._replica, self._reads) if self._share.index == 0 else []
+        return State(state.boxes + kept + own_averages(self._replica, self._share, self._reads), state.scalars)
 
     def load(self, source: Source) -> None:
         self._update.load(source)
@@ -222,68 +215,49 @@ class Spmd(Program):
         return self._update.skipped()
 
 
-def buffers(replica: Replica) -> list[Box]:
-    """Boxes of the model's persistent buffers, running averages and their counters included."""
-    kept = replica.model.state_dict().keys() - dict(replica.model.named_parameters()).keys()
-    found = [(name, b) for name, b in replica.model.named_buffers() if name in kept]
-    counters = [(name, torch.tensor(steps)) for name, steps in replica.statistics.counters().items()]
-    return [Box(f"model/{name}", b.data, tuple(b.shape), (0,) * b.dim()) for name, b in [*found, *counters]]
+class Part(Protocol):
+    """A model or a part of one, with what it averages."""
+
+    model: nn.Module
+    statistics: RunningStatistics
 
 
-def own_averages(replica: Replica, shard: Shard) -> list[Box]:
+def buffers(part: Part, first: bool = True) -> list[Box]:
+    """Boxes of the model's persistent buffers, running averages and their counters included; those held in whole of the `first` rank alone."""
+    kept = part.model.state_dict().keys() - dict(part.model.named_parameters()).keys()
+    counters = [(name, torch.tensor(steps)) for name, steps in part.statistics.counters().items()]
+    found = [*((name, b) for name, b in part.model.named_buffers() if name in kept), *counters]
+    return [_box(f"model/{name}", b, b) for name, b in found if first or is_slice(b)]
+
+
+def own_averages(part: Part, shard: Shard, first: bool = True) -> list[Box]:
     """Boxes of the running averages of this share of the rows alone. With as many shares a run goes on from them, else from their mean."""
     if shard.count == 1:  # they are the mean
         return []
-    return [Box(f"{SHARE}{shard.index}/{name}", t, tuple(t.shape), (0,) * t.dim()) for name, t in replica.statistics.own().items()]
+    whole = dict(part.model.named_buffers())
+    own = part.statistics.own().items()
+    return [_box(f"{SHARE}{shard.index}/{name}", t, whole[name]) for name, t in own if first or is_slice(whole[name])]
 
 
 @torch.no_grad()
-def load_buffers(replica: Replica, source: Source, shard: Shard) -> None:
+def load_buffers(part: Part, source: Source, shard: Shard) -> None:
     """Inverse of `buffers` and `own_averages`."""
-    kept = set(replica.model.state_dict())
-    for name, buffer in replica.model.named_buffers():
+    kept, whole = set(part.model.state_dict()), dict(part.model.named_buffers())
+
+    def take(name: str, tensor: Tensor, into: Tensor) -> None:
+        into.copy_(source.read(name, offset(tensor), tuple(into.shape)))
+
+    for name, buffer in whole.items():
         if name in kept:
-            buffer.copy_(source.read(f"model/{name}", shape=tuple(buffer.shape)))
-    for name in replica.statistics.counters():
-        replica.statistics.restore(int(source.read(f"model/{name}", shape=())))
+            take(f"model/{name}", buffer, local(buffer))
+    for name in part.statistics.counters():
+        part.statistics.restore(int(source.read(f"model/{name}", shape=())))
     if len({name.split("/")[0] for name in source.names() if name.startswith(SHARE)}) == shard.count > 1:
-        replica.statistics.hold()
-        for name, held in replica.statistics.own().items():
-            held.copy_(source.read(f"{SHARE}{shard.index}/{name}", shape=tuple(held.shape)))
+        part.statistics.hold()
+        for name, held in part.statistics.own().items():
+            take(f"{SHARE}{shard.index}/{name}", whole[name], held)
 
 
-def to_device(batch: Batch, device: torch.device, weight: torch.dtype) -> Batch:
-    """The batch on the device; `weight` in the dtype of the loss. Copies from pinned memory do not wait."""
-    if device.type == "cpu":
-        return batch if batch.weight.dtype is weight else batch._replace(weight=batch.weight.to(weight))
-    move = {"device": device, "non_blocking": True}
-    inputs = batch.inputs
-    inputs = {k: v.to(**move) for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.to(**move)
-    return Batch(inputs, batch.targets.to(**move), batch.weight.to(dtype=weight, **move), batch.ids)
-
-
-def loss_dtype(task: Task) -> torch.dtype:
-    """Format in which row losses are weighted and summed."""
-    return torch.float64 if DTYPES[task.precision.compute] is torch.float64 else torch.float32
-
-
-def rows_of(batch: Batch, first: int, last: int) -> Batch:
-    """Rows [first, last) of a batch, as views."""
-    inputs = batch.inputs
-    inputs = {k: v[first:last] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[first:last]
-    return Batch(inputs, batch.targets[first:last], batch.weight[first:last], batch.ids[first:last])
-
-
-def _cast(value: Any, dtype: torch.dtype | None, only: tuple[torch.dtype, ...] | None = None) -> Any:
-    """Floating tensors in `value` (a tensor, or a structure of them) as `dtype`; `only`: those that now have one of these."""
-
-    def cast(tensor: Any) -> Any:
-        if dtype is None or not isinstance(tensor, Tensor):
-            return tensor
-        return tensor.to(dtype) if (tensor.dtype in only if only else tensor.dtype.is_floating_point) else tensor
-
-    return cast(value) if isinstance(value, Tensor) else tree_map(cast, value)
-
-
-def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+def _box(name: str, tensor: Tensor, like: Tensor) -> Box:
+    """`tensor` as the part of a global tensor that `like`, perhaps a DTensor, is."""
+    return Box(name, local(tensor.detach()), tuple(like.shape), offset(like))

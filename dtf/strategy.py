@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dtf.values import Batch, Shard, State, StepOutput, Train
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from dtf.optimizer import Optimizer
@@ -27,6 +29,8 @@ class Task:
     precision: Precision
     step: StepOptions
     seed: int
+    sample: Callable[[int], Any] | None = None
+    """Inputs of so many training rows, for strategies that look how a model computes before they divide it; only some ranks need to read data for it."""
 
 
 class Source(Protocol):
@@ -50,7 +54,16 @@ class Program(ABC):
     """Which part of each global batch this rank reads; None: it reads nothing and gets `None` for a batch."""
 
     shares: int
-    """Into how many shares a global batch is divided: ranks, or replicas within them."""
+    """Into how many shares a global batch is divided: ranks, replicas within them, or groups of ranks that are one replica."""
+
+    @property
+    def cuts(self) -> int:
+        """Into how many micro-batches a global batch is cut where step.micro_batch_rows=0. Default: one for each share."""
+        return self.shares
+
+    def about(self) -> dict[str, str]:
+        """What the start-up table says of this program beside the config: name -> text. Default: nothing."""
+        return {}
 
     def prepare(self, batch: Batch | None) -> Batch | None:
         """Called one batch ahead of `step` and `eval_step`: copy to the device, send for parameters. Default: nothing."""

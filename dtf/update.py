@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dtf.errors import ConfigError
 from dtf.optimizer import Combine, Optimizer
+from dtf.slices import local
 from dtf.strategy import Source, Update
 from dtf.values import Box, State
 
@@ -25,6 +26,7 @@ class Piece(NamedTuple):
     master: Tensor  # the numbers that the optimizer steps; the same tensor unless they have another format
     shape: tuple[int, ...]  # of the global tensor
     offset: tuple[int, ...]  # of the local part in it
+    counts: bool = True  # False: held in whole by several ranks that together hold the model, and another of them counts for it
 
 
 def whole(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, Piece]:
@@ -39,8 +41,9 @@ class LocalUpdate(Update):
     """The optimizer lives in this process, over the pieces that are here or over those of them that it owns.
 
     `owned`: names whose optimizer state lives here (default all); `after`: called once the owned parameters are updated, to fetch the others.
-    `writes`: whether this rank writes its pieces, which other ranks may hold too. `combine`: where pieces are slices, adds up a tensor of sums
-    over the ranks that hold the other slices, in place.
+    `writes`: whether this rank writes its pieces, which other ranks may hold too. What several ranks do together, all in place and collective:
+    `reduce` adds up gradients that arrived on this rank alone; `combine` adds up sums per parameter, the last axis, over the ranks that hold the
+    other slices of the same parameters; `gather` makes the norms (n,) of these parameters those of the whole model's (N,).
     """
 
     def __init__(
@@ -53,8 +56,11 @@ class LocalUpdate(Update):
         after: Callable[[], None] | None = None,
         writes: bool = True,
         combine: Combine | None = None,
+        reduce: Callable[[list[Tensor]], None] | None = None,
+        gather: Combine | None = None,
     ) -> None:
-        self._clip, self._after, self._writes, self._combine = clip_norm, after, writes, combine
+        self._clip, self._after, self._writes = clip_norm, after, writes
+        self._combine, self._reduce, self._gather = combine, reduce, gather
         self._pieces = {name: piece for name, piece in pieces.items() if piece.parameter.requires_grad}
         self._frozen = {name: piece for name, piece in pieces.items() if not piece.parameter.requires_grad}
         if not self._pieces:
@@ -63,11 +69,13 @@ class LocalUpdate(Update):
         self._own, self._divided = own, owned is not None
         self._own_index = [i for i, name in enumerate(self._pieces) if owned is None or name in owned]
         masters = {name: self._pieces[name].master for name in own}
-        self._bound = optimizer.bind(masters, {name: self._pieces[name].shape for name in own}, combine)
+        shapes, counts = ({name: getattr(self._pieces[name], key) for name in own} for key in ("shape", "counts"))
+        self._bound = optimizer.bind(masters, shapes, combine, counts)
         self._trained = list(self._pieces.values())
         self._copies = [(self._pieces[name].local, master) for name, master in masters.items() if self._pieces[name].local is not master]
         device = self._trained[0].local.device
         self._host = device.type == "cpu"
+        self._counts = None if all(piece.counts for piece in self._trained) else torch.tensor([float(p.counts) for p in self._trained], device=device)
         self._scale = torch.full((), loss_scale, dtype=torch.float32, device=device) if loss_scale else None
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped: int | Tensor = 0 if self._host else torch.zeros((), device=device)
@@ -82,9 +90,12 @@ class LocalUpdate(Update):
     def apply(self, step: int, lr: float) -> Tensor:
         # Zeros for parameters that the loss did not reach: their update is the optimizer's own (decay, momentum).
         gradients = [torch.zeros_like(piece.local) if piece.parameter.grad is None else local(piece.parameter.grad) for piece in self._trained]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=_norm_dtype(gradients))))
+        if self._reduce is not None:
+            self._reduce(gradients)
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=_norm_dtype(gradients)))
         if self._combine is not None:
-            norm = self._combine(norm.square()).sqrt()
+            norms = self._combine(norms.square() if self._counts is None else norms.square() * self._counts).sqrt()
+        norm = torch.linalg.vector_norm(norms if self._gather is None else self._gather(norms))
         if self._scale is not None:
             norm = norm / self._scale
         factor = None
@@ -150,9 +161,10 @@ class LocalUpdate(Update):
     def state(self) -> State:
         boxes: list[Box] = []
         if self._writes:
-            boxes += [box for name, piece in self._frozen.items() for box in _boxes(name, piece, {})]
+            boxes += [box for name, piece in self._frozen.items() if piece.counts for box in _boxes(name, piece, {})]
         if self._writes or self._divided:
-            boxes += [box for name, state in self._bound.states.items() for box in _boxes(name, self._pieces[name], state)]
+            kept = ((name, self._pieces[name], state) for name, state in self._bound.states.items())
+            boxes += [box for name, piece, state in kept if piece.counts for box in _boxes(name, piece, state)]
         boxes = [box for box in boxes if box.tensor.numel()]
         scalars: dict = {"skipped": self.skipped()}
         if self._scale is not None:
@@ -179,12 +191,6 @@ class LocalUpdate(Update):
             self._skipped = skipped
         else:
             self._skipped.fill_(skipped)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor as it is. Asked by attribute: importing DTensor would delay the first step of all others."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local else tensor
 
 
 def _boxes(name: str, piece: Piece, state: Mapping[str, Tensor]) -> Iterator[Box]:

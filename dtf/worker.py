@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 
 from dtf import __version__, heartbeat
@@ -31,10 +32,6 @@ from dtf.settings import Settings, typed
 from dtf.strategy import Program, Task
 from dtf.values import Ended, Event, Failed, Measured, Note, Started
 from dtf.world import World
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 RECENT_BYTES = 65536
 """Of the measurements sent again: as much as a pipe holds, and half of what a message may."""
@@ -79,7 +76,6 @@ def _train(
     _numerics(settings)
     kind = place.device.partition(":")[0]
     world = World.join(place, strategy.communication(kind))
-    program = strategy.setup(Task(recipe, settings.optimizer, settings.precision, settings.step, settings.seed), world)
     train_data, eval_data = recipe.open_data("train", settings.seed), recipe.open_data("eval", settings.seed)
     if not len(train_data) or not len(eval_data):
         raise DataError(f"recipe={config['recipe']['name']}: {len(train_data)} training and {len(eval_data)} evaluation rows; both need at least one")
@@ -88,9 +84,14 @@ def _train(
     if not epochs.batches:
         raise DataError(f"step.batch_size={batch} is more than the {len(train_data)} training rows, sampler.tail=drop leaves none; lower it")
     eval_epochs = Epochs(Sequential(), len(eval_data), batch, settings.seed)
+
+    def sample(rows: int) -> Any:
+        return train_data.fetch(np.arange(rows) % len(train_data), 0)[0]
+
+    program = strategy.setup(Task(recipe, settings.optimizer, settings.precision, settings.step, settings.seed, sample), world)
     loaders = [
-        Loader(data, split, program.shard, micro, pin=kind == "cuda")
-        for data, split, micro in ((train_data, epochs, settings.step.micro_batch_rows), (eval_data, eval_epochs, 0))
+        Loader(data, split, program.shard, micro, pin=kind == "cuda", cuts=cuts)
+        for data, split, micro, cuts in ((train_data, epochs, settings.step.micro_batch_rows, program.cuts), (eval_data, eval_epochs, 0, 0))
     ]
     plan = _plan(settings, epochs.batches)
     identity = {
@@ -262,8 +263,9 @@ def _table(
         model = settings.recipe.build_model()
     parameters = sum(p.numel() for p in model.parameters())
     batch, shares = settings.step.batch_size, program.shares
-    bounds = cut(batch, settings.step.micro_batch_rows, shares)
+    bounds = cut(batch, settings.step.micro_batch_rows, program.cuts)
     kind = "rank" if world.size == shares else "replica"
+    devices = max(shares, world.size)
     words = [config["strategy"]["name"]]
     words += [f"{key}={show(config['strategy'][key])}" for key, value in to_plain(type(settings.strategy)()).items() if config["strategy"][key] != value]
     precision = settings.precision
@@ -271,9 +273,10 @@ def _table(
     threads = world.place.threads
     return {
         "recipe": f"{config['recipe']['name']}: {parameters:,} parameters, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
-        "strategy": f"{' '.join(words)} on {shares} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a process",
+        "strategy": f"{' '.join(words)} on {devices} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a process",
         "precision": f"{precision.param.value} parameters, {precision.compute.value} arithmetic{how}",
         "batch": f"{batch} rows a step = {len(bounds) - 1} micro-batches of {bounds[1]} over {shares} {kind}{'s' if shares > 1 else ''}",
+        **program.about(),
         "length": f"{plan.total:,} steps",
         "run folder": str(folder),
         "versions": f"dtf {__version__}, torch {torch.__version__}",

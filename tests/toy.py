@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dtf.layout import Layout, Split
 from dtf.metrics import weighted_sums
 from dtf.recipe import Dataset, Recipe
 from dtf.registry import option, register
@@ -43,16 +44,25 @@ class Toy(Recipe):
             nn.Linear(8, 16, bias=not self.batch_norm), *norm, nn.ReLU(), *drop, nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)
         )
 
+    def layout(self, model: nn.Module) -> Layout:
+        linear = [name for name, module in model.named_children() if type(module).__name__ == "Linear"]
+        local = {"1": Split.local, "3": Split.local} if self.batch_norm else {"2": Split.local}
+        first = {linear[0]: Split.column, **local, linear[1]: Split.row}
+        blocks = ((linear[0], "1"), (linear[1], str(int(linear[1]) + 1)), (linear[2],))
+        return Layout(blocks if self.batch_norm else ((linear[0],), *blocks[1:]), {**first, linear[2]: Split.classes})
+
     def open_data(self, split: str, seed: int) -> Dataset:
         return Rows(self.rows if split == "train" else 50, split, self.bad_row if split == "train" else -1)
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        from torch.nn.functional import cross_entropy
+        from dtf import classes
 
-        return cross_entropy(outputs, targets, reduction="none")
+        return classes.cross_entropy(outputs, targets)
 
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
-        return weighted_sums(batch.weight, loss, outputs.argmax(-1) == batch.targets)
+        from dtf import classes
+
+        return weighted_sums(batch.weight, loss, classes.rank(outputs, batch.targets) == 1)
 
 
 class Rows(Dataset):

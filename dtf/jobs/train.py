@@ -9,7 +9,7 @@ from dtf.job import Job
 from dtf.observer import Observers
 from dtf.registry import register
 from dtf.run import Run
-from dtf.values import Ended, Event, Failed, Measured
+from dtf.values import Ended, Event, Failed, Measured, Started
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +39,8 @@ class TrainJob(Job):
 
         def see(event: Event) -> None:
             nonlocal cause
+            if isinstance(event, Started):
+                run.ready(event.table)
             if isinstance(event, Failed | Ended):
                 cause = event.message if isinstance(event, Failed) else event.reason
             if isinstance(event, Measured) and event.best:

@@ -42,7 +42,7 @@ class Verify(Job):
     """
 
     steps: int = option(default=8, least=1, doc="length of each run", unit="steps")
-    strategies: list[str] = option(factory=list, doc="strategy options to hold against the reference; empty: all there are")
+    strategies: list[str] = option(factory=list, doc="strategy options to hold against the reference; empty: all there are, but those that refuse this recipe")
     processes: list[int] = option(factory=lambda: [1, 2, 4], least=1, doc="numbers of processes (replicas, for strategies in one process)")
     precisions: list[str] = option(factory=lambda: [EXACT, "fp32"], doc="fp64: every tensor within 1e-10; fp32: all parameters together within 1e-5")
     micro_batches: list[int] = option(factory=lambda: [1, 2], least=1, doc="micro-batches per process; more than one accumulates gradients")
@@ -69,15 +69,23 @@ class Verify(Job):
                             _explain(rows)
                             if self.format is Output.text:
                                 print(_line(rows[-1], first=len(rows) == 1), flush=True)
+        rows, refused = [row for row in rows if "refused" not in row], [row for row in rows if "refused" in row]
         broken = [row for row in rows if not row["ok"]]
-        report = {"recipe": composed.config["recipe"]["name"], "optimizer": composed.config["optimizer"]["name"], "ok": not broken, "runs": rows}
+        report = {
+            "recipe": composed.config["recipe"]["name"],
+            "optimizer": composed.config["optimizer"]["name"],
+            "ok": not broken,
+            "runs": rows,
+            "refused": refused,
+        }
         (folder / "verify.json").write_text(json.dumps(report, indent=1))
         if self.format is Output.json:
             print(json.dumps(report, indent=1))
         elif self.format is Output.markdown:
             print(_markdown(rows))
         else:
-            print(f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers; {folder / 'verify.json'}")
+            also = f", {len(refused)} were refused" if refused else ""
+            print(f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers{also}; {folder / 'verify.json'}")
         return Exit.BUG if broken else Exit.OK
 
     def _check(self, composed: Composed) -> list[str]:
@@ -125,6 +133,8 @@ class Verify(Job):
         }
         again = composed.recompose([f"{key}={value}" for key, value in overrides.items()])
         code = again.job.run(again)
+        if code == Exit.CONFIG:
+            raise ConfigError(f"strategy={strategy} on {processes} processes refuses this recipe; its own error line says why")
         if code:
             raise RunFailed(f"strategy={strategy} on {processes} processes with precision={precision} ended with exit code {code}")
         return Evidence.read(folder)
@@ -142,6 +152,10 @@ class Verify(Job):
             )
         except RunFailed as failure:
             return row | {"ok": False, "first": str(failure)}
+        except ConfigError as refusal:
+            if self.strategies:
+                raise
+            return row | {"ok": True, "worst": f"refused: {refusal}", "refused": str(refusal)}  # of all there are, not all can run every recipe
 
 
 class RunFailed(DtfError):

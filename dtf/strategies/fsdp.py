@@ -68,7 +68,7 @@ class Fsdp(Strategy):
         import torch.distributed as dist
         from torch.distributed.fsdp import FSDPModule
 
-        from dtf.build import cast_model, draw_model, formats, sketch
+        from dtf.build import cast_model, draw_model, sketch
         from dtf.spmd import Replica, Spmd
         from dtf.update import LocalUpdate, whole
 
@@ -78,13 +78,11 @@ class Fsdp(Strategy):
             update = LocalUpdate(whole(model, cast_model(model, task.precision, world.device)), *options)
             return Spmd(Replica(model, task, world.device), update, task, world)
 
-        from dtf.sharded import draw, pieces
+        from dtf.sharded import cast_sketch, draw, pieces
 
         mesh = world.mesh({"replicate": self.replicate, "shard": world.size // self.replicate})
         model = sketch(task.recipe)
-        kept = formats(model, task.precision)
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            tensor.data = tensor.data.to(kept[name][0]) if name in kept else tensor.data
+        cast_sketch(model, task.precision, computing=False)
         units = self._units(model, task.recipe.layout(model))
         sharded = self._shard(model, units, mesh, task)
         model.to_empty(device="cpu" if self.offload else world.device)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.errors import ConfigError, DataError
-from dtf.layout import Layout
+from dtf.layout import Layout, Split
 from dtf.recipe import Recipe
 from dtf.registry import option, register
 
@@ -183,24 +183,27 @@ class Classification(Recipe):
     def layout(self, model: nn.Module) -> Layout:
         stages = [name for name, _ in model.named_children() if name.startswith("layer")]
         residual = [(f"{stage}.{block}",) for stage in stages for block, _ in model.get_submodule(stage).named_children()]
-        return Layout((("conv1", "bn1"), *residual, ("fc",)))
+        last = {"conv2": Split.row} if self.model.arch in BASIC else {"conv2": Split.row_scatter, "bn2": Split.local, "conv3": Split.row}
+        if "resnext" in self.model.arch.name:
+            last["conv2"] = Split.local  # its channels come in groups
+        inside = {"conv1": Split.column, "bn1": Split.local, **last}
+        splits = {f"{block}.{name}": split for (block,) in residual for name, split in inside.items()}
+        return Layout((("conv1", "bn1"), *residual, ("fc",)), {**splits, "fc": Split.classes})
 
     @abstractmethod
     def open_data(self, split: str, seed: int) -> Images: ...
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        import torch
+        from dtf.classes import cross_entropy
 
-        if outputs.dtype.itemsize < 4:
-            outputs = outputs.float()
-        return torch.nn.functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=self.label_smoothing)
+        return cross_entropy(outputs.float() if outputs.dtype.itemsize < 4 else outputs, targets, self.label_smoothing)
 
     def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
+        from dtf.classes import rank
         from dtf.metrics import weighted_sums
 
-        # How many outputs are at least the right one, itself included; a tie and a NaN count against the network.
-        rank = (~(outputs < outputs.gather(1, batch.targets[:, None]))).sum(dim=1)
-        return weighted_sums(batch.weight, loss, *(rank <= k for k in (1, 5)[: len(self.measures) - 1]))
+        place = rank(outputs, batch.targets)
+        return weighted_sums(batch.weight, loss, *(place <= k for k in (1, 5)[: len(self.measures) - 1]))
 
 
 @register("recipe", "resnet_shapes")

@@ -1,0 +1,188 @@
+"""Tensor parallelism: modules that keep slices of their weights and talk to the other ranks of their group, by what a layout says of them.
+
+A module keeps its name, its code and its parameters' names; its class changes to one whose tensors are DTensors and whose forward, unchanged,
+sees this rank's slices: torch's DTensor has no rule for convolutions over divided channels. Source: Shoeybi et al. 2019 (arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtf.collectives import fan, scattered_total, total
+from dtf.errors import ConfigError
+from dtf.layout import Split
+from dtf.slices import bounds
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> None:
+    """Divide the named modules of a model on meta over a mesh of one axis, in place; see `layout.Split`. Not collective.
+
+    ConfigError for a name that is not there, a module that cannot be divided like that, or slices that would be empty or cut a group of channels.
+    """
+    modules = dict(model.named_modules())
+    width, axis = 0, -1  # of the activations between a column and its row
+    for name, split in splits.items():
+        if name not in modules:
+            raise ConfigError(f"the recipe's layout splits {name}, which its model does not have")
+        module = modules[name]
+        if split is Split.local and isinstance(module, DROPOUTS):
+            module.__dict__["_slice"] = (axis, width, *bounds(width, mesh.size(), mesh.get_local_rank()))
+            continue
+        kind = _kind(name, module, split)
+        module.__class__ = type(f"Divided{type(module).__name__}", (kind, type(module)), {})
+        divided = cast(_Divided, module)
+        divided.__dict__ |= {"_mesh": mesh, "_group": mesh.get_group(), "_split": split, "_axis": 1 if isinstance(module, (*CONVOLUTIONS, *NORMS)) else -1}
+        divided.cut(name)
+        if split in (Split.column, Split.row_scatter):
+            width, axis = _outputs(module), divided._axis
+
+
+class _Divided(nn.Module):
+    """The parts that all divided modules share. `_axes`: parameter or buffer -> the axis along which it is cut."""
+
+    _mesh: DeviceMesh
+    _group: dist.ProcessGroup
+    _split: Split
+    _axis: int  # of the channels in activations
+    _axes: Mapping[str, int] = MappingProxyType({})
+
+    def cut(self, name: str) -> None:
+        """Replace the whole tensors (on meta) by DTensors of which this rank holds a slice."""
+        for tensors in (self._parameters, self._buffers):
+            for key, tensor in [*tensors.items()]:
+                if tensor is None or key not in self._axes or not tensor.dim():
+                    continue
+                slices = sliced(tensor, self._axes[key], self._mesh)
+                setattr(self, key, nn.Parameter(slices, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else slices)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+class _Column(_Divided):
+    """Linear and convolution by outputs."""
+
+    _axes = MappingProxyType({"weight": 0, "bias": 0})
+
+    def cut(self, name: str) -> None:
+        if _outputs(self) < self._mesh.size() and isinstance(self, CONVOLUTIONS):
+            raise ConfigError(f"{name} has {_outputs(self)} channels, which strategy.degree={self._mesh.size()} leaves ranks without; use a smaller degree")
+        super().cut(name)
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(fan(x, self._group) if x.requires_grad else x)
+        if self._split is not Split.classes:
+            return y
+        shape = torch.Size((*y.shape[:-1], _outputs(self)))
+        return DTensor.from_local(y, self._mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
+
+
+class _Row(_Divided):
+    """Linear and convolution by inputs. The bias is added once, to the sum."""
+
+    _axes = MappingProxyType({"weight": 1})
+
+    def cut(self, name: str) -> None:
+        if self._split is Split.row_scatter:
+            self.__dict__["_axes"] = {"weight": 1, "bias": 0}
+        super().cut(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return None if name == "bias" else super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y = total(y, self._group) if self._split is Split.row else scattered_total(y, self._axis, self._group)
+        bias = _Divided.__getattr__(self, "bias")
+        return y if bias is None else y + (bias.view(-1, *(1 for _ in y.shape[2:])) if self._axis == 1 else bias).to(y.dtype)
+
+
+class _Grouped(_Divided):
+    """A convolution whose groups of channels are divided."""
+
+    _axes = MappingProxyType({"weight": 0, "bias": 0})
+
+    def cut(self, name: str) -> None:
+        convolution = cast(nn.Conv2d, self)
+        if convolution.groups % self._mesh.size():
+            raise ConfigError(f"{name} has {convolution.groups} groups of channels, which strategy.degree={self._mesh.size()} does not divide")
+        super().cut(name)
+        convolution.groups //= self._mesh.size()
+
+
+class _Norm(_Divided):
+    """Batch normalisation, a channel at a time: nothing crosses between ranks."""
+
+    _axes = MappingProxyType({"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0})
+
+
+class _Features(_Divided):
+    """An embedding by features: every rank looks up a slice of each row."""
+
+    _axes = MappingProxyType({"weight": 1})
+
+
+class _Ids(_Divided):
+    """An embedding by ids: every rank looks up those it has, the others count as zero."""
+
+    _axes = MappingProxyType({"weight": 0})
+    _first: int
+
+    def cut(self, name: str) -> None:
+        embedding = cast(nn.Embedding, self)
+        first, last = bounds(embedding.num_embeddings, self._mesh.size(), self._mesh.get_local_rank())
+        if first == last:
+            raise ConfigError(
+                f"{name} has {embedding.num_embeddings} rows, which strategy.degree={self._mesh.size()} leaves ranks without; use a smaller degree"
+            )
+        super().cut(name)
+        self.__dict__["_first"] = first
+        if embedding.padding_idx is not None:
+            embedding.padding_idx = embedding.padding_idx - first if first <= embedding.padding_idx < last else None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        local = ids - self._first
+        mine = (local >= 0) & (local < rows)
+        found = super().forward(local.clamp(0, rows - 1))
+        return total(torch.where(mine[..., None], found, torch.zeros_like(found)), self._group)
+
+
+def sliced(tensor: Tensor, axis: int, mesh: DeviceMesh) -> DTensor:
+    """A DTensor of the shape of `tensor` (on meta), of which this rank holds a slice along `axis`."""
+    first, last = bounds(tensor.shape[axis], mesh.size(), mesh.get_local_rank())
+    local = torch.empty_like(tensor.detach().narrow(axis, first, last - first), memory_format=torch.contiguous_format)
+    return DTensor.from_local(local, mesh, [Shard(axis)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _outputs(module: nn.Module) -> int:
+    return cast(int, getattr(module, "out_features", None) or getattr(module, "out_channels", None) or getattr(module, "embedding_dim", None))
+
+
+def _kind(name: str, module: nn.Module, split: Split) -> type[_Divided]:
+    plain_convolution = isinstance(module, CONVOLUTIONS) and module.groups == 1
+    match split:
+        case Split.column | Split.classes if isinstance(module, nn.Linear) or (plain_convolution and split is Split.column):
+            return _Column
+        case Split.row | Split.row_scatter if isinstance(module, nn.Linear) or plain_convolution:
+            return _Row
+        case Split.local if isinstance(module, NORMS):
+            return _Norm
+        case Split.local if isinstance(module, CONVOLUTIONS) and module.groups > 1:
+            return _Grouped
+        case Split.column | Split.row if isinstance(module, nn.Embedding) and module.max_norm is None and not (module.scale_grad_by_freq or module.sparse):
+            return _Features if split is Split.column else _Ids
+    raise ConfigError(f"the recipe's layout splits {name} as {split.value}, which {type(module).__name__} cannot be; see docs/own-parts.md")

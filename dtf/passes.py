@@ -1,0 +1,103 @@
+"""The arithmetic of one pass of a model over one micro-batch: formats, row losses, what is differentiated. Knows no other pass and no rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dtf.build import DTYPES
+from dtf.errors import ConfigError
+from dtf.precision import Cast
+from dtf.strategy import Task
+from dtf.values import Batch
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Passes:
+    """What every strategy does alike with a micro-batch, on one device."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._recipe, self._device = task.recipe, device
+        compute = DTYPES[task.precision.compute]
+        self._autocast = compute if task.precision.cast is Cast.autocast else None
+        self._input = None if self._autocast else compute
+
+    def forward(self, model: Callable[..., Any], *inputs: Any) -> Any:
+        """`model(*inputs)` in the run's formats; floating inputs are cast where the model's own parameters are."""
+        if self._autocast is None:
+            return model(*(_cast(value, self._input) for value in inputs))
+        with torch.autocast(self._device.type, dtype=self._autocast):
+            return model(*inputs)
+
+    def losses(self, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
+        """The model's outputs as the recipe gets them, and its loss per row, (B,)."""
+        outputs = _cast(outputs, torch.float32, HALF)  # a loss in half precision loses the small differences it is made of
+        loss = self._recipe.loss(outputs, batch.targets)
+        if loss.shape != batch.weight.shape:
+            raise ConfigError(
+                f"{type(self._recipe).__name__}.loss returned shape {tuple(loss.shape)}; it must return a loss per row, {tuple(batch.weight.shape)}"
+            )
+        return outputs, loss
+
+    def total(self, loss: Tensor, batch: Batch, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """What to differentiate, and with which seed: the gradient is that of `factor` x (sum of loss over rows), and NaN where the loss is not finite."""
+        total = (loss * batch.weight).sum()
+        # 0 x a non-finite loss is NaN: it reaches every gradient here and, summed, every rank, before anything is updated.
+        return total, total.detach() * 0 + factor
+
+    @torch.no_grad()
+    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
+        """Metric sums (M,)."""
+        return self._recipe.measure(_detach(outputs), batch, loss.detach())
+
+
+def rows_of(batch: Batch, first: int, last: int) -> Batch:
+    """Rows [first, last) of a batch, as views."""
+    inputs = batch.inputs
+    inputs = {k: v[first:last] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[first:last]
+    return Batch(inputs, batch.targets[first:last], batch.weight[first:last], batch.ids[first:last])
+
+
+def to_device(batch: Batch, device: torch.device, weight: torch.dtype) -> Batch:
+    """The batch on the device; `weight` in the dtype of the loss. Copies from pinned memory do not wait."""
+    if device.type == "cpu":
+        return batch if batch.weight.dtype is weight else batch._replace(weight=batch.weight.to(weight))
+    move = {"device": device, "non_blocking": True}
+    inputs = batch.inputs
+    inputs = {k: v.to(**move) for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.to(**move)
+    return Batch(inputs, batch.targets.to(**move), batch.weight.to(dtype=weight, **move), batch.ids)
+
+
+def loss_dtype(task: Task) -> torch.dtype:
+    """Format in which row losses are weighted and summed."""
+    return torch.float64 if DTYPES[task.precision.compute] is torch.float64 else torch.float32
+
+
+def lone_row(error: ValueError, rows: int) -> Exception:
+    """What to raise for an error of a pass: a ConfigError for batch normalisation over a single value, else the error itself."""
+    if "more than 1 value per channel" not in str(error):
+        return error
+    return ConfigError(
+        f"a micro-batch of {rows} row is too small for batch normalisation over a single value; "
+        "use sampler.tail=fill or drop, or another step.batch_size or step.micro_batch_rows"
+    )
+
+
+def _cast(value: Any, dtype: torch.dtype | None, only: tuple[torch.dtype, ...] | None = None) -> Any:
+    """Floating tensors in `value` (a tensor, or a structure of them) as `dtype`; `only`: those that now have one of these."""
+
+    def cast(tensor: Any) -> Any:
+        if dtype is None or not isinstance(tensor, Tensor):
+            return tensor
+        return tensor.to(dtype) if (tensor.dtype in only if only else tensor.dtype.is_floating_point) else tensor
+
+    return cast(value) if isinstance(value, Tensor) else tree_map(cast, value)
+
+
+def _detach(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
