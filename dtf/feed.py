@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtf.errors import ConfigError
+from dtf.strides import axes, dense, empty, message
 from dtf.values import Batch
 
 HEADER_BYTES = 8192
@@ -30,41 +31,36 @@ class Feed:
         self.reads = dist.get_rank(group) == 0
 
     def __call__(self, batch: Batch | None) -> Batch:
-        """The reading rank's batch, on the device, on every rank with the same strides: kernels choose by them, and ranks must agree. Collective."""
+        """The reading rank's batch, on the device, on every rank with the same strides. Collective."""
         tensors = _dense(batch) if batch is not None else {}
         header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
         if self.reads:
-            text = json.dumps([[name, [*t.shape], _axes(t), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]).encode()
+            text = json.dumps([[name, [*t.shape], axes(t), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]).encode()
             if len(text) > HEADER_BYTES:
                 raise ConfigError(f"a batch of {len(tensors)} tensors is described by {len(text)} bytes, more than {HEADER_BYTES}; put them into fewer tensors")
             header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         dist.broadcast(header, group=self._group, group_src=0)
         if not self.reads:
             described = json.loads(bytes(header.numpy().tobytes()).rstrip(b"\0"))
-            tensors = {name: self._room(name, shape, axes, getattr(torch, dtype)) for name, shape, axes, dtype in described}
+            tensors = {name: empty(shape, order, getattr(torch, dtype), self._place(name)) for name, shape, order, dtype in described}
         for name, tensor in tensors.items():
             if self._inputs or not name.startswith(_INPUT):
-                dist.broadcast(tensor.permute(_axes(tensor)), group=self._group, group_src=0)
+                dist.broadcast(message(tensor), group=self._group, group_src=0)
         return _batch(tensors)
 
-    def _room(self, name: str, shape: list[int], axes: list[int], dtype: torch.dtype) -> Tensor:
-        device = "cpu" if name == "ids" else self._device if self._inputs or not name.startswith(_INPUT) else "meta"
-        back = [axes.index(axis) for axis in range(len(axes))]
-        return torch.empty([shape[axis] for axis in axes], dtype=dtype, device=device).permute(back)
+    def _place(self, name: str) -> torch.device | str:
+        if name.startswith(_INPUT) and not self._inputs:
+            return "meta"
+        return "cpu" if name == "ids" else self._device
 
 
 def _dense(batch: Batch) -> dict[str, Tensor]:
     """The tensors of a batch by name, without gaps in memory."""
     named = {f"{_INPUT}.{key}": value for key, value in batch.inputs.items()} if isinstance(batch.inputs, dict) else {_INPUT: batch.inputs}
     named |= {"targets": batch.targets, "weight": batch.weight, "ids": torch.from_numpy(batch.ids)}
-    return {name: tensor if tensor.permute(_axes(tensor)).is_contiguous() else tensor.contiguous() for name, tensor in named.items()}
+    return {name: dense(tensor) for name, tensor in named.items()}
 
 
 def _batch(tensors: dict[str, Tensor]) -> Batch:
     inputs: Any = {name.removeprefix(f"{_INPUT}."): t for name, t in tensors.items() if name.startswith(f"{_INPUT}.")}
     return Batch(tensors.get(_INPUT, inputs), tensors["targets"], tensors["weight"], tensors["ids"].numpy())
-
-
-def _axes(tensor: Tensor) -> list[int]:
-    """The axes from the one with the widest stride to the one with the smallest."""
-    return sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))

@@ -30,13 +30,13 @@ class Passes:
     def forward(self, model: Callable[..., Any], *inputs: Any) -> Any:
         """`model(*inputs)` in the run's formats; floating inputs are cast where the model's own parameters are."""
         if self._autocast is None:
-            return model(*(_cast(value, self._input) for value in inputs))
+            return model(*(cast_floating(value, self._input) for value in inputs))
         with torch.autocast(self._device.type, dtype=self._autocast):
             return model(*inputs)
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
         """The model's outputs as the recipe gets them, and its loss per row, (B,)."""
-        outputs = _cast(outputs, torch.float32, HALF)  # a loss in half precision loses the small differences it is made of
+        outputs = cast_floating(outputs, torch.float32, HALF)  # a loss in half precision loses the small differences it is made of
         loss = self._recipe.loss(outputs, batch.targets)
         if loss.shape != batch.weight.shape:
             raise ConfigError(
@@ -67,10 +67,15 @@ def to_device(batch: Batch, device: torch.device, weight: torch.dtype) -> Batch:
     """The batch on the device; `weight` in the dtype of the loss. Copies from pinned memory do not wait."""
     if device.type == "cpu":
         return batch if batch.weight.dtype is weight else batch._replace(weight=batch.weight.to(weight))
-    move = {"device": device, "non_blocking": True}
-    inputs = batch.inputs
-    inputs = {k: v.to(**move) for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.to(**move)
-    return Batch(inputs, batch.targets.to(**move), batch.weight.to(dtype=weight, **move), batch.ids)
+    weights = batch.weight.to(device, weight, non_blocking=True)
+    return Batch(moved(batch.inputs, device), batch.targets.to(device, non_blocking=True), weights, batch.ids)
+
+
+def moved(inputs: Any, device: torch.device) -> Any:
+    """Inputs, a tensor or a dict of them, on the device."""
+    if isinstance(inputs, dict):
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+    return inputs.to(device, non_blocking=True)
 
 
 def loss_dtype(task: Task) -> torch.dtype:
@@ -88,7 +93,7 @@ def lone_row(error: ValueError, rows: int) -> Exception:
     )
 
 
-def _cast(value: Any, dtype: torch.dtype | None, only: tuple[torch.dtype, ...] | None = None) -> Any:
+def cast_floating(value: Any, dtype: torch.dtype | None, only: tuple[torch.dtype, ...] | None = None) -> Any:
     """Floating tensors in `value` (a tensor, or a structure of them) as `dtype`; `only`: those that now have one of these."""
 
     def cast(tensor: Any) -> Any:

@@ -15,7 +15,7 @@ from dtf.update import Piece
 
 
 def cast_sketch(model: nn.Module, precision: Precision, computing: bool) -> None:
-    """Give a model on meta the formats in which its tensors compute, or those in which its parameters are kept."""
+    """Give a model without numbers the formats in which its tensors compute, or those in which its parameters are kept."""
     found = formats(model, precision)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in found:

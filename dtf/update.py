@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dtf.build import formats
 from dtf.errors import ConfigError
 from dtf.optimizer import Combine, Optimizer
+from dtf.precision import Precision
 from dtf.slices import local
 from dtf.strategy import Source, Update
 from dtf.values import Box, State
@@ -35,6 +37,19 @@ def whole(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, Piece]:
         name: Piece(p, masters[name] if masters[name].dtype is p.dtype else p.data, masters[name], tuple(p.shape), (0,) * p.dim())
         for name, p in model.named_parameters()
     }
+
+
+def state_bytes(model: nn.Module, optimizer: Optimizer, precision: Precision) -> int:
+    """Bytes of a model's parameters, gradients and optimizer state in a run, by its shapes alone."""
+    total, pairs = 0, formats(model, precision)
+    for name, parameter in model.named_parameters():
+        kept, computing = pairs.get(name, (parameter.dtype, parameter.dtype))
+        total += parameter.numel() * computing.itemsize
+        if parameter.requires_grad:
+            master = torch.empty(parameter.shape, dtype=kept, device="meta")
+            total += parameter.numel() * (computing.itemsize + (0 if kept is computing else kept.itemsize))
+            total += sum(t.numel() * t.element_size() for t in optimizer.init(master).values())
+    return total
 
 
 class LocalUpdate(Update):

@@ -140,6 +140,7 @@ def variants() -> list[tuple[str, dict[str, Any]]]:
         ("ddp", {"shard_optimizer": True}),
         ("ddp", {"static_graph": True, "bucket_mb": 0.0001}),
         ("fsdp", {"unit": "layer", "reshard_after_forward": False, "prefetch": 0}),
+        ("pipeline", {"schedule": "gpipe", "balance": "flops"}),
     ]
     own = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]  # tests register faulty ones
     return [(name, {}) for name in own] + extra
@@ -147,7 +148,7 @@ def variants() -> list[tuple[str, dict[str, Any]]]:
 
 def meshes() -> list[tuple[str, dict[str, Any]]]:
     """Combinations of a strategy with data parallelism, for even numbers of processes."""
-    return [("fsdp", {"replicate": 2}), ("fsdp", {"replicate": 2, "unit": "stage"}), ("tensor", {"degree": 2})]
+    return [("fsdp", {"replicate": 2}), ("fsdp", {"replicate": 2, "unit": "stage"}), ("tensor", {"degree": 2}), ("pipeline", {"degree": 2})]
 
 
 def spread(strategy: str, processes: int, **case: Any) -> dict[str, Any]:

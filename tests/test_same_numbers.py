@@ -21,6 +21,12 @@ def test_combined_with_data_parallelism(strategy: str, options: dict, processes:
     assert difference(reference(), spread(strategy, processes, options=options)) <= 1e-10
 
 
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}, {"cuts": ["4", "7", "9"]}], ids=str)
+def test_interleaved_stages(options: dict) -> None:
+    """Two ranks with two stages each, five micro-batches: the last group of two is incomplete."""
+    assert difference(reference(), spread("pipeline", 2, options={"virtual": 2} | options)) <= 1e-10
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "lars"])
 @pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
 def test_with_every_optimizer(strategy: str, options: dict, optimizer: str) -> None:

@@ -41,15 +41,23 @@ class Toy(Recipe):
         norm = [nn.BatchNorm1d(16)] if self.batch_norm else []
         drop = [nn.Dropout(self.dropout)]
         return nn.Sequential(
-            nn.Linear(8, 16, bias=not self.batch_norm), *norm, nn.ReLU(), *drop, nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)
+            nn.Linear(8, 16, bias=not self.batch_norm),
+            *norm,
+            nn.ReLU(),
+            *drop,
+            nn.Linear(16, 16),
+            nn.LayerNorm(16),
+            nn.ReLU(),
+            nn.Linear(16, 16),
+            nn.Tanh(),
+            nn.Linear(16, 4),
         )
 
     def layout(self, model: nn.Module) -> Layout:
-        linear = [name for name, module in model.named_children() if type(module).__name__ == "Linear"]
-        local = {"1": Split.local, "3": Split.local} if self.batch_norm else {"2": Split.local}
-        first = {linear[0]: Split.column, **local, linear[1]: Split.row}
-        blocks = ((linear[0], "1"), (linear[1], str(int(linear[1]) + 1)), (linear[2],))
-        return Layout(blocks if self.batch_norm else ((linear[0],), *blocks[1:]), {**first, linear[2]: Split.classes})
+        first, second, third, last = (name for name, module in model.named_children() if type(module).__name__ == "Linear")
+        norm, drop = (("1",), "3") if self.batch_norm else ((), "2")
+        splits = {first: Split.column, **dict.fromkeys([*norm, drop], Split.local), second: Split.row, last: Split.classes}
+        return Layout(((first, *norm), (second, str(int(second) + 1)), (third,), (last,)), splits)
 
     def open_data(self, split: str, seed: int) -> Dataset:
         return Rows(self.rows if split == "train" else 50, split, self.bad_row if split == "train" else -1)

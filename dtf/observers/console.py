@@ -61,7 +61,11 @@ class Lines:
                 self._total = total
                 self._pace.restart(step)
                 place = {"step": f"{step}/{total}", "attempt": attempt}
-                self._print("restarted" if attempt else "started", place if attempt else place | table)
+                self._print("restarted" if attempt else "started", place if attempt else place | {k: v for k, v in table.items() if "\n" not in str(v)})
+                for name, value in table.items():
+                    if not attempt and "\n" in str(value):
+                        for line in (f"{name}:", *str(value).splitlines()):
+                            self._write(plain_text(line))
             case Measured("train", step, epoch, seconds, values):
                 self._pace.mark(step, seconds)
                 rest = {"eta": time_text(self._pace.seconds_for(self._total - step))}

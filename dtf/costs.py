@@ -1,0 +1,170 @@
+"""What each block of a chain costs: measured on the device, or counted without running. The model itself is never touched nor materialised."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dtf.chain import Chain
+from dtf.errors import ConfigError
+from dtf.partition import Cost
+
+StateBytes = Callable[[nn.Module], int]
+"""A part of the model -> bytes of its parameters, their gradients and their optimizer state."""
+
+Prepare = Callable[[nn.Module], None]
+"""What a run does to its model before the first step, e.g. cast it."""
+
+
+def measure(
+    chain: Chain,
+    sample: Any,
+    state_bytes: StateBytes,
+    autocast: torch.dtype | None = None,
+    prepare: Prepare | None = None,
+    seconds: float = 3.0,
+) -> list[Cost]:
+    """Time the blocks one by one on the device of `sample`, the model's input for one micro-batch; work in seconds.
+
+    Goes over all blocks again and again, 2 to 10 times, for about `seconds`, and takes the fastest pass of each: a burst of other work on
+    the machine then spoils one time of a block, not all. Never holds more than a block.
+    """
+    device = _device(sample)
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if alone else time.perf_counter  # thread_time stands still while others have the core
+
+    def work(forward: Callable[[], Any], backward: Callable[[Any], None]) -> float:
+        _settle(device)
+        start = clock()
+        backward(forward())
+        _settle(device)
+        return clock() - start
+
+    start, rounds = time.monotonic(), []
+    while len(rounds) < 2 or (len(rounds) < 10 and time.monotonic() - start < seconds):
+        rounds.append(list(_costs(chain, sample, state_bytes, autocast, prepare, work)))
+    return [min(times, key=lambda cost: cost.work) for times in zip(*rounds, strict=True)]
+
+
+def count(chain: Chain, sample: Any, state_bytes: StateBytes, autocast: torch.dtype | None = None, prepare: Prepare | None = None) -> list[Cost]:
+    """As `measure`, but nothing runs and no memory is taken; work in floating-point operations of convolutions and matrix products."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def work(forward: Callable[[], Any], backward: Callable[[Any], None]) -> float:
+        with FlopCounterMode(display=False) as counter:
+            backward(forward())
+        return float(counter.get_total_flops())
+
+    with FakeTensorMode():
+        sample = tree_map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device), sample)
+        return list(_costs(chain, sample, state_bytes, autocast, prepare, work))
+
+
+def _costs(
+    chain: Chain,
+    sample: Any,
+    state_bytes: StateBytes,
+    autocast: torch.dtype | None,
+    prepare: Prepare | None,
+    work: Callable[[Callable[[], Any], Callable[[Any], None]], float],
+) -> Iterator[Cost]:
+    """One round over the blocks, each fed with what the one before it made; `work` of a forward and a backward pass, after one to warm up."""
+    device = _device(sample)
+    values: Sequence[Any] = (sample,)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+        torch.manual_seed(0)
+        for index, name in enumerate(chain.names):
+            block = _stand_in(chain.segment(index, index + 1), device)
+            state = state_bytes(block)
+            if prepare is not None:
+                prepare(block)
+            passes = _Passes(block.train(), values, autocast)
+            try:
+                outputs, kept = passes.keep()
+                cost = work(passes.forward, passes.backward)
+            except RuntimeError as error:
+                raise ConfigError(f"block {name} does not run by itself on {device}: {error}") from error
+            last = index == len(chain) - 1
+            if not last and not all(isinstance(value, Tensor) for value in outputs):
+                kinds = ", ".join(type(value).__name__ for value in outputs)
+                raise ConfigError(f"the model cannot be cut after block {name}: only tensors can be sent on, what is used after it is {kinds}")
+            yield Cost(name, cost, state, kept, 0 if last else sum(value.nbytes for value in outputs))
+            values = outputs
+
+
+class _Passes:
+    """Passes of one block over the same inputs."""
+
+    def __init__(self, block: nn.Module, inputs: Sequence[Any], autocast: torch.dtype | None) -> None:
+        self._block, self._inputs, self._autocast = block, inputs, autocast
+        self._device = _device(inputs)
+        self._gradients: list[Tensor] = []
+
+    def forward(self) -> Any:
+        inputs = [value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value for value in self._inputs]
+        with nullcontext() if self._autocast is None else torch.autocast(self._device.type, dtype=self._autocast):
+            return self._block(*inputs)
+
+    def backward(self, outputs: Any) -> None:
+        ends = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
+        if not self._gradients:
+            self._gradients = [torch.randn_like(value) for value in ends]  # constant ones would vanish in normalisations
+        if ends:
+            torch.autograd.backward(ends, self._gradients)
+
+    def keep(self) -> tuple[Any, int]:
+        """The outputs, and the bytes that this pass makes and keeps until its backward pass: what autograd saves, and the outputs."""
+        saved: dict[int, torch.UntypedStorage] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            outputs = self.forward()
+        for value in tree_leaves(outputs):
+            if isinstance(value, Tensor):
+                note(value)
+        known = [*self._block.parameters(), *self._block.buffers(), *(leaf for leaf in tree_leaves(self._inputs) if isinstance(leaf, Tensor))]
+        for tensor in known:
+            saved.pop(tensor.untyped_storage()._cdata, None)
+        size = sum(storage.nbytes() for storage in saved.values())
+        self.backward(outputs)
+        return tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, outputs), size
+
+
+@torch.no_grad()
+def _stand_in(block: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of the block on the device with numbers of its own: activations keep their size through it, as in a model that was just drawn."""
+    made: dict[int, Any] = {}
+    for name, old in block.named_parameters():
+        new = torch.empty(old.shape, dtype=old.dtype, device=device)
+        if new.dim() > 1:
+            bound = math.sqrt(3 * new.shape[0] / new.numel())
+            new.uniform_(-bound, bound)
+        else:
+            new.fill_(float(name.endswith("weight")))
+        made[id(old)] = nn.Parameter(new, old.requires_grad)
+    for old in block.buffers():
+        full = torch.ones if old.dtype.is_floating_point else torch.zeros  # divided by, or used as an index
+        made[id(old)] = full(old.shape, dtype=old.dtype, device=device)
+    return copy.deepcopy(block, made)  # deepcopy takes what it finds in `made` as copied already
+
+
+def _device(values: Any) -> torch.device:
+    return next(leaf.device for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

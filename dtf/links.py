@@ -1,0 +1,95 @@
+"""Activations and their gradients between the stages of a pipeline: point-to-point messages, one way each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtf.strides import axes, empty, message
+
+HEADER_BYTES = 4096
+
+
+class Form(NamedTuple):
+    """What one tensor of a message looks like."""
+
+    shape: list[int]
+    order: list[int]  # of its axes in memory
+    dtype: str
+    gradient: bool  # whether one comes back
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        return cls([*tensor.shape], axes(tensor), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+
+
+class Link:
+    """One way from a rank to another, with a communicator of its own: messages of other ways cannot come between. Built by all ranks of the world alike.
+
+    Tensors arrive in the order in which they were sent. What a message looks like travels once for each `key`, by the CPU channel.
+    """
+
+    def __init__(self, source: int, target: int, tag: int, device: torch.device) -> None:
+        self.source, self.target, self._tag, self._device = source, target, tag, device
+        self._group: Any = dist.new_group([source, target])
+        self._forms: dict[Any, list[Form]] = {}
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, key: Any, tensors: Sequence[Tensor]) -> None:
+        """Send tensors without gaps in memory, and do not wait; tell the form of messages of this key when it is new. `key=None`: the receiver knows."""
+        if key is not None and key not in self._forms:
+            self._forms[key] = [Form.of(tensor) for tensor in tensors]
+            text = json.dumps(self._forms[key]).encode()
+            header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+            header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            self._keep(dist.isend(header, self.target, tag=self._tag), header)
+        self._under_way = [(work, tensor) for work, tensor in self._under_way if not work.is_completed()]
+        for tensor in tensors:
+            part = message(tensor.detach())
+            self._keep(dist.isend(part, self.target, group=self._group), part)
+
+    def knows(self, key: Any) -> bool:
+        """Whether messages of this key can be received without waiting for a header."""
+        return key in self._forms
+
+    def form(self, key: Any) -> list[Form]:
+        """What messages of this key look like; waits for the first one's header."""
+        if key not in self._forms:
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            dist.recv(header, self.source, tag=self._tag)
+            self._forms[key] = [Form(*found) for found in json.loads(header.numpy().tobytes().rstrip(b"\0"))]
+        return self._forms[key]
+
+    def receive(self, forms: list[Form]) -> Arrival:
+        """Begin to receive a message of these forms."""
+        tensors = tuple(empty(form.shape, form.order, getattr(torch, form.dtype), self._device) for form in forms)
+        return Arrival(tensors, [dist.irecv(message(tensor), self.source, group=self._group) for tensor in tensors])
+
+    def settle(self) -> None:
+        """Wait until all that was sent has left."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
+
+    def _keep(self, work: dist.Work | None, tensor: Tensor) -> None:
+        assert work is not None
+        self._under_way.append((work, tensor))  # the memory must stay until it is sent
+
+
+class Arrival:
+    """A message on its way."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], works: list[dist.Work | None]) -> None:
+        self._tensors, self._works = tensors, works
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors. On CUDA the current stream waits, the host does not."""
+        for work in self._works:
+            assert work is not None
+            work.wait()
+        return self._tensors

@@ -1,0 +1,269 @@
+"""The program of pipelines: every rank computes some stages of the model, micro-batches flow through the ranks.
+
+torch.distributed.pipelining runs such schedules for micro-batches of one shape that is fixed when it is built, exchanged as pickled objects.
+Here the last micro-batch may be smaller, as everywhere in dtf, and batch statistics never see padding; hence the runtime is dtf's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dtf.errors import ConfigError
+from dtf.links import Arrival, Form, Link
+from dtf.microbatch import Masks, RunningStatistics
+from dtf.passes import Passes, lone_row, loss_dtype, rows_of, to_device
+from dtf.sampler import cut, share
+from dtf.schedules import Action, Schedule, order
+from dtf.slices import local
+from dtf.spmd import Seat, buffers, load_buffers, own_averages
+from dtf.strategy import Program, Source, Task, Update
+from dtf.strides import axes, dense
+from dtf.values import Batch, State, StepOutput, Train
+from dtf.world import World
+
+AHEAD = 2
+"""Messages that a rank is ready to receive before it needs them, so that they travel while it computes."""
+
+
+class Stage:
+    """A contiguous part of the model: `model` takes and returns the tensors that are live at its ends."""
+
+    def __init__(self, index: int, model: nn.Module, task: Task, device: torch.device) -> None:
+        self.index, self.model = index, model
+        self.statistics = RunningStatistics(model)
+        self.masks = Masks(model, task.seed, device)
+        model.train()
+
+    def train(self, mode: bool = True) -> None:
+        """Training or evaluation, for all modules."""
+        if self.model.training is not mode:
+            self.model.train(mode)
+
+
+class Line(NamedTuple):
+    """One pipeline: its ranks in order of stages. Stage s is on `ranks[s % len(ranks)]`."""
+
+    ranks: list[int]
+    place: int  # of this rank among them
+    stages: int
+    forward: list[Link]  # from stage s to s + 1
+    backward: list[Link]  # from stage s + 1 to s
+
+    @property
+    def last(self) -> int:
+        return self.stages - 1
+
+
+def links(lines: list[list[int]], stages: int, rank: int, device: torch.device) -> tuple[list[Link], list[Link]]:
+    """The links of the line that `rank` is in, forward and backward; all ranks build those of all lines. Collective."""
+    mine: tuple[list[Link], list[Link]] = [], []
+    for ranks in lines:
+        for s in range(stages - 1):
+            ends = ranks[s % len(ranks)], ranks[(s + 1) % len(ranks)]
+            pair = [Link(*ends, tag=2 * s, device=device), Link(*ends[::-1], tag=2 * s + 1, device=device)]
+            if rank in ranks:
+                mine[0].append(pair[0])
+                mine[1].append(pair[1])
+    return mine
+
+
+class _Held(NamedTuple):
+    """What a stage keeps of a micro-batch between its forward and its backward pass."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]  # of the last stage: what is differentiated
+    seed: Tensor | None
+
+
+class Pipelined(Program):
+    """One or more stages on every rank, an update for the parameters of these. `cuts`: see Program; `table`: the stages, for people."""
+
+    def __init__(
+        self, stages: list[Stage], line: Line, schedule: Schedule, update: Update, task: Task, world: World, seat: Seat, cuts: int, table: str
+    ) -> None:
+        self._stages = {stage.index: stage for stage in stages}
+        self._line, self._update, self._task, self._world, self._seat = line, update, task, world, seat
+        self.shard = seat.share if seat.feed.reads else None
+        self.shares, self._cuts, self._table = seat.share.count, cuts, table
+        self._passes = Passes(task, world.device)
+        self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, line.place, len(line.ranks), line.stages // len(line.ranks), count))
+        self._settled = True
+        dtype = loss_dtype(task)
+        self._one = torch.ones((), device=world.device, dtype=dtype)
+        self._nothing = torch.zeros(1 + len(task.recipe.measures), device=world.device, dtype=dtype)
+        self._unsaid = torch.zeros(2, device=world.device, dtype=dtype)
+
+    @property
+    def cuts(self) -> int:
+        return self._cuts
+
+    def about(self) -> dict[str, str]:
+        return {"stages": self._table}
+
+    def prepare(self, batch: Batch | None) -> Batch | None:
+        return self._seat.feed(None if batch is None else to_device(batch, self._world.device, loss_dtype(self._task)))
+
+    def rehearse(self, batch: Batch | None) -> None:
+        assert batch is not None
+        before = {name: local(b).clone() for stage in self._stages.values() for name, b in stage.model.named_buffers()}
+        part = rows_of(batch, 0, 2)
+        try:
+            self._run([part], torch.zeros_like(self._one), lambda stage, j: stage.masks.enter(0, 0), train=True)
+        except ValueError as error:
+            raise lone_row(error, len(part.ids)) from error
+        for stage in self._stages.values():
+            for parameter in stage.model.parameters():
+                parameter.grad = None
+            averages = set(stage.statistics.names())
+            for name, buffer in stage.model.named_buffers():
+                if self.shares > 1 and name not in averages and not torch.equal(buffer, before[name]):
+                    raise ConfigError(f"the forward pass changes the buffer {name}, which only one process can keep right; use strategy.degree=0")
+                buffer.copy_(before[name])
+
+    def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
+        assert batch is not None
+        bounds = cut(ticket.rows, self._task.step.micro_batch_rows, self._cuts)
+        first, last = share(len(bounds) - 1, self._seat.share)
+        at = [bound - bounds[first] for bound in bounds[first : last + 1]]
+        self._update.begin()
+        factor = self._update.scale(self._one / ticket.rows)
+        for stage in self._stages.values():
+            stage.train()  # before the averages ask which layers are trained
+            stage.statistics.begin(last - first, len(bounds) - 1, self.shares)
+
+        def enter(stage: Stage, j: int) -> None:
+            stage.masks.enter(ticket.step, first + j)
+            stage.statistics.enter(j)
+
+        sums = self._run([rows_of(batch, *ends) for ends in pairwise(at)], factor, enter, train=True)
+        for stage in self._stages.values():
+            stage.statistics.end()
+        self._settled = False
+        norm = self._update.apply(ticket.step, ticket.lr)
+        return StepOutput(sums, norm if self._world.rank == 0 else self._unsaid)  # every rank knows the norm, one tells it
+
+    @torch.no_grad()
+    def eval_step(self, batch: Batch | None) -> Tensor:
+        assert batch is not None
+        for stage in self._stages.values():
+            stage.train(False)
+        bounds = cut(len(batch.ids), 0, len(self._line.ranks))  # as many parts as there are ranks to work on them
+        return self._run([rows_of(batch, *ends) for ends in pairwise(bounds)], self._one, lambda stage, j: None, train=False)
+
+    def _run(self, parts: list[Batch], factor: Tensor, enter: Callable[[Stage, int], None], train: bool) -> Tensor:
+        """Micro-batches through this rank's stages; returns the metric sums (M,) of those whose losses are computed here. Collective over the line."""
+        actions = [action for action in self._order(len(parts)) if train or action.forward]
+        mail = _Mail(self._line, actions, parts, train)
+        held: dict[tuple[int, int], _Held] = {}
+        sums = self._nothing
+        for number, (forward, s, j) in enumerate(actions):
+            stage, batch = self._stages[s], parts[j]
+            mail.open(number)
+            if forward:
+                enter(stage, j)
+                inputs = mail.inputs(s, j) if s else ()
+                outputs = self._passes.forward(stage.model, *inputs) if s else self._passes.forward(stage.model, batch.inputs)
+                if s == self._line.last:
+                    outputs, loss = self._passes.losses(outputs, batch)
+                    sums = sums + self._passes.measure(outputs, batch, loss)
+                    total, seed = self._passes.total(loss, batch, factor)
+                    kept = _Held(inputs, (total,), seed)
+                else:
+                    mail.pass_on(s, j, outputs)
+                    kept = _Held(inputs, tuple(t for t in outputs if t.requires_grad), None)
+                if train:
+                    held[s, j] = kept
+            else:
+                kept = held.pop((s, j))
+                gradients = (kept.seed,) if kept.seed is not None else mail.gradients(s, j)
+                if any(output.requires_grad for output in kept.outputs):
+                    torch.autograd.backward(kept.outputs, gradients)
+                if s:
+                    mail.pass_back(s, j, kept.inputs)
+        for link in (*self._line.forward, *self._line.backward):
+            link.settle()
+        return sums
+
+    def settle(self) -> None:
+        if not self._settled:
+            for stage in self._stages.values():
+                stage.statistics.average(self._seat.average)
+            self._settled = True
+
+    def state(self) -> State:
+        state = self._update.state()
+        share = self._seat.share
+        kept = [box for stage in self._stages.values() if share.index == 0 for box in buffers(stage)]
+        return State(state.boxes + kept + [box for stage in self._stages.values() for box in own_averages(stage, share)], state.scalars)
+
+    def load(self, source: Source) -> None:
+        self._update.load(source)
+        for stage in self._stages.values():
+            load_buffers(stage, source, self._seat.share)
+
+    def replicated(self) -> list[dict[str, Tensor]]:
+        return [self._update.held()]
+
+    def skipped(self) -> int:
+        return self._update.skipped()
+
+
+class _Mail:
+    """The messages of one rank in one run of its actions. Neighbouring stages are always on different ranks."""
+
+    def __init__(self, line: Line, actions: list[Action], parts: list[Batch], train: bool) -> None:
+        self._line, self._actions, self._train = line, actions, train
+        self._keys = [(_form(part.inputs), train) for part in parts]
+        self._wanted = [n for n, action in enumerate(actions) if (action.stage if action.forward else action.stage < line.last)]
+        self._begun = 0  # of what is wanted
+        self._arrivals: dict[Action, Arrival] = {}
+        self._sent: dict[tuple[int, int], list[Form]] = {}  # what went forward and gets gradients back
+
+    def open(self, number: int) -> None:
+        """Before action `number`: begin to receive what it and the next few need, as far as it is known what that looks like."""
+        while self._begun < len(self._wanted):
+            at = self._wanted[self._begun]
+            if at > number and len(self._arrivals) >= AHEAD:
+                return
+            forward, s, j = action = self._actions[at]
+            link = self._line.forward[s - 1] if forward else self._line.backward[s]
+            if forward:
+                forms = link.form(self._keys[j]) if at == number or link.knows(self._keys[j]) else None
+            else:
+                forms = self._sent.pop((s, j), None)
+            if forms is None:
+                return
+            self._arrivals[action] = link.receive(forms)
+            self._begun += 1
+
+    def inputs(self, s: int, j: int) -> tuple[Tensor, ...]:
+        """What the stage before has sent on; leaves of this stage's graph."""
+        forms = self._line.forward[s - 1].form(self._keys[j])
+        tensors = self._arrivals.pop(Action(True, s, j)).wait()
+        return tuple(tensor.requires_grad_(form.gradient) for tensor, form in zip(tensors, forms, strict=True))
+
+    def pass_on(self, s: int, j: int, outputs: tuple[Tensor, ...]) -> None:
+        sent = [dense(tensor) for tensor in outputs]
+        self._line.forward[s].send(self._keys[j], sent)
+        self._sent[s, j] = [Form.of(tensor) for tensor in sent if tensor.requires_grad]
+
+    def gradients(self, s: int, j: int) -> tuple[Tensor, ...]:
+        """Of a stage's outputs, from the stage after."""
+        return self._arrivals.pop(Action(False, s, j)).wait()
+
+    def pass_back(self, s: int, j: int, inputs: tuple[Tensor, ...]) -> None:
+        """The gradients of a stage's inputs; zeros where it did not use one."""
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        self._line.backward[s - 1].send(None, [torch.zeros_like(t) if t.grad is None else dense(t.grad, axes(t)) for t in wanted])
+
+
+def _form(inputs: Any) -> Any:
+    """What decides the shapes of everything that follows from a micro-batch's inputs."""
+    named = inputs if isinstance(inputs, dict) else {"": inputs}
+    return tuple((name, tuple(t.shape), str(t.dtype)) for name, t in named.items())
