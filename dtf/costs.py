@@ -24,6 +24,11 @@ StateBytes = Callable[[nn.Module], int]
 Prepare = Callable[[nn.Module], None]
 """What a run does to its model before the first step, e.g. cast it."""
 
+Update = Callable[[nn.Module], Callable[[], None]]
+"""A part of the model that has gradients -> what a run does with them, once a step."""
+
+Work = Callable[[nn.Module, Callable[[], Any], Callable[[Any], None]], float]
+
 
 def measure(
     chain: Chain,
@@ -31,9 +36,13 @@ def measure(
     state_bytes: StateBytes,
     autocast: torch.dtype | None = None,
     prepare: Prepare | None = None,
+    update: Update | None = None,
+    passes: int = 1,
     seconds: float = 3.0,
 ) -> list[Cost]:
     """Time the blocks one by one on the device of `sample`, the model's input for one micro-batch; work in seconds.
+
+    `update` is done once for so many `passes`, and counts for its part.
 
     Goes over all blocks again and again, 2 to 10 times, for about `seconds`, and takes the fastest pass of each: a burst of other work on
     the machine then spoils one time of a block, not all. Never holds more than a block.
@@ -42,12 +51,16 @@ def measure(
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter  # thread_time stands still while others have the core
 
-    def work(forward: Callable[[], Any], backward: Callable[[Any], None]) -> float:
+    def timed(run: Callable[[], Any]) -> float:
         _settle(device)
         start = clock()
-        backward(forward())
+        run()
         _settle(device)
         return clock() - start
+
+    def work(block: nn.Module, forward: Callable[[], Any], backward: Callable[[Any], None]) -> float:
+        once = timed(update(block)) / passes if update is not None else 0.0
+        return once + timed(lambda: backward(forward()))
 
     start, rounds = time.monotonic(), []
     while len(rounds) < 2 or (len(rounds) < 10 and time.monotonic() - start < seconds):
@@ -59,7 +72,7 @@ def count(chain: Chain, sample: Any, state_bytes: StateBytes, autocast: torch.dt
     """As `measure`, but nothing runs and no memory is taken; work in floating-point operations of convolutions and matrix products."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    def work(forward: Callable[[], Any], backward: Callable[[Any], None]) -> float:
+    def work(block: nn.Module, forward: Callable[[], Any], backward: Callable[[Any], None]) -> float:
         with FlopCounterMode(display=False) as counter:
             backward(forward())
         return float(counter.get_total_flops())
@@ -75,7 +88,7 @@ def _costs(
     state_bytes: StateBytes,
     autocast: torch.dtype | None,
     prepare: Prepare | None,
-    work: Callable[[Callable[[], Any], Callable[[Any], None]], float],
+    work: Work,
 ) -> Iterator[Cost]:
     """One round over the blocks, each fed with what the one before it made; `work` of a forward and a backward pass, after one to warm up."""
     device = _device(sample)
@@ -90,7 +103,7 @@ def _costs(
             passes = _Passes(block.train(), values, autocast)
             try:
                 outputs, kept = passes.keep()
-                cost = work(passes.forward, passes.backward)
+                cost = work(block, passes.forward, passes.backward)
             except RuntimeError as error:
                 raise ConfigError(f"block {name} does not run by itself on {device}: {error}") from error
             last = index == len(chain) - 1

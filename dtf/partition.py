@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Literal
 
@@ -36,21 +38,19 @@ def partition(costs: Sequence[Cost], stages: int, in_flight: InFlight, memory_by
     """
     count = len(costs)
     if not 1 <= stages <= count:
-        raise ConfigError(f"{count} blocks do not make {stages} stages; use {' or '.join({'1', str(count)}) if count < 3 else f'1 to {count}'}")
-    works = _work_of_runs(costs)
-    bytes_of = [[memory(costs, first, last, held) for last in range(first + 1, count + 1)] for held in _held(in_flight, stages) for first in range(count)]
+        raise ConfigError(f"{count} blocks do not make {stages} stages; use {f'1 to {count}' if count > 1 else 1}")
+    works, held = _work_of_runs(costs), _held(in_flight, stages)
 
     def need(stage: int, first: int, last: int) -> int:
-        return bytes_of[stage * count + first][last - first - 1]
+        return memory(costs, first, last, held[stage])
 
-    def fits(stage: int, first: int, last: int) -> bool:
-        return not memory_bytes or need(stage, first, last) <= memory_bytes
-
+    @cache
     def work(stage: int, first: int, last: int) -> float:
-        return works[first][last - first - 1] if fits(stage, first, last) else float("inf")
+        fits = not memory_bytes or need(stage, first, last) <= memory_bytes
+        return works[first][last - first - 1] if fits else math.inf
 
     least, _ = _best(count, stages, work, max)
-    if least == float("inf"):
+    if least == math.inf:
         smallest, _ = _best(count, stages, need, max)
         raise ConfigError(
             f"no cut of {count} blocks into {stages} stages fits into {human(memory_bytes)} per stage; the least that one needs is {human(smallest)}: "
@@ -59,7 +59,7 @@ def partition(costs: Sequence[Cost], stages: int, in_flight: InFlight, memory_by
 
     def crossing(stage: int, first: int, last: int) -> float:
         if work(stage, first, last) > least:
-            return float("inf")
+            return math.inf
         return costs[last - 1].boundary_bytes if last < count else 0
 
     return _best(count, stages, crossing, lambda here, rest: here + rest)[1]
@@ -129,12 +129,11 @@ def human(count: float) -> str:
 
 def _best(count: int, stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]) -> tuple[float, list[int]]:
     """The cut of `count` blocks into runs whose costs(stage, first, last), joined, are least, and its bounds; the earliest cuts among equals."""
-    infinite = float("inf")
     # rest[first]: the best for the blocks from `first` on in the stages from the present one on, and where it ends the present one.
-    rest = [(infinite, 0)] * count + [(0.0, 0)]
+    rest = [(math.inf, 0)] * count + [(0.0, 0)]
     ends: list[list[int]] = []
     for stage in reversed(range(stages)):
-        now = [(infinite, 0)] * (count + 1)
+        now = [(math.inf, 0)] * (count + 1)
         after = stages - stage - 1
         for first in range(stage, count - after):
             lasts = [count] if not after else range(first + 1, count - after + 1)

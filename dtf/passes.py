@@ -93,6 +93,14 @@ def lone_row(error: ValueError, rows: int) -> Exception:
     )
 
 
+def draws_at_large(strategy: str, why: str) -> ConfigError:
+    """The refusal of a model that draws from the global generator, `why` it cannot be right under a strategy."""
+    return ConfigError(
+        f"strategy={strategy}: the model draws random numbers in its forward pass (functional dropout, torch.rand), {why}; "
+        "use modules such as nn.Dropout, or strategy=ddp"
+    )
+
+
 def cast_floating(value: Any, dtype: torch.dtype | None, only: tuple[torch.dtype, ...] | None = None) -> Any:
     """Floating tensors in `value` (a tensor, or a structure of them) as `dtype`; `only`: those that now have one of these."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dtf.errors import ConfigError
 from dtf.links import Arrival, Form, Link
 from dtf.microbatch import Masks, RunningStatistics
-from dtf.passes import Passes, lone_row, loss_dtype, rows_of, to_device
+from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, rows_of, to_device
 from dtf.sampler import cut, share
 from dtf.schedules import Action, Schedule, order
 from dtf.slices import local
@@ -113,10 +113,18 @@ class Pipelined(Program):
         assert batch is not None
         before = {name: local(b).clone() for stage in self._stages.values() for name, b in stage.model.named_buffers()}
         part = rows_of(batch, 0, 2)
+        drew = []
+
+        def enter(stage: Stage, j: int) -> None:
+            stage.masks.enter(0, 0)
+            drew.append(torch.random.get_rng_state())
+
         try:
-            self._run([part], torch.zeros_like(self._one), lambda stage, j: stage.masks.enter(0, 0), train=True)
+            self._run([part], torch.zeros_like(self._one), enter, train=True)
         except ValueError as error:
             raise lone_row(error, len(part.ids)) from error
+        if not torch.equal(drew[-1], torch.random.get_rng_state()):
+            raise draws_at_large("pipeline", "the stages before and after do not draw on")
         for stage in self._stages.values():
             for parameter in stage.model.parameters():
                 parameter.grad = None
@@ -163,32 +171,36 @@ class Pipelined(Program):
         held: dict[tuple[int, int], _Held] = {}
         sums = self._nothing
         for number, (forward, s, j) in enumerate(actions):
-            stage, batch = self._stages[s], parts[j]
             mail.open(number)
             if forward:
-                enter(stage, j)
-                inputs = mail.inputs(s, j) if s else ()
-                outputs = self._passes.forward(stage.model, *inputs) if s else self._passes.forward(stage.model, batch.inputs)
-                if s == self._line.last:
-                    outputs, loss = self._passes.losses(outputs, batch)
-                    sums = sums + self._passes.measure(outputs, batch, loss)
-                    total, seed = self._passes.total(loss, batch, factor)
-                    kept = _Held(inputs, (total,), seed)
-                else:
-                    mail.pass_on(s, j, outputs)
-                    kept = _Held(inputs, tuple(t for t in outputs if t.requires_grad), None)
+                enter(self._stages[s], j)
+                kept, more = self._forward(s, j, parts[j], factor, mail)
+                sums = sums if more is None else sums + more
                 if train:
                     held[s, j] = kept
+                del kept  # activations live as long as the schedule says
             else:
-                kept = held.pop((s, j))
-                gradients = (kept.seed,) if kept.seed is not None else mail.gradients(s, j)
-                if any(output.requires_grad for output in kept.outputs):
-                    torch.autograd.backward(kept.outputs, gradients)
-                if s:
-                    mail.pass_back(s, j, kept.inputs)
+                self._backward(s, j, held.pop((s, j)), mail)
         for link in (*self._line.forward, *self._line.backward):
             link.settle()
         return sums
+
+    def _forward(self, s: int, j: int, batch: Batch, factor: Tensor, mail: _Mail) -> tuple[_Held, Tensor | None]:
+        inputs = mail.inputs(s, j) if s else ()
+        outputs = self._passes.forward(self._stages[s].model, *(inputs or (batch.inputs,)))
+        if s < self._line.last:
+            mail.pass_on(s, j, outputs)
+            return _Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None
+        outputs, loss = self._passes.losses(outputs, batch)
+        total, seed = self._passes.total(loss, batch, factor)
+        return _Held(inputs, (total,), seed), self._passes.measure(outputs, batch, loss)
+
+    def _backward(self, s: int, j: int, kept: _Held, mail: _Mail) -> None:
+        gradients = (kept.seed,) if kept.seed is not None else mail.gradients(s, j)
+        if any(output.requires_grad for output in kept.outputs):
+            torch.autograd.backward(kept.outputs, gradients)
+        if s:
+            mail.pass_back(s, j, kept.inputs)
 
     def settle(self) -> None:
         if not self._settled:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dtf.build import cast_model, draw_model
-from dtf.errors import ConfigError
-from dtf.passes import loss_dtype, rows_of, to_device
+from dtf.passes import draws_at_large, loss_dtype, rows_of, to_device
 from dtf.sampler import cut, share
 from dtf.spmd import Replica, buffers, load_buffers, own_averages
 from dtf.strategy import Program, Source, Task
@@ -49,10 +48,7 @@ class Replicas(Program):
         assert batch is not None
         part = to_device(rows_of(batch, 0, 2), self._devices[0], loss_dtype(self._task))
         if self._replicas[0].rehearse(part, spread=self.shares > 1) and self.shares > 1:
-            raise ConfigError(
-                "strategy=dp: the model draws random numbers in its forward pass (functional dropout, torch.rand), and replicas share one generator; "
-                "use modules such as nn.Dropout, or strategy=ddp"
-            )
+            raise draws_at_large("dp", "and replicas share one generator")
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None

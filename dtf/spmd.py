@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dtf.errors import ConfigError
 from dtf.feed import Feed
 from dtf.microbatch import Masks, RunningStatistics
-from dtf.passes import Passes, lone_row, loss_dtype, rows_of, to_device
+from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, rows_of, to_device
 from dtf.sampler import cut, share
 from dtf.slices import is_slice, local, offset
 from dtf.strategy import Program, Source, Task, Update
@@ -173,7 +173,8 @@ class Spmd(Program):
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
-        self._replica.rehearse(rows_of(batch, 0, 2), spread=self.shares > 1)
+        if self._replica.rehearse(rows_of(batch, 0, 2), spread=self.shares > 1) and self._seat:
+            raise draws_at_large("tensor", "and ranks that divide its channels would draw alike for different ones")
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None

@@ -11,6 +11,8 @@ from dtf.recipe import Dataset
 from dtf.registry import option, register
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.fsdp import Fsdp
+from dtf.strategies.pipeline import Pipeline
+from dtf.strategies.tensor import Tensor
 from dtf.strategy import Program, Task
 from dtf.values import Shard
 from tests.toy import Rows, Toy
@@ -65,6 +67,59 @@ class WrongShardOffset(Fsdp):
         program: Any = Fsdp.setup(self, task, world)
         local = program._update._pieces["layer2.0.conv1.weight"].local
         local.copy_(local.roll(1, 0))
+        return program
+
+
+@register("strategy", "unsummed_row")
+class UnsummedRow(Tensor):
+    """One row layer keeps its partial sum."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program: Any = Tensor.setup(self, task, world)
+        layer = program._replica.model.get_submodule("layer2.0.conv2")
+        layer.__class__ = type("Unsummed", (layer.__class__,), {"forward": lambda self, x: self._conv_forward(x, self.weight, None)})
+        return program
+
+
+@register("strategy", "forgotten_fan")
+class ForgottenFan(Tensor):
+    """The gradient of one column layer's input is not summed: the forward pass is right."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program: Any = Tensor.setup(self, task, world)
+        layer = program._replica.model.get_submodule("layer2.0.conv1")
+        layer.__class__ = type("Unfanned", (layer.__class__,), {"forward": lambda self, x: self._conv_forward(x, self.weight, None)})
+        return program
+
+
+@register("strategy", "skipped_micro_batch")
+class SkippedMicroBatch(Pipeline):
+    """The last stage sends zeros back for one micro-batch."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        from dtf.pipelined import Pipelined
+
+        program: Any = Pipeline.setup(self, task, world)
+        if isinstance(program, Pipelined):
+            link, sent = program._line.backward[0], []
+            plain = link.send
+
+            def send(key: Any, tensors: list[torch.Tensor]) -> None:
+                sent.append(key)
+                plain(key, [tensor * 0 for tensor in tensors] if len(sent) == 3 else tensors)
+
+            link.send = send
+        return program
+
+
+@register("strategy", "stale_stage")
+class StaleStage(Pipeline):
+    """The last rank leaves its parameters as they are."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program: Any = Pipeline.setup(self, task, world)
+        if world.rank == world.size - 1:
+            program._update._bound.apply = lambda gradients, lr, skip: None
         return program
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.build import draw_model, sketch
 from dtf.chain import Chain
@@ -20,12 +20,21 @@ from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, Stem
 from tests.toy import Toy
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine take longer than the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Mlp(nn.Module):
     """Blocks in blocks, changes in place between them, and a parameter and a buffer of the model itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True)), nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+        self.body = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True)), nn.Tanh(), nn.Sequential(nn.Linear(6, 6)))
         self.head = nn.Linear(6, 3)
         self.scale = nn.Parameter(torch.ones(6))
         self.register_buffer("shift", torch.full((6,), 0.5), persistent=False)
@@ -46,7 +55,7 @@ class Skip(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         early = y = self.layers[0](x)
         for layer in self.layers[1:4]:
-            y = torch.relu(layer(y))
+            y = layer(torch.relu(y))
         early += y
         return {"y": self.layers[4](early), "parts": [early.detach()]}
 
@@ -91,13 +100,14 @@ def random(*shape: int) -> Tensor:
 CASES: dict[str, Callable[[], tuple[nn.Module, Sequence[Sequence[str]], Any]]] = {
     "resnet8": lambda: of_recipe(Resnet("resnet8"), random(2, 3, 8, 8)),
     "resnet18": lambda: of_recipe(Resnet("resnet18", "imagenet"), random(2, 3, 32, 32)),
-    "resnet50": lambda: of_recipe(Resnet("resnet50"), random(2, 3, 8, 8)),
+    "resnet50": lambda: of_recipe(Resnet("resnet50", "imagenet"), random(2, 3, 32, 32)),
     "toy": lambda: of_recipe(Toy(), random(4, 8)),
-    "mlp": lambda: (Mlp(), [["body.0"], ["body.1"], ["body.2.0"], ["head"]], random(4, 6)),
+    "mlp": lambda: (Mlp(), [["body.0"], ["body.2"], ["head"]], random(4, 6)),
     "skip": lambda: (Skip(), [[f"layers.{i}"] for i in range(5)], random(4, 5)),
     "towers": lambda: (Towers(), [["table"], ["bottom"], ["top"]], {"ids": torch.arange(6).view(2, 3), "dense": random(2, 4), "offset": random(2, 2)}),
 }
-FINE = [name for name in CASES if name != "towers"]  # one of its blocks cannot be traced
+COARSE = [(name, False) for name in CASES if name != "resnet50"]
+FINE = [(name, True) for name in CASES if name not in ("resnet18", "towers")]  # of towers one block cannot be traced
 
 
 def run(stages: list[nn.Module], sample: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
@@ -116,17 +126,17 @@ def run(stages: list[nn.Module], sample: Any) -> tuple[Any, dict[str, Tensor], d
             roots = [value for value in made if value.requires_grad]
         torch.autograd.backward(roots, gradients)
         gradients = [torch.zeros_like(v) if v.grad is None else v.grad for v in inputs if isinstance(v, Tensor) and v.requires_grad]
-    parameters = {name: p.grad.clone() for stage in stages for name, p in stage.named_parameters() if p.grad is not None}
+    parameters = {name: p.grad for stage in stages for name, p in stage.named_parameters() if p.grad is not None}
     return outputs, parameters, {name: b.clone() for stage in stages for name, b in stage.named_buffers()}
 
 
 def cuts(count: int) -> Iterator[list[int]]:
-    """Every block for itself, then two stages in up to seven ways."""
+    """Every block for itself, then two stages in up to five ways."""
     yield list(range(count + 1))
-    yield from ([0, cut, count] for cut in range(1, count, -(-count // 7)))
+    yield from ([0, cut, count] for cut in range(1, count, -(-count // 5)))
 
 
-@pytest.mark.parametrize(("name", "fine"), [*((name, False) for name in CASES), *((name, True) for name in FINE)])
+@pytest.mark.parametrize(("name", "fine"), [*COARSE, *FINE])
 def test_any_cut_computes_the_same(name: str, fine: bool) -> None:
     """Outputs, gradients and running averages, bit for bit; with dropout, whose layers keep their names."""
     model, blocks, sample = CASES[name]()
@@ -143,10 +153,11 @@ def test_any_cut_computes_the_same(name: str, fine: bool) -> None:
     whole = result([model])
     for bounds in cuts(len(chain)):
         parts = result([chain.segment(*ends) for ends in pairwise(bounds)])
-        assert tree_map(lambda tensor: tensor.tolist(), parts) == tree_map(lambda tensor: tensor.tolist(), whole), bounds
+        same = tree_map(torch.equal, whole, parts)
+        assert all(tree_leaves(same)), (bounds, same)
 
 
-@pytest.mark.parametrize(("name", "fine"), [*((name, False) for name in CASES), *((name, True) for name in FINE)])
+@pytest.mark.parametrize(("name", "fine"), [*COARSE, *FINE])
 def test_segments_share_out_the_model(name: str, fine: bool) -> None:
     """Each parameter and buffer is in one segment, as the very same object and under its own name, also in what is saved."""
     model, blocks, _ = CASES[name]()
@@ -177,13 +188,14 @@ def test_a_fine_cut_divides_blocks_between_convolutions() -> None:
 
 def test_the_model_stays_as_it_is() -> None:
     model, blocks, sample = CASES["toy"]()
-    model[3].eval()
+    norm, dropout = model.get_submodule("1"), model.get_submodule("3")
+    dropout.eval()
     modes, keys = [module.training for module in model.modules()], set(vars(model))
     chain = Chain(model, blocks)
     assert [module.training for module in model.modules()] == modes and set(vars(model)) == keys
     segment = chain.segment(0, 1)
     assert segment.eval()(sample)[0].equal(segment(sample)[0])  # no dropout
-    assert not model[1].training and segment.train() and model[1].training
+    assert not norm.training and segment.train() and norm.training
 
 
 def test_layers_are_found_in_segments_by_their_names() -> None:
@@ -251,7 +263,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[str]], str]]
     "values": (lambda: Made(lambda m, x: m.b(m.a(x)) if x.sum() > 0 else x), AB, "its forward cannot be followed: "),
     "training": (lambda: Made(lambda m, x: m.b(m.a(x)) * (2 if m.training else 1)), AB, "its forward asks for self.training"),
     "dropout": (lambda: Made(lambda m, x: m.b(nn.functional.dropout(m.a(x), 0.5))), AB, "draws from a generator"),
-    "no_grad": (lambda: Made(without_gradient), AB, "relu> runs under torch.no_grad"),
+    "no_grad": (lambda: Made(without_gradient), AB, "a runs under torch.no_grad"),
     "constant": (lambda: Made(lambda m, x: m.b(m.a(x)) + m.plain[0]), AB, "which is neither a parameter nor a buffer; register it"),
     "arguments": (lambda: TwoArguments(straight), AB, "its forward takes 2 arguments (x, y)"),
 }

@@ -43,7 +43,7 @@ def test_with_every_tail(strategy: str, tail: str) -> None:
 @pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
 def test_other_precisions_stay_close(strategy: str, options: dict, precision: str) -> None:
     """fp32 within rounding; half formats within theirs: a sum in another order moves the last bits, and may tip a ReLU, which a momentum shows."""
-    bound = {"fp32": 1e-4, "bf16_params": 0.3}.get(precision, 0.05)
+    bound = {"fp32": 1e-4, "bf16_params": 0.3, "bf16_master": 0.2}.get(precision, 0.05)  # bf16 gradients add up in bf16
     without = () if precision == "fp32" else ("optimizer/",)
     assert difference(reference(precision=precision), spread(strategy, 2, options=options, precision=precision), without) <= bound
 

@@ -12,17 +12,10 @@ from dtf.schedules import Schedule, in_flight
 from dtf.strategy import Program, Strategy, Task
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from dtf.chain import Chain
     from dtf.world import World
 
 PER_RANK = 4
 """Micro-batches of a global batch for each rank of a pipeline, unless step.micro_batch_rows says otherwise: the bubble is below a fifth."""
-
-
-EVEN = 0.05
-"""Imbalance that a cut between the layout's blocks may have before blocks are cut inside, where more than one tensor crosses."""
 
 
 class Balance(Enum):
@@ -86,7 +79,9 @@ class Pipeline(Strategy):
         from dtf.feed import Feed
         from dtf.gradients import GradientSum
         from dtf.pipelined import Line, Pipelined, Stage, links
+        from dtf.sampler import cut
         from dtf.sharded import cast_sketch, draw, lay_out, pieces
+        from dtf.stages import Wish, agree
         from dtf.values import Shard
 
         ranks = self.degree or world.size
@@ -96,14 +91,18 @@ class Pipeline(Strategy):
         share = Shard(mesh["dp"].get_local_rank(), world.size // ranks)
         place, stages = mesh["pp"].get_local_rank(), ranks * virtual
         model = sketch(task.recipe)
-        chain, bounds, table = self._cut(model, task, world, ranks, virtual)
+        micro_batches = cut(task.step.batch_size, task.step.micro_batch_rows, PER_RANK * world.size)
+        each = -(-(len(micro_batches) - 1) // share.count)  # of a pipeline, at most
+        held = [in_flight(self.schedule, s, ranks, virtual, each) for s in range(stages)]
+        wish = Wish(ranks, virtual, each, micro_batches[1], held, self.cuts, self.balance is Balance.time, int(self.memory_gb * 2**30))
+        chain, bounds, table = agree(model, wish, task, world)
         cast_sketch(model, task.precision, computing=True)
-        held, found = {}, {}
+        segments, found = {}, {}
         for s in range(place, stages, ranks):
-            held[s] = chain.segment(bounds[s], bounds[s + 1])
-            masters = lay_out(held[s], task.precision, world.device)
-            draw(held[s], task.recipe, task.seed, masters)
-            found |= pieces(held[s], masters)
+            segments[s] = chain.segment(bounds[s], bounds[s + 1])
+            masters = lay_out(segments[s], task.precision, world.device)
+            draw(segments[s], task.recipe, task.seed, masters)
+            found |= pieces(segments[s], masters)
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         mine = torch.tensor([names.index(name) for name, piece in found.items() if piece.parameter.requires_grad], device=world.device)
 
@@ -122,57 +121,5 @@ class Pipeline(Strategy):
         line = Line(lines[share.index], place, stages, *links(lines, stages, world.rank, world.device))
         update = LocalUpdate(found, *options, writes=share.index == 0, reduce=GradientSum(rows) if share.count > 1 else None, gather=gather)
         seat = Seat(share, Feed(group, world.device, inputs=False), average)
-        parts = [Stage(s, segment, task, world.device) for s, segment in held.items()]
+        parts = [Stage(s, segment, task, world.device) for s, segment in segments.items()]
         return Pipelined(parts, line, self.schedule, update, task, world, seat, PER_RANK * world.size, table)
-
-    def _cut(self, model: nn.Module, task: Task, world: World, ranks: int, virtual: int) -> tuple[Chain, list[int], str]:
-        """The model (on meta) as a chain, the bounds of its stages, and the table that says so; the first rank looks, the others hear of it. Collective."""
-        from dtf import costs, partition
-        from dtf.build import DTYPES
-        from dtf.chain import Chain
-        from dtf.passes import cast_floating, moved
-        from dtf.precision import Cast
-        from dtf.sampler import cut
-        from dtf.sharded import cast_sketch
-        from dtf.update import state_bytes
-
-        blocks = task.recipe.layout(model).blocks
-        stages = ranks * virtual
-        total = PER_RANK * world.size
-        rows = cut(task.step.batch_size, task.step.micro_batch_rows, total)
-        micro_batches = -(-(len(rows) - 1) // (world.size // ranks))
-        held = [in_flight(self.schedule, s, ranks, virtual, micro_batches) for s in range(stages)]
-        places, unit = [s % ranks for s in range(stages)], "FLOPs" if self.balance is Balance.flops else "time"
-        found = {}
-        if world.rank == 0:
-            assert task.sample is not None
-            autocast = DTYPES[task.precision.compute] if task.precision.cast is Cast.autocast else None
-            inputs = moved(task.sample(rows[1]), world.device)
-            sample = inputs if autocast else cast_floating(inputs, DTYPES[task.precision.compute])
-            look = costs.count if self.balance is Balance.flops else costs.measure
-
-            def prepare(block: nn.Module) -> None:
-                cast_sketch(block, task.precision, computing=True)
-
-            def held_bytes(block: nn.Module) -> int:
-                return state_bytes(block, task.optimizer, task.precision)
-
-            for fine in (False, True):
-                chain = Chain(model, blocks, fine)
-                if len(chain) < stages and not fine:
-                    continue
-                each = look(chain, sample, held_bytes, autocast, prepare)
-                bounds = self._named(blocks) if self.cuts else partition.partition(each, stages, held, int(self.memory_gb * 2**30 / virtual))
-                found = {"fine": fine, "bounds": bounds, "table": partition.table(each, bounds, places, held, micro_batches, virtual, unit)}
-                if self.cuts or partition.imbalance(each, bounds) <= EVEN:
-                    break
-        found = world.broadcast(found)
-        return Chain(model, blocks, found["fine"]), found["bounds"], found["table"]
-
-    def _named(self, blocks: tuple[tuple[str, ...], ...]) -> list[int]:
-        """Bounds of the stages that begin with the blocks named in `cuts`."""
-        first = [next((i for i, block in enumerate(blocks) if name in block), 0) for name in self.cuts]
-        if first != sorted({*first} - {0}):
-            names = ", ".join(block[0] for block in blocks[1:])
-            raise ConfigError(f"strategy.cuts={self.cuts} must name blocks after the first, in the order in which data flows; they are {names}")
-        return [0, *first, len(blocks)]

@@ -1,0 +1,102 @@
+"""Where the ranks of a pipeline cut the model: one of them looks, all of them agree."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from dtf import costs, partition
+from dtf.build import DTYPES
+from dtf.chain import Chain
+from dtf.errors import ConfigError
+from dtf.passes import cast_floating, moved
+from dtf.precision import Cast
+from dtf.sharded import cast_sketch
+from dtf.strategy import Task
+from dtf.update import rehearsed, state_bytes
+from dtf.world import World
+
+EVEN = 0.05
+"""Imbalance that a cut between the layout's blocks may have before blocks are cut inside, where more than one tensor may cross."""
+
+
+class Wish(NamedTuple):
+    """What stages are for."""
+
+    ranks: int  # of a pipeline
+    virtual: int  # stages on each
+    micro_batches: int  # of a step
+    rows: int  # of a micro-batch
+    in_flight: list[int]  # stage -> micro-batches whose activations it holds at most
+    begins: list[str]  # the blocks with which the stages after the first begin; empty: choose
+    timed: bool  # equal parts of time, else of floating-point operations
+    memory_bytes: int  # of a rank, at most; 0: no bound
+
+
+def agree(model: nn.Module, wish: Wish, task: Task, world: World) -> tuple[Chain, list[int], str]:
+    """The model (on meta) as a chain, the bounds of its stages, and a table for people. Collective.
+
+    ConfigError on all ranks for a model that cannot be cut like that.
+    """
+    blocks = task.recipe.layout(model).blocks
+    found: dict[str, Any] = {}
+    if world.rank == 0:
+        try:
+            found = _look(model, blocks, wish, task, world)
+        except ConfigError as error:
+            found = {"refused": str(error)}
+    found = world.broadcast(found)
+    if "refused" in found:
+        raise ConfigError(found["refused"])
+    return Chain(model, blocks, found["fine"]), found["bounds"], found["table"]
+
+
+def _look(model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: Wish, task: Task, world: World) -> dict[str, Any]:
+    assert task.sample is not None
+    compute = DTYPES[task.precision.compute]
+    autocast = compute if task.precision.cast is Cast.autocast else None
+    inputs = moved(task.sample(wish.rows), world.device)
+    sample = inputs if autocast else cast_floating(inputs, compute)
+
+    def prepare(block: nn.Module) -> None:
+        cast_sketch(block, task.precision, computing=True)
+
+    def held_bytes(block: nn.Module) -> int:
+        return state_bytes(block, task.optimizer, task.precision)
+
+    def look(chain: Chain) -> list[partition.Cost]:
+        if not wish.timed:
+            return costs.count(chain, sample, held_bytes, autocast, prepare)
+        return costs.measure(chain, sample, held_bytes, autocast, prepare, rehearsed(task.optimizer), wish.micro_batches)
+
+    stages = wish.ranks * wish.virtual
+    places, unit = [s % wish.ranks for s in range(stages)], "time" if wish.timed else "FLOPs"
+    found: dict[str, Any] = {}
+    for fine in (False, True):
+        try:
+            chain = Chain(model, blocks, fine)
+        except ConfigError:
+            if not fine or not found:
+                raise
+            break  # a block whose code cannot be followed is not cut inside
+        if not fine and not wish.begins and len(chain) < stages:
+            continue
+        each = look(chain)
+        bounds = _named(blocks, wish.begins) if wish.begins else partition.partition(each, stages, wish.in_flight, wish.memory_bytes // wish.virtual)
+        found = {"fine": fine, "bounds": bounds}
+        found["table"] = partition.table(each, bounds, places, wish.in_flight, wish.micro_batches, wish.virtual, unit)
+        if wish.begins or partition.imbalance(each, bounds) <= EVEN:
+            break
+    if wish.micro_batches == 1:
+        found["table"] += "\none micro-batch in flight: plain model parallelism, one rank works while the others wait"
+    return found
+
+
+def _named(blocks: tuple[tuple[str, ...], ...], begins: list[str]) -> list[int]:
+    """Bounds of the stages that begin with the named blocks."""
+    first = [next((i for i, block in enumerate(blocks) if name in block), 0) for name in begins]
+    if first != sorted({*first} - {0}):
+        names = ", ".join(block[0] for block in blocks[1:])
+        raise ConfigError(f"strategy.cuts={begins} must name blocks after the first, in the order in which data flows; they are {names}")
+    return [0, *first, len(blocks)]

@@ -1,0 +1,194 @@
+"""Pipelines: what is held and sent, how stages are cut and shown, what is refused. Their numbers are judged with all strategies'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtf.errors import ConfigError
+from dtf.launcher import Place
+from dtf.layout import Layout
+from dtf.optimizers.adamw import AdamW
+from dtf.options import StepOptions
+from dtf.precision import Cast, Format, Precision
+from dtf.recipe import Recipe
+from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions
+from dtf.schedules import Schedule
+from dtf.strategies.pipeline import Pipeline
+from dtf.strategy import Task
+from dtf.values import Batch, Train
+from dtf.world import World
+from tests.harness import difference, reference, spread
+from tests.ranks import ranks
+from tests.toy import Toy
+
+ROWS = 13
+
+
+def build(rank: int, size: int, recipe: Recipe | None = None, **options: Any) -> Any:
+    torch.set_num_threads(1)
+    recipe = recipe or ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8), data=ShapesOptions(pixels=16, train_rows=64, eval_rows=8))
+    data = recipe.open_data("train", 0)
+    task = Task(recipe, AdamW(), Precision(), StepOptions(batch_size=ROWS, micro_batch_rows=3), 0, lambda rows: data.fetch(np.arange(rows), 0)[0])
+    return Pipeline(**options).setup(task, World(Place(rank=rank, size=size)))
+
+
+def batch(made: Any) -> Batch | None:
+    ids = np.arange(ROWS)
+    return Batch(*made._task.recipe.open_data("train", 0).fetch(ids, 0), torch.ones(ROWS), ids) if made.shard else None
+
+
+def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
+    """One step: parameters by name, bytes held, bytes sent forward and back, graphs alive at once on this rank."""
+    from dtf import pipelined
+    from dtf.links import Link
+
+    made = build(rank, size, schedule=Schedule[schedule], virtual=virtual, balance=type(Pipeline().balance)["flops"])
+    sent: dict[int, int] = {}
+    plain = Link.send
+
+    def send(link: Link, key: Any, tensors: Any) -> None:
+        sent[link._tag] = sent.get(link._tag, 0) + sum(t.numel() * t.element_size() for t in tensors)
+        plain(link, key, tensors)
+
+    Link.send = send  # type: ignore[method-assign]
+    alive, most = 0, 0
+
+    class Counting(pipelined._Held):
+        def __new__(cls, *values: Any) -> Any:
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+            return super().__new__(cls, *values)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    pipelined._Held = Counting  # type: ignore[misc]
+    made.step(Train(0, 0, 0, ROWS, 0.1), made.prepare(batch(made)))
+    boxes = [box for box in made.state().boxes if "running" not in box.name and "num_batches" not in box.name]
+    names = [name for stage in made._stages.values() for name, _ in stage.model.named_parameters()]
+    return {"names": names, "held": sum(box.tensor.numel() * box.tensor.element_size() for box in boxes), "sent": sent, "most": most}
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("1f1b", 2)])
+def test_each_parameter_lives_on_one_rank_and_as_much_goes_back_as_forward(schedule: str, virtual: int) -> None:
+    found = ranks(2, "tests.test_pipelined:step", schedule=schedule, virtual=virtual)
+    names = [name for rank in found for name in rank["names"]]
+    whole = dict(ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8)).build_model().named_parameters())
+    assert sorted(names) == sorted(whole)
+    total = 3 * sum(p.numel() * p.element_size() for p in whole.values())
+    assert total <= sum(rank["held"] for rank in found) <= 1.01 * total
+    sent = {int(tag): count for rank in found for tag, count in rank["sent"].items()}
+    assert len(sent) == 2 * (2 * virtual - 1)
+    assert all(sent[2 * s] == sent[2 * s + 1] > 0 for s in range(2 * virtual - 1))
+    if virtual == 1:
+        assert found[0]["most"] == (2 if schedule == "1f1b" else 5 - 1), "13 rows in micro-batches of 3: the lone last row joins the one before it"
+
+
+def test_a_run_shows_its_stages_and_keeps_them(run_dtf: Any) -> None:
+    done = run_dtf("strategy=pipeline", "recipe.data.pixels=16", "recipe.data.train_rows=64", "recipe.data.eval_rows=16", "train.steps=1", "observer=[console]")
+    assert done.code == 0
+    kept = json.loads(Path(done.folder, "run.json").read_text())["table"]
+    assert "8 micro-batches of 16 over 1 replica" in kept["batch"] and "on 2 x cpu" in kept["strategy"]
+    lines = kept["stages"].splitlines()
+    assert lines[0].split() == ["stage", "rank", "blocks", "time", "memory"] and len(lines) == 5
+    assert "predicted bubble 11.1% with 8 micro-batches" in lines[3] and "imbalance" in lines[3]
+    assert all(line in done.out for line in lines)
+
+
+def test_one_micro_batch_is_called_what_it_is(run_dtf: Any) -> None:
+    done = run_dtf(
+        "strategy=pipeline", "recipe.data.pixels=16", "recipe.data.train_rows=64", "recipe.data.eval_rows=16", "train.steps=1", "step.micro_batch_rows=128"
+    )
+    assert "plain model parallelism" in json.loads(Path(done.folder, "run.json").read_text())["table"]["stages"]
+
+
+def test_a_bound_on_memory_is_kept_or_refused(run_dtf: Any) -> None:
+    small = ["strategy=pipeline", "recipe.data.pixels=16", "recipe.data.train_rows=64", "recipe.data.eval_rows=16", "train.steps=1"]
+    done = run_dtf(*small, "strategy.memory_gb=0.0001")
+    assert done.code == 2 and "fits into" in done.err and "the least that one needs is" in done.err
+
+
+class Plain(Toy):
+    layout = Recipe.layout
+
+
+class Blockless(Toy):
+    def layout(self, model: nn.Module) -> Layout:
+        return Layout(splits=super().layout(model).splits)
+
+
+class Careless(Toy):
+    """Dropout without a module, inside a block."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model[4] = Noisy()  # type: ignore[index]
+        return model
+
+    def layout(self, model: nn.Module) -> Layout:
+        return Layout((("0", "1"), ("4",), ("7",), ("9",)))
+
+
+class Noisy(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(input), 0.5, self.training)
+
+
+def refuse(rank: int, size: int, recipe: str, options: dict[str, Any]) -> str:
+    try:
+        made = build(rank, size, globals()[recipe](), **options)
+        made.rehearse(made.prepare(batch(made)))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def task(recipe: Recipe) -> Task:
+    return Task(recipe, AdamW(), Precision(), StepOptions(), 0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "recipe", "processes", "words"),
+    [
+        (Pipeline(degree=3), Toy(), 8, "strategy.degree=3 does not divide launcher.processes=8; use 1 or 2 or 4 or 8"),
+        (Pipeline(), Plain(), 2, "strategy=pipeline: Plain has no layout() that names the blocks of its model"),
+        (Pipeline(cuts=["4"]), Toy(), 3, "strategy.cuts names 1 blocks, but 3 stages have 2 cuts between them"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_launch(strategy: Pipeline, recipe: Recipe, processes: int, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        strategy.check(task(recipe), processes, "cpu")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "words"),
+    [
+        ("Blockless", {}, "the recipe's layout names no blocks"),
+        ("Toy", {"cuts": ["nowhere"]}, "strategy.cuts=['nowhere'] must name blocks after the first, in the order in which data flows; they are 4, 7, 9"),
+        ("Toy", {"virtual": 3}, "4 blocks do not make 6 stages; use 1 to 4"),
+        ("Careless", {}, "strategy=pipeline: the model draws random numbers in its forward pass"),
+    ],
+)
+def test_what_the_model_forbids_is_named(recipe: str, options: dict[str, Any], words: str) -> None:
+    said = ranks(2, "tests.test_pipelined:refuse", recipe=recipe, options=options)
+    assert any(words in text for text in said), said
+
+
+def test_in_half_formats_what_crosses_is_in_half_formats() -> None:
+    """Activations under autocast arrive in the format they had; the numbers are those of one process bit for bit."""
+    assert Precision(compute=Format.bf16, cast=Cast.autocast).compute is Format.bf16
+    a, b = reference(precision="bf16"), spread("pipeline", 2, precision="bf16")
+    assert difference(a, b) == 0.0
