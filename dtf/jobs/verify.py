@@ -42,7 +42,9 @@ class Verify(Job):
     """
 
     steps: int = option(default=8, least=1, doc="length of each run", unit="steps")
-    strategies: list[str] = option(factory=list, doc="strategy options to hold against the reference; empty: all there are, but those that refuse this recipe")
+    strategies: list[str] = option(
+        factory=list, doc="strategies to hold against the reference, with options after a blank: ddp, 'tensor degree=2'; empty: all there are"
+    )
     processes: list[int] = option(factory=lambda: [1, 2, 4], least=1, doc="numbers of processes (replicas, for strategies in one process)")
     precisions: list[str] = option(factory=lambda: [EXACT, "fp32"], doc="fp64: every tensor within 1e-10; fp32: all parameters together within 1e-5")
     micro_batches: list[int] = option(factory=lambda: [1, 2], least=1, doc="micro-batches per process; more than one accumulates gradients")
@@ -69,6 +71,8 @@ class Verify(Job):
                             _explain(rows)
                             if self.format is Output.text:
                                 print(_line(rows[-1], first=len(rows) == 1), flush=True)
+        if all("refused" in row for row in rows):
+            raise ConfigError(f"nothing to compare: {rows[0]['refused']}")
         rows, refused = [row for row in rows if "refused" not in row], [row for row in rows if "refused" in row]
         broken = [row for row in rows if not row["ok"]]
         report = {
@@ -91,9 +95,12 @@ class Verify(Job):
     def _check(self, composed: Composed) -> list[str]:
         known = composed.composer.options("strategy")
         strategies = self.strategies or known
-        for name in strategies:
+        for text in strategies:
+            name, *options = text.split() or [""]
             if name not in known:
                 raise ConfigError(f"job.strategies names {name}; {suggest(name, known)}")
+            if not all("=" in option for option in options):
+                raise ConfigError(f"job.strategies has '{text}'; after the strategy's name come options as key=value, parted by blanks")
         for name in self.precisions:
             if name not in JUDGED:
                 raise ConfigError(f"job.precisions names {name}; there is a bound for {' and '.join(JUDGED)} only")
@@ -111,9 +118,11 @@ class Verify(Job):
         from dtf.evidence import Evidence
 
         folder = runs / f"{name}-{precision}-{micro}"
+        chosen, *options = strategy.split()
         overrides = {
             "job": "train",
-            "strategy": strategy,
+            "strategy": chosen,
+            **{f"strategy.{key}": value for key, _, value in (option.partition("=") for option in options)},
             "precision": precision,
             "launcher.processes": processes,
             "launcher.threads": 1,  # the same kernels on both sides: what is left to differ is the order of sums
@@ -144,18 +153,12 @@ class Verify(Job):
 
         row = {"strategy": strategy, "processes": processes, "precision": precision, "micro_batch_rows": micro}
         try:
-            return (
-                row
-                | compare(
-                    reference, self._train(composed, runs, f"{strategy}-{processes}", strategy, processes, precision, micro), exact=precision == EXACT
-                ).to_json()
-            )
+            run = self._train(composed, runs, f"{strategy.replace(' ', '-')}-{processes}", strategy, processes, precision, micro)
+            return row | compare(reference, run, exact=precision == EXACT).to_json()
         except RunFailed as failure:
             return row | {"ok": False, "first": str(failure)}
         except ConfigError as refusal:
-            if self.strategies:
-                raise
-            return row | {"ok": True, "worst": f"refused: {refusal}", "refused": str(refusal)}  # of all there are, not all can run every recipe
+            return row | {"ok": True, "worst": f"refused: {refusal}", "refused": str(refusal)}  # not every strategy runs every recipe on any number
 
 
 class RunFailed(DtfError):
@@ -198,8 +201,10 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def _line(row: dict[str, Any], first: bool) -> str:
-    head = f"{'strategy':<12} {'procs':>5} {'format':<6} {'micro':>5} {'loss':>8} {'gradient':>8} {'params':>8} {'tensor':>8}  worst tensor / what breaks"
+    head = f"{'strategy':<17} {'procs':>5} {'format':<6} {'micro':>5} {'loss':>8} {'gradient':>8} {'params':>8} {'tensor':>8}  worst tensor / what breaks"
     numbers = " ".join(f"{row.get(key, math.nan):8.1e}" for key in ("loss", "grad_norm", "parameters", "tensor"))
+    if "refused" in row:
+        numbers = ""
     said = row["worst"] if row["ok"] else f"BREAK: {row['first']}"
-    text = f"{row['strategy']:<12} {row['processes']:>5} {row['precision']:<6} {row['micro_batch_rows']:>5} {numbers}  {said}"
+    text = f"{row['strategy']:<17} {row['processes']:>5} {row['precision']:<6} {row['micro_batch_rows']:>5} {numbers}  {said}"
     return f"{head}\n{text}" if first else text
