@@ -69,7 +69,27 @@ class _Divided(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        return value.to_local() if isinstance(value, DTensor) else value
+        if not isinstance(value, DTensor):
+            return value
+        return _Slice.apply(value) if value.requires_grad else value.to_local()
+
+
+class _Slice(torch.autograd.Function):
+    """`DTensor.to_local`, with a gradient of the parameter's own shape and strides.
+
+    Torch computes both from the slice, which is wrong where slices are uneven; autograd then gathers the gradient to mend it (seen in 2.11).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: DTensor) -> Tensor:  # type: ignore[override]
+        ctx.like = whole.device_mesh, whole.placements, whole.shape, whole.stride()
+        here = whole.to_local()
+        return here.view_as(here)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:  # type: ignore[override]
+        mesh, placements, shape, stride = ctx.like
+        return DTensor.from_local(gradient.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 class _Column(_Divided):

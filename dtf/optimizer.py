@@ -10,9 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Combine = Callable[["Tensor"], "Tensor"]
@@ -142,3 +144,39 @@ def counter(parameter: Tensor) -> Tensor:
     import torch
 
     return torch.zeros((), dtype=torch.float32, device=parameter.device)
+
+
+def sgd_step(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    momenta: list[Tensor] | None,
+    skip: Tensor | None,
+    lr: float,
+    momentum: float,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> None:
+    """Torch's SGD on lists, in place, fused where that kernel is right; `skip` as in `Bound.apply`, `momenta` None without momentum."""
+    from torch.optim.sgd import sgd
+
+    fused = all(_fused_sgd_is_right(parameter.device.type, parameter.dtype) for parameter in parameters)
+    if not fused and skip is not None:
+        if skip.item():  # on the host, nothing is waited for
+            return
+        skip = None
+    kept: list[Tensor | None] = [*momenta] if momenta is not None else [None] * len(parameters)
+    more = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "dampening": 0.0, "nesterov": nesterov, "maximize": False}
+    sgd(parameters, gradients, kept, fused=fused, found_inf=skip, **more)
+
+
+@cache
+def _fused_sgd_is_right(device: str, dtype: torch.dtype) -> bool:
+    """Torch 2.11's for bf16 on CPUs writes parameters into the momentum."""
+    import torch
+    from torch.optim.sgd import sgd
+
+    if device != "cpu" or dtype.itemsize >= 4:
+        return True
+    parameter, gradient, momentum = (torch.full((64,), value, dtype=dtype) for value in (1.0, 0.5, 0.0))
+    sgd([parameter], [gradient], [momentum], fused=True, weight_decay=0.0, momentum=0.5, lr=0.5, dampening=0.0, nesterov=False, maximize=False)
+    return bool((parameter == 0.75).all() and (momentum == 0.5).all())

@@ -312,3 +312,20 @@ def test_cuda_steps_like_cpu_and_skips_without_a_trace(name: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
     for key, value in parameters.items():
         torch.testing.assert_close(value.cpu(), cpu[key], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sgd", "lars"])
+@pytest.mark.parametrize("skip", [None, 0.0, 1.0])
+def test_where_the_fused_kernel_is_wrong_the_plain_one_steps(name: str, skip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dtf import optimizer
+
+    found = []
+    for right in (True, False):
+        monkeypatch.setattr(optimizer, "_fused_sgd_is_right", lambda device, dtype, right=right: right)
+        parameters = {"w": torch.ones(3, 5)}
+        bound = make(name).bind(parameters)
+        for _ in range(2):
+            bound.apply([torch.full((3, 5), 0.5)], 0.1, None if skip is None else torch.tensor(skip))
+        found.append(parameters["w"])
+    torch.testing.assert_close(found[0], found[1])
+    assert bool((found[1] == 1).all()) == (skip == 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtf.optimizer import Group, Optimizer
+from dtf.optimizer import Group, Optimizer, sgd_step
 from dtf.registry import option, register
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ class Lars(Optimizer):
 
     def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
         import torch
-        from torch.optim.sgd import sgd
 
         if group.decayed:
             squares = self.squares(group.parameters, gradients)
@@ -45,19 +44,7 @@ class Lars(Optimizer):
         else:
             moves = torch._foreach_mul(gradients, lr)
         # What is left is momentum at learning rate 1: torch's kernel does it, and knows how to skip.
-        sgd(
-            group.parameters,
-            list(moves),
-            [*group.slots["momentum"]] if self.momentum else [None] * len(moves),
-            fused=True,
-            found_inf=skip,
-            weight_decay=0.0,
-            momentum=self.momentum,
-            lr=1.0,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
+        sgd_step(group.parameters, list(moves), group.slots["momentum"] if self.momentum else None, skip, 1.0, self.momentum)
 
     def squares(self, parameters: list[Tensor], gradients: list[Tensor]) -> Tensor:
         """Squared norms of what this rank holds, shape (2, n), of parameters and of gradients: sums that add up over ranks."""

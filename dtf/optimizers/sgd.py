@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtf.errors import ConfigError
-from dtf.optimizer import Group, Optimizer
+from dtf.optimizer import Group, Optimizer, sgd_step
 from dtf.registry import option, register
 
 if TYPE_CHECKING:
@@ -36,18 +36,5 @@ class Sgd(Optimizer):
         return {"momentum": torch.zeros_like(parameter, requires_grad=False)} if self.momentum else {}
 
     def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
-        from torch.optim.sgd import sgd
-
-        sgd(
-            group.parameters,
-            gradients,
-            [*group.slots["momentum"]] if self.momentum else [None] * len(gradients),
-            fused=True,
-            found_inf=skip,
-            weight_decay=self.weight_decay if group.decayed else 0.0,
-            momentum=self.momentum,
-            lr=lr,
-            dampening=0.0,
-            nesterov=self.nesterov,
-            maximize=False,
-        )
+        momenta = group.slots["momentum"] if self.momentum else None
+        sgd_step(group.parameters, gradients, momenta, skip, lr, self.momentum, self.weight_decay if group.decayed else 0.0, self.nesterov)
