@@ -112,6 +112,9 @@ def _costs(
                 raise ConfigError(f"the model cannot be cut after block {name}: only tensors can be sent on, what is used after it is {kinds}")
             yield Cost(name, cost, state, kept, 0 if last else sum(value.nbytes for value in outputs))
             values = outputs
+            for part in block.modules():  # its graph and it refer to each other, and would stay until they are collected
+                part._parameters.clear()
+                part._buffers.clear()
 
 
 class _Passes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from dtf.registry import option
 
@@ -16,6 +17,12 @@ class RunOptions:
     objective: str = option(default="", doc="evaluation metric that decides best checkpoint and early stop; empty: the recipe's own")
 
 
+class Remat(Enum):
+    none = "none"
+    blocks = "blocks"
+    selective = "selective"
+
+
 @dataclass(kw_only=True)
 class StepOptions:
     batch_size: int = option(default=128, least=1, most=1_000_000, doc="global batch over all ranks", unit="rows")
@@ -27,6 +34,12 @@ class StepOptions:
         unit="rows",
     )
     clip_norm: float = option(default=0.0, least=0, doc="largest global L2 norm of the gradient; 0: no clipping")
+    remat: Remat = option(
+        default=Remat.none,
+        doc="what the blocks named by the recipe's layout forget until their backward pass, at the same numbers: `none`: nothing; `blocks`: all but "
+        "their inputs, and each block's forward is computed twice, a third more arithmetic; `selective`: all but the outputs of convolutions and "
+        "matrix products, a few per cent more",
+    )
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from dtf.errors import ConfigError
 from dtf.links import Arrival, Form, Link
+from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
 from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, rows_of, to_device
+from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.schedules import Action, Schedule, order
 from dtf.slices import local
-from dtf.spmd import Seat, buffers, load_buffers, own_averages
+from dtf.spmd import Seat, buffers, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task, Update
 from dtf.strides import axes, dense
 from dtf.values import Batch, State, StepOutput, Train
@@ -38,6 +40,7 @@ class Stage:
         self.index, self.model = index, model
         self.statistics = RunningStatistics(model)
         self.masks = Masks(model, task.seed, device)
+        rematerialise(model, divisible(task.recipe, task.step.remat), task.step.remat, self.masks)
         model.train()
 
     def train(self, mode: bool = True) -> None:
@@ -94,6 +97,7 @@ class Pipelined(Program):
         self._passes = Passes(task, world.device)
         self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, line.place, len(line.ranks), line.stages // len(line.ranks), count))
         self._settled = True
+        self._trials: list[tuple[int, Footprint]] = []
         dtype = loss_dtype(task)
         self._one = torch.ones((), device=world.device, dtype=dtype)
         self._nothing = torch.zeros(1 + len(task.recipe.measures), device=world.device, dtype=dtype)
@@ -112,27 +116,39 @@ class Pipelined(Program):
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
         before = {name: local(b).clone() for stage in self._stages.values() for name, b in stage.model.named_buffers()}
-        part = rows_of(batch, 0, 2)
-        drew = []
+        drew, self._trials = [], []
 
         def enter(stage: Stage, j: int) -> None:
             stage.masks.enter(0, 0)
             drew.append(torch.random.get_rng_state())
 
-        try:
-            self._run([part], torch.zeros_like(self._one), enter, train=True)
-        except ValueError as error:
-            raise lone_row(error, len(part.ids)) from error
+        for part in (rows_of(batch, 0, 2), rows_of(batch, 0, 4)):
+            try:
+                with Footprint() as footprint:
+                    self._run([part], torch.zeros_like(self._one), enter, train=True)
+            except ValueError as error:
+                raise lone_row(error, len(part.ids)) from error
+            self._trials.append((len(part.ids), footprint))
+            for stage in self._stages.values():
+                for parameter in stage.model.parameters():
+                    parameter.grad = None
         if not torch.equal(drew[-1], torch.random.get_rng_state()):
             raise draws_at_large("pipeline", "the stages before and after do not draw on")
         for stage in self._stages.values():
-            for parameter in stage.model.parameters():
-                parameter.grad = None
             averages = set(stage.statistics.names())
             for name, buffer in stage.model.named_buffers():
                 if self.shares > 1 and name not in averages and not torch.equal(buffer, before[name]):
                     raise ConfigError(f"the forward pass changes the buffer {name}, which only one process can keep right; use strategy.degree=0")
                 buffer.copy_(before[name])
+
+    def memory(self) -> Memory:
+        parameters, gradients, optimizer = self._update.bytes()
+        sizes = (byte_count([parameter]) for stage in self._stages.values() for parameter in stage.model.parameters())
+        gradients += max(sizes, default=0)  # one that is not yet added to those of earlier micro-batches
+        buffers = byte_count(buffer for stage in self._stages.values() for buffer in stage.model.buffers())
+        micro_batches, rows = workload(self._task, self.shares, self._cuts)
+        held = accumulate(1 if action.forward else -1 for action in self._order(micro_batches))  # passes of one stage each
+        return Memory(parameters + buffers, gradients, optimizer, activations(self._trials, rows, max(held) / len(self._stages)))
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dtf.build import cast_model, draw_model
+from dtf.memory import Memory, byte_count
 from dtf.passes import draws_at_large, loss_dtype, rows_of, to_device
 from dtf.sampler import cut, share
-from dtf.spmd import Replica, buffers, load_buffers, own_averages
+from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task
 from dtf.update import LocalUpdate, whole
 from dtf.values import Batch, Shard, State, StepOutput, Train
@@ -46,9 +47,17 @@ class Replicas(Program):
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
-        part = to_device(rows_of(batch, 0, 2), self._devices[0], loss_dtype(self._task))
+        part = to_device(rows_of(batch, 0, 4), self._devices[0], loss_dtype(self._task))
         if self._replicas[0].rehearse(part, spread=self.shares > 1) and self.shares > 1:
             raise draws_at_large("dp", "and replicas share one generator")
+
+    def memory(self) -> Memory:
+        """Of all replicas together."""
+        first = self._replicas[0].memory(self._updates[0], *workload(self._task, self.shares, self.cuts))
+        updates, count = len(self._updates), len(self._replicas)
+        copy = byte_count(self._trained[0])
+        parameters, gradients = (updates * whole + (count - updates) * copy for whole in (first.parameters, first.gradients))
+        return Memory(parameters, gradients, updates * first.optimizer, count * first.activations)
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None

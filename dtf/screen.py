@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dtf.tracking import Course, Pace, number_text, plain_text, setting_text, time_text
+from dtf.tracking import Course, Pace, memory_text, number_text, plain_text, setting_text, time_text
 from dtf.values import Ended, Event, Failed, Measured, Note, Saved, Started
 
 _REDRAWS_PER_SECOND = 10  # at most, however fast measurements come
@@ -123,6 +123,8 @@ class Screen:
             grid.add_row(f"eval {plain_text(name)}", row)
         if (speed := self._bar.mean_rows_per_s()) is not None:
             grid.add_row("throughput", f"{speed:,.0f} rows/s")
+        if event.memory:
+            grid.add_row("memory", memory_text(event.memory))
         grid.add_row("wall time", time_text(time.monotonic() - self._bar.opened))
         grid.add_row("run folder", Text(self._here()))
         colour = _COLOURS.get(event.reason, "yellow")

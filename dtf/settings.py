@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import dtf
 from dtf.errors import ConfigError
-from dtf.options import RunOptions, StepOptions, TrainOptions
+from dtf.options import Remat, RunOptions, StepOptions, TrainOptions
+from dtf.recipe import Recipe
 from dtf.registry import groups, option, registered, suggest
 from dtf.sampler import Tail
 from dtf.schema import KeyProblem, fit, fit_option, is_node, keys, make, make_option, show, unset
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from dtf.observer import Observer
     from dtf.optimizer import Optimizer
     from dtf.precision import Precision
-    from dtf.recipe import Recipe
     from dtf.sampler import Sampler
     from dtf.strategy import Strategy
 
@@ -211,6 +211,11 @@ def _check_root(settings: Settings) -> None:
     if settings.sampler.tail is Tail.drop and rows and rows < step.batch_size:
         raise KeyProblem(
             "step.batch_size", f"step.batch_size={step.batch_size} must be at most the {rows} training rows: sampler.tail=drop leaves no batch of them"
+        )
+    if step.remat is not Remat.none and type(settings.recipe).layout is Recipe.layout:
+        name = type(settings.recipe).__name__
+        raise KeyProblem(
+            "step.remat", f"step.remat={step.remat.value} needs blocks to compute again, and {name} has no layout() that names them; use step.remat=none"
         )
     if train.early_stop and train.eval_every == 0:
         raise KeyProblem(

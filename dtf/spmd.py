@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from dtf.errors import ConfigError
 from dtf.feed import Feed
+from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
 from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, rows_of, to_device
+from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.slices import is_slice, local, offset
 from dtf.strategy import Program, Source, Task, Update
@@ -43,7 +45,9 @@ class Replica:
         self._passes = Passes(task, device)
         self.statistics = RunningStatistics(model)
         self.masks = Masks(model, task.seed, device)
+        rematerialise(model, divisible(task.recipe, task.step.remat), task.step.remat, self.masks)
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._trials: list[tuple[int, Footprint]] = []  # of the rehearsal's passes, with their rows
         model.train()
 
     def accumulate(
@@ -102,7 +106,7 @@ class Replica:
         return self._passes.measure(outputs, batch, loss)
 
     def rehearse(self, batch: Batch, spread: bool) -> bool:
-        """Two passes whose results are forgotten; returns whether the model drew from the global generator.
+        """Two passes, over two rows and over all, whose results are forgotten; returns whether the model drew from the global generator.
 
         DDP lays out its buckets anew at the start of its second pass, and the order of a sum over more than two ranks depends on an element's place
         in a bucket: without this, the step after a resume would differ from the same step of an unbroken run in the last bits.
@@ -111,12 +115,14 @@ class Replica:
         buffers = {name: local(buffer) for name, buffer in self.model.named_buffers()}
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         averages = set(self.statistics.names())
-        state = None
+        state, self._trials = None, []
         try:
-            for _ in range(2):
+            for part in (rows_of(batch, 0, 2), batch):
                 self.masks.enter(0, 0)
                 state = torch.random.get_rng_state()
-                self._pass(batch, torch.zeros((), device=self._device), last=True)
+                with Footprint() as footprint:
+                    self._pass(part, torch.zeros((), device=self._device), last=True)
+                self._trials.append((len(part.ids), footprint))
                 for parameter in self._trained:
                     parameter.grad = None
         except ValueError as error:
@@ -131,6 +137,14 @@ class Replica:
                 raise ConfigError(f"the forward pass changes the buffer {name}, which only one process can keep right; use launcher.processes=1")
             buffer.copy_(before[name])
         return drew
+
+    def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:
+        """With so many micro-batches a step of so many rows each; after `rehearse`."""
+        parameters, gradients, optimizer = update.bytes()
+        if self._forward is self.model and self._sync is None:  # else whoever wraps the model knows where gradients wait
+            gradients += waiting([byte_count([parameter]) for parameter in map(local, self._trained)], micro_batches)
+        buffers = byte_count(local(buffer) for buffer in self.model.buffers())
+        return Memory(parameters + buffers, gradients, optimizer, activations(self._trials, rows))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
@@ -153,16 +167,17 @@ class Spmd(Program):
     """A replica on every rank and an update that makes them agree; the wrapped forward does the talking, if any.
 
     `seat`: where several ranks are one replica; then gradients come summed over replicas, else averaged over ranks, as torch does.
+    `exchange`: bytes of what is on its way between ranks, see Memory.
     """
 
-    def __init__(self, replica: Replica, update: Update, task: Task, world: World, seat: Seat | None = None) -> None:
+    def __init__(self, replica: Replica, update: Update, task: Task, world: World, seat: Seat | None = None, exchange: int = 0) -> None:
         self._share = seat.share if seat else Shard(world.rank, world.size)
         self._reads = seat is None or seat.feed.reads
         self.shard = self._share if self._reads else None
         self.shares = self._share.count
         self._replica, self._update, self._task, self._world, self._seat = replica, update, task, world, seat
         self._average = seat.average if seat else world.average
-        self._settled = True
+        self._settled, self._exchange = True, exchange
         self._unsaid = torch.zeros(2, device=world.device)
         self._factor = torch.full((), 1.0 if seat else world.size, device=world.device, dtype=loss_dtype(task))
 
@@ -173,8 +188,11 @@ class Spmd(Program):
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
-        if self._replica.rehearse(rows_of(batch, 0, 2), spread=self.shares > 1) and self._seat:
+        if self._replica.rehearse(rows_of(batch, 0, 4), spread=self.shares > 1) and self._seat:
             raise draws_at_large("tensor", "and ranks that divide its channels would draw alike for different ones")
+
+    def memory(self) -> Memory:
+        return self._replica.memory(self._update, *workload(self._task, self.shares, self.cuts))._replace(exchange=self._exchange)
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
@@ -257,6 +275,17 @@ def load_buffers(part: Part, source: Source, shard: Shard) -> None:
         part.statistics.hold()
         for name, held in part.statistics.own().items():
             take(f"{SHARE}{shard.index}/{name}", whole[name], held)
+
+
+def workload(task: Task, shares: int, cuts: int) -> tuple[int, int]:
+    """How many micro-batches the largest share has, and how many rows the largest of them."""
+    bounds = cut(task.step.batch_size, task.step.micro_batch_rows, cuts)
+    return -(-(len(bounds) - 1) // shares), max(b - a for a, b in pairwise(bounds))
+
+
+def waiting(sizes: list[int], micro_batches: int) -> int:
+    """Bytes of gradients, of these sizes, of a micro-batch that are not yet added to those of the ones before it: see `Replica._pass`."""
+    return 0 if micro_batches == 1 else max(sizes) if micro_batches == 2 else sum(sizes)
 
 
 def _box(name: str, tensor: Tensor, like: Tensor) -> Box:

@@ -10,6 +10,7 @@ from dtf import costs, partition
 from dtf.build import DTYPES
 from dtf.chain import Chain
 from dtf.errors import ConfigError
+from dtf.options import Remat
 from dtf.passes import cast_floating, moved
 from dtf.precision import Cast
 from dtf.sharded import cast_sketch
@@ -86,8 +87,8 @@ def _look(model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: Wish, tas
         bounds = _named(blocks, wish.begins) if wish.begins else partition.partition(each, stages, wish.in_flight, wish.memory_bytes // wish.virtual)
         found = {"fine": fine, "bounds": bounds}
         found["table"] = partition.table(each, bounds, places, wish.in_flight, wish.micro_batches, wish.virtual, unit)
-        if wish.begins or partition.imbalance(each, bounds) <= EVEN:
-            break
+        if wish.begins or partition.imbalance(each, bounds) <= EVEN or task.step.remat is not Remat.none:
+            break  # what is cut inside cannot be computed again
     if wish.micro_batches == 1:
         found["table"] += "\none micro-batch in flight: plain model parallelism, one rank works while the others wait"
     return found

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from dtf.memory import Memory
     from dtf.optimizer import Optimizer
     from dtf.options import StepOptions
     from dtf.precision import Precision
@@ -100,6 +101,10 @@ class Program(ABC):
         """The copies of the parameters on this rank, by name; all copies on all ranks must be alike bit for bit. Default: none."""
         return []
 
+    def memory(self) -> Memory | None:
+        """What this rank needs; after `rehearse`, which counts activations. Default: unknown."""
+        return None
+
     @abstractmethod
     def skipped(self) -> int:
         """Updates skipped so far because loss or gradient was not finite, the same number on all ranks. May synchronise."""
@@ -132,6 +137,10 @@ class Update(ABC):
 
     @abstractmethod
     def skipped(self) -> int: ...
+
+    @abstractmethod
+    def bytes(self) -> tuple[int, int, int]:
+        """Of the parameters, gradients and optimizer state on this rank."""
 
     @abstractmethod
     def held(self) -> dict[str, Tensor]:

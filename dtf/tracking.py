@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
+from collections.abc import Mapping
 
 
 class Pace:
@@ -83,6 +84,18 @@ def number_text(value: object) -> str:
 def setting_text(value: object) -> str:
     """For a chosen number, such as a learning rate: three digits, no trailing zeros."""
     return f"{value:.3g}" if isinstance(value, float) else number_text(value)
+
+
+def bytes_text(size: int) -> str:
+    """`213 MB`, `1.2 GB`; powers of ten."""
+    scale, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB")) if size >= pair[0]), (1e3, "kB"))
+    return f"{size / scale:.{0 if size >= 10 * scale else 1}f} {unit}"
+
+
+def memory_text(memory: Mapping[str, int]) -> str:
+    """For `Ended.memory`."""
+    sizes = [f"{bytes_text(memory[word])} {word}" for word in ("planned", "allocated", "resident") if word in memory]
+    return f"{', '.join(sizes)} at the peak of rank {memory['rank']}"
 
 
 def time_text(seconds: float | None) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dtf.build import formats
 from dtf.errors import ConfigError
+from dtf.memory import byte_count
 from dtf.optimizer import Combine, Optimizer
 from dtf.precision import Precision
 from dtf.slices import local
@@ -48,7 +49,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer, precision: Precision) ->
         if parameter.requires_grad:
             master = torch.empty(parameter.shape, dtype=kept, device="meta")
             total += parameter.numel() * (computing.itemsize + (0 if kept is computing else kept.itemsize))
-            total += sum(t.numel() * t.element_size() for t in optimizer.init(master).values())
+            total += byte_count(optimizer.init(master).values())
     return total
 
 
@@ -187,6 +188,12 @@ class LocalUpdate(Update):
 
     def skipped(self) -> int:
         return int(self._skipped)
+
+    def bytes(self) -> tuple[int, int, int]:
+        pieces, trained = [*self._pieces.values(), *self._frozen.values()], [piece.local for piece in self._trained]
+        parameters = [piece.local for piece in pieces] + [piece.master for piece in pieces if piece.master is not piece.local]
+        gradients = trained + [master for _, master in self._copies]  # converted before the step
+        return byte_count(parameters), byte_count(gradients), byte_count(tensor for state in self._bound.states.values() for tensor in state.values())
 
     def held(self) -> dict[str, Tensor]:
         pieces = {**self._pieces, **self._frozen}

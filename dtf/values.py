@@ -161,6 +161,9 @@ class Ended:
     step: int
     reason: str  # as in Stop
     values: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(
+        default_factory=dict
+    )  # bytes `planned` and, at the peak, `resident` or `allocated` (on CUDA), of the `rank` with the highest peak
 
 
 Event = Started | Measured | Saved | Note | Failed | Ended

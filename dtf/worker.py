@@ -24,6 +24,7 @@ from dtf.engine import RECENT, Loop, fit
 from dtf.errors import ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.loader import Loader
+from dtf.memory import Memory, Meter, table_row
 from dtf.precision import Cast
 from dtf.run import flat
 from dtf.sampler import Epochs, Sequential, cut
@@ -75,6 +76,7 @@ def _train(
     torch.set_num_threads(place.threads)
     _numerics(settings)
     kind = place.device.partition(":")[0]
+    meter = Meter(kind)
     world = World.join(place, strategy.communication(kind))
     train_data, eval_data = recipe.open_data("train", settings.seed), recipe.open_data("eval", settings.seed)
     if not len(train_data) or not len(eval_data):
@@ -124,12 +126,13 @@ def _train(
         raise ConfigError(f"{key} ends before step {start}, where the checkpoint is; train on, or go to another run.dir")
     if state:
         checkpointer.retain()  # now that this run is known to go on from here
+    planned = [Memory(*needs) for needs in world.gather(program.memory() or ()) or () if needs]
     see(
         Started(
             start,
             plan.total,
             epochs.batches,
-            _table(settings, config, folder, program, world, plan, len(train_data), len(eval_data)),
+            _table(settings, config, folder, program, world, plan, planned, len(train_data), len(eval_data)),
             place.attempt,
             recent,
         )
@@ -162,7 +165,8 @@ def _train(
         for loader in loaders:
             loader.close()
     best = {f"best_{plan.objective[0]}": clock.best[0], "best_step": float(clock.best[1])} if clock.best else {}
-    see(Ended(ended.step, ended.reason, {**evaluated, **best}))
+    peaks = world.gather(meter.peak())
+    see(Ended(ended.step, ended.reason, {**evaluated, **best}, meter.summary(planned, peaks) if peaks else {}))
     beat("stop", ended.step)
     world.leave()
     if ended.reason == "preempted":
@@ -256,7 +260,15 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def _table(
-    settings: Settings, config: dict[str, Any], folder: Path, program: Program, world: World, plan: Plan, train_rows: int, eval_rows: int
+    settings: Settings,
+    config: dict[str, Any],
+    folder: Path,
+    program: Program,
+    world: World,
+    plan: Plan,
+    planned: list[Memory],
+    train_rows: int,
+    eval_rows: int,
 ) -> dict[str, Any]:
     """What the start-up table shows."""
     with torch.device("meta"):
@@ -277,6 +289,7 @@ def _table(
         "precision": f"{precision.param.value} parameters, {precision.compute.value} arithmetic{how}",
         "batch": f"{batch} rows a step = {len(bounds) - 1} micro-batches of {bounds[1]} over {shares} {kind}{'s' if shares > 1 else ''}",
         **program.about(),
+        **(table_row(planned) if planned else {}),
         "length": f"{plan.total:,} steps",
         "run folder": str(folder),
         "versions": f"dtf {__version__}, torch {torch.__version__}",

@@ -17,7 +17,7 @@ from dtf.engine import Loop, fit
 from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.lr import Constant
-from dtf.options import StepOptions
+from dtf.options import Remat, StepOptions
 from dtf.precision import Cast, Format, Precision
 from dtf.registry import lookup, registered
 from dtf.sampler import Epochs, Sequential, Shuffle, Tail
@@ -27,7 +27,7 @@ from dtf.strategy import Task
 from dtf.values import Measured, Saved
 from dtf.world import World
 from tests.ranks import ranks
-from tests.toy import Toy
+from tests.toy import Toy  # noqa: F401 (registers itself)
 
 PRECISIONS = {
     "fp64": Precision(param=Format.fp64, compute=Format.fp64),
@@ -64,6 +64,7 @@ def train(
     recipe: dict[str, Any] | None = None,
     skip_nonfinite: int = 0,
     plugin: str = "",
+    remat: str = "none",
 ) -> dict[str, Any]:
     """All `steps` of a run, from the checkpoint `start` if given; saves to `folder` if given; `halt`: dies after the first save.
 
@@ -71,10 +72,10 @@ def train(
     """
     torch.set_num_threads(1)
     load_parts([plugin] if plugin else [])
-    toy = Toy(**{"rows": 100, **(recipe or {})})
-    task = Task(
-        toy, lookup("optimizer", optimizer)(), PRECISIONS[precision], StepOptions(batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm), 0
-    )
+    values = {"name": "toy", "rows": 100, **(recipe or {})}
+    toy = lookup("recipe", values.pop("name"))(**values)
+    step = StepOptions(batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm, remat=Remat(remat))
+    task = Task(toy, lookup("optimizer", optimizer)(), PRECISIONS[precision], step, 0)
     chosen = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options or {}))
     world = World(Place(rank=rank, size=size, slots=slots or size))
     training, evaluation = toy.open_data("train", 0), toy.open_data("eval", 0)

@@ -19,11 +19,11 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = {
     "vocabulary": "dtf errors registry values",
-    "leaves: one thing each": "classes collectives devices ending eventfile feed gradients heartbeat layout links lr manifest metrics optimizer "
+    "leaves: one thing each": "classes collectives devices ending eventfile feed gradients heartbeat layout links lr manifest memory metrics optimizer "
     "options partition precision sampler schedules schema seeding slices strides supervise tracking",
     "formats of files": "commit shards untrusted",
     "contracts": "job launcher observer recipe strategy",
-    "parts that several strategies share": "build chain clock costs divided loader microbatch passes pipelined replicas screen sharded spmd stages "
+    "parts that several strategies share": "build chain clock costs divided loader microbatch passes pipelined remat replicas screen sharded spmd stages "
     "update world",
     "engine": "checkpoint engine evidence",
     "options, one registered class per file": "observers optimizers recipes strategies",

@@ -35,7 +35,8 @@ def program(rank: int, size: int, arch: str = "resnet8", degree: int = 0) -> Any
 
 def rows(made: Any) -> Batch | None:
     ids = np.arange(ROWS)
-    return Batch(*made._task.recipe.open_data("train", 0).fetch(ids, 0), torch.ones(ROWS), ids) if made.shard else None
+    inputs, targets = made._task.recipe.open_data("train", 0).fetch(ids, 0)
+    return Batch(inputs, targets, torch.ones(ROWS), ids) if made.shard else None
 
 
 def count(rank: int, size: int, arch: str) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def build(rank: int, size: int, recipe: Recipe | None = None, **options: Any) ->
 
 def batch(made: Any) -> Batch | None:
     ids = np.arange(ROWS)
-    return Batch(*made._task.recipe.open_data("train", 0).fetch(ids, 0), torch.ones(ROWS), ids) if made.shard else None
+    inputs, targets = made._task.recipe.open_data("train", 0).fetch(ids, 0)
+    return Batch(inputs, targets, torch.ones(ROWS), ids) if made.shard else None
 
 
 def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from dtf.observer import Observer
 from dtf.registry import option, register
-from dtf.tracking import Pace, number_text, plain_text, setting_text, time_text
+from dtf.tracking import Pace, memory_text, number_text, plain_text, setting_text, time_text
 from dtf.values import Ended, Event, Measured, Note, Saved, Started
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class Lines:
             case Ended(step, reason, values):
                 place = {"step": f"{step}/{self._total}", "reason": reason}
                 wall = {"wall": time_text(time.monotonic() - self._opened)}
-                self._print("ended", place | {name: _final_text(name, value) for name, value in values.items()} | wall)
+                memory = {"memory": memory_text(event.memory)} if event.memory else {}
+                self._print("ended", place | {name: _final_text(name, value) for name, value in values.items()} | memory | wall)
 
     def close(self) -> None:
         """Nothing is held back."""

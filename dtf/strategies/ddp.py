@@ -85,12 +85,13 @@ class Ddp(Strategy):
         from torch.nn.parallel import DistributedDataParallel
 
         from dtf.build import cast_model, draw_model
-        from dtf.spmd import Replica, Spmd
+        from dtf.memory import byte_count
+        from dtf.spmd import Replica, Spmd, workload
         from dtf.update import LocalUpdate, whole
 
         model = draw_model(task.recipe, task.seed)
         masters = cast_model(model, task.precision, world.device)
-        forward = None
+        forward, exchange = None, 0
         if world.size > 1:  # alone, nothing crosses a network: the bare model is the same program
             buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
             forward = DistributedDataParallel(
@@ -103,6 +104,7 @@ class Ddp(Strategy):
                 **{buffers: False},  # type: ignore[arg-type]  # running averages are averaged when they are needed, see Program.settle
             )
             self._install_hook(forward)
+            exchange = self._exchange([byte_count([p]) for p in model.parameters() if p.requires_grad], workload(task, world.size, world.size)[0])
         owned, after = None, None
         if self.shard_optimizer and world.size > 1:
             shares = divide({name: p.numel() for name, p in model.named_parameters() if p.requires_grad}, world.size)
@@ -110,7 +112,13 @@ class Ddp(Strategy):
         update = LocalUpdate(
             whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale, owned=owned, after=after, writes=world.rank == 0
         )
-        return Spmd(Replica(model, task, world.device, forward), update, task, world)
+        return Spmd(Replica(model, task, world.device, forward), update, task, world, exchange=exchange)
+
+    def _exchange(self, sizes: list[int], micro_batches: int) -> int:
+        """Bytes beside buckets that are the gradients: those on their way into a bucket, or parameters as they are sent around."""
+        beside = sum(sizes) if micro_batches > 1 or not self.gradient_as_bucket_view else 0
+        on_their_way = sum(sizes) if micro_batches > 2 else max(sizes)
+        return max(beside + on_their_way, sum(sizes) if self.shard_optimizer else 0)
 
     def _install_hook(self, model: DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

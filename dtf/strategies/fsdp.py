@@ -69,7 +69,8 @@ class Fsdp(Strategy):
         from torch.distributed.fsdp import FSDPModule
 
         from dtf.build import cast_model, draw_model, sketch
-        from dtf.spmd import Replica, Spmd
+        from dtf.memory import byte_count
+        from dtf.spmd import Replica, Spmd, workload
         from dtf.update import LocalUpdate, whole
 
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
@@ -84,6 +85,7 @@ class Fsdp(Strategy):
         model = sketch(task.recipe)
         cast_sketch(model, task.precision, computing=False)
         units = self._units(model, task.recipe.layout(model))
+        exchange = self._exchange([byte_count(p for module in unit for p in module.parameters()) for unit in units], workload(task, world.size, world.size)[0])
         sharded = self._shard(model, units, mesh, task)
         model.to_empty(device="cpu" if self.offload else world.device)
         for buffer in model.buffers():
@@ -100,7 +102,13 @@ class Fsdp(Strategy):
             return sums
 
         update = LocalUpdate(pieces(model), *options, writes=mesh["replicate"].get_local_rank() == 0, combine=combine)
-        return Spmd(Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync), update, task, world)
+        return Spmd(Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync), update, task, world, exchange=exchange)
+
+    def _exchange(self, sizes: list[int], micro_batches: int) -> int:
+        """Bytes of units that are there in whole: their parameters; two copies of a gradient, as computed and as sent; all gradients, if they add up."""
+        at_once = 1 + self.prefetch if self.reshard_after_forward else len(sizes)
+        gathered = max(sum(sizes[i : i + at_once]) for i in range(len(sizes)))
+        return gathered + 2 * max(sizes) + (sum(sizes) if micro_batches > 1 else 0)
 
     def _units(self, model: nn.Module, layout: Layout) -> list[list[nn.Module]]:
         modules = dict(model.named_modules())

@@ -1,0 +1,198 @@
+"""How much memory a run says it needs, and what it then takes."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console as Terminal
+from torch import Tensor, nn
+
+from dtf.build import draw_model
+from dtf.launcher import Place
+from dtf.layout import Layout, Split
+from dtf.loader import Loader
+from dtf.memory import Footprint, Memory, Meter, activations, table_row
+from dtf.microbatch import Masks
+from dtf.options import Remat, StepOptions
+from dtf.precision import Precision
+from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
+from dtf.registry import lookup, register
+from dtf.remat import divisible, rematerialise
+from dtf.sampler import Epochs, Sequential
+from dtf.screen import Screen
+from dtf.settings import load_parts
+from dtf.strategy import Task
+from dtf.tracking import bytes_text, memory_text
+from dtf.values import Ended, Started, Train
+from dtf.world import World
+from tests.conftest import Result
+from tests.harness import _enums
+from tests.ranks import ranks
+from tests.toy import Toy
+
+ROWS = 64
+
+
+def resnet(remat: Remat = Remat.none) -> nn.Module:
+    recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8))
+    model = draw_model(recipe, 0)
+    rematerialise(model, divisible(recipe, remat), remat, Masks(model, 0, torch.device("cpu")))
+    return model
+
+
+def footprint(model: nn.Module, rows: int) -> Footprint:
+    x = torch.zeros(rows, 3, 16, 16)
+    model.zero_grad()
+    with Footprint() as found:
+        model(x).square().sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("remat", Remat)
+def test_a_full_micro_batch_is_told_from_few_rows(remat: Remat) -> None:
+    model = resnet(remat)
+    few, more, full = (footprint(model, rows) for rows in (2, 4, 32))
+    assert activations([(2, few), (4, more)], 32) == full.kept + full.again
+    assert activations([(2, few), (2, few)], 32) == pytest.approx(full.kept + full.again, rel=0.01)  # one size only: all grows with the rows
+
+
+def test_what_is_kept_is_what_autograd_saves() -> None:
+    """Neither parameters nor gradients, nor what was there before."""
+    model, x = resnet(), torch.zeros(8, 3, 16, 16)
+    before = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), x)}
+    saved: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage().data_ptr() not in before:
+            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        total = model(x).square().sum()
+    assert abs(footprint(model, 8).kept - sum(saved.values())) <= 64  # the loss itself
+    total.backward()
+
+
+@register("recipe", "wide")
+class Wide(Toy):
+    """Fifty million parameters: what they need is far above what libraries take."""
+
+    def build_model(self) -> nn.Module:
+        layers = [layer for a, b in pairwise([8, 5000, 5000, 5000, 4]) for layer in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+
+    def layout(self, model: nn.Module) -> Layout:
+        names = [name for name, layer in model.named_children() if [*layer.parameters()]]
+        return Layout(tuple((name,) for name in names), dict(zip(names, [Split.column, Split.row] * 2, strict=True)))
+
+
+def take(rank: int, size: int, strategy: str, optimizer: str, options: dict[str, Any], micro: int) -> dict[str, int]:
+    """Two steps; planned bytes by kind, and the peak."""
+    torch.set_num_threads(1)
+    load_parts([])
+    meter = Meter("cpu")
+    recipe = Wide(rows=ROWS)
+    data = recipe.open_data("train", 0)
+    task = Task(
+        recipe,
+        lookup("optimizer", optimizer)(),
+        Precision(),
+        StepOptions(batch_size=ROWS, micro_batch_rows=micro),
+        0,
+        sample=lambda rows: data.fetch(np.arange(rows), 0)[0],
+    )
+    program = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options)).setup(task, World(Place(rank=rank, size=size, slots=size)))
+
+    batch = program.prepare(Loader(data, Epochs(Sequential(), ROWS, ROWS, 0), program.shard, micro, cuts=program.cuts).get(0, 0))
+    program.rehearse(batch)
+    for step in range(2):
+        program.step(Train(step, 0, 0, ROWS, 0.1), batch)
+    planned = program.memory()
+    assert planned is not None
+    return {**planned._asdict(), "peak": meter.peak()}
+
+
+CASES = [
+    ("ddp", 1, "adamw", {}, 0),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("ddp", 1, "adamw", {}, 16),
+            ("ddp", 2, "adamw", {}, 0),
+            ("ddp", 2, "sgd", {}, 16),
+            ("ddp", 2, "sgd", {}, 8),
+            ("ddp", 2, "adamw", {"shard_optimizer": True}, 0),
+            ("ddp", 2, "adamw", {"gradient_as_bucket_view": False}, 0),
+            ("dp", 2, "adamw", {"replicas": 2}, 0),
+            ("fsdp", 2, "adamw", {}, 0),
+            ("fsdp", 2, "adamw", {"reshard_after_forward": False}, 0),
+            ("fsdp", 2, "sgd", {}, 8),
+            ("tensor", 2, "adamw", {}, 0),
+            ("tensor", 2, "sgd", {}, 8),
+            ("pipeline", 2, "adamw", {"balance": "flops"}, 0),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "processes", "optimizer", "options", "micro"), CASES, ids=str)
+def test_the_plan_is_near_the_peak(strategy: str, processes: int, optimizer: str, options: dict[str, Any], micro: int) -> None:
+    """`micro`: rows of a micro-batch; gradients that add up wait somewhere."""
+    count = lookup("strategy", strategy)().roles(processes)["trainer"]
+    for found in ranks(count, "tests.test_memory:take", strategy=strategy, optimizer=optimizer, options=options, micro=micro):
+        peak = found.pop("peak")
+        assert sum(found.values()) == pytest.approx(peak, rel=0.25)
+
+
+def test_texts() -> None:
+    assert [bytes_text(size) for size in (0, 4_200, 99_000, 1_000_000, 213_400_000, 1_240_000_000)] == [
+        "0.0 kB",
+        "4.2 kB",
+        "99 kB",
+        "1.0 MB",
+        "213 MB",
+        "1.2 GB",
+    ]
+    ranks = [Memory(48_000_000, 48_000_000, 97_000_000, 20_000_000), Memory(48_000_000, 48_000_000, 97_000_000, 22_000_000, 1_000_000)]
+    assert table_row(ranks) == {"memory": "216 MB a process = 48 MB parameters + 48 MB gradients + 97 MB optimizer state + 22 MB activations + 1.0 MB exchange"}
+    summary = Meter("cpu").summary(ranks, [236_000_000, 230_000_000])
+    assert summary == {"planned": 213_000_000, "resident": 236_000_000, "rank": 0}
+    assert memory_text(summary) == "213 MB planned, 236 MB resident at the peak of rank 0"
+    assert memory_text(Meter("cpu").summary([], [5_000_000])) == "5.0 MB resident at the peak of rank 0"
+
+
+def held(rank: int, size: int) -> int:
+    """The peak of a process that holds 80 MB for a while."""
+    before = torch.ones(10_000_000)
+    meter = Meter("cpu")
+    held = torch.ones(20_000_000)
+    del held, before
+    return meter.peak()
+
+
+def test_a_meter_counts_from_its_start() -> None:
+    assert 75_000_000 < ranks(1, "tests.test_memory:held")[0] < 100_000_000
+
+
+def test_a_run_tells_what_it_plans_and_what_it_took(run_dtf: Callable[..., Result]) -> None:
+    done = run_dtf("plugins=[tests.residual]", "recipe=residual", "strategy=ddp", "launcher.processes=2", "train.steps=2", "step.remat=blocks")
+    assert done.code == 0, done.err
+    assert re.search(r'^started .* memory="\S+ kB a process = .* parameters \+ .* activations( \+ .* exchange)?"', done.out, re.MULTILINE), done.out
+    assert re.search(r'^ended .* memory="\S+ kB planned, \S+ MB resident at the peak of rank [01]"', done.out, re.MULTILINE), done.out
+
+
+def test_a_terminal_shows_it_at_the_end(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    screen = Screen(tmp_path, {}, Terminal(file=stream, width=80))
+    for event in (Started(0, 8, 4, {}), Ended(8, "finished", {}, {"planned": 213_000_000, "allocated": 236_000_000, "rank": 1})):
+        screen.see(event)
+    screen.close()
+    assert "memory      213 MB planned, 236 MB allocated at the peak of rank 1" in stream.getvalue()
