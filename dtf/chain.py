@@ -31,7 +31,11 @@ class Chain:
         self._model = model
         self._modules = dict(model.named_modules())
         self._block_of = _numbered(model, self._modules, blocks)
-        self._nodes = _trace(model, self._opened(fine), "inside of blocks; cut only between them" if fine else "outside of blocks; leave that to a module")
+        opened = self._opened(fine)
+        for name in sorted({"", *opened}):
+            if type(self._modules[name]).train is not nn.Module.train:
+                raise _refusal(model, f"{name or 'it'} has a train() of its own, of which its parts would not hear; freeze parts in modules of blocks instead")
+        self._nodes = _trace(model, opened, "inside of blocks; cut only between them" if fine else "outside of blocks; leave that to a module")
         self._place: dict[Node, int] = {}  # the block of each node
         inputs = [node.name for node in self._nodes if node.op == "placeholder"]
         if len(inputs) != 1:
@@ -65,6 +69,10 @@ class Chain:
         for name, part in module.named_modules():  # GraphModule registers buffers that the forward itself reads as persistent
             part._non_persistent_buffers_set |= self._modules[name]._non_persistent_buffers_set & part._buffers.keys()
         return module
+
+    def changed(self, cut: int) -> list[bool]:
+        """Of each tensor that is live before block `cut`: whether what follows may change it in place."""
+        return [any(self._place[user] >= cut and self._changes(user, node) for user in node.users) for node in self._live(cut)]
 
     def _live(self, cut: int) -> list[Node]:
         """Values made before block `cut` and used in or after it."""

@@ -16,9 +16,15 @@ from dtf.slices import is_slice, local, offset
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+IGNORED = -100
+"""The target of a row without a loss, as in torch."""
+
 
 def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Loss per row (B,), as `torch.nn.functional.cross_entropy(reduction="none")`. `targets`: class numbers (B,)."""
+    """Loss per row (B,), as `torch.nn.functional.cross_entropy(reduction="none")`. `targets`: class numbers (B,).
+
+    Divided, a target that is no class makes the loss NaN, so that the update is skipped and counted: to raise would be to wait for the device.
+    """
     slices = _slices(scores)
     if slices is None:
         return functional.cross_entropy(scores, targets, reduction="none", label_smoothing=label_smoothing)
@@ -36,7 +42,9 @@ def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0)
         sums.append(shifted.sum(dim=1))
     whole, right, *rest = total(torch.stack(sums), group).unbind()
     spread = label_smoothing / scores.shape[1] * rest[0] if rest else 0.0
-    return whole.log() - (1 - label_smoothing) * right - spread
+    loss = whole.log() - (1 - label_smoothing) * right - spread
+    beyond = (targets < 0) | (targets >= scores.shape[1])
+    return loss.masked_fill(beyond, torch.nan).masked_fill(targets == IGNORED, 0.0)
 
 
 def rank(scores: Tensor, targets: Tensor) -> Tensor:

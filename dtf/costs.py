@@ -110,6 +110,11 @@ def _costs(
             if not last and not all(isinstance(value, Tensor) for value in outputs):
                 kinds = ", ".join(type(value).__name__ for value in outputs)
                 raise ConfigError(f"the model cannot be cut after block {name}: only tensors can be sent on, what is used after it is {kinds}")
+            places = [value.untyped_storage()._cdata for value in outputs] if not last else []
+            if any(changes and places.count(place) > 1 for changes, place in zip(chain.changed(index + 1) if places else [], places, strict=True)):
+                raise ConfigError(
+                    f"the model cannot be cut after block {name}: a tensor is changed in place later, and another that crosses is a view of it; copy one"
+                )
             yield Cost(name, cost, state, kept, 0 if last else sum(value.nbytes for value in outputs))
             values = outputs
             for part in block.modules():  # its graph and it refer to each other, and would stay until they are collected

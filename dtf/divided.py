@@ -38,9 +38,18 @@ def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> N
             raise ConfigError(f"the recipe's layout splits {name}, which its model does not have")
         module = modules[name]
         if split is Split.local and isinstance(module, DROPOUTS):
+            if not width:
+                raise ConfigError(f"the recipe's layout splits {name} as local, but no column layer comes before it")
             module.__dict__["_slice"] = (axis, width, *bounds(width, mesh.size(), mesh.get_local_rank()))
             continue
         kind = _kind(name, module, split)
+        shared = [
+            other
+            for other, tied in modules.items()
+            if tied is not module and {*map(id, tied._parameters.values())} & {*map(id, module.parameters())} - {id(None)}
+        ]
+        if shared:
+            raise ConfigError(f"the recipe's layout splits {name}, whose parameters {shared[0]} has too; leave both out of the splits")
         module.__class__ = type(f"Divided{type(module).__name__}", (kind, type(module)), {})
         divided = cast(_Divided, module)
         divided.__dict__ |= {"_mesh": mesh, "_group": mesh.get_group(), "_split": split, "_axis": 1 if isinstance(module, (*CONVOLUTIONS, *NORMS)) else -1}
@@ -98,8 +107,10 @@ class _Column(_Divided):
     _axes = MappingProxyType({"weight": 0, "bias": 0})
 
     def cut(self, name: str) -> None:
-        if _outputs(self) < self._mesh.size() and isinstance(self, CONVOLUTIONS):
-            raise ConfigError(f"{name} has {_outputs(self)} channels, which strategy.degree={self._mesh.size()} leaves ranks without; use a smaller degree")
+        size = self._mesh.size()
+        first, last = bounds(_outputs(self), size, size - 1)
+        if first == last and self._split is not Split.classes:
+            raise ConfigError(f"{name} has {_outputs(self)} channels, of which strategy.degree={size} leaves a rank none; use a smaller degree")
         super().cut(name)
 
     def forward(self, x: Tensor) -> Any:

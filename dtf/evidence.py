@@ -17,6 +17,7 @@ from dtf.errors import DataError
 
 FP64_BOUND = 1e-10  # max|a - b| / max|a| of loss, gradient norm and every tensor
 FP32_BOUND = 1e-5  # |a - b| / |a|, L2 over all parameters at once
+ROUNDING = 1e-6
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -89,7 +90,8 @@ def _tensors(checkpoint: Path) -> dict[str, np.ndarray]:
 
 def compare(reference: Evidence, run: Evidence, exact: bool) -> Verdict:
     """Hold a run against the reference: element by element with `exact` (fp64), else by the L2 norm of all parameters (fp32)."""
-    tensors = {name: relative(reference.tensors[name], run.tensors[name]) for name in reference.tensors.keys() & run.tensors.keys()}
+    floors = _floors(reference.tensors)
+    tensors = {name: relative(reference.tensors[name], run.tensors[name], floors.get(name, 0.0)) for name in reference.tensors.keys() & run.tensors.keys()}
     worst = max(sorted(tensors), key=lambda name: tensors[name], default="")
     parameters = [name for name in sorted(tensors) if name.startswith("model/") and not name.endswith(STATISTICS)]
     steps = sorted(reference.metrics)
@@ -119,15 +121,28 @@ def numbers_differ(verdict: Verdict, exact: bool) -> bool:
     return not verdict.parameters <= verdict.bound
 
 
-def relative(a: np.ndarray, b: np.ndarray) -> float:
-    """max|a - b| / max|a|; inf when shapes differ or one side is not finite where the other is."""
+def _floors(tensors: dict[str, np.ndarray]) -> dict[str, float]:
+    """Optimizer state is not held to more digits than gradients have: name -> a millionth of the largest value of its kind.
+
+    The gradient of a bias before a normalisation is zero but for rounding, and so is its momentum.
+    """
+    kinds: dict[str, float] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer/") and tensor.size:
+            kind = name.rpartition("/")[2]
+            kinds[kind] = max(kinds.get(kind, 0.0), float(np.abs(tensor).max()))
+    return {name: ROUNDING * kinds[kind] for name in tensors if name.startswith("optimizer/") and (kind := name.rpartition("/")[2]) in kinds}
+
+
+def relative(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> float:
+    """max|a - b| / max|a|, or / `floor` if that is more; inf when shapes differ or one side is not finite where the other is."""
     if a.shape != b.shape:
         return float("inf")
     if not a.size:
         return 0.0
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return 0.0 if np.array_equal(a, b, equal_nan=True) else float("inf")
-    difference, scale = np.abs(a - b).max(), np.abs(a).max()
+    difference, scale = np.abs(a - b).max(), max(np.abs(a).max(), floor)
     return float(difference / scale) if scale else float(difference)
 
 

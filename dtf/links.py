@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtf.errors import ConfigError
 from dtf.strides import axes, empty, message
 
-HEADER_BYTES = 4096
+HEADER_BYTES = 65536
 
 
 class Form(NamedTuple):
@@ -45,6 +46,8 @@ class Link:
         if key is not None and key not in self._forms:
             self._forms[key] = [Form.of(tensor) for tensor in tensors]
             text = json.dumps(self._forms[key]).encode()
+            if len(text) > HEADER_BYTES:
+                raise ConfigError(f"{len(tensors)} tensors cross a cut of the pipeline, more than a message describes; cut elsewhere with strategy.cuts")
             header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
             header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             self._keep(dist.isend(header, self.target, tag=self._tag), header)

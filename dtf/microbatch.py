@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -146,12 +148,16 @@ class Masks:
         self._seed, self.key = seed, 0
         self._generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
         for name, module in model.named_modules():
-            seeded = _SEEDED.get(type(module))
-            if seeded is not None:
+            if isinstance(module, _DROPOUTS) and type(module).forward in _FORWARDS:  # also one whose class FSDP changed
                 # The class changes, the module and its name stay: parameter names and hooks of the user's model are untouched.
                 # Others that draw (AlphaDropout, functional dropout) follow the global generator, which `enter` seeds.
-                module.__class__ = seeded  # type: ignore[assignment]
+                kind: Any = type(f"Seeded{type(module).__name__}", (_Seeded, type(module)), {"_channels": not isinstance(module, nn.Dropout)})
+                module.__class__ = kind
                 module.__dict__ |= {"_masks": self, "_name": name}
+
+    def state(self) -> Tensor:
+        """Of the generator that everything draws from but the seeded layers."""
+        return self._generator.get_state()
 
     def enter(self, step: int, micro_batch: int) -> None:
         """Before a micro-batch: all that draws at random in it draws from (seed, step, micro-batch)."""
@@ -183,7 +189,5 @@ class _Seeded:
         return x * mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
 
 
-_SEEDED: dict[type[nn.Module], type] = {
-    kind: type(f"Seeded{kind.__name__}", (_Seeded, kind), {"_channels": kind is not nn.Dropout})
-    for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-}
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_FORWARDS = [kind.forward for kind in _DROPOUTS]

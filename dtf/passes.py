@@ -27,10 +27,10 @@ class Passes:
         self._autocast = compute if task.precision.cast is Cast.autocast else None
         self._input = None if self._autocast else compute
 
-    def forward(self, model: Callable[..., Any], *inputs: Any) -> Any:
-        """`model(*inputs)` in the run's formats; floating inputs are cast where the model's own parameters are."""
+    def forward(self, model: Callable[..., Any], *inputs: Any, cast: bool = True) -> Any:
+        """`model(*inputs)` in the run's formats; a model's own inputs are cast where its parameters are, what a part of it hands on is not."""
         if self._autocast is None:
-            return model(*(cast_floating(value, self._input) for value in inputs))
+            return model(*(cast_floating(value, self._input if cast else None) for value in inputs))
         with torch.autocast(self._device.type, dtype=self._autocast):
             return model(*inputs)
 

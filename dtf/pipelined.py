@@ -22,8 +22,9 @@ from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, rows_of, to
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.schedules import Action, Schedule, order
+from dtf.seat import Seat
 from dtf.slices import local
-from dtf.spmd import Seat, buffers, load_buffers, own_averages, workload
+from dtf.spmd import buffers, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task, Update
 from dtf.strides import axes, dense
 from dtf.values import Batch, State, StepOutput, Train
@@ -117,10 +118,12 @@ class Pipelined(Program):
         assert batch is not None
         before = {name: local(b).clone() for stage in self._stages.values() for name, b in stage.model.named_buffers()}
         drew, self._trials = [], []
+        seeded: list[Tensor] = []
 
         def enter(stage: Stage, j: int) -> None:
+            drew.extend(not torch.equal(state, stage.masks.state()) for state in seeded)  # by the stage before on this rank
             stage.masks.enter(0, 0)
-            drew.append(torch.random.get_rng_state())
+            seeded[:] = [stage.masks.state()]
 
         for part in (rows_of(batch, 0, 2), rows_of(batch, 0, 4)):
             try:
@@ -132,7 +135,7 @@ class Pipelined(Program):
             for stage in self._stages.values():
                 for parameter in stage.model.parameters():
                     parameter.grad = None
-        if not torch.equal(drew[-1], torch.random.get_rng_state()):
+        if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.state()):
             raise draws_at_large("pipeline", "the stages before and after do not draw on")
         for stage in self._stages.values():
             averages = set(stage.statistics.names())
@@ -203,7 +206,7 @@ class Pipelined(Program):
 
     def _forward(self, s: int, j: int, batch: Batch, factor: Tensor, mail: _Mail) -> tuple[_Held, Tensor | None]:
         inputs = mail.inputs(s, j) if s else ()
-        outputs = self._passes.forward(self._stages[s].model, *(inputs or (batch.inputs,)))
+        outputs = self._passes.forward(self._stages[s].model, *(inputs if s else (batch.inputs,)), cast=not s)
         if s < self._line.last:
             mail.pass_on(s, j, outputs)
             return _Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None

@@ -104,7 +104,9 @@ class Screen:
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
         for name, value in rows.items():
-            grid.add_row(plain_text(name), Text(self._here() if value == str(self._folder) else _shown(value)))
+            lines = str(value).splitlines() if "\n" in str(value) else [self._here() if value == str(self._folder) else _shown(value)]
+            for head, line in zip([name, *[""] * (len(lines) - 1)], lines, strict=True):
+                grid.add_row(plain_text(head), Text(plain_text(line)))
         names = [self._config.get(group, {}).get("name", "") for group in ("recipe", "strategy", "precision")]
         return Panel(grid, title=Text(" · ".join(["dtf", *filter(None, names)]), style="bold"), title_align="left", border_style="cyan", expand=False)
 

@@ -24,7 +24,14 @@ def cast_sketch(model: nn.Module, precision: Precision, computing: bool) -> None
 
 def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, Tensor]:
     """Memory for a model on meta that has the formats in which it computes; returns that of the master copies, by name, where formats differ."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            owners.setdefault(id(parameter), []).append((module, key))
     model.to_empty(device=device)
+    for (first, name), *others in owners.values():  # it breaks ties
+        for module, key in others:
+            module._parameters[key] = first._parameters[name]
     parameters = dict(model.named_parameters())
     differ = {name: kept for name, (kept, computing) in formats(model, precision).items() if kept is not computing}
     return {name: torch.empty_like(local(parameters[name].detach()), dtype=kept) for name, kept in differ.items()}

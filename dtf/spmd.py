@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from dtf.build import cast_model, draw_model
 from dtf.errors import ConfigError
-from dtf.feed import Feed
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
 from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, rows_of, to_device
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
+from dtf.seat import Seat
 from dtf.slices import is_slice, local, offset
 from dtf.strategy import Program, Source, Task, Update
+from dtf.update import LocalUpdate, whole
 from dtf.values import Batch, Box, Shard, State, StepOutput, Train
 from dtf.world import World
 
@@ -119,7 +121,7 @@ class Replica:
         try:
             for part in (rows_of(batch, 0, 2), batch):
                 self.masks.enter(0, 0)
-                state = torch.random.get_rng_state()
+                state = self.masks.state()
                 with Footprint() as footprint:
                     self._pass(part, torch.zeros((), device=self._device), last=True)
                 self._trials.append((len(part.ids), footprint))
@@ -131,7 +133,7 @@ class Replica:
             if "find_unused_parameters" not in str(error):
                 raise
             raise ConfigError("some parameters got no gradient in a step; set strategy.find_unused_parameters=true") from error
-        drew = state is not None and not torch.equal(state, torch.random.get_rng_state())
+        drew = state is not None and not torch.equal(state, self.masks.state())
         for name, buffer in buffers.items():
             if spread and name not in averages and not torch.equal(buffer, before[name]):
                 raise ConfigError(f"the forward pass changes the buffer {name}, which only one process can keep right; use launcher.processes=1")
@@ -153,14 +155,6 @@ class Replica:
             self.model.eval()
         outputs, loss = self._passes.losses(self._passes.forward(self.model, batch.inputs), batch)
         return self._passes.measure(outputs, batch, loss)
-
-
-class Seat(NamedTuple):
-    """The place of a rank among ranks that compute the same rows together."""
-
-    share: Shard  # of the rows: theirs
-    feed: Feed  # from the one that reads to the others
-    average: Callable[[Tensor], None]  # mean of a tensor over those who hold the same part of the model and compute other rows, in place; collective
 
 
 class Spmd(Program):
@@ -232,6 +226,14 @@ class Spmd(Program):
 
     def skipped(self) -> int:
         return self._update.skipped()
+
+
+def alone(task: Task, world: World) -> Program:
+    """The program of one rank: with nothing to divide, the bare model is the same under every strategy."""
+    model = draw_model(task.recipe, task.seed)
+    masters = cast_model(model, task.precision, world.device)
+    update = LocalUpdate(whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale)
+    return Spmd(Replica(model, task, world.device), update, task, world)
 
 
 class Part(Protocol):

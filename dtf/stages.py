@@ -11,7 +11,7 @@ from dtf.build import DTYPES
 from dtf.chain import Chain
 from dtf.errors import ConfigError
 from dtf.options import Remat
-from dtf.passes import cast_floating, moved
+from dtf.passes import cast_floating, lone_row, moved
 from dtf.precision import Cast
 from dtf.sharded import cast_sketch
 from dtf.strategy import Task
@@ -74,24 +74,45 @@ def _look(model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: Wish, tas
     stages = wish.ranks * wish.virtual
     places, unit = [s % wish.ranks for s in range(stages)], "time" if wish.timed else "FLOPs"
     found: dict[str, Any] = {}
-    for fine in (False, True):
+    inside = not wish.begins and task.step.remat is Remat.none  # what is cut inside cannot be computed again
+    refused: ConfigError | None = None  # by blocks as they are
+    for fine in (False, True) if inside else (False,):
         try:
             chain = Chain(model, blocks, fine)
         except ConfigError:
-            if not fine or not found:
+            if not fine:
                 raise
             break  # a block whose code cannot be followed is not cut inside
-        if not fine and not wish.begins and len(chain) < stages:
+        try:
+            each = look(chain)
+            bounds = _bounds(blocks, each, stages, wish)
+        except ValueError as error:
+            raise lone_row(error, wish.rows) from error
+        except ConfigError as error:
+            refused = error
             continue
-        each = look(chain)
-        bounds = _named(blocks, wish.begins) if wish.begins else partition.partition(each, stages, wish.in_flight, wish.memory_bytes // wish.virtual)
         found = {"fine": fine, "bounds": bounds}
         found["table"] = partition.table(each, bounds, places, wish.in_flight, wish.micro_batches, wish.virtual, unit)
-        if wish.begins or partition.imbalance(each, bounds) <= EVEN or task.step.remat is not Remat.none:
-            break  # what is cut inside cannot be computed again
+        if partition.imbalance(each, bounds) <= EVEN:
+            break
+    if not found and refused is not None:
+        more = f"; a rank has {wish.virtual} such stages" if wish.virtual > 1 else ""
+        raise ConfigError(f"strategy=pipeline: {refused}{more}")
     if wish.micro_batches == 1:
         found["table"] += "\none micro-batch in flight: plain model parallelism, one rank works while the others wait"
     return found
+
+
+def _bounds(blocks: tuple[tuple[str, ...], ...], each: list[partition.Cost], stages: int, wish: Wish) -> list[int]:
+    most = -(-wish.memory_bytes // wish.virtual)
+    if not wish.begins:
+        return partition.partition(each, stages, wish.in_flight, most)
+    bounds = _named(blocks, wish.begins)
+    needs = [partition.memory(each, bounds[s], bounds[s + 1], wish.in_flight[s]) for s in range(stages)]
+    if most and max(needs) > most:
+        least = partition.human(max(needs) * wish.virtual)
+        raise ConfigError(f"strategy.cuts={wish.begins} makes a rank need {least}, more than strategy.memory_gb allows; cut elsewhere, or allow that")
+    return bounds
 
 
 def _named(blocks: tuple[tuple[str, ...], ...], begins: list[str]) -> list[int]:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dtf.errors import ConfigError
+from dtf.recipe import Recipe
 from dtf.values import Batch, Shard, State, StepOutput, Train
 
 if TYPE_CHECKING:
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from dtf.optimizer import Optimizer
     from dtf.options import StepOptions
     from dtf.precision import Precision
-    from dtf.recipe import Recipe
     from dtf.world import World
 
 
@@ -165,3 +166,18 @@ class Strategy(ABC):
     @abstractmethod
     def setup(self, task: Task, world: World) -> Program:
         """Collective over the trainers."""
+
+
+def check_divides(key: str, value: int, processes: int) -> None:
+    """Raise ConfigError unless `value` of a key ranks make whole groups of all; 0 stands for all."""
+    if value and processes % value:
+        possible = [str(n) for n in range(1, processes + 1) if not processes % n]
+        raise ConfigError(f"{key}={value} does not divide launcher.processes={processes}; use {' or '.join(possible)}")
+
+
+def check_layout(strategy: str, recipe: Recipe, what: str) -> None:
+    """Raise ConfigError for a recipe that says nothing of `what` its model is made of."""
+    if type(recipe).layout is Recipe.layout:
+        raise ConfigError(
+            f"strategy={strategy}: {type(recipe).__name__} has no layout() that says {what}; add one, or use strategy=fsdp, which divides any model"
+        )

@@ -15,17 +15,19 @@ def axes(tensor: Tensor) -> list[int]:
 
 def dense(tensor: Tensor, order: Sequence[int] | None = None) -> Tensor:
     """The tensor itself if it has no gaps in memory, and its axes there are in this `order` (default: any); else a copy of which that is true."""
-    own = axes(tensor) if order is None else order
-    view = tensor.permute(*own)
-    return tensor if view.is_contiguous() else empty(tensor.shape, own if order is not None else range(tensor.dim()), tensor.dtype, tensor.device).copy_(tensor)
+    own = axes(tensor) if order is None else [*order]
+    view = tensor.permute(own)
+    return (
+        tensor if view.is_contiguous() else empty(tensor.shape, own if order is not None else [*range(tensor.dim())], tensor.dtype, tensor.device).copy_(tensor)
+    )
 
 
 def message(tensor: Tensor) -> Tensor:
     """The same memory as one contiguous tensor; for a tensor without gaps."""
-    return tensor.permute(*axes(tensor))
+    return tensor.permute(axes(tensor))
 
 
 def empty(shape: Sequence[int], order: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Memory for a tensor of this shape whose axes are in this order."""
     back = [list(order).index(axis) for axis in range(len(order))]
-    return torch.empty([shape[axis] for axis in order], dtype=dtype, device=device).permute(*back)
+    return torch.empty([shape[axis] for axis in order], dtype=dtype, device=device).permute(back)

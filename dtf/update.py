@@ -98,7 +98,7 @@ class LocalUpdate(Update):
         self._combine, self._reduce, self._gather = combine, reduce, gather
         self._pieces = {name: piece for name, piece in pieces.items() if piece.parameter.requires_grad}
         self._frozen = {name: piece for name, piece in pieces.items() if not piece.parameter.requires_grad}
-        if not self._pieces:
+        if not self._pieces and gather is None:  # else other ranks have some
             raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
         own = [name for name in self._pieces if owned is None or name in owned]
         self._own, self._divided = own, owned is not None
@@ -108,8 +108,9 @@ class LocalUpdate(Update):
         self._bound = optimizer.bind(masters, shapes, combine, counts)
         self._trained = list(self._pieces.values())
         self._copies = [(self._pieces[name].local, master) for name, master in masters.items() if self._pieces[name].local is not master]
-        device = self._trained[0].local.device
-        self._host = device.type == "cpu"
+        device = next(iter(pieces.values())).local.device
+        self._norm_dtype = _norm_dtype([piece.local for piece in pieces.values()])
+        self._host, self._none = device.type == "cpu", torch.zeros(0, dtype=self._norm_dtype, device=device)
         self._counts = None if all(piece.counts for piece in self._trained) else torch.tensor([float(p.counts) for p in self._trained], device=device)
         self._scale = torch.full((), loss_scale, dtype=torch.float32, device=device) if loss_scale else None
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
@@ -127,7 +128,7 @@ class LocalUpdate(Update):
         gradients = [torch.zeros_like(piece.local) if piece.parameter.grad is None else local(piece.parameter.grad) for piece in self._trained]
         if self._reduce is not None:
             self._reduce(gradients)
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=_norm_dtype(gradients)))
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=self._norm_dtype)) if gradients else self._none
         if self._combine is not None:
             norms = self._combine(norms.square() if self._counts is None else norms.square() * self._counts).sqrt()
         norm = torch.linalg.vector_norm(norms if self._gather is None else self._gather(norms))

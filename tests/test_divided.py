@@ -169,6 +169,10 @@ def every(rank: int, size: int) -> list[Any]:
         with torch.no_grad():
             found.append([loss, classes.rank(scores, targets), *(local(b) for b in model.buffers())])
     worst = max(float((a - b).abs().max()) for a, b in zip(found[0][:2], found[1][:2], strict=True))
+    averages = dict(parts.named_buffers())
+    for name, buffer in whole.named_buffers():
+        part = tuple(slice(at, at + n) for at, n in zip(offset(averages[name]), local(averages[name]).shape, strict=True))
+        torch.testing.assert_close(buffer[part], local(averages[name]), rtol=1e-12, atol=1e-12)
     gradients = dict(parts.named_parameters())
     for name, parameter in whole.named_parameters():
         mine = gradients[name]

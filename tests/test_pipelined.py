@@ -16,7 +16,7 @@ from dtf.launcher import Place
 from dtf.layout import Layout
 from dtf.optimizers.adamw import AdamW
 from dtf.options import StepOptions
-from dtf.precision import Cast, Format, Precision
+from dtf.precision import Precision
 from dtf.recipe import Recipe
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions
 from dtf.schedules import Schedule
@@ -164,7 +164,7 @@ def task(recipe: Recipe) -> Task:
     ("strategy", "recipe", "processes", "words"),
     [
         (Pipeline(degree=3), Toy(), 8, "strategy.degree=3 does not divide launcher.processes=8; use 1 or 2 or 4 or 8"),
-        (Pipeline(), Plain(), 2, "strategy=pipeline: Plain has no layout() that names the blocks of its model"),
+        (Pipeline(), Plain(), 2, "strategy=pipeline: Plain has no layout() that says which blocks its model has"),
         (Pipeline(cuts=["4"]), Toy(), 3, "strategy.cuts names 1 blocks, but 3 stages have 2 cuts between them"),
     ],
 )
@@ -188,8 +188,7 @@ def test_what_the_model_forbids_is_named(recipe: str, options: dict[str, Any], w
     assert any(words in text for text in said), said
 
 
-def test_in_half_formats_what_crosses_is_in_half_formats() -> None:
-    """Activations under autocast arrive in the format they had; the numbers are those of one process bit for bit."""
-    assert Precision(compute=Format.bf16, cast=Cast.autocast).compute is Format.bf16
-    a, b = reference(precision="bf16"), spread("pipeline", 2, precision="bf16")
-    assert difference(a, b) == 0.0
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params", "bf16_master", "fp16"])
+def test_what_crosses_keeps_its_format(precision: str) -> None:
+    """With one share of the rows, the numbers are those of one process bit for bit, in every format."""
+    assert difference(reference(precision=precision), spread("pipeline", 3, precision=precision)) == 0.0

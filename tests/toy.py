@@ -57,7 +57,7 @@ class Toy(Recipe):
         first, second, third, last = (name for name, module in model.named_children() if type(module).__name__ == "Linear")
         norm, drop = (("1",), "3") if self.batch_norm else ((), "2")
         splits = {first: Split.column, **dict.fromkeys([*norm, drop], Split.local), second: Split.row, last: Split.classes}
-        return Layout(((first, *norm), (second, str(int(second) + 1)), (third,), (last,)), splits)
+        return Layout(((first, *norm, drop), (second, str(int(second) + 1)), (third,), (last,)), splits)
 
     def open_data(self, split: str, seed: int) -> Dataset:
         return Rows(self.rows if split == "train" else 50, split, self.bad_row if split == "train" else -1)

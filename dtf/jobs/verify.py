@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -94,19 +96,20 @@ class Verify(Job):
 
     def _check(self, composed: Composed) -> list[str]:
         known = composed.composer.options("strategy")
-        strategies = self.strategies or known
+        strategies = list(dict.fromkeys(self.strategies)) or known
         for text in strategies:
-            name, *options = text.split() or [""]
+            name, *options = shlex.split(text) or [""]
             if name not in known:
-                raise ConfigError(f"job.strategies names {name}; {suggest(name, known)}")
+                raise ConfigError(f"job.strategies names {name!r}; {suggest(name, known)}")
             if not all("=" in option for option in options):
                 raise ConfigError(f"job.strategies has '{text}'; after the strategy's name come options as key=value, parted by blanks")
+            composed.recompose(["job=train", f"strategy={name}", *(f"strategy.{option}" for option in options)])  # a slip there is told before anything runs
         for name in self.precisions:
             if name not in JUDGED:
                 raise ConfigError(f"job.precisions names {name}; there is a bound for {' and '.join(JUDGED)} only")
-        for key in ("processes", "micro_batches"):
+        for key in ("processes", "micro_batches", "precisions"):
             if not getattr(self, key):
-                raise ConfigError(f"job.{key}=[] must hold at least one number")
+                raise ConfigError(f"job.{key}=[] must hold at least one")
         if max(self.processes) * max(self.micro_batches) > self.batch_size:
             raise ConfigError(
                 f"job.batch_size={self.batch_size} is less than {max(self.processes)} processes x {max(self.micro_batches)} micro-batches; "
@@ -118,7 +121,7 @@ class Verify(Job):
         from dtf.evidence import Evidence
 
         folder = runs / f"{name}-{precision}-{micro}"
-        chosen, *options = strategy.split()
+        chosen, *options = shlex.split(strategy)
         overrides = {
             "job": "train",
             "strategy": chosen,
@@ -153,7 +156,7 @@ class Verify(Job):
 
         row = {"strategy": strategy, "processes": processes, "precision": precision, "micro_batch_rows": micro}
         try:
-            run = self._train(composed, runs, f"{strategy.replace(' ', '-')}-{processes}", strategy, processes, precision, micro)
+            run = self._train(composed, runs, f"{re.sub(r'[^a-z0-9=_.]+', '-', strategy)}-{processes}", strategy, processes, precision, micro)
             return row | compare(reference, run, exact=precision == EXACT).to_json()
         except RunFailed as failure:
             return row | {"ok": False, "first": str(failure)}
@@ -194,6 +197,9 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
         cells = []
         for n in columns:
             mine = [row for row in rows if (row["strategy"], row["precision"], row["processes"]) == (strategy, precision, n)]
+            if not mine:  # refused
+                cells.append("")
+                continue
             worst = max(row.get(measures[precision], math.inf) for row in mine)
             cells.append(("0" if worst == 0 else f"{worst:.0e}") if all(row["ok"] for row in mine) else "**broken**")
         lines.append(f"| `{strategy}` | {precision} | " + " | ".join(cells) + " |")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dtf.errors import ConfigError
 from dtf.precision import Cast
 from dtf.registry import option, register
-from dtf.strategy import Program, Strategy, Task
+from dtf.strategy import Program, Strategy, Task, check_divides
 
 if TYPE_CHECKING:
     import torch
@@ -53,9 +53,7 @@ class Fsdp(Strategy):
     )
 
     def check(self, task: Task, processes: int, devices: str) -> None:
-        if processes % self.replicate:
-            possible = [str(n) for n in range(1, processes + 1) if not processes % n]
-            raise ConfigError(f"strategy.replicate={self.replicate} does not divide launcher.processes={processes}; use {' or '.join(possible)}")
+        check_divides("strategy.replicate", self.replicate, processes)
         if self.offload and processes == 1:
             raise ConfigError("strategy.offload=true needs at least 2 processes; use offload=false, or launcher.processes=2 and more")
         if self.offload and devices == "cpu":
@@ -68,16 +66,13 @@ class Fsdp(Strategy):
         import torch.distributed as dist
         from torch.distributed.fsdp import FSDPModule
 
-        from dtf.build import cast_model, draw_model, sketch
+        from dtf.build import sketch
         from dtf.memory import byte_count
-        from dtf.spmd import Replica, Spmd, workload
-        from dtf.update import LocalUpdate, whole
+        from dtf.spmd import Replica, Spmd, alone, workload
+        from dtf.update import LocalUpdate
 
-        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
-        if world.size == 1:  # nothing to divide: the bare model is the same program
-            model = draw_model(task.recipe, task.seed)
-            update = LocalUpdate(whole(model, cast_model(model, task.precision, world.device)), *options)
-            return Spmd(Replica(model, task, world.device), update, task, world)
+        if world.size == 1:
+            return alone(task, world)
 
         from dtf.sharded import cast_sketch, draw, pieces
 
@@ -101,6 +96,7 @@ class Fsdp(Strategy):
             dist.all_reduce(sums, group=group)
             return sums
 
+        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
         update = LocalUpdate(pieces(model), *options, writes=mesh["replicate"].get_local_rank() == 0, combine=combine)
         return Spmd(Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync), update, task, world, exchange=exchange)
 
@@ -112,7 +108,8 @@ class Fsdp(Strategy):
 
     def _units(self, model: nn.Module, layout: Layout) -> list[list[nn.Module]]:
         modules = dict(model.named_modules())
-        owners = [module for module in model.modules() if module._parameters]
+        # What a module with layers inside owns itself is left to the model as a whole: a unit must not lie in another.
+        owners = [module for module in model.modules() if module._parameters and not any(True for child in module.children() for _ in child.parameters())]
         if self.unit is Unit.layer:
             return [[module] for module in owners]
         if not layout.blocks:

@@ -1,0 +1,40 @@
+"""The place of a rank in a grid: shares of the rows, times the ranks that compute one share together."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from dtf.feed import Feed
+from dtf.gradients import GradientSum
+from dtf.values import Shard
+from dtf.world import World
+
+
+class Seat:
+    """`degree` neighbouring ranks compute a share together. Built by all ranks alike; collective.
+
+    `axis`: what the mesh calls their axis. `inputs`: whether all of them need a batch's inputs, see Feed.
+    """
+
+    def __init__(self, world: World, axis: str, degree: int, inputs: bool = True) -> None:
+        mesh = world.mesh({"dp": world.size // degree, axis: degree})
+        self._rows = mesh["dp"].get_group()
+        self.share = Shard(mesh["dp"].get_local_rank(), world.size // degree)
+        self.mesh = mesh[axis]
+        self.group = self.mesh.get_group()
+        self.place = self.mesh.get_local_rank()
+        self.lines: list[list[int]] = mesh.mesh.tolist()  # share -> its ranks
+        self.feed = Feed(self.group, world.device, inputs)
+        self.reduce = GradientSum(self._rows) if self.share.count > 1 else None
+        """Sums gradients over the ranks that hold the same part of the model and compute other rows."""
+
+    def average(self, flat: torch.Tensor) -> None:
+        """Mean of a tensor over the ranks that hold the same part of the model, in place. Collective."""
+        dist.all_reduce(flat, group=self._rows)
+        flat.div_(self.share.count)
+
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks that compute a share together, in place. Collective."""
+        dist.all_reduce(sums, group=self.group)
+        return sums
