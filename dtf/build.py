@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dtf.errors import ConfigError
+from dtf.layout import Layout, Split
 from dtf.precision import Cast, Format, Precision
 from dtf.recipe import Recipe
+from dtf.registry import suggest
 from dtf.seeding import seed_of
 
 DTYPES = {Format.fp64: torch.float64, Format.fp32: torch.float32, Format.bf16: torch.bfloat16, Format.fp16: torch.float16}
@@ -28,6 +30,24 @@ def sketch(recipe: Recipe) -> nn.Module:
     """The recipe's model without memory (on meta)."""
     with torch.device("meta"):
         return recipe.build_model()
+
+
+def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
+    """The recipe's layout of its model. ConfigError when it names what is not there, or is no layout."""
+    layout, who = recipe.layout(model), f"{type(recipe).__name__}.layout()"
+    if not isinstance(layout, Layout):
+        raise ConfigError(f"{who} returned {type(layout).__name__}; it must return a dtf.layout.Layout")
+    names = [name for name, _ in model.named_modules()]
+    for block in layout.blocks:
+        if isinstance(block, str) or not block:
+            raise ConfigError(f"{who} has the block {block!r}; a block is a tuple of names, such as ('fc',)")
+    for name in (*(name for block in layout.blocks for name in block), *layout.splits):
+        if name not in names:
+            raise ConfigError(f"{who} names {name!r}, which is no module of its model; {suggest(name, names)}")
+    for name, split in layout.splits.items():
+        if not isinstance(split, Split):
+            raise ConfigError(f"{who} splits {name} as {split!r}; use one of Split.{', Split.'.join(each.name for each in Split)}")
+    return layout
 
 
 def drawn(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:

@@ -34,8 +34,6 @@ def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> N
     modules = dict(model.named_modules())
     width, axis = 0, -1  # of the activations between a column and its row
     for name, split in splits.items():
-        if name not in modules:
-            raise ConfigError(f"the recipe's layout splits {name}, which its model does not have")
         module = modules[name]
         if split is Split.local and isinstance(module, DROPOUTS):
             if not width:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,6 +148,7 @@ class Masks:
 
     def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
         self._seed, self.key = seed, 0
+        self._seeded: list[Any] = []
         self._generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
         for name, module in model.named_modules():
             if isinstance(module, _DROPOUTS) and type(module).forward in _FORWARDS:  # also one whose class FSDP changed
@@ -153,7 +156,23 @@ class Masks:
                 # Others that draw (AlphaDropout, functional dropout) follow the global generator, which `enter` seeds.
                 kind: Any = type(f"Seeded{type(module).__name__}", (_Seeded, type(module)), {"_channels": not isinstance(module, nn.Dropout)})
                 module.__class__ = kind
+                self._seeded.append(module)
                 module.__dict__ |= {"_masks": self, "_name": name}
+
+    @contextmanager
+    def watched(self) -> Iterator[dict[str, Tensor]]:
+        """Filled with the norms of what dropouts get that draw their mask for all channels: it must be all channels."""
+        seen: dict[str, Tensor] = {}
+
+        def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen[f"inputs of {module._name}"] = inputs[0].detach().norm()
+
+        hooks = [module.register_forward_pre_hook(note) for module in self._seeded if not module._slice]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def state(self) -> Tensor:
         """Of the generator that everything draws from but the seeded layers."""

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from dtf.build import sketch
+from dtf.build import layout_of, sketch
 from dtf.errors import ConfigError
 from dtf.microbatch import Masks
 from dtf.options import Remat
@@ -39,7 +39,7 @@ def divisible(recipe: Recipe, kind: Remat) -> list[str]:
     if kind is Remat.none:
         return []
     model = sketch(recipe)
-    blocks = recipe.layout(model).blocks
+    blocks = layout_of(recipe, model).blocks
     names = [name for block in blocks for name in block if any(True for _ in model.get_submodule(name).children())]
     if not names:
         lack = "no block that is a module with layers inside" if blocks else "no blocks"

@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from dtf.errors import ConfigError
 from dtf.feed import Feed
 from dtf.gradients import GradientSum
 from dtf.values import Shard
 from dtf.world import World
+
+APART = 1e-3
+"""Relative difference of what should be alike bit for bit, but for kernels that are not deterministic."""
 
 
 class Seat:
@@ -33,6 +37,21 @@ class Seat:
         """Mean of a tensor over the ranks that hold the same part of the model, in place. Collective."""
         dist.all_reduce(flat, group=self._rows)
         flat.div_(self.share.count)
+
+    def check_alike(self, norms: dict[str, torch.Tensor]) -> None:
+        """Raise ConfigError on all ranks when what they compute alike, norms by name, differs between them. Collective; waits for the device."""
+        if not norms:
+            return
+        mine = torch.stack([norm.double() for norm in norms.values()])
+        least, most = mine.clone(), mine.clone()
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        apart = [name for name, differs in zip(norms, (most - least > APART * most).tolist(), strict=True) if differs]
+        if apart:
+            raise ConfigError(
+                f"strategy=tensor: ranks that should agree have different {apart[0]}: it works on slices, or on what was made of them; "
+                "name its module, and dropouts beside it, in the splits of the recipe's layout"
+            )
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that compute a share together, in place. Collective."""

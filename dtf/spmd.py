@@ -13,6 +13,7 @@ from dtf.build import cast_model, draw_model
 from dtf.errors import ConfigError
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
+from dtf.misfits import misfits_named
 from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, rows_of, to_device
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
@@ -50,6 +51,7 @@ class Replica:
         rematerialise(model, divisible(task.recipe, task.step.remat), task.step.remat, self.masks)
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._trials: list[tuple[int, Footprint]] = []  # of the rehearsal's passes, with their rows
+        self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
         model.train()
 
     def accumulate(
@@ -123,8 +125,9 @@ class Replica:
                 self.masks.enter(0, 0)
                 state = self.masks.state()
                 with Footprint() as footprint:
-                    self._pass(part, torch.zeros((), device=self._device), last=True)
+                    self._pass(part, torch.ones((), device=self._device), last=True)
                 self._trials.append((len(part.ids), footprint))
+                self.undivided = {name: p.grad.norm() for name, p in self.model.named_parameters() if p.grad is not None and not is_slice(p)}
                 for parameter in self._trained:
                     parameter.grad = None
         except ValueError as error:
@@ -182,8 +185,14 @@ class Spmd(Program):
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
-        if self._replica.rehearse(rows_of(batch, 0, 4), spread=self.shares > 1) and self._seat:
+        if self._seat is None:
+            self._replica.rehearse(rows_of(batch, 0, 4), spread=self.shares > 1)
+            return
+        with misfits_named(self._replica.model), self._replica.masks.watched() as seen:
+            drew = self._replica.rehearse(rows_of(batch, 0, 4), spread=self.shares > 1)
+        if drew:
             raise draws_at_large("tensor", "and ranks that divide its channels would draw alike for different ones")
+        self._seat.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
 
     def memory(self) -> Memory:
         return self._replica.memory(self._update, *workload(self._task, self.shares, self.cuts))._replace(exchange=self._exchange)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from dtf import costs, partition
-from dtf.build import DTYPES
+from dtf.build import DTYPES, layout_of
 from dtf.chain import Chain
 from dtf.errors import ConfigError
 from dtf.options import Remat
@@ -40,7 +40,7 @@ def agree(model: nn.Module, wish: Wish, task: Task, world: World) -> tuple[Chain
 
     ConfigError on all ranks for a model that cannot be cut like that.
     """
-    blocks = task.recipe.layout(model).blocks
+    blocks = layout_of(task.recipe, model).blocks
     found: dict[str, Any] = {}
     if world.rank == 0:
         try:

@@ -23,8 +23,8 @@ FLOORS = {
     "options partition precision sampler schedules schema seeding slices strides supervise tracking",
     "formats of files": "commit shards untrusted",
     "contracts": "job launcher observer recipe strategy",
-    "parts that several strategies share": "build chain clock costs divided loader microbatch passes pipelined remat replicas screen seat sharded spmd stages "
-    "update world",
+    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined remat replicas screen seat "
+    "sharded spmd stages update world",
     "engine": "checkpoint engine evidence",
     "options, one registered class per file": "observers optimizers recipes strategies",
     "the root config, typed": "settings",

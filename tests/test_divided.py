@@ -205,7 +205,6 @@ def refused(rank: int, size: int, splits: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("splits", "words"),
     [
-        ({"nowhere": "column"}, "splits nowhere, which its model does not have"),
         ({"norm": "row"}, "splits norm as row, which BatchNorm2d cannot be"),
         ({"grouped": "column"}, "splits grouped as column, which Conv2d cannot be"),
         ({"grouped": "local"}, "grouped has 6 groups of channels, which strategy.degree=4 does not divide"),

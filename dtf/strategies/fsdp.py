@@ -66,7 +66,7 @@ class Fsdp(Strategy):
         import torch.distributed as dist
         from torch.distributed.fsdp import FSDPModule
 
-        from dtf.build import sketch
+        from dtf.build import layout_of, sketch
         from dtf.memory import byte_count
         from dtf.spmd import Replica, Spmd, alone, workload
         from dtf.update import LocalUpdate
@@ -79,7 +79,7 @@ class Fsdp(Strategy):
         mesh = world.mesh({"replicate": self.replicate, "shard": world.size // self.replicate})
         model = sketch(task.recipe)
         cast_sketch(model, task.precision, computing=False)
-        units = self._units(model, task.recipe.layout(model))
+        units = self._units(model, layout_of(task.recipe, model))
         exchange = self._exchange([byte_count(p for module in unit for p in module.parameters()) for unit in units], workload(task, world.size, world.size)[0])
         sharded = self._shard(model, units, mesh, task)
         model.to_empty(device="cpu" if self.offload else world.device)
@@ -111,10 +111,10 @@ class Fsdp(Strategy):
         # What a module with layers inside owns itself is left to the model as a whole: a unit must not lie in another.
         owners = [module for module in model.modules() if module._parameters and not any(True for child in module.children() for _ in child.parameters())]
         if self.unit is Unit.layer:
-            return [[module] for module in owners]
+            return _joined([[module] for module in owners])
         if not layout.blocks:
-            return _by_size(owners)
-        return [[modules[name] for name in names] for names in (layout.stages() if self.unit is Unit.stage else layout.blocks)]
+            return _joined(_by_size(owners))
+        return _joined([[modules[name] for name in names] for names in (layout.stages() if self.unit is Unit.stage else layout.blocks)])
 
     def _shard(self, model: nn.Module, units: list[list[nn.Module]], mesh: torch.distributed.device_mesh.DeviceMesh, task: Task) -> FSDPModule:
         """Make a model on meta an FSDP model, in place; its parameters become DTensors under the same names. Collective."""
@@ -147,6 +147,24 @@ class Fsdp(Strategy):
             head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + self.prefetch])
             head.set_modules_to_backward_prefetch(heads[max(0, i - self.prefetch) : i][::-1])
         return model
+
+
+def _joined(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
+    """Units that share a parameter as one: a unit gathers what it owns."""
+    found: list[tuple[set[int], list[nn.Module]]] = []
+    for unit in units:
+        owned = {id(parameter) for module in unit for parameter in module.parameters()}
+        same = [other for other in found if other[0] & owned]
+        if not same:
+            found.append((owned, [*unit]))
+            continue
+        same[0][0].update(owned)
+        same[0][1].extend(unit)
+        for other in same[1:]:
+            same[0][0].update(other[0])
+            same[0][1].extend(other[1])
+            found.remove(other)
+    return [modules for _, modules in found]
 
 
 def _by_size(owners: list[nn.Module]) -> list[list[nn.Module]]:

@@ -36,11 +36,11 @@ class Tensor(Strategy):
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
-        from dtf.build import sketch
+        from dtf.build import layout_of, sketch
         from dtf.spmd import Replica, Spmd, alone
 
         model = sketch(task.recipe)
-        splits = task.recipe.layout(model).splits
+        splits = layout_of(task.recipe, model).splits
         if not splits:
             raise ConfigError(f"strategy=tensor: the layout of {type(task.recipe).__name__} splits no module; use strategy=fsdp, which divides any model")
         if world.size == 1:

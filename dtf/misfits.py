@@ -1,0 +1,35 @@
+"""Errors of modules that get something else than they can take, with the name of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from dtf.errors import ConfigError, DtfError
+
+
+@contextmanager
+def misfits_named(model: nn.Module) -> Iterator[None]:
+    """What fails in a pass of a model that a layout divides becomes a ConfigError that names where."""
+    entered = ["the model"]
+    hooks = [
+        module.register_forward_pre_hook(lambda module, inputs, name=name: entered.append(f"{name} ({type(module).__name__.removeprefix('Divided')})"))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        yield
+    except DtfError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if "gloo" in str(error) or "NCCL" in str(error):  # another rank is gone
+            raise
+        hint = "; divided classes need the loss and metrics of dtf.classes" if "DTensor" in str(error) or isinstance(error, IndexError) else ""
+        raise ConfigError(
+            f"strategy=tensor: at or after {entered[-1]} the shapes do not fit ({error}); look at how the recipe's layout splits it and what is before it{hint}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
