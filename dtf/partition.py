@@ -112,7 +112,8 @@ def table(
         [
             *lines,
             f"imbalance {imbalance(costs, bounds):.1%} (largest stage over the mean), "
-            f"predicted bubble {bubble(len(set(ranks_of_stage)), micro_batches, virtual):.1%} with {micro_batches} micro-batches",
+            f"predicted bubble {bubble(len(set(ranks_of_stage)), micro_batches, virtual):.1%} "
+            f"with {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}",
             f"largest block {largest.name} with {largest.work / total:.1%}: no cut into {stages} stages has an imbalance below {bound:.1%}",
         ]
     )

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import ConfigError, DtfError, Exit
+from dtf.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.job import Job
 from dtf.registry import option, register, suggest
 from dtf.run import unique_id
@@ -147,6 +147,8 @@ class Verify(Job):
         code = again.job.run(again)
         if code == Exit.CONFIG:
             raise ConfigError(f"strategy={strategy} on {processes} processes refuses this recipe; its own error line says why")
+        if code == Exit.PREEMPTED:
+            raise Preempted("asked to stop while comparing; nothing is said of the runs that are left")
         if code:
             raise RunFailed(f"strategy={strategy} on {processes} processes with precision={precision} ended with exit code {code}")
         return Evidence.read(folder)
