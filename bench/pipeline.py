@@ -1,6 +1,6 @@
 """How much faster a pipeline of p ranks trains than one rank, with equal micro-batches and one thread per process on both sides.
 
-    python bench/pipeline.py                                # ResNet-50 at 96 px on 2 ranks, 8 micro-batches of 4 rows
+    python bench/pipeline.py                                # ResNet-50 at 128 px on 2 ranks, 8 micro-batches of 4 rows
     python bench/pipeline.py --ranks 4 --schedule gpipe
 
 Both run in the same processes, in turn: the first rank trains the whole model while the others wait, then all train in the pipeline. The ideal is
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--arch", default="resnet50")
-    parser.add_argument("--pixels", type=int, default=96)
+    parser.add_argument("--pixels", type=int, default=128)
     parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--schedule", default="1f1b", choices=[schedule.name for schedule in Schedule])
