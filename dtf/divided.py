@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor, Shard
 from dtf.collectives import fan, scattered_total, total
 from dtf.errors import ConfigError
 from dtf.layout import Split
+from dtf.microbatch import DROPOUTS
 from dtf.slices import bounds
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> None:
     """Divide the named modules of a model on meta over a mesh of one axis, in place; see `layout.Split`. Not collective.
 
-    ConfigError for a name that is not there, a module that cannot be divided like that, or slices that would be empty or cut a group of channels.
+    ConfigError for a module that cannot be divided like that, or slices that would be empty or cut a group of channels.
     """
     modules = dict(model.named_modules())
     width, axis = 0, -1  # of the activations between a column and its row
@@ -41,11 +41,8 @@ def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> N
             module.__dict__["_slice"] = (axis, width, *bounds(width, mesh.size(), mesh.get_local_rank()))
             continue
         kind = _kind(name, module, split)
-        shared = [
-            other
-            for other, tied in modules.items()
-            if tied is not module and {*map(id, tied._parameters.values())} & {*map(id, module.parameters())} - {id(None)}
-        ]
+        mine = {id(parameter) for parameter in module.parameters()}
+        shared = [other for other, tied in modules.items() if tied is not module and mine & {id(parameter) for parameter in tied._parameters.values()}]
         if shared:
             raise ConfigError(f"the recipe's layout splits {name}, whose parameters {shared[0]} has too; leave both out of the splits")
         module.__class__ = type(f"Divided{type(module).__name__}", (kind, type(module)), {})

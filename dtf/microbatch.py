@@ -151,7 +151,7 @@ class Masks:
         self._seeded: list[Any] = []
         self._generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
         for name, module in model.named_modules():
-            if isinstance(module, _DROPOUTS) and type(module).forward in _FORWARDS:  # also one whose class FSDP changed
+            if isinstance(module, DROPOUTS) and type(module).forward in _FORWARDS:  # also one whose class FSDP changed
                 # The class changes, the module and its name stay: parameter names and hooks of the user's model are untouched.
                 # Others that draw (AlphaDropout, functional dropout) follow the global generator, which `enter` seeds.
                 kind: Any = type(f"Seeded{type(module).__name__}", (_Seeded, type(module)), {"_channels": not isinstance(module, nn.Dropout)})
@@ -208,5 +208,5 @@ class _Seeded:
         return x * mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
 
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_FORWARDS = [kind.forward for kind in _DROPOUTS]
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_FORWARDS = [kind.forward for kind in DROPOUTS]

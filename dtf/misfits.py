@@ -24,11 +24,11 @@ def misfits_named(model: nn.Module) -> Iterator[None]:
     except DtfError:
         raise
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if "gloo" in str(error) or "NCCL" in str(error):  # another rank is gone
+        if any(word in str(error) for word in ("gloo", "NCCL", "memory")):  # another rank is gone, or there is not enough of it
             raise
         hint = "; divided classes need the loss and metrics of dtf.classes" if "DTensor" in str(error) or isinstance(error, IndexError) else ""
         raise ConfigError(
-            f"strategy=tensor: at or after {entered[-1]} the shapes do not fit ({error}); look at how the recipe's layout splits it and what is before it{hint}"
+            f"strategy=tensor: at or after {entered[-1]} the pass fails ({error}); look at how the recipe's layout splits it and what is before it{hint}"
         ) from error
     finally:
         for hook in hooks:

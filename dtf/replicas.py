@@ -53,7 +53,7 @@ class Replicas(Program):
 
     def memory(self) -> Memory:
         """Of all replicas together."""
-        first = self._replicas[0].memory(self._updates[0], *workload(self._task, self.shares, self.cuts))
+        first = self._replicas[0].memory(self._updates[0], *workload(self._task, self.shares, self.micro_batches))
         updates, count = len(self._updates), len(self._replicas)
         copy = byte_count(self._trained[0])
         parameters, gradients = (updates * whole + (count - updates) * copy for whole in (first.parameters, first.gradients))

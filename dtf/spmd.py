@@ -195,7 +195,7 @@ class Spmd(Program):
         self._seat.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
 
     def memory(self) -> Memory:
-        return self._replica.memory(self._update, *workload(self._task, self.shares, self.cuts))._replace(exchange=self._exchange)
+        return self._replica.memory(self._update, *workload(self._task, self.shares, self.micro_batches))._replace(exchange=self._exchange)
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
@@ -288,9 +288,9 @@ def load_buffers(part: Part, source: Source, shard: Shard) -> None:
             take(f"{SHARE}{shard.index}/{name}", whole[name], held)
 
 
-def workload(task: Task, shares: int, cuts: int) -> tuple[int, int]:
-    """How many micro-batches the largest share has, and how many rows the largest of them."""
-    bounds = cut(task.step.batch_size, task.step.micro_batch_rows, cuts)
+def workload(task: Task, shares: int, count: int) -> tuple[int, int]:
+    """How many micro-batches the largest share has, and how many rows the largest of them. `count`: as Program.micro_batches."""
+    bounds = cut(task.step.batch_size, task.step.micro_batch_rows, count)
     return -(-(len(bounds) - 1) // shares), max(b - a for a, b in pairwise(bounds))
 
 

@@ -59,7 +59,7 @@ class Program(ABC):
     """Into how many shares a global batch is divided: ranks, replicas within them, or groups of ranks that are one replica."""
 
     @property
-    def cuts(self) -> int:
+    def micro_batches(self) -> int:
         """Into how many micro-batches a global batch is cut where step.micro_batch_rows=0. Default: one for each share."""
         return self.shares
 

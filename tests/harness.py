@@ -85,7 +85,7 @@ def train(
     epochs = Epochs(Shuffle(tail=Tail[tail]), len(training), 24, 0)
     result: dict[str, Any] = {"train": {}, "eval": {}, "ids": {}, "tensors": {}}
     saver = Checkpointer(Path(folder or "unused"), Every(), world, "test", toy.objective, strategy) if folder else None
-    loader = Loader(training, epochs, program.shard, micro_batch_rows, cuts=program.cuts)
+    loader = Loader(training, epochs, program.shard, micro_batch_rows, micro_batches=program.micro_batches)
     program.rehearse(program.prepare(loader.get(0, 0)))
     state, carried = None, None
     if start:

@@ -83,11 +83,11 @@ class Pipeline(Strategy):
         virtual = self.virtual if ranks > 1 else 1
         stages = ranks * virtual
         seat = Seat(world, "pp", ranks, inputs=False)
-        cuts = max(seat.share.count, min(PER_RANK * world.size, task.step.batch_size // 2))  # batch statistics need two rows
-        micro_batches = cut(task.step.batch_size, task.step.micro_batch_rows, cuts)
-        each = -(-(len(micro_batches) - 1) // seat.share.count)  # of a pipeline, at most
+        count = max(seat.share.count, min(PER_RANK * world.size, task.step.batch_size // 2))  # batch statistics need two rows
+        ends = cut(task.step.batch_size, task.step.micro_batch_rows, count)
+        each = -(-(len(ends) - 1) // seat.share.count)  # of a pipeline, at most
         held = [in_flight(self.schedule, s, ranks, virtual, each) for s in range(stages)]
-        wish = Wish(ranks, virtual, each, micro_batches[1], held, self.cuts, self.balance is Balance.time, math.ceil(self.memory_gb * 2**30))
+        wish = Wish(ranks, virtual, each, ends[1], held, self.cuts, self.balance is Balance.time, math.ceil(self.memory_gb * 2**30))
         model = sketch(task.recipe)
         chain, bounds, table = agree(model, wish, task, world)
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -113,4 +113,4 @@ class Pipeline(Strategy):
         update = LocalUpdate(found, *options, writes=seat.share.index == 0, reduce=seat.reduce, gather=gather)
         line = Line(seat.lines[seat.share.index], seat.place, stages, *links(seat.lines, stages, world.rank, world.device))
         parts = [Stage(s, segment, task, world.device) for s, segment in segments.items()]
-        return Pipelined(parts, line, self.schedule, update, task, world, seat, cuts, table)
+        return Pipelined(parts, line, self.schedule, update, task, world, seat, count, table)
