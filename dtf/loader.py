@@ -13,10 +13,10 @@ from dtf.values import Batch, Shard
 
 
 class Loader:
-    """This rank's rows of global batches. `shard=None`: a rank that reads nothing gets None. `micro_batches`: see Program; 0: one for each share."""
+    """This rank's rows of global batches. `shard=None`: a rank that reads nothing gets None."""
 
-    def __init__(self, dataset: Dataset, epochs: Epochs, shard: Shard | None, micro_batch_rows: int, pin: bool = False, micro_batches: int = 0) -> None:
-        self._dataset, self._epochs, self._shard, self._micro, self._pin, self._count = dataset, epochs, shard, micro_batch_rows, pin, micro_batches
+    def __init__(self, dataset: Dataset, epochs: Epochs, shard: Shard | None, micro_batch_rows: int, pin: bool = False) -> None:
+        self._dataset, self._epochs, self._shard, self._micro_batch_rows, self._pin = dataset, epochs, shard, micro_batch_rows, pin
         self.prefetch = dataset.prefetch if shard is not None else 0
         self._pool = ThreadPoolExecutor(1, "loader", initializer=torch.set_num_threads, initargs=(1,)) if self.prefetch else None
         self._pending: dict[tuple[int, int], Future[Batch]] = {}
@@ -48,7 +48,7 @@ class Loader:
     def _ids(self, epoch: int, index: int) -> np.ndarray:
         assert self._shard is not None
         ids = self._epochs.ids(epoch, index)
-        bounds = cut(len(ids), self._micro, self._count or self._shard.count)
+        bounds = cut(len(ids), self._micro_batch_rows)
         first, last = share(len(bounds) - 1, self._shard)
         if first == last:
             return np.concatenate([ids[: min(2, len(ids))], [-1]])  # the marker makes it padding, see _fetch

@@ -30,7 +30,7 @@ class StepOptions:
         default=0,
         least=0,
         doc="rows per forward pass; batch statistics, dropout and accumulation act per micro-batch, so fixing it makes results "
-        "independent of the number of ranks; 0: the rank's whole share",
+        "independent of the number of ranks; 0: as the strategy chooses, a rank's whole share under most",
         unit="rows",
     )
     clip_norm: float = option(default=0.0, least=0, doc="largest global L2 norm of the gradient; 0: no clipping")
@@ -40,6 +40,10 @@ class StepOptions:
         "their inputs, and each block's forward is computed twice, a third more arithmetic; `selective`: all but the outputs of convolutions and "
         "matrix products, a few per cent more",
     )
+
+    def rows_each(self, count: int) -> int:
+        """Rows of a micro-batch: `micro_batch_rows`, or where it is 0 those that cut a whole global batch into at most `count`."""
+        return self.micro_batch_rows or -(-self.batch_size // count)
 
 
 @dataclass(kw_only=True)

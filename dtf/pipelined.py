@@ -86,15 +86,15 @@ class _Held(NamedTuple):
 
 
 class Pipelined(Program):
-    """One or more stages on every rank, an update for the parameters of these. `micro_batches`: see Program; `table`: the stages, for people."""
+    """One or more stages on every rank, an update for the parameters of these. `table`: the stages, for people."""
 
     def __init__(
-        self, stages: list[Stage], line: Line, schedule: Schedule, update: Update, task: Task, world: World, seat: Seat, micro_batches: int, table: str
+        self, stages: list[Stage], line: Line, schedule: Schedule, update: Update, task: Task, world: World, seat: Seat, micro_batch_rows: int, table: str
     ) -> None:
         self._stages = {stage.index: stage for stage in stages}
         self._line, self._update, self._task, self._world, self._seat = line, update, task, world, seat
         self.shard = seat.share if seat.feed.reads else None
-        self.shares, self._count, self._table = seat.share.count, micro_batches, table
+        self.shares, self.micro_batch_rows, self._table = seat.share.count, micro_batch_rows, table
         self._passes = Passes(task, world.device)
         self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, line.place, len(line.ranks), line.stages // len(line.ranks), count))
         self._settled = True
@@ -103,10 +103,6 @@ class Pipelined(Program):
         self._one = torch.ones((), device=world.device, dtype=dtype)
         self._nothing = torch.zeros(1 + len(task.recipe.measures), device=world.device, dtype=dtype)
         self._unsaid = torch.zeros(2, device=world.device, dtype=dtype)
-
-    @property
-    def micro_batches(self) -> int:
-        return self._count
 
     def about(self) -> dict[str, str]:
         return {"stages": self._table}
@@ -149,13 +145,13 @@ class Pipelined(Program):
         sizes = (byte_count([parameter]) for stage in self._stages.values() for parameter in stage.model.parameters())
         gradients += max(sizes, default=0)  # one that is not yet added to those of earlier micro-batches
         buffers = byte_count(buffer for stage in self._stages.values() for buffer in stage.model.buffers())
-        micro_batches, rows = workload(self._task, self.shares, self._count)
+        micro_batches, rows = workload(self._task, self.shares, self.micro_batch_rows)
         held = accumulate(1 if action.forward else -1 for action in self._order(micro_batches))  # passes of one stage each
         return Memory(parameters + buffers, gradients, optimizer, activations(self._trials, rows, max(held) / len(self._stages)))
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
-        bounds = cut(ticket.rows, self._task.step.micro_batch_rows, self._count)
+        bounds = cut(ticket.rows, self.micro_batch_rows)
         first, last = share(len(bounds) - 1, self._seat.share)
         at = [bound - bounds[first] for bound in bounds[first : last + 1]]
         self._update.begin()
@@ -180,7 +176,7 @@ class Pipelined(Program):
         assert batch is not None
         for stage in self._stages.values():
             stage.train(False)
-        bounds = cut(len(batch.ids), 0, len(self._line.ranks))  # as many parts as there are ranks to work on them
+        bounds = cut(len(batch.ids), -(-len(batch.ids) // len(self._line.ranks)))  # as many parts as there are ranks to work on them
         return self._run([rows_of(batch, *ends) for ends in pairwise(bounds)], self._one, lambda stage, j: None, train=False)
 
     def _run(self, parts: list[Batch], factor: Tensor, enter: Callable[[Stage, int], None], train: bool) -> Tensor:

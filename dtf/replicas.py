@@ -27,6 +27,7 @@ class Replicas(Program):
 
     def __init__(self, task: Task, devices: list[torch.device], threads: int, every: bool) -> None:
         self.shard, self.shares = Shard(0, 1), len(devices)
+        self.micro_batch_rows = task.step.rows_each(len(devices))
         if len(devices) == 1 and devices[0].type == "cpu":
             torch.set_num_threads(threads)  # this thread computes
         self._task, self._devices, self._every = task, devices, every
@@ -53,7 +54,7 @@ class Replicas(Program):
 
     def memory(self) -> Memory:
         """Of all replicas together."""
-        first = self._replicas[0].memory(self._updates[0], *workload(self._task, self.shares, self.micro_batches))
+        first = self._replicas[0].memory(self._updates[0], *workload(self._task, self.shares))
         updates, count = len(self._updates), len(self._replicas)
         copy = byte_count(self._trained[0])
         parameters, gradients = (updates * whole + (count - updates) * copy for whole in (first.parameters, first.gradients))
@@ -62,7 +63,7 @@ class Replicas(Program):
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
         count = len(self._replicas)
-        bounds = cut(ticket.rows, self._task.step.micro_batch_rows, count)
+        bounds = cut(ticket.rows, self.micro_batch_rows)
         factor = self._updates[0].scale(torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0]))
         parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
         sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
@@ -77,7 +78,7 @@ class Replicas(Program):
     def eval_step(self, batch: Batch | None) -> Tensor:
         assert batch is not None
         count = len(self._replicas)
-        bounds = cut(len(batch.ids), 0, count)
+        bounds = cut(len(batch.ids), -(-len(batch.ids) // count))
         parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
 
         def part(i: int) -> Tensor | None:

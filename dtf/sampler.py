@@ -91,15 +91,14 @@ class Epochs:
         return self._order[index * self._batch_size : (index + 1) * self._batch_size]
 
 
-def cut(rows: int, micro_batch_rows: int, count: int) -> list[int]:
+def cut(rows: int, micro_batch_rows: int) -> list[int]:
     """Bounds of the micro-batches of a global batch: micro-batch k is rows [bounds[k], bounds[k + 1]).
 
-    `micro_batch_rows=0` makes one micro-batch per shard. A last micro-batch of a single row joins the one before it, because
-    batch statistics of one value do not exist; the rule does not depend on who computes it.
+    A smaller last batch has fewer micro-batches, not smaller ones. A last micro-batch of a single row joins the one before it,
+    because batch statistics of one value do not exist; the rule does not depend on who computes it.
     """
-    size = micro_batch_rows or -(-rows // count)
-    bounds = [*range(0, rows, size), rows]
-    if size > 1 and len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
+    bounds = [*range(0, rows, micro_batch_rows), rows]
+    if micro_batch_rows > 1 and len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
         del bounds[-2]
     return bounds
 

@@ -172,6 +172,7 @@ class Spmd(Program):
         self._reads = seat is None or seat.feed.reads
         self.shard = self._share if self._reads else None
         self.shares = self._share.count
+        self.micro_batch_rows = task.step.rows_each(self.shares)
         self._replica, self._update, self._task, self._world, self._seat = replica, update, task, world, seat
         self._average = seat.average if seat else world.average
         self._settled, self._exchange = True, exchange
@@ -195,11 +196,11 @@ class Spmd(Program):
         self._seat.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
 
     def memory(self) -> Memory:
-        return self._replica.memory(self._update, *workload(self._task, self.shares, self.micro_batches))._replace(exchange=self._exchange)
+        return self._replica.memory(self._update, *workload(self._task, self.shares))._replace(exchange=self._exchange)
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
-        bounds = cut(ticket.rows, self._task.step.micro_batch_rows, self._share.count)
+        bounds = cut(ticket.rows, self.micro_batch_rows)
         own = share(len(bounds) - 1, self._share)
         self._update.begin()
         factor = self._update.scale(self._factor / ticket.rows)
@@ -288,9 +289,9 @@ def load_buffers(part: Part, source: Source, shard: Shard) -> None:
             take(f"{SHARE}{shard.index}/{name}", whole[name], held)
 
 
-def workload(task: Task, shares: int, count: int) -> tuple[int, int]:
-    """How many micro-batches the largest share has, and how many rows the largest of them. `count`: as Program.micro_batches."""
-    bounds = cut(task.step.batch_size, task.step.micro_batch_rows, count)
+def workload(task: Task, shares: int, micro_batch_rows: int = 0) -> tuple[int, int]:
+    """How many micro-batches the largest share has, and how many rows the largest of them. `micro_batch_rows=0`: one for each share, if not set."""
+    bounds = cut(task.step.batch_size, micro_batch_rows or task.step.rows_each(shares))
     return -(-(len(bounds) - 1) // shares), max(b - a for a, b in pairwise(bounds))
 
 

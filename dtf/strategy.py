@@ -58,10 +58,8 @@ class Program(ABC):
     shares: int
     """Into how many shares a global batch is divided: ranks, replicas within them, or groups of ranks that are one replica."""
 
-    @property
-    def micro_batches(self) -> int:
-        """Into how many micro-batches a global batch is cut where step.micro_batch_rows=0. Default: one for each share."""
-        return self.shares
+    micro_batch_rows: int
+    """Into micro-batches of how many rows a global batch is cut; see `StepOptions.rows_each`."""
 
     def about(self) -> dict[str, str]:
         """What the start-up table says of this program beside the config: name -> text. Default: nothing."""

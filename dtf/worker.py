@@ -92,8 +92,8 @@ def _train(
 
     program = strategy.setup(Task(recipe, settings.optimizer, settings.precision, settings.step, settings.seed, sample), world)
     loaders = [
-        Loader(data, split, program.shard, micro, pin=kind == "cuda", micro_batches=count)
-        for data, split, micro, count in ((train_data, epochs, settings.step.micro_batch_rows, program.micro_batches), (eval_data, eval_epochs, 0, 0))
+        Loader(data, split, program.shard, micro, pin=kind == "cuda")
+        for data, split, micro in ((train_data, epochs, program.micro_batch_rows), (eval_data, eval_epochs, -(-batch // program.shares)))
     ]
     plan = _plan(settings, epochs.batches)
     identity = {
@@ -275,7 +275,7 @@ def _table(
         model = settings.recipe.build_model()
     parameters = sum(p.numel() for p in model.parameters())
     batch, shares = settings.step.batch_size, program.shares
-    bounds = cut(batch, settings.step.micro_batch_rows, program.micro_batches)
+    bounds = cut(batch, program.micro_batch_rows)
     kind = "rank" if world.size == shares else "replica"
     devices = max(shares, world.size)
     words = [config["strategy"]["name"]]

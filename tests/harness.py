@@ -83,9 +83,9 @@ def train(
     chosen.check(task, slots or size, "cpu")
     program = chosen.setup(task, world)
     epochs = Epochs(Shuffle(tail=Tail[tail]), len(training), 24, 0)
-    result: dict[str, Any] = {"train": {}, "eval": {}, "ids": {}, "tensors": {}}
+    result: dict[str, Any] = {"train": {}, "eval": {}, "ids": {}, "tensors": {}, "micro_batch_rows": program.micro_batch_rows}
     saver = Checkpointer(Path(folder or "unused"), Every(), world, "test", toy.objective, strategy) if folder else None
-    loader = Loader(training, epochs, program.shard, micro_batch_rows, micro_batches=program.micro_batches)
+    loader = Loader(training, epochs, program.shard, program.micro_batch_rows)
     program.rehearse(program.prepare(loader.get(0, 0)))
     state, carried = None, None
     if start:
@@ -107,7 +107,7 @@ def train(
         program=program,
         clock=clock,
         train=loader,
-        evaluation=Loader(evaluation, Epochs(Sequential(), len(evaluation), 24, 0), program.shard, 0),
+        evaluation=Loader(evaluation, Epochs(Sequential(), len(evaluation), 24, 0), program.shard, -(-24 // program.shares)),
         evaluation_rows=len(evaluation),
         recipe=toy,
         world=world,

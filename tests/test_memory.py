@@ -111,7 +111,7 @@ def take(rank: int, size: int, strategy: str, optimizer: str, options: dict[str,
     )
     program = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options)).setup(task, World(Place(rank=rank, size=size, slots=size)))
 
-    batch = program.prepare(Loader(data, Epochs(Sequential(), ROWS, ROWS, 0), program.shard, micro, micro_batches=program.micro_batches).get(0, 0))
+    batch = program.prepare(Loader(data, Epochs(Sequential(), ROWS, ROWS, 0), program.shard, program.micro_batch_rows).get(0, 0))
     program.rehearse(batch)
     for step in range(2):
         program.step(Train(step, 0, 0, ROWS, 0.1), batch)

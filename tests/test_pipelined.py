@@ -165,6 +165,7 @@ def task(recipe: Recipe) -> Task:
     [
         (Pipeline(degree=3), Toy(), 8, "strategy.degree=3 does not divide launcher.processes=8; use 1 or 2 or 4 or 8"),
         (Pipeline(), Plain(), 2, "strategy=pipeline: Plain has no layout() that says which blocks its model has"),
+        (Pipeline(memory_gb=1.0), Toy(), 1, "strategy.memory_gb=1 bounds the cut of a model, which one process does not cut; use 0, or more processes"),
         (Pipeline(cuts=["4"]), Toy(), 3, "strategy.cuts names 1 blocks, but 3 stages have 2 cuts between them"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dtf.options import StepOptions
 from dtf.registry import registered
 from dtf.sampler import Epochs, Sampler, Tail, cut, share
 from dtf.values import Shard
@@ -108,28 +109,23 @@ def test_order_is_the_same_on_every_machine() -> None:
     assert list(make("shuffle", Tail.partial).order(8, 0, 0)) == [5, 2, 3, 7, 1, 4, 6, 0]
 
 
-@given(rows=st.integers(1, 2000), micro=st.integers(0, 300), count=st.integers(1, 17))
-@example(rows=1, micro=0, count=4)
-@example(rows=2, micro=1, count=2)
-@example(rows=9, micro=8, count=2)
-@example(rows=9, micro=0, count=8)
-def test_micro_batches_partition_the_global_batch(rows: int, micro: int, count: int) -> None:
-    bounds = cut(rows, micro, count)
+@given(rows=st.integers(1, 2000), size=st.integers(1, 300))
+@example(rows=1, size=4)
+@example(rows=2, size=1)
+@example(rows=9, size=8)
+@example(rows=9, size=2)
+def test_micro_batches_partition_the_global_batch(rows: int, size: int) -> None:
+    bounds = cut(rows, size)
     assert bounds[0] == 0 and bounds[-1] == rows
     lengths = np.diff(bounds)
-    size = micro or -(-rows // count)
     assert all(lengths[:-1] == size) and 1 <= lengths[-1] <= size + (size > 1)
     assert size == 1 or rows == 1 or min(lengths) > 1, "a single row has no batch statistics"
 
 
-@given(rows=st.integers(1, 2000), micro=st.integers(1, 300), count=st.integers(1, 17))
-def test_fixed_micro_batches_do_not_depend_on_who_computes_them(rows: int, micro: int, count: int) -> None:
-    assert cut(rows, micro, count) == cut(rows, micro, 1)
-
-
-@given(rows=st.integers(1, 2000), count=st.integers(1, 17))
-def test_without_fixed_rows_a_shard_has_at_most_one_micro_batch(rows: int, count: int) -> None:
-    bounds = cut(rows, 0, count)
+@given(batch=st.integers(1, 2000), count=st.integers(1, 17), data=st.data())
+def test_without_fixed_rows_a_shard_has_at_most_one_micro_batch(batch: int, count: int, data: st.DataObject) -> None:
+    rows = data.draw(st.integers(1, batch), "rows of a last batch")
+    bounds = cut(rows, StepOptions(batch_size=batch).rows_each(count))
     assert len(bounds) - 1 <= count
     assert all(last - first <= 1 for first, last in (share(len(bounds) - 1, Shard(index, count)) for index in range(count)))
 

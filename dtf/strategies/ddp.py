@@ -104,7 +104,7 @@ class Ddp(Strategy):
                 **{buffers: False},  # type: ignore[arg-type]  # running averages are averaged when they are needed, see Program.settle
             )
             self._install_hook(forward)
-            exchange = self._exchange([byte_count([p]) for p in model.parameters() if p.requires_grad], workload(task, world.size, world.size)[0])
+            exchange = self._exchange([byte_count([p]) for p in model.parameters() if p.requires_grad], workload(task, world.size)[0])
         owned, after = None, None
         if self.shard_optimizer and world.size > 1:
             shares = divide({name: p.numel() for name, p in model.named_parameters() if p.requires_grad}, world.size)

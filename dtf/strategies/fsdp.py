@@ -80,7 +80,7 @@ class Fsdp(Strategy):
         model = sketch(task.recipe)
         cast_sketch(model, task.precision, computing=False)
         units = self._units(model, layout_of(task.recipe, model))
-        exchange = self._exchange([byte_count(p for module in unit for p in module.parameters()) for unit in units], workload(task, world.size, world.size)[0])
+        exchange = self._exchange([byte_count(p for module in unit for p in module.parameters()) for unit in units], workload(task, world.size)[0])
         sharded = self._shard(model, units, mesh, task)
         model.to_empty(device="cpu" if self.offload else world.device)
         for buffer in model.buffers():

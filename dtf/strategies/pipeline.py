@@ -56,6 +56,8 @@ class Pipeline(Strategy):
         ranks = self.degree or processes
         if ranks == 1 and self.virtual > 1:
             raise ConfigError(f"strategy.virtual={self.virtual} needs at least 2 ranks in a pipeline; use strategy.virtual=1, or more processes")
+        if ranks == 1 and self.memory_gb:
+            raise ConfigError(f"strategy.memory_gb={self.memory_gb:g} bounds the cut of a model, which one process does not cut; use 0, or more processes")
         stages = ranks * self.virtual
         if self.cuts and len(self.cuts) != stages - 1:
             raise ConfigError(f"strategy.cuts names {len(self.cuts)} blocks, but {stages} stages have {stages - 1} cuts between them")
@@ -84,7 +86,8 @@ class Pipeline(Strategy):
         stages = ranks * virtual
         seat = Seat(world, "pp", ranks, inputs=False)
         count = max(seat.share.count, min(PER_RANK * world.size, task.step.batch_size // 2))  # batch statistics need two rows
-        ends = cut(task.step.batch_size, task.step.micro_batch_rows, count)
+        rows = task.step.rows_each(count)
+        ends = cut(task.step.batch_size, rows)
         each = -(-(len(ends) - 1) // seat.share.count)  # of a pipeline, at most
         held = [in_flight(self.schedule, s, ranks, virtual, each) for s in range(stages)]
         wish = Wish(ranks, virtual, each, ends[1], held, self.cuts, self.balance is Balance.time, math.ceil(self.memory_gb * 2**30))
@@ -113,4 +116,4 @@ class Pipeline(Strategy):
         update = LocalUpdate(found, *options, writes=seat.share.index == 0, reduce=seat.reduce, gather=gather)
         line = Line(seat.lines[seat.share.index], seat.place, stages, *links(seat.lines, stages, world.rank, world.device))
         parts = [Stage(s, segment, task, world.device) for s, segment in segments.items()]
-        return Pipelined(parts, line, self.schedule, update, task, world, seat, count, table)
+        return Pipelined(parts, line, self.schedule, update, task, world, seat, rows, table)
