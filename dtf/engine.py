@@ -106,7 +106,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
     ready: tuple[tuple[int, int], Batch | None] | None = None  # prepared one batch ahead, by (epoch, index)
     evaluated = next((measured.values for measured in reversed(loop.recent) if measured.split == "eval"), {})
     evaluated_at, rows, lr = -1, 0, 0.0
-    polled, polled_at = time.perf_counter(), 0
+    polled, since_poll = time.perf_counter(), 0  # steps, whatever their numbers: a resumed run does not start at 0
     for ticket in clock:
         values: dict[str, float] = {}
         match ticket:
@@ -120,7 +120,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 window.add(program.step(ticket, batch))
                 if loop.record is not None and program.shard is not None and batch is not None:
                     loop.record(ticket.step, batch.ids)
-                rows, lr = rows + ticket.rows, ticket.lr
+                rows, lr, since_poll = rows + ticket.rows, ticket.lr, since_poll + 1
                 clock.done(ticket, values)
                 coming = [(t.epoch, t.index) for t in clock.ahead(1 + train.prefetch)]
                 if train.prefetch:
@@ -142,8 +142,8 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
             case Poll(step):
                 _refuse_divergence(loop, step)
                 now = time.perf_counter()
-                told = torch.tensor([float(loop.stop_requested()), 1.0, (now - polled) / max(1, step - polled_at)], dtype=torch.float64)
-                polled, polled_at = now, step
+                told = torch.tensor([float(loop.stop_requested()), 1.0, (now - polled) / max(1, since_poll)], dtype=torch.float64)
+                polled, since_poll = now, 0
                 stop, ranks, pace = loop.world.reduce(told).tolist()
                 values = {STOP_REQUESTS: stop, STEP_SECONDS: pace / ranks}
             case Evaluate(step):

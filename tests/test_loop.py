@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -214,6 +215,18 @@ def test_a_request_to_stop_is_heard_within_two_seconds_without_any_report() -> N
     assert [t.step for t in tickets if isinstance(t, Poll)] == [1, 5, 9, 13], "a poll every two seconds, once the pace is known"
     assert tickets[-2:] == [Save(13), Stop(13, "preempted")]
     assert polled(told_at=12, step_seconds=30.0)[-3:] == [Poll(12), Save(12), Stop(12, "preempted")], "slow steps: a poll each"
+
+
+def test_the_pace_counts_the_steps_of_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run starts at a high step: were its pace divided by that, the next poll would be hundreds of steps away."""
+    seconds = count(0, 10)
+    monkeypatch.setattr("dtf.engine.time.perf_counter", lambda: next(seconds))
+    clock = Coordinator()
+    for ticket in (grant(400), grant(401), Poll(402), Stop(402, "preempted")):
+        clock.granted.put(ticket)
+    fit(make(clock))
+    (pace,) = [values["step_seconds"] for ticket, values in clock.finished if isinstance(ticket, Poll)]
+    assert pace >= 5
 
 
 def test_an_early_stop_is_not_undone_by_starting_again() -> None:
