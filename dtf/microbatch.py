@@ -198,11 +198,19 @@ class _Seeded:
         if not self.training or not self.p:
             return x
         generator = torch.Generator(x.device).manual_seed(seed_of(self._masks.key, self._name))
-        shape = [*x.shape[:2], *(1 for _ in x.shape[2:])] if self._channels else [*x.shape]
+        shape = [*x.shape]
         if self._slice:
-            shape[self._slice[0]] = self._slice[1]
+            axis, width, first, last = self._slice
+            if shape[axis] != last - first:
+                raise ConfigError(
+                    f"the recipe's layout splits {self._name} as local, but axis {axis} of its input has {shape[axis]} elements and not the {last - first} "
+                    f"that are this rank's of the {width} channels divided before it; put it where channels are as the divided layer makes them"
+                )
+            shape[axis] = width
+        if self._channels:
+            shape[2:] = [1] * len(shape[2:])
         mask = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p, generator=generator)
-        if self._slice:
+        if self._slice and mask.shape[self._slice[0]] == self._slice[1]:  # else what it drops at once spans all channels
             axis, _, first, last = self._slice
             mask = mask.narrow(axis, first, last - first)
         return x * mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
