@@ -49,7 +49,7 @@ def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> N
         divided = cast(_Divided, module)
         divided.__dict__ |= {"_mesh": mesh, "_group": mesh.get_group(), "_split": split, "_axis": 1 if isinstance(module, (*CONVOLUTIONS, *NORMS)) else -1}
         divided.cut(name)
-        if split in (Split.column, Split.row_scatter):
+        if split in (Split.column, Split.row_scatter) or kind is _Grouped:  # a grouped convolution may change the number of channels
             width, axis = _outputs(module), divided._axis
 
 
@@ -102,10 +102,8 @@ class _Column(_Divided):
     _axes = MappingProxyType({"weight": 0, "bias": 0})
 
     def cut(self, name: str) -> None:
-        size = self._mesh.size()
-        first, last = bounds(_outputs(self), size, size - 1)
-        if first == last and self._split is not Split.classes:
-            raise ConfigError(f"{name} has {_outputs(self)} channels, of which strategy.degree={size} leaves a rank none; use a smaller degree")
+        if self._split is not Split.classes:
+            _check_enough(name, _outputs(self), "channels", self._mesh.size())
         super().cut(name)
 
     def forward(self, x: Tensor) -> Any:
@@ -162,19 +160,19 @@ class _Features(_Divided):
 
 
 class _Ids(_Divided):
-    """An embedding by ids: every rank looks up those it has, the others count as zero."""
+    """An embedding by ids: every rank looks up those it has, the others count as zero.
+
+    An id outside the table becomes NaN, so that the update is skipped and counted: to raise would be to wait for the device.
+    """
 
     _axes = MappingProxyType({"weight": 0})
     _first: int
 
     def cut(self, name: str) -> None:
         embedding = cast(nn.Embedding, self)
-        first, last = bounds(embedding.num_embeddings, self._mesh.size(), self._mesh.get_local_rank())
-        if first == last:
-            raise ConfigError(
-                f"{name} has {embedding.num_embeddings} rows, which strategy.degree={self._mesh.size()} leaves ranks without; use a smaller degree"
-            )
+        _check_enough(name, embedding.num_embeddings, "rows", self._mesh.size())
         super().cut(name)
+        first, last = bounds(embedding.num_embeddings, self._mesh.size(), self._mesh.get_local_rank())
         self.__dict__["_first"] = first
         if embedding.padding_idx is not None:
             embedding.padding_idx = embedding.padding_idx - first if first <= embedding.padding_idx < last else None
@@ -182,9 +180,10 @@ class _Ids(_Divided):
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.weight.shape[0]
         local = ids - self._first
-        mine = (local >= 0) & (local < rows)
-        found = super().forward(local.clamp(0, rows - 1))
-        return total(torch.where(mine[..., None], found, torch.zeros_like(found)), self._group)
+        others = (local < 0) | (local >= rows)
+        beyond = (ids < 0) | (ids >= cast(int, self.num_embeddings))
+        found = super().forward(local.clamp(0, rows - 1)).masked_fill(others[..., None], 0.0)
+        return total(found.masked_fill(beyond[..., None], torch.nan), self._group)
 
 
 def sliced(tensor: Tensor, axis: int, mesh: DeviceMesh) -> DTensor:
@@ -192,6 +191,13 @@ def sliced(tensor: Tensor, axis: int, mesh: DeviceMesh) -> DTensor:
     first, last = bounds(tensor.shape[axis], mesh.size(), mesh.get_local_rank())
     local = torch.empty_like(tensor.detach().narrow(axis, first, last - first), memory_format=torch.contiguous_format)
     return DTensor.from_local(local, mesh, [Shard(axis)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _check_enough(name: str, count: int, of: str, size: int) -> None:
+    """ConfigError, on all ranks alike, when one of `size` gets none of the `count`."""
+    first, last = bounds(count, size, size - 1)
+    if first == last:
+        raise ConfigError(f"{name} has {count} {of}, of which strategy.degree={size} leaves a rank none; use a smaller degree")
 
 
 def _outputs(module: nn.Module) -> int:
