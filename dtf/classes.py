@@ -43,22 +43,33 @@ def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0)
     whole, right, *rest = total(torch.stack(sums), group).unbind()
     spread = label_smoothing / scores.shape[1] * rest[0] if rest else 0.0
     loss = whole.log() - (1 - label_smoothing) * right - spread
-    beyond = (targets < 0) | (targets >= scores.shape[1])
-    return loss.masked_fill(beyond, torch.nan).masked_fill(targets == IGNORED, 0.0)
+    return loss.masked_fill(_beyond(scores, targets), torch.nan).masked_fill(targets == IGNORED, 0.0)
 
 
 def rank(scores: Tensor, targets: Tensor) -> Tensor:
-    """How many scores of a row are at least that of its target, itself included, (B,) int64: 1 is right. A tie and a NaN count against the model."""
-    slices = _slices(scores)
+    """How many scores of a row are at least that of its target, itself included, (B,) int64: 1 is right.
+
+    A tie and a NaN count against the model; a target that is no class, IGNORED too, has a score of NaN, so that its row counts as the worst.
+    """
+    slices, beyond = _slices(scores), _beyond(scores, targets)
     if slices is None:
-        return (~(scores < scores.gather(1, targets[:, None]))).sum(dim=1)
+        right = scores.gather(1, targets.masked_fill(beyond, 0)[:, None])[:, 0]
+        return _at_least(scores, right.masked_fill(beyond, torch.nan))
     from torch import distributed as dist
 
     right = slices.at(slices.local, targets)
     dist.all_reduce(right, group=slices.group)
-    count = (~(slices.local < right[:, None])).sum(dim=1)
+    count = _at_least(slices.local, right.masked_fill(beyond, torch.nan))
     dist.all_reduce(count, group=slices.group)
     return count
+
+
+def _at_least(scores: Tensor, right: Tensor) -> Tensor:
+    return (~(scores < right[:, None])).sum(dim=1)
+
+
+def _beyond(scores: Tensor, targets: Tensor) -> Tensor:
+    return (targets < 0) | (targets >= scores.shape[1])
 
 
 class _Slices(NamedTuple):
