@@ -9,6 +9,9 @@ from torch import nn
 
 from dtf.errors import ConfigError, DtfError
 
+_OTHERS = ("gloo", "NCCL", "memory", "index out of range in self")
+"""In errors of other causes: another rank is gone, there is not enough memory, an embedding got an id that it would not have undivided either."""
+
 
 @contextmanager
 def misfits_named(model: nn.Module) -> Iterator[None]:
@@ -24,11 +27,11 @@ def misfits_named(model: nn.Module) -> Iterator[None]:
     except DtfError:
         raise
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if any(word in str(error) for word in ("gloo", "NCCL", "memory")):  # another rank is gone, or there is not enough of it
+        if any(word in str(error) for word in _OTHERS):
             raise
-        hint = "; divided classes need the loss and metrics of dtf.classes" if "DTensor" in str(error) or isinstance(error, IndexError) else ""
+        hint = "; divided classes need the loss and metrics of dtf.classes" if "DTensor" in str(error) else ""
         raise ConfigError(
-            f"strategy=tensor: at or after {entered[-1]} the pass fails ({error}); look at how the recipe's layout splits it and what is before it{hint}"
+            f"the pass fails at or after {entered[-1]} ({error}); look at how the recipe's layout splits it and what is before it{hint}"
         ) from error
     finally:
         for hook in hooks:

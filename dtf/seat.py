@@ -49,7 +49,7 @@ class Seat:
         apart = [name for name, differs in zip(norms, (most - least > APART * most).tolist(), strict=True) if differs]
         if apart:
             raise ConfigError(
-                f"strategy=tensor: ranks that should agree have different {apart[0]}: it works on slices, or on what was made of them; "
+                f"strategy.degree={self.mesh.size()}: ranks that should agree have different {apart[0]}: it works on slices, or on what was made of them; "
                 "name its module, and dropouts beside it, in the splits of the recipe's layout"
             )
 

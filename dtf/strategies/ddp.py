@@ -108,7 +108,7 @@ class Ddp(Strategy):
         owned, after = None, None
         if self.shard_optimizer and world.size > 1:
             shares = divide({name: p.numel() for name, p in model.named_parameters() if p.requires_grad}, world.size)
-            owned, after = shares[world.rank], _exchange(dict(model.named_parameters()), shares)
+            owned, after = shares[world.rank], _broadcaster(dict(model.named_parameters()), shares)
         update = LocalUpdate(
             whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale, owned=owned, after=after, writes=world.rank == 0
         )
@@ -144,7 +144,7 @@ def divide(sizes: dict[str, int], count: int) -> list[frozenset[str]]:
     return [frozenset(part) for part in shares]
 
 
-def _exchange(parameters: dict[str, Parameter], shares: list[frozenset[str]]) -> Callable[[], None]:
+def _broadcaster(parameters: dict[str, Parameter], shares: list[frozenset[str]]) -> Callable[[], None]:
     """A function that sends every rank's own parameters to all others. Collective."""
     import torch
     import torch.distributed as dist
@@ -156,7 +156,7 @@ def _exchange(parameters: dict[str, Parameter], shares: list[frozenset[str]]) ->
             by_dtype.setdefault(parameters[name].dtype, []).append(parameters[name].data)
         groups += [(owner, tensors) for tensors in by_dtype.values()]
 
-    def exchange() -> None:
+    def broadcast() -> None:
         flat = [torch.cat([t.reshape(-1) for t in tensors]) for _, tensors in groups]
         works = [dist.broadcast(buffer, src=owner, async_op=True) for (owner, _), buffer in zip(groups, flat, strict=True)]
         for work, buffer, (owner, tensors) in zip(works, flat, groups, strict=True):
@@ -166,4 +166,4 @@ def _exchange(parameters: dict[str, Parameter], shares: list[frozenset[str]]) ->
                 parts = buffer.split([t.numel() for t in tensors])
                 torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
-    return exchange
+    return broadcast
