@@ -14,6 +14,8 @@ from torch import Tensor
 
 from dtf.slices import bounds
 
+_ops = torch.ops._c10d_functional  # they return what they compute, which step.remat=selective can keep; those of torch.distributed write into a tensor
+
 
 class _Fan(torch.autograd.Function):
     @staticmethod
@@ -43,8 +45,7 @@ class _SumScatter(torch.autograd.Function):
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         first, last = bounds(ctx.width, size, rank)
         front = _padded(x.movedim(axis, 0), size)
-        part = front.new_empty(front.shape[0] // size, *front.shape[1:])
-        dist.reduce_scatter_tensor(part, front, group=group)
+        part = _ops.wait_tensor(_ops.reduce_scatter_tensor(front, "sum", size, group.group_name))
         return part[: last - first].movedim(0, axis).contiguous()
 
     @staticmethod
@@ -53,8 +54,7 @@ class _SumScatter(torch.autograd.Function):
         front = gradient.movedim(ctx.axis, 0)
         chunk = -(-ctx.width // size)
         part = torch.cat([front, front.new_zeros(chunk - front.shape[0], *front.shape[1:])]) if front.shape[0] < chunk else front.contiguous()
-        whole = part.new_empty(chunk * size, *part.shape[1:])
-        dist.all_gather_into_tensor(whole, part, group=ctx.group)
+        whole = _ops.wait_tensor(_ops.all_gather_into_tensor(part, size, ctx.group.group_name))
         return whole[: ctx.width].movedim(0, ctx.axis).contiguous(), None, None
 
 
@@ -74,9 +74,7 @@ def scattered_total(x: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    y = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(y, group=group)
-    return y
+    return _ops.wait_tensor(_ops.all_reduce(x, "sum", group.group_name))
 
 
 def _padded(x: Tensor, size: int) -> Tensor:

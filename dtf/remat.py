@@ -148,14 +148,14 @@ class _Reuse(TorchDispatchMode):
         _, value, versions = self._results.popleft()
         if _versions(value) != versions:
             raise ConfigError(
-                f"{self._name} changes the result of a convolution or matrix product in place, which step.remat=selective keeps; "
+                f"{self._name} changes the result of a convolution, matrix product or collective in place, which step.remat=selective keeps; "
                 "leave out inplace=True after it, or use step.remat=blocks"
             )
         return value
 
 
 def _is_dear(operator: Any) -> bool:
-    """Collectives too, so that nothing crosses the network twice; only functional ones have a result to keep."""
+    """Collectives too, so that nothing crosses the network twice; only functional ones, such as those of dtf.collectives, have a result to keep."""
     return operator.namespace == "_c10d_functional" or getattr(operator, "overloadpacket", None) in _DEAR
 
 

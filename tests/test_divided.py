@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dtf.errors import ConfigError
 from dtf.launcher import Place
 from dtf.layout import Split
+from dtf.misfits import misfits_named
 from dtf.optimizers.adamw import AdamW
-from dtf.options import StepOptions
+from dtf.options import Remat, StepOptions
 from dtf.precision import Precision
 from dtf.recipe import Recipe
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
@@ -24,13 +28,15 @@ from dtf.world import World
 from tests.ranks import ranks
 
 ROWS, PIXELS = 6, 32
+REMATS = (Remat.blocks, Remat.selective)
 
 
-def program(rank: int, size: int, arch: str = "resnet8", degree: int = 0) -> Any:
+def program(rank: int, size: int, arch: str = "resnet8", degree: int = 0, remat: Remat = Remat.none) -> Any:
     torch.set_num_threads(1)
     stem = Stem.imagenet if arch in ("resnet18", "resnet50") else Stem.cifar
     recipe = ResnetShapes(model=ModelOptions(arch=Arch[arch], classes=8, stem=stem), data=ShapesOptions(pixels=PIXELS, train_rows=64, eval_rows=64))
-    return TensorStrategy(degree=degree).setup(Task(recipe, AdamW(), Precision(), StepOptions(batch_size=ROWS), 0), World(Place(rank=rank, size=size)))
+    task = Task(recipe, AdamW(), Precision(), StepOptions(batch_size=ROWS, remat=remat), 0)
+    return TensorStrategy(degree=degree).setup(task, World(Place(rank=rank, size=size)))
 
 
 def rows(made: Any) -> Batch | None:
@@ -39,53 +45,70 @@ def rows(made: Any) -> Batch | None:
     return Batch(inputs, targets, torch.ones(ROWS), ids) if made.shard else None
 
 
-def count(rank: int, size: int, arch: str) -> dict[str, Any]:
+class Crossing(TorchDispatchMode):
+    """Bytes of what collectives work on, the larger of what goes in and what comes out, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        name: str = func.name().partition("::")[2]
+        if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
+            kind = {"allreduce_": "all_reduce"}.get(name, name)
+            tensors = [value for value in tree_leaves((args, results)) if isinstance(value, Tensor)]
+            self.found[kind] = self.found.get(kind, 0) + max(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return results
+
+
+def count(rank: int, size: int, arch: str, remat: str) -> dict[str, Any]:
     """Bytes in one step, by kind of collective: counted, and as the strategy's docstring says."""
-    import torch.distributed as dist
-
-    made = program(rank, size, arch)
+    kind = Remat(remat)
+    made = program(rank, size, arch, remat=kind)
     batch = made.prepare(rows(made))
-    model, found, formula = made._replica.model, {}, {}
+    model, formula = made._replica.model, {}
+    layout = made._task.recipe.layout(model)
 
-    def counted(name: str, size_of: Any) -> None:
-        plain = getattr(dist, name)
+    def add(name: str, tensor: Tensor, times: int = 1) -> None:
+        formula[name] = formula.get(name, 0) + times * tensor.numel() * tensor.element_size()
 
-        def call(*tensors: Tensor, **more: Any) -> Any:
-            found[name] = found.get(name, 0) + size_of(*tensors)
-            return plain(*tensors, **more)
+    def expect(name: str, split: Split) -> Any:
+        forward = 2 if kind is Remat.blocks and any(name.startswith(f"{block}.") for block in sum(layout.blocks, ())) else 1
 
-        setattr(dist, name, call)
-
-    def add(name: str, tensor: Tensor) -> None:
-        formula[name] = formula.get(name, 0) + tensor.numel() * tensor.element_size()
-
-    def expect(split: Split) -> Any:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if torch._C._current_graph_task_id() >= 0:  # computed again
+                return
             if split in (Split.column, Split.classes) and inputs[0].requires_grad:
                 add("all_reduce", inputs[0])
             elif split is Split.row:
-                add("all_reduce", output)
+                add("all_reduce", output, forward)
             elif split is Split.row_scatter:
                 whole = torch.empty(len(output), module.out_channels, *output.shape[2:])  # type: ignore[arg-type]
-                add("reduce_scatter_tensor", whole)
+                add("reduce_scatter_tensor", whole, forward)
                 add("all_gather_into_tensor", whole)
 
         return hook
 
-    for name, split in made._task.recipe.layout(model).splits.items():
-        model.get_submodule(name).register_forward_hook(expect(split))
-    counted("all_reduce", lambda t: t.numel() * t.element_size())
-    counted("reduce_scatter_tensor", lambda part, whole: whole.numel() * whole.element_size())
-    counted("all_gather_into_tensor", lambda whole, part: whole.numel() * whole.element_size())
-    made.step(Train(0, 0, 0, ROWS, 0.1), batch)
+    for name, split in layout.splits.items():
+        model.get_submodule(name).register_forward_hook(expect(name, split))
+    with Crossing() as crossing:
+        made.step(Train(0, 0, 0, ROWS, 0.1), batch)
     numbers = sum(1 for p in model.parameters() if p.requires_grad)
     formula["all_reduce"] += 3 * ROWS * 4 + ROWS * 4 + ROWS * 8 + 4 * numbers  # the loss; the metrics; squares of the gradient's norm
-    return {"counted": found, "formula": formula}
+    return {"counted": crossing.found, "formula": formula}
 
 
-@pytest.mark.parametrize("arch", ["resnet8", "resnet18", "resnet50"])
-def test_bytes_per_step_are_those_of_the_docstring(arch: str) -> None:
-    for found in ranks(2, "tests.test_divided:count", arch=arch):
+@pytest.mark.parametrize(
+    ("arch", "remat"),
+    [
+        *((arch, Remat.none) for arch in ("resnet8", "resnet18", "resnet50")),
+        *(("resnet8", kind) for kind in REMATS),
+        *(pytest.param("resnet50", kind, marks=pytest.mark.slow) for kind in REMATS),
+    ],
+)
+def test_bytes_per_step_are_those_of_the_docstring(arch: str, remat: Remat) -> None:
+    for found in ranks(2, "tests.test_divided:count", arch=arch, remat=remat.value):
         assert found["counted"] == found["formula"]
         assert ("reduce_scatter_tensor" in found["counted"]) == (arch == "resnet50")
 
@@ -140,29 +163,37 @@ SPLITS |= {"scatter_up": Split.column, "scatter": Split.row_scatter, "again": Sp
 SPLITS |= {"grouped": Split.local, "channels": Split.local, "back": Split.row, "out": Split.classes}
 
 
-def every(rank: int, size: int) -> list[Any]:
-    """Losses, ranks of the right class and every gradient of the chain, divided and whole."""
-    from dtf import classes
+def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split]) -> tuple[nn.Module, nn.Module]:
+    """A model, whole and divided, with the same numbers and masks."""
     from dtf.divided import divide
     from dtf.microbatch import Masks
     from dtf.slices import local, offset
 
     torch.manual_seed(0)
-    whole = Every().double()
+    whole = build().double()
     with torch.device("meta"):
-        parts = Every().double()
-    mesh = World(Place(rank=rank, size=size)).mesh({"tp": size})
-    divide(parts, SPLITS, mesh)
+        parts = build().double()
+    divide(parts, splits, mesh)
     parts.to_empty(device="cpu")
     state = dict(whole.state_dict())
     with torch.no_grad():
         for name, tensor in [*parts.named_parameters(), *parts.named_buffers()]:
             here = local(tensor)
             here.copy_(state[name][tuple(slice(at, at + n) for at, n in zip(offset(tensor), here.shape, strict=True))])
+    for model in (whole, parts):
+        Masks(model, 0, torch.device("cpu")).enter(0, 0)
+    return whole, parts
+
+
+def every(rank: int, size: int) -> list[Any]:
+    """Losses, ranks of the right class and every gradient of the chain, divided and whole."""
+    from dtf import classes
+    from dtf.slices import local, offset
+
+    whole, parts = pair(World(Place(rank=rank, size=size)).mesh({"tp": size}), Every, SPLITS)
     ids, targets = torch.arange(44).view(4, 11) * 5 % 11, torch.tensor([0, 4, 2, 3])
     found = []
     for model in (whole, parts):
-        Masks(model, 0, torch.device("cpu")).enter(0, 0)
         scores = model(ids)
         loss = classes.cross_entropy(scores, targets, label_smoothing=0.1)
         loss.sum().backward()
@@ -190,11 +221,77 @@ def test_every_kind_of_layer_computes_as_if_whole(size: int) -> None:
         assert worst < 1e-12 < loss
 
 
+COLUMN_LOCAL_ROW = {"0": Split.column, "1": Split.local, "2": Split.row}
+CHAINS: dict[str, tuple[Callable[[], nn.Module], dict[str, Split], tuple[int, ...]]] = {
+    "a mask for each position of a sequence": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout1d(), nn.Linear(6, 3)), COLUMN_LOCAL_ROW, (5, 7, 4)),
+    "more channels than before the groups": (
+        lambda: nn.Sequential(nn.Conv1d(4, 8, 1), nn.Conv1d(8, 16, 1, groups=4), nn.Dropout1d(), nn.Conv1d(16, 3, 1)),
+        {"0": Split.column, "1": Split.local, "2": Split.local, "3": Split.row},
+        (5, 4, 2),
+    ),
+    "one channel a rank, flattened": (
+        lambda: nn.Sequential(nn.Conv1d(4, 2, 1), nn.Sequential(nn.Flatten(), nn.Dropout()), nn.Linear(6, 3)),
+        {"0": Split.column, "1.1": Split.local, "2": Split.row},
+        (5, 4, 3),
+    ),
+}
+
+
+def dropped(rank: int, size: int) -> dict[str, Any]:
+    """How far a divided chain is from the whole one, or why it is refused."""
+    mesh, found = World(Place(rank=rank, size=size)).mesh({"tp": size}), {}
+    for name, (build, splits, shape) in CHAINS.items():
+        whole, parts = pair(mesh, build, splits)
+        x = torch.randn(shape, dtype=torch.float64)
+        try:
+            found[name] = float((parts(x) - whole(x)).detach().abs().max())
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_mask_is_cut_along_the_channels_or_the_layout_is_refused() -> None:
+    for found in ranks(2, "tests.test_divided:dropped"):
+        sequence, groups, flattened = found.values()
+        assert sequence < 1e-12
+        assert groups < 1e-12
+        assert "splits 1.1 as local, but axis 1 of its input has 3 elements and not the 1 that are this rank's of the 2 channels" in flattened
+
+
+def strangers(rank: int, size: int) -> dict[str, Any]:
+    """What comes of ids outside a divided table, and of targets that are no class with whole and divided scores."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from dtf import classes
+
+    mesh = World(Place(rank=rank, size=size)).mesh({"tp": size})
+    _, table = pair(mesh, lambda: nn.Sequential(nn.Embedding(7, 2)), {"0": Split.row})
+    scores, targets = torch.tensor([[3.0, 1.0, 2.0, 2.0, torch.nan]]).repeat(8, 1), torch.tensor([0, 1, 2, 3, 4, classes.IGNORED, -1, 5])
+    return {
+        "rows": table(torch.tensor([0, -1, 6, 7, 3])).isnan().any(dim=1).tolist(),
+        "ranks": [classes.rank(given, targets).tolist() for given in (scores, distribute_tensor(scores, mesh, [Shard(1)]))],
+    }
+
+
+def test_what_is_in_no_table_and_no_class() -> None:
+    """An id beyond the table is NaN and not zero; a row without a class has the worst rank, whole and divided."""
+    for found in ranks(3, "tests.test_divided:strangers"):
+        assert found["rows"] == [False, True, False, True, False]
+        assert found["ranks"] == [[2, 5, 4, 4, 5, 5, 5, 5]] * 2
+
+
+def test_a_bad_id_is_not_blamed_on_the_layout() -> None:
+    table = nn.Embedding(3, 2)
+    with pytest.raises(IndexError), misfits_named(table):
+        table(torch.tensor([3]))
+
+
 def refused(rank: int, size: int, splits: dict[str, str]) -> str:
     from dtf.divided import divide
 
     with torch.device("meta"):
         model = Every()
+        model.features = nn.Embedding(5, 6)
     try:
         divide(model, {name: Split[split] for name, split in splits.items()}, World(Place(rank=rank, size=size)).mesh({"tp": size}))
     except ConfigError as error:
@@ -208,10 +305,15 @@ def refused(rank: int, size: int, splits: dict[str, str]) -> str:
         ({"norm": "row"}, "splits norm as row, which BatchNorm2d cannot be"),
         ({"grouped": "column"}, "splits grouped as column, which Conv2d cannot be"),
         ({"grouped": "local"}, "grouped has 6 groups of channels, which strategy.degree=4 does not divide"),
+        ({"out": "column"}, "out has 5 channels, of which strategy.degree=4 leaves a rank none"),
+        ({"features": "row"}, "features has 5 rows, of which strategy.degree=4 leaves a rank none"),
     ],
 )
 def test_what_cannot_be_divided_is_named(splits: dict[str, str], words: str) -> None:
-    assert words in ranks(4, "tests.test_divided:refused", splits=splits)[0]
+    """By all ranks alike, also those that would have something."""
+    first, *others = ranks(4, "tests.test_divided:refused", splits=splits)
+    assert words in first
+    assert others == [first] * 3
 
 
 class Plain(ResnetShapes):
