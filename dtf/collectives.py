@@ -6,6 +6,9 @@ all-reduce and (n - 1) / n for a reduce-scatter or an all-gather. Source: Shoeyb
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,6 +18,9 @@ from torch import Tensor
 from dtf.slices import bounds
 
 _ops = torch.ops._c10d_functional  # they return what they compute, which step.remat=selective can keep; those of torch.distributed write into a tensor
+
+PARTIAL: ContextVar[bool] = ContextVar("partial", default=False)
+"""Whether what is computed now is read by nobody but a collective: to keep what that gives is to keep both."""
 
 
 class _Fan(torch.autograd.Function):
@@ -56,6 +62,16 @@ class _SumScatter(torch.autograd.Function):
         part = torch.cat([front, front.new_zeros(chunk - front.shape[0], *front.shape[1:])]) if front.shape[0] < chunk else front.contiguous()
         whole = _ops.wait_tensor(_ops.all_gather_into_tensor(part, size, ctx.group.group_name))
         return whole[: ctx.width].movedim(0, ctx.axis).contiguous(), None, None
+
+
+@contextmanager
+def partial() -> Iterator[None]:
+    """Around what computes a summand of `total` or `scattered_total`."""
+    token = PARTIAL.set(True)
+    try:
+        yield
+    finally:
+        PARTIAL.reset(token)
 
 
 def fan(x: Tensor, group: dist.ProcessGroup) -> Tensor:

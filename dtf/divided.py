@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtf.collectives import fan, scattered_total, total
+from dtf.collectives import fan, partial, scattered_total, total
 from dtf.errors import ConfigError
 from dtf.layout import Split
 from dtf.microbatch import DROPOUTS
@@ -128,7 +128,8 @@ class _Row(_Divided):
         return None if name == "bias" else super().__getattr__(name)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+        with partial():
+            y = super().forward(x)
         y = total(y, self._group) if self._split is Split.row else scattered_total(y, self._axis, self._group)
         bias = _Divided.__getattr__(self, "bias")
         return y if bias is None else y + (bias.view(-1, *(1 for _ in y.shape[2:])) if self._axis == 1 else bias).to(y.dtype)

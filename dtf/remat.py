@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from dtf.build import layout_of, sketch
+from dtf.collectives import PARTIAL
 from dtf.errors import ConfigError
 from dtf.microbatch import Masks
 from dtf.options import Remat
@@ -126,7 +127,7 @@ class _Keep(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         value = func(*args, **(kwargs or {}))
         if _is_dear(func):
-            alias = tree_map(_alias, value)
+            alias = tree_map(_stand_in if PARTIAL.get() else _alias, value)
             self._results.append(_Result(func, alias, _versions(alias)))
         return value
 
@@ -165,6 +166,11 @@ def _alias(value: Any) -> Any:
         return value
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return value.detach()
+
+
+def _stand_in(value: Any) -> Any:
+    """Of its shape without its memory. NaN, should anyone read it."""
+    return value.new_full((), torch.nan).expand(value.shape) if isinstance(value, Tensor) else value
 
 
 def _versions(values: Any) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from dtf.errors import ConfigError
 from dtf.launcher import Place
 from dtf.layout import Split
+from dtf.memory import Footprint
 from dtf.misfits import misfits_named
 from dtf.optimizers.adamw import AdamW
 from dtf.options import Remat, StepOptions
@@ -256,6 +257,33 @@ def test_a_mask_is_cut_along_the_channels_or_the_layout_is_refused() -> None:
         assert sequence < 1e-12
         assert groups < 1e-12
         assert "splits 1.1 as local, but axis 1 of its input has 3 elements and not the 1 that are this rank's of the 2 channels" in flattened
+
+
+def forgetful(rank: int, size: int) -> dict[str, Any]:
+    """By kind of rematerialisation: gradients, and bytes that a block with both kinds of sums keeps for a row."""
+    from dtf.microbatch import Masks
+    from dtf.remat import rematerialise
+    from dtf.slices import local
+
+    def build() -> nn.Module:
+        scattered = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8), nn.LayerNorm(8), nn.Tanh()]
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*scattered), nn.Linear(8, 3))
+
+    mesh, found = World(Place(rank=rank, size=size)).mesh({"tp": size}), {}
+    for kind in Remat:
+        _, parts = pair(mesh, build, {"1.0": Split.column, "1.2": Split.row_scatter, "1.4": Split.row})
+        rematerialise(parts, ["1"], kind, Masks(parts, 0, torch.device("cpu")))
+        with Footprint() as footprint:
+            parts(torch.arange(400.0, dtype=torch.float64).view(100, 4).cos()).square().sum().backward()
+        found[kind.value] = [[local(p.grad).tolist() for p in parts.parameters() if p.grad is not None], footprint.kept / 100 / 8]
+    return found
+
+
+def test_selective_keeps_sums_and_not_what_they_are_of() -> None:
+    for found in ranks(2, "tests.test_divided:forgetful"):
+        plain, blocks, selective = (found[kind.value] for kind in Remat)
+        assert plain[0] == blocks[0] == selective[0]
+        assert selective[1] - blocks[1] == pytest.approx(3 + 5 + 8, abs=0.1)  # the column's slice, the slice of the sum, the sum
 
 
 def strangers(rank: int, size: int) -> dict[str, Any]:
