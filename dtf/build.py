@@ -27,23 +27,49 @@ def draw_model(recipe: Recipe, seed: int) -> nn.Module:
 
 
 def sketch(recipe: Recipe) -> nn.Module:
-    """The recipe's model without memory (on meta)."""
+    """The recipe's model without memory (on meta). ConfigError for parameters that would not stay what they are."""
     with torch.device("meta"):
-        return recipe.build_model()
+        model = recipe.build_model()
+    who, first = f"{type(recipe).__name__}.build_model()", {}  # format -> the first parameter that has it
+    for name, parameter in model.named_parameters():
+        kind = str(parameter.dtype).removeprefix("torch.")
+        if not parameter.dtype.is_floating_point:
+            raise ConfigError(f"{who} makes the parameter {name} {kind}; parameters are real numbers: make it a buffer, or its real and imaginary parts two")
+        first.setdefault(kind, name)
+    if len(first) > 1:
+        listed = ", ".join(f"{name} is {kind}" for kind, name in first.items())
+        raise ConfigError(
+            f"{who} makes parameters of several formats ({listed}), but all become precision.param; leave the format out, "
+            "and let the forward pass cast to that of a weight where it must"
+        )
+    return model
 
 
 def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
-    """The recipe's layout of its model. ConfigError when it names what is not there, or is no layout."""
-    layout, who = recipe.layout(model), f"{type(recipe).__name__}.layout()"
+    """The recipe's layout of its model. ConfigError when it names what is not there or a module twice, or is no layout."""
+    who = f"{type(recipe).__name__}.layout()"
+    try:
+        layout = recipe.layout(model)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{who} raised {type(error).__name__}: {error}") from error
     if not isinstance(layout, Layout):
         raise ConfigError(f"{who} returned {type(layout).__name__}; it must return a dtf.layout.Layout")
-    names = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in model.named_modules() if name]
     for block in layout.blocks:
         if isinstance(block, str) or not block:
             raise ConfigError(f"{who} has the block {block!r}; a block is a tuple of names, such as ('fc',)")
-    for name in (*(name for block in layout.blocks for name in block), *layout.splits):
+    blocks = [name for block in layout.blocks for name in block]
+    for name in (*blocks, *layout.splits):
         if name not in names:
             raise ConfigError(f"{who} names {name!r}, which is no module of its model; {suggest(name, names)}")
+    for i, name in enumerate(blocks):
+        if name in blocks[:i]:
+            raise ConfigError(f"{who} names {name} twice; a module lies in one block")
+        around = [other for other in blocks if name.startswith(f"{other}.")]
+        if around:
+            raise ConfigError(f"{who} names {name} and {around[0]}, which contains it; name one of them")
     for name, split in layout.splits.items():
         if not isinstance(split, Split):
             raise ConfigError(f"{who} splits {name} as {split!r}; use one of Split.{', Split.'.join(each.name for each in Split)}")

@@ -12,13 +12,12 @@ from torch.fx import Graph, GraphModule, Node, Tracer
 from torch.fx.graph import inplace_methods
 
 from dtf.errors import ConfigError
-from dtf.registry import suggest
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 class Chain:
-    """`blocks`: names of modules in the order in which data flows, as in `Layout.blocks`. What lies between two blocks goes with the first of them.
+    """`blocks`: names of modules as `build.layout_of` gives them, in the order in which data flows. What lies between two goes with the first.
 
     `fine`: cut inside blocks too, before each layer with parameters but a normalisation; then the code of the blocks is traced as well.
     Raises ConfigError where cutting could change what the model computes.
@@ -30,7 +29,9 @@ class Chain:
     def __init__(self, model: nn.Module, blocks: Sequence[Sequence[str]], fine: bool = False) -> None:
         self._model = model
         self._modules = dict(model.named_modules())
-        self._block_of = _numbered(model, self._modules, blocks)
+        if not blocks:
+            raise _refusal(model, "the recipe's layout names no blocks; name its modules in the order in which data flows, in Recipe.layout")
+        self._block_of = {name: index for index, block in enumerate(blocks) for name in block}
         opened = self._opened(fine)
         for name in sorted({"", *opened}):
             if type(self._modules[name]).train is not nn.Module.train:
@@ -177,6 +178,7 @@ def _trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
     """The nodes of the model's forward, the same in training and evaluation; the model is left as it was."""
     training = {module: module.training for module in model.modules()}
     known = set(vars(model))
+    buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
     graphs = []
     for mode in (True, False):
         for module in training:
@@ -190,6 +192,9 @@ def _trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
                 module.training = before
             for name in set(vars(model)) - known:  # constants that the tracer met
                 delattr(model, name)
+    for name, (buffer, version) in buffers.items():
+        if model.get_buffer(name) is not buffer or buffer._version != version:
+            raise _refusal(model, f"the forward pass changes the buffer {name}, which only one process can keep right, {where}")
     if str(graphs[0]) != str(graphs[1]):
         raise _refusal(model, f"its forward asks for self.training {where}, e.g. nn.Dropout")
     return list(graphs[0].nodes)
@@ -199,25 +204,6 @@ def _is_input(node: Node) -> bool:
     """Whether it is the model's input or, of a dict, a part of it: that belongs to the first block, so that only tensors cross cuts."""
     origin = node.args[0] if node.target is operator.getitem else node
     return isinstance(origin, Node) and origin.op == "placeholder"
-
-
-def _numbered(model: nn.Module, modules: dict[str, nn.Module], blocks: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Name of each module that the layout names -> its block."""
-    found: dict[str, int] = {}
-    if not blocks or not all(blocks):
-        raise _refusal(model, "the recipe's layout names no blocks; name its modules in the order in which data flows, in Recipe.layout")
-    for index, block in enumerate(blocks):
-        for name in block:
-            if not name or name not in modules:
-                raise _refusal(model, f"the layout names {name!r}, which is no module of it; {suggest(name, [key for key in modules if key])}")
-            if name in found:
-                raise _refusal(model, f"the layout names {name} twice")
-            found[name] = index
-    for name in found:
-        around = [other for other in found if name.startswith(f"{other}.")]
-        if around:
-            raise _refusal(model, f"the layout names {name} and {around[0]}, which contains it; name one of them")
-    return found
 
 
 def _refusal(model: nn.Module, why: str) -> ConfigError:

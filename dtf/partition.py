@@ -15,6 +15,14 @@ InFlight = Callable[[int], int] | Sequence[int]
 """Stage -> micro-batches whose forward pass is done and whose backward pass is not, at most."""
 
 
+class TooLarge(ConfigError):
+    """No cut fits into the memory of a stage; the best one needs `least_bytes`."""
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
 @dataclass(frozen=True)
 class Cost:
     """Of one block, and one full micro-batch."""
@@ -52,9 +60,10 @@ def partition(costs: Sequence[Cost], stages: int, in_flight: InFlight, memory_by
     least, _ = _best(count, stages, work, max)
     if least == math.inf:
         smallest, _ = _best(count, stages, need, max)
-        raise ConfigError(
+        raise TooLarge(
             f"no cut of {count} blocks into {stages} stages fits into {human(memory_bytes)} per stage; the least that one needs is {human(smallest)}: "
-            "allow that, or use more stages, smaller micro-batches or fewer of them in flight"
+            "allow that, or use more stages, smaller micro-batches or fewer of them in flight",
+            int(smallest),
         )
 
     def crossing(stage: int, first: int, last: int) -> float:

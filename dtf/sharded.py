@@ -15,15 +15,18 @@ from dtf.update import Piece
 
 
 def cast_sketch(model: nn.Module, precision: Precision, computing: bool) -> None:
-    """Give a model without numbers the formats in which its tensors compute, or those in which its parameters are kept."""
+    """Give a model without numbers the formats in which its tensors compute; or those in which its parameters are kept, but for scalars.
+
+    Who gathers slices casts them; scalars have no slices.
+    """
     found = formats(model, precision)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in found:
-            tensor.data = tensor.data.to(found[name][computing])
+            tensor.data = tensor.data.to(found[name][computing or not tensor.dim()])
 
 
 def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, Tensor]:
-    """Memory for a model on meta that has the formats in which it computes; returns that of the master copies, by name, where formats differ."""
+    """Memory for a model on meta; returns that of the master copies, by name, where parameters have another format than the one they are kept in."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
@@ -32,9 +35,8 @@ def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dic
     for (first, name), *others in owners.values():  # it breaks ties
         for module, key in others:
             module._parameters[key] = first._parameters[name]
-    parameters = dict(model.named_parameters())
-    differ = {name: kept for name, (kept, computing) in formats(model, precision).items() if kept is not computing}
-    return {name: torch.empty_like(local(parameters[name].detach()), dtype=kept) for name, kept in differ.items()}
+    found, parameters = formats(model, precision), dict(model.named_parameters())
+    return {name: torch.empty_like(local(p.detach()), dtype=found[name][0]) for name, p in parameters.items() if p.dtype is not found[name][0]}
 
 
 def pieces(model: nn.Module, masters: Mapping[str, Tensor] | None = None, first: bool = True) -> dict[str, Piece]:

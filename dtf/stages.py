@@ -96,29 +96,47 @@ def _look(model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: Wish, tas
         if partition.imbalance(each, bounds) <= EVEN:
             break
     if not found and refused is not None:
-        more = f"; a rank has {wish.virtual} such stages" if wish.virtual > 1 else ""
-        raise ConfigError(f"strategy=pipeline: {refused}{more}")
+        raise ConfigError(f"strategy=pipeline: {refused}")
     if wish.micro_batches == 1:
         found["table"] += "\none micro-batch in flight: plain model parallelism, one rank works while the others wait"
     return found
 
 
 def _bounds(blocks: tuple[tuple[str, ...], ...], each: list[partition.Cost], stages: int, wish: Wish) -> list[int]:
+    if len(each) < wish.ranks:
+        raise ConfigError(f"{len(each)} blocks do not make stages for {wish.ranks} ranks; use a smaller strategy.degree, or a smaller launcher.processes")
+    if len(each) < stages:
+        most = len(each) // wish.ranks
+        raise ConfigError(f"strategy.virtual={wish.virtual}: {len(each)} blocks do not make {stages} stages; use {f'1 to {most}' if most > 1 else 1}")
     most = -(-wish.memory_bytes // wish.virtual)
     if not wish.begins:
-        return partition.partition(each, stages, wish.in_flight, most)
+        try:
+            return partition.partition(each, stages, wish.in_flight, most)
+        except partition.TooLarge as error:
+            key, more = "strategy.memory_gb", f"; a rank has {wish.virtual} such stages" if wish.virtual > 1 else ""
+            needed = _gib(error.least_bytes * wish.virtual)
+            raise ConfigError(f"{key}={wish.memory_bytes / 2**30:.4g}: {error}{more}; the least is {key}={needed}") from error
     bounds = _named(blocks, wish.begins)
     needs = [partition.memory(each, bounds[s], bounds[s + 1], wish.in_flight[s]) for s in range(stages)]
     if most and max(needs) > most:
-        least = partition.human(max(needs) * wish.virtual)
-        raise ConfigError(f"strategy.cuts={wish.begins} makes a rank need {least}, more than strategy.memory_gb allows; cut elsewhere, or allow that")
+        given, needed = f"strategy.memory_gb={wish.memory_bytes / 2**30:.4g}", _gib(max(needs) * wish.virtual)
+        raise ConfigError(f"strategy.cuts={wish.begins} makes a rank need more than {given}; cut elsewhere, or use strategy.memory_gb={needed}")
     return bounds
+
+
+def _gib(count: int) -> str:
+    """So many bytes in GiB, rounded up to three digits or so."""
+    return f"{1.005 * count / 2**30:.3g}"
 
 
 def _named(blocks: tuple[tuple[str, ...], ...], begins: list[str]) -> list[int]:
     """Bounds of the stages that begin with the named blocks."""
-    first = [next((i for i, block in enumerate(blocks) if name in block), 0) for name in begins]
-    if first != sorted({*first} - {0}):
-        names = ", ".join(block[0] for block in blocks[1:])
-        raise ConfigError(f"strategy.cuts={begins} must name blocks after the first, in the order in which data flows; they are {names}")
+    of = {name: index for index, block in enumerate(blocks) for name in block}
+    first: list[int] = []
+    for name in begins:
+        if of.get(name, 0) <= (first[-1] if first else 0):
+            why = "which is no block after the first" if not of.get(name) else f"which does not come after {begins[len(first) - 1]}"
+            names = ", ".join(block[0] for block in blocks[1:])
+            raise ConfigError(f"strategy.cuts={begins} names {name}, {why}; blocks are, in the order in which data flows, {names}")
+        first.append(of[name])
     return [0, *first, len(blocks)]

@@ -252,9 +252,6 @@ def without_gradient(model: Any, x: Tensor) -> Tensor:
 AB = [["a"], ["b"]]
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[str]], str]] = {
     "no blocks": (lambda: Made(straight), [], "Made cannot be cut into stages: the recipe's layout names no blocks"),
-    "unknown": (lambda: Made(straight), [["a"], ["c"]], "the layout names 'c', which is no module of it; choices: a, b"),
-    "twice": (lambda: Made(straight), [["a"], ["a", "b"]], "the layout names a twice"),
-    "nested": (Mlp, [["body"], ["body.1"], ["head"]], "the layout names body.1 and body, which contains it"),
     "order": (lambda: Made(straight), [["b"], ["a"]], "its forward comes to b after a"),
     "back again": (lambda: Made(lambda m, x: m.a(m.b(m.a(x)))), AB, "its forward comes to a after b"),
     "never": (lambda: Made(lambda m, x: m.a(x)), AB, "its forward does not come to b"),

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ class Output(Enum):
 
 EXACT = "fp64"
 JUDGED = (EXACT, "fp32")
+REFERENCE = "ddp"
+"""In one process; with nothing to divide, the model is the same under every strategy."""
 AMPLIFIED = 0.1
 """Relative difference of all parameters that rounding may grow to within a few steps."""
 
@@ -67,7 +70,7 @@ class Verify(Job):
                         micro = -(-self.batch_size // (processes * count))
                         key = (precision, micro)
                         if key not in references:
-                            references[key] = self._train(composed, runs, "reference", "ddp", 1, precision, micro)
+                            references[key] = self._train(composed, runs, "reference", REFERENCE, 1, precision, micro)
                         for strategy in strategies:
                             rows.append(self._row(composed, runs, references[key], strategy, processes, precision, micro))
                             _explain(rows)
@@ -98,12 +101,14 @@ class Verify(Job):
         known = composed.composer.options("strategy")
         strategies = list(dict.fromkeys(self.strategies)) or known
         for text in strategies:
-            name, *options = shlex.split(text) or [""]
+            try:
+                name, *options = shlex.split(text) or [""]
+            except ValueError as error:
+                raise ConfigError(f"job.strategies has '{text}', which cannot be read: {error}") from error
             if name not in known:
                 raise ConfigError(f"job.strategies names {name!r}; {suggest(name, known)}")
-            if not all("=" in option for option in options):
-                raise ConfigError(f"job.strategies has '{text}'; after the strategy's name come options as key=value, parted by blanks")
-            composed.recompose(["job=train", f"strategy={name}", *(f"strategy.{option}" for option in options)])  # a slip there is told before anything runs
+            if options:
+                _check_options(composed, text, name, options)
         for name in self.precisions:
             if name not in JUDGED:
                 raise ConfigError(f"job.precisions names {name}; there is a bound for {' and '.join(JUDGED)} only")
@@ -115,12 +120,40 @@ class Verify(Job):
                 f"job.batch_size={self.batch_size} is less than {max(self.processes)} processes x {max(self.micro_batches)} micro-batches; "
                 f"use at least {max(self.processes) * max(self.micro_batches)}"
             )
+        self._check_any(composed, strategies)
         return strategies
+
+    def _check_any(self, composed: Composed, strategies: list[str]) -> None:
+        """Raise ConfigError when no strategy runs on any number of processes, as far as can be told without training."""
+
+        def check(strategy: str, processes: int) -> None:
+            self._composed(composed, Path("unused"), strategy, processes, self.precisions[0], 0).check()
+
+        check(REFERENCE, 1)
+        refusals = []
+        for strategy, processes in product(strategies, self.processes):
+            try:
+                return check(strategy, processes)
+            except ConfigError as refusal:
+                refusals.append(_told(refusal))
+        raise ConfigError(f"nothing to compare: none of job.strategies={strategies} runs on job.processes={self.processes}: {refusals[0]}")
 
     def _train(self, composed: Composed, runs: Path, name: str, strategy: str, processes: int, precision: str, micro: int) -> Evidence:
         from dtf.evidence import Evidence
 
         folder = runs / f"{name}-{precision}-{micro}"
+        again = self._composed(composed, folder, strategy, processes, precision, micro)
+        code = again.job.run(again)
+        if code == Exit.CONFIG:
+            raise ConfigError(f"strategy={strategy} on {processes} processes refuses this recipe; its own error line says why")
+        if code == Exit.PREEMPTED:
+            raise Preempted("asked to stop while comparing; nothing is said of the runs that are left")
+        if code:
+            raise RunFailed(f"strategy={strategy} on {processes} processes with precision={precision} ended with exit code {code}")
+        return Evidence.read(folder)
+
+    def _composed(self, composed: Composed, folder: Path, strategy: str, processes: int, precision: str, micro: int) -> Composed:
+        """The config of one run."""
         chosen, *options = shlex.split(strategy)
         overrides = {
             "job": "train",
@@ -143,15 +176,7 @@ class Verify(Job):
             "observer": "[jsonl]",
             "run.dir": f"'{folder}'",
         }
-        again = composed.recompose([f"{key}={value}" for key, value in overrides.items()])
-        code = again.job.run(again)
-        if code == Exit.CONFIG:
-            raise ConfigError(f"strategy={strategy} on {processes} processes refuses this recipe; its own error line says why")
-        if code == Exit.PREEMPTED:
-            raise Preempted("asked to stop while comparing; nothing is said of the runs that are left")
-        if code:
-            raise RunFailed(f"strategy={strategy} on {processes} processes with precision={precision} ended with exit code {code}")
-        return Evidence.read(folder)
+        return composed.recompose([f"{key}={value}" for key, value in overrides.items()])
 
     def _row(self, composed: Composed, runs: Path, reference: Evidence, strategy: str, processes: int, precision: str, micro: int) -> dict[str, Any]:
         from dtf.evidence import compare
@@ -163,7 +188,31 @@ class Verify(Job):
         except RunFailed as failure:
             return row | {"ok": False, "first": str(failure)}
         except ConfigError as refusal:
-            return row | {"ok": True, "worst": f"refused: {refusal}", "refused": str(refusal)}  # not every strategy runs every recipe on any number
+            return row | {"ok": True, "worst": f"refused: {_told(refusal)}", "refused": _told(refusal)}  # not every strategy runs every recipe on any number
+
+
+def _check_options(composed: Composed, text: str, name: str, options: list[str]) -> None:
+    """A slip in an entry of job.strategies is told before anything runs."""
+    has = f"job.strategies has '{text}'"
+    keys = [option.partition("=")[0] for option in options]
+    if not all("=" in option for option in options):
+        raise ConfigError(f"{has}; after the strategy's name come options as key=value, parted by blanks")
+    known = composed.recompose(["job=train", f"strategy={name}"]).config["strategy"].keys() - {"name"}
+    for i, key in enumerate(keys):
+        if key in keys[:i]:
+            raise ConfigError(f"{has}, which gives {key} twice; give it once")
+        if key.partition(".")[0] not in known:
+            more = "; numbers of processes are in job.processes" if key == "launcher.processes" else ""
+            raise ConfigError(f"{has}, but {key} is no option of {name}; {suggest(key, known)}{more}")
+    try:
+        composed.recompose(["job=train", f"strategy={name}", *(f"strategy.{option}" for option in options)])
+    except ConfigError as error:
+        raise ConfigError(f"{has}: {str(error).removesuffix('; set on the command line')}") from error
+
+
+def _told(refusal: ConfigError) -> str:
+    """A refusal with the key that this job has in the place of the one it gave."""
+    return str(refusal).replace("launcher.processes", "job.processes")
 
 
 class RunFailed(DtfError):

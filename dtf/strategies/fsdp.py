@@ -63,6 +63,7 @@ class Fsdp(Strategy):
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
+        import torch
         import torch.distributed as dist
         from torch.distributed.fsdp import FSDPModule
 
@@ -74,30 +75,43 @@ class Fsdp(Strategy):
         if world.size == 1:
             return alone(task, world)
 
-        from dtf.sharded import cast_sketch, draw, pieces
+        from dtf.sharded import cast_sketch, draw, lay_out, pieces
 
         mesh = world.mesh({"replicate": self.replicate, "shard": world.size // self.replicate})
         model = sketch(task.recipe)
         cast_sketch(model, task.precision, computing=False)
+        scalars = [name for name, p in model.named_parameters() if not p.dim()]  # torch divides axes: these stay whole
+        if scalars and self.offload:
+            raise ConfigError(f"strategy.offload=true: the parameter {scalars[0]} has no axis to divide; give it the shape (1,), or use offload=false")
         units = self._units(model, layout_of(task.recipe, model))
         exchange = self._exchange([byte_count(p for module in unit for p in module.parameters()) for unit in units], workload(task, world.size)[0])
         sharded = self._shard(model, units, mesh, task)
-        model.to_empty(device="cpu" if self.offload else world.device)
+        masters = lay_out(model, task.precision, torch.device("cpu") if self.offload else world.device)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(world.device)
         for module in model.modules():
             if isinstance(module, FSDPModule):  # it lays out its memory at first use: here, before anything refers to it
                 module.unshard()
                 module.reshard()
-        draw(model, task.recipe, task.seed)
+        draw(model, task.recipe, task.seed, masters)
         group = mesh["shard"].get_group()
 
         def combine(sums: torch.Tensor) -> torch.Tensor:
             dist.all_reduce(sums, group=group)
             return sums
 
+        found = pieces(model, masters, first=mesh["shard"].get_local_rank() == 0)
+        at = [i for i, piece in enumerate(piece for piece in found.values() if piece.parameter.requires_grad) if not piece.shape]
+
+        def average(gradients: list[torch.Tensor]) -> None:
+            """Of scalars, as FSDP does with slices."""
+            flat = torch.stack([gradients[i] for i in at])
+            world.average(flat)
+            torch._foreach_copy_([gradients[i] for i in at], list(flat))
+
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
-        update = LocalUpdate(pieces(model), *options, writes=mesh["replicate"].get_local_rank() == 0, combine=combine)
+        writes = mesh["replicate"].get_local_rank() == 0
+        update = LocalUpdate(found, *options, writes=writes, combine=combine, reduce=average if at else None)
         return Spmd(Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync), update, task, world, exchange=exchange)
 
     def _exchange(self, sizes: list[int], micro_batches: int) -> int:
@@ -122,6 +136,7 @@ class Fsdp(Strategy):
 
         from dtf.build import DTYPES, is_statistics
 
+        scalars = {p for p in model.parameters() if not p.dim()}
         offload = CPUOffloadPolicy() if self.offload else OffloadPolicy()
         plain = MixedPrecisionPolicy(cast_forward_inputs=False)
         policy = plain
@@ -129,7 +144,8 @@ class Fsdp(Strategy):
             policy = MixedPrecisionPolicy(DTYPES[task.precision.compute], DTYPES[task.precision.param], cast_forward_inputs=False)
 
         def wrap(modules: list[nn.Module], policy: MixedPrecisionPolicy) -> None:
-            fully_shard(modules, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy, offload_policy=offload)
+            again = self.reshard_after_forward
+            fully_shard(modules, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload, ignored_params=scalars)
 
         if len({p.dtype for p in model.parameters()}) > 1 or policy is not plain:
             for module in model.modules():  # their parameters stay in fp32, and a unit has one format

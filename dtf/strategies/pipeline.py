@@ -60,7 +60,10 @@ class Pipeline(Strategy):
             raise ConfigError(f"strategy.memory_gb={self.memory_gb:g} bounds the cut of a model, which one process does not cut; use 0, or more processes")
         stages = ranks * self.virtual
         if self.cuts and len(self.cuts) != stages - 1:
-            raise ConfigError(f"strategy.cuts names {len(self.cuts)} blocks, but {stages} stages have {stages - 1} cuts between them")
+            raise ConfigError(f"strategy.cuts={self.cuts} makes {len(self.cuts) + 1} stages, this run has {stages}; name {stages - 1}, or none")
+        again = [name for i, name in enumerate(self.cuts) if name in self.cuts[:i]]
+        if again:
+            raise ConfigError(f"strategy.cuts={self.cuts} names {again[0]} twice; each stage begins with another block")
 
     def communication(self, devices: str) -> str | None:
         return "nccl" if devices == "cuda" else "gloo"
