@@ -17,6 +17,7 @@ TENSOR = {
     "prelu": {"b": Split.column, "c": Split.row},
     "undropped": {"b": Split.column, "c": Split.row},
     "rowless": {"b": Split.column},
+    "counting": {"b": Split.column, "c": Split.row},
     "tied": {"b": Split.column, "c": Split.row},
     "frozen": {"b": Split.column, "c": Split.row, "d": Split.classes},
 }
@@ -37,6 +38,10 @@ class Odd(Toy):
         super().initialise(name, module)
         if name == "" and self.kind == "root":
             torch.nn.init.normal_(module.shift)  # type: ignore[arg-type]
+        if name == "" and self.kind == "counting":
+            torch.nn.init.zeros_(module.count)  # type: ignore[arg-type]
+        if isinstance(getattr(module, "gain", None), torch.nn.Parameter):
+            torch.nn.init.uniform_(module.gain, 0.5, 1.5)  # type: ignore[arg-type]
 
     def layout(self, model: nn.Module) -> Layout:
         blocks = () if self.kind == "unknown" else CUTS.get(self.kind, ALL)

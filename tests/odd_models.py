@@ -108,9 +108,34 @@ class Scalar(Chain):
         return self.d(torch.relu(self.c(torch.relu(self.b(y))))) * (1 + 0.0 * mean)
 
 
+class Gain(Chain):
+    """A parameter without axes inside a block, and one on the model itself that the last layer has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(()))
+        self.b.gain = nn.Parameter(torch.empty(()))  # type: ignore[assignment]
+        self.d.gain = self.gain  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.d(torch.relu(self.c(torch.relu(self.b(torch.relu(self.a(x))) * self.b.gain)))) * self.gain * self.d.gain  # type: ignore[operator]
+
+
+class Counting(Chain):
+    """Counts its forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Any:
+        self.count += 1
+        return super().forward(x)
+
+
 def build(kind: str) -> nn.Module:
     kinds = {"root": Root, "stubborn": Stubborn, "prelu": Prelu, "undropped": Undropped, "early": Early, "wide": Wide, "alias": Alias, "scalar": Scalar}
-    model = kinds.get(kind, Chain)()
+    model = (kinds | {"gain": Gain, "counting": Counting}).get(kind, Chain)()
     if kind in ("tied", "tied_blocks"):
         model.c.weight = model.b.weight
     if kind == "frozen":

@@ -115,7 +115,9 @@ def test_one_micro_batch_is_called_what_it_is(run_dtf: Any) -> None:
 def test_a_bound_on_memory_is_kept_or_refused(run_dtf: Any) -> None:
     small = ["strategy=pipeline", "recipe.data.pixels=16", "recipe.data.train_rows=64", "recipe.data.eval_rows=16", "train.steps=1"]
     done = run_dtf(*small, "strategy.memory_gb=0.0001")
-    assert done.code == 2 and "fits into" in done.err and "the least that one needs is" in done.err
+    assert done.code == 2 and "strategy.memory_gb=0.0001: no cut" in done.err and "fits into" in done.err and "the least that one needs is" in done.err
+    least = done.err.rpartition("the least is ")[2].strip()
+    assert run_dtf(*small, least).code == 0
 
 
 class Plain(Toy):
@@ -166,7 +168,8 @@ def task(recipe: Recipe) -> Task:
         (Pipeline(degree=3), Toy(), 8, "strategy.degree=3 does not divide launcher.processes=8; use 1 or 2 or 4 or 8"),
         (Pipeline(), Plain(), 2, "strategy=pipeline: Plain has no layout() that says which blocks its model has"),
         (Pipeline(memory_gb=1.0), Toy(), 1, "strategy.memory_gb=1 bounds the cut of a model, which one process does not cut; use 0, or more processes"),
-        (Pipeline(cuts=["4"]), Toy(), 3, "strategy.cuts names 1 blocks, but 3 stages have 2 cuts between them"),
+        (Pipeline(cuts=["4"]), Toy(), 3, "strategy.cuts=['4'] makes 2 stages, this run has 3; name 2, or none"),
+        (Pipeline(cuts=["4", "4"]), Toy(), 3, "strategy.cuts=['4', '4'] names 4 twice; each stage begins with another block"),
     ],
 )
 def test_what_cannot_run_is_refused_before_launch(strategy: Pipeline, recipe: Recipe, processes: int, words: str) -> None:
@@ -179,8 +182,9 @@ def test_what_cannot_run_is_refused_before_launch(strategy: Pipeline, recipe: Re
     ("recipe", "options", "words"),
     [
         ("Blockless", {}, "the recipe's layout names no blocks"),
-        ("Toy", {"cuts": ["nowhere"]}, "strategy.cuts=['nowhere'] must name blocks after the first, in the order in which data flows; they are 4, 7, 9"),
-        ("Toy", {"virtual": 3}, "4 blocks do not make 6 stages; use 1 to 4"),
+        ("Toy", {"cuts": ["nowhere"]}, "strategy.cuts=['nowhere'] names nowhere, which is no block after the first; blocks are, in the order in which "),
+        ("Toy", {"cuts": ["7", "4", "9"], "virtual": 2}, "strategy.cuts=['7', '4', '9'] names 4, which does not come after 7; blocks are"),
+        ("Toy", {"virtual": 3}, "strategy.virtual=3: 4 blocks do not make 6 stages; use 1 to 2"),
         ("Careless", {}, "strategy=pipeline: the model draws random numbers in its forward pass"),
     ],
 )

@@ -68,3 +68,23 @@ def test_a_planted_fault_is_found_and_named(verify: Any, fault: str, named: str)
     code, report, _ = verify("plugins=[tests.faults]", f"job.strategies=[{fault}]", "job.processes=[2]")
     assert code == 1 and not report["ok"]
     assert re.search(named, report["runs"][0]["first"]), report["runs"][0]["first"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("nope", "job.strategies names 'nope'; choices: "),
+        ("tensor 2", "job.strategies has 'tensor 2'; after the strategy's name come options as key=value"),
+        ("tensor degree=2 degree=1", "job.strategies has 'tensor degree=2 degree=1', which gives degree twice"),
+        ("tensor degre=2", "job.strategies has 'tensor degre=2', but degre is no option of tensor; did you mean degree?"),
+        ("fsdp replicate=x", "job.strategies has 'fsdp replicate=x': strategy.replicate=x is not of type int"),
+        ("tensor launcher.processes=3", "launcher.processes is no option of tensor; choices: degree; numbers of processes are in job.processes"),
+        (
+            "tensor degree=3",
+            "nothing to compare: none of job.strategies=['tensor degree=3'] runs on job.processes=[2, 4]: strategy.degree=3 does not divide job.",
+        ),
+    ],
+)
+def test_an_entry_that_cannot_run_is_named_before_anything_runs(run_dtf: Any, entry: str, words: str) -> None:
+    done = run_dtf("job=verify", *SMALL, "job.processes=[2,4]", f"job.strategies=['{entry}']")
+    assert done.code == 2 and words in done.err and not done.folder.exists()
