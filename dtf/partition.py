@@ -78,24 +78,16 @@ def imbalance(costs: Sequence[Cost], bounds: Sequence[int]) -> float:
     return max(works) * len(works) / sum(works) - 1 if any(works) else 0.0
 
 
-def bubble(stages: int, micro_batches: int, virtual: int = 1) -> float:
-    """Share of the time in which a rank of a pipeline idles, for stages of equal work and messages that cost nothing.
-
-    `stages` ranks have `virtual` stages each. Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, there relative to the time of work.
-    """
-    return (stages - 1) / (virtual * micro_batches + stages - 1)
-
-
 def table(
     costs: Sequence[Cost],
     bounds: Sequence[int],
     ranks_of_stage: Sequence[int],
     in_flight: InFlight,
     micro_batches: int,
-    virtual: int,
+    bubble: float,
     unit: Literal["time", "FLOPs"],
 ) -> str:
-    """The stages, and what the cut promises, for people: several lines."""
+    """The stages, and what the cut promises, for people: several lines. `bubble`: see schedules."""
     total = sum(cost.work for cost in costs) or 1.0
     stages = len(bounds) - 1
     rows = [("stage", "rank", "blocks", unit, "memory")]
@@ -111,8 +103,7 @@ def table(
     return "\n".join(
         [
             *lines,
-            f"imbalance {imbalance(costs, bounds):.1%} (largest stage over the mean), "
-            f"predicted bubble {bubble(len(set(ranks_of_stage)), micro_batches, virtual):.1%} "
+            f"imbalance {imbalance(costs, bounds):.1%} (largest stage over the mean), predicted bubble {bubble:.1%} "
             f"with {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}",
             f"largest block {largest.name} with {largest.work / total:.1%}: no cut into {stages} stages has an imbalance below {bound:.1%}",
         ]

@@ -21,7 +21,7 @@ from dtf.microbatch import Masks, RunningStatistics
 from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, rows_of, to_device
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
-from dtf.schedules import Action, Schedule, order
+from dtf.schedules import Action, Schedule, answers, order
 from dtf.seat import Seat
 from dtf.slices import local
 from dtf.spmd import buffers, load_buffers, own_averages, workload
@@ -96,7 +96,9 @@ class Pipelined(Program):
         self.shard = seat.share if seat.feed.reads else None
         self.shares, self.micro_batch_rows, self._table = seat.share.count, micro_batch_rows, table
         self._passes = Passes(task, world.device)
-        self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, line.place, len(line.ranks), line.stages // len(line.ranks), count))
+        shape = len(line.ranks), line.stages // len(line.ranks)
+        self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, line.place, *shape, count))
+        self._answers = cache(lambda count: answers(order(schedule, (line.place - 1) % shape[0], *shape, count)))  # of the rank before
         self._settled = True
         self._trials: list[tuple[int, Footprint]] = []
         dtype = loss_dtype(task)
@@ -182,7 +184,7 @@ class Pipelined(Program):
     def _run(self, parts: list[Batch], factor: Tensor, enter: Callable[[Stage, int], None], train: bool) -> Tensor:
         """Micro-batches through this rank's stages; returns the metric sums (M,) of those whose losses are computed here. Collective over the line."""
         actions = [action for action in self._order(len(parts)) if train or action.forward]
-        mail = _Mail(self._line, actions, parts, train)
+        mail = _Mail(self._line, actions, parts, self._answers(len(parts)) if train else None)
         held: dict[tuple[int, int], _Held] = {}
         sums = self._nothing
         for number, (forward, s, j) in enumerate(actions):
@@ -242,11 +244,15 @@ class Pipelined(Program):
 
 
 class _Mail:
-    """The messages of one rank in one run of its actions. Neighbouring stages are always on different ranks."""
+    """The messages of one rank in one run of its actions. Neighbouring stages are always on different ranks.
 
-    def __init__(self, line: Line, actions: list[Action], parts: list[Batch], train: bool) -> None:
-        self._line, self._actions, self._train = line, actions, train
-        self._keys = [(_form(part.inputs), train) for part in parts]
+    What was sent stays in memory until an answer shows that it was received: its gradient, or of a gradient, inputs that were computed after it.
+    `answers`: see schedules; None: nothing comes back.
+    """
+
+    def __init__(self, line: Line, actions: list[Action], parts: list[Batch], answers: dict[tuple[int, int], int] | None) -> None:
+        self._line, self._actions, self._answers = line, actions, answers or {}
+        self._keys = [(_form(part.inputs), answers is not None) for part in parts]
         self._wanted = [n for n, action in enumerate(actions) if (action.stage if action.forward else action.stage < line.last)]
         self._begun = 0  # of what is wanted
         self._arrivals: dict[Action, Arrival] = {}
@@ -273,6 +279,7 @@ class _Mail:
         """What the stage before has sent on; leaves of this stage's graph."""
         forms = self._line.forward[s - 1].form(self._keys[j])
         tensors = self._arrivals.pop(Action(True, s, j)).wait()
+        self._line.backward[s - 1].free(self._answers.get((s - 1, j), 0))
         return tuple(tensor.requires_grad_(form.gradient) for tensor, form in zip(tensors, forms, strict=True))
 
     def pass_on(self, s: int, j: int, outputs: tuple[Tensor, ...]) -> None:
@@ -282,7 +289,9 @@ class _Mail:
 
     def gradients(self, s: int, j: int) -> tuple[Tensor, ...]:
         """Of a stage's outputs, from the stage after."""
-        return self._arrivals.pop(Action(False, s, j)).wait()
+        gradients = self._arrivals.pop(Action(False, s, j)).wait()
+        self._line.forward[s].free(j + 1)
+        return gradients
 
     def pass_back(self, s: int, j: int, inputs: tuple[Tensor, ...]) -> None:
         """The gradients of a stage's inputs; zeros where it did not use one."""

@@ -28,6 +28,7 @@ class Wish(NamedTuple):
     ranks: int  # of a pipeline
     virtual: int  # stages on each
     micro_batches: int  # of a step
+    bubble: float  # with so many, see schedules
     rows: int  # of a micro-batch
     in_flight: list[int]  # stage -> micro-batches whose activations it holds at most
     begins: list[str]  # the blocks with which the stages after the first begin; empty: choose
@@ -92,7 +93,7 @@ def _look(model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: Wish, tas
             refused = error
             continue
         found = {"fine": fine, "bounds": bounds}
-        found["table"] = partition.table(each, bounds, places, wish.in_flight, wish.micro_batches, wish.virtual, unit)
+        found["table"] = partition.table(each, bounds, places, wish.in_flight, wish.micro_batches, wish.bubble, unit)
         if partition.imbalance(each, bounds) <= EVEN:
             break
     if not found and refused is not None:

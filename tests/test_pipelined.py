@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dtf.options import StepOptions
 from dtf.precision import Precision
 from dtf.recipe import Recipe
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions
+from dtf.registry import register
 from dtf.schedules import Schedule
 from dtf.strategies.pipeline import Pipeline
 from dtf.strategy import Task
@@ -46,16 +48,21 @@ def batch(made: Any) -> Batch | None:
 
 
 def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
-    """One step: parameters by name, bytes held, bytes sent forward and back, graphs alive at once on this rank."""
+    """One step: parameters by name, bytes held, bytes sent forward and back, graphs and sent messages of each link alive at once on this rank."""
     from dtf import pipelined
     from dtf.links import Link
 
     made = build(rank, size, schedule=Schedule[schedule], virtual=virtual, balance=type(Pipeline().balance)["flops"])
     sent: dict[int, int] = {}
+    storages: dict[int, list[weakref.ref]] = {}
+    kept: dict[int, int] = {}
     plain = Link.send
 
     def send(link: Link, key: Any, tensors: Any) -> None:
         sent[link._tag] = sent.get(link._tag, 0) + sum(t.numel() * t.element_size() for t in tensors)
+        found = storages.setdefault(link._tag, [])  # of the first tensor of each
+        found.append(weakref.ref(tensors[0].untyped_storage()))
+        kept[link._tag] = max(kept.get(link._tag, 0), sum(storage() is not None for storage in found))
         plain(link, key, tensors)
 
     Link.send = send  # type: ignore[method-assign]
@@ -76,7 +83,7 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
     made.step(Train(0, 0, 0, ROWS, 0.1), made.prepare(batch(made)))
     boxes = [box for box in made.state().boxes if "running" not in box.name and "num_batches" not in box.name]
     names = [name for stage in made._stages.values() for name, _ in stage.model.named_parameters()]
-    return {"names": names, "held": sum(box.tensor.numel() * box.tensor.element_size() for box in boxes), "sent": sent, "most": most}
+    return {"names": names, "held": sum(box.tensor.numel() * box.tensor.element_size() for box in boxes), "sent": sent, "kept": kept, "most": most}
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("1f1b", 2)])
@@ -91,7 +98,9 @@ def test_each_parameter_lives_on_one_rank_and_as_much_goes_back_as_forward(sched
     assert len(sent) == 2 * (2 * virtual - 1)
     assert all(sent[2 * s] == sent[2 * s + 1] > 0 for s in range(2 * virtual - 1))
     if virtual == 1:
-        assert found[0]["most"] == (2 if schedule == "1f1b" else 5 - 1), "13 rows in micro-batches of 3: the lone last row joins the one before it"
+        count = 5 - 1  # 13 rows in micro-batches of 3: the lone last row joins the one before it
+        assert found[0]["most"] == found[0]["kept"]["0"] == (2 if schedule == "1f1b" else count)
+        assert found[1]["kept"]["1"] == (2 if schedule == "1f1b" else count), "gradients stay until the inputs of a later micro-batch arrive"
 
 
 def test_a_run_shows_its_stages_and_keeps_them(run_dtf: Any) -> None:
@@ -116,6 +125,19 @@ def test_a_bound_on_memory_is_kept_or_refused(run_dtf: Any) -> None:
     small = ["strategy=pipeline", "recipe.data.pixels=16", "recipe.data.train_rows=64", "recipe.data.eval_rows=16", "train.steps=1"]
     done = run_dtf(*small, "strategy.memory_gb=0.0001")
     assert done.code == 2 and "fits into" in done.err and "the least that one needs is" in done.err
+
+
+@register("recipe", "lone_tanh")
+class LoneTanh(Toy):
+    """A block without parameters."""
+
+    def layout(self, model: nn.Module) -> Layout:
+        return Layout((("0", "1", "4", "5", "7"), ("8",), ("9",)))
+
+
+def test_a_rank_may_have_no_parameters() -> None:
+    found = spread("pipeline", 3, plugin="tests.test_pipelined", recipe={"name": "lone_tanh"}, options={"cuts": ["8", "9"]})
+    assert difference(reference(), found) <= 1e-10
 
 
 class Plain(Toy):
