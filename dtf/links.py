@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtf.errors import ConfigError
+from dtf.memory import byte_count
 from dtf.strides import axes, empty, message
 
 HEADER_BYTES = 65536
@@ -42,6 +43,7 @@ class Link:
         self._forms: dict[Any, list[Form]] = {}
         self._under_way: deque[list[tuple[dist.Work | None, Tensor]]] = deque()  # a message each, from the first; the memory must stay until it is sent
         self._freed = 0  # messages
+        self.byte_count = 0  # of the last message
 
     def send(self, key: Any, tensors: Sequence[Tensor]) -> None:
         """Send tensors without gaps in memory, and do not wait; tell the form of messages of this key when it is new. `key=None`: the receiver knows."""
@@ -58,6 +60,7 @@ class Link:
             part = message(tensor.detach())
             parts.append((dist.isend(part, self.target, group=self._group), part))
         self._under_way.append(parts)
+        self.byte_count = byte_count(tensors)
 
     def knows(self, key: Any) -> bool:
         """Whether messages of this key can be received without waiting for a header."""
@@ -74,6 +77,7 @@ class Link:
     def receive(self, forms: list[Form]) -> Arrival:
         """Begin to receive a message of these forms."""
         tensors = tuple(empty(form.shape, form.order, getattr(torch, form.dtype), self._device) for form in forms)
+        self.byte_count = byte_count(tensors)
         return Arrival(tensors, [dist.irecv(message(tensor), self.source, group=self._group) for tensor in tensors])
 
     def free(self, count: int) -> None:

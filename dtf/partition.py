@@ -28,6 +28,8 @@ class Cost:
     """What the block makes and keeps until its backward pass."""
     boundary_bytes: int
     """What crosses a cut after the block; a stage keeps what it received until its backward pass."""
+    again_bytes: int = 0
+    """What its backward pass computes again, to have it once more until it is done."""
 
 
 def partition(costs: Sequence[Cost], stages: int, in_flight: InFlight, memory_bytes: int = 0) -> list[int]:
@@ -69,7 +71,8 @@ def memory(costs: Sequence[Cost], first: int, last: int, in_flight: int) -> int:
     """Bytes that a stage of blocks [first, last) holds."""
     received = costs[first - 1].boundary_bytes if first else 0
     run = costs[first:last]
-    return sum(cost.state_bytes for cost in run) + in_flight * (received + sum(cost.activation_bytes for cost in run))
+    kept = in_flight * (received + sum(cost.activation_bytes for cost in run))
+    return sum(cost.state_bytes for cost in run) + kept + max((cost.again_bytes for cost in run), default=0)
 
 
 def imbalance(costs: Sequence[Cost], bounds: Sequence[int]) -> float:

@@ -33,6 +33,9 @@ from dtf.world import World
 AHEAD = 2
 """Messages that a rank is ready to receive before it needs them, so that they travel while it computes."""
 
+UNANSWERED = 2
+"""Gradients that a rank has sent and keeps: what it knows of the rank before is as old."""
+
 
 class Stage:
     """A contiguous part of the model: `model` takes and returns the tensors that are live at its ends."""
@@ -101,6 +104,7 @@ class Pipelined(Program):
         self._answers = cache(lambda count: answers(order(schedule, (line.place - 1) % shape[0], *shape, count)))  # of the rank before
         self._settled = True
         self._trials: list[tuple[int, Footprint]] = []
+        self._row_bytes = 0.0  # of messages that wait in memory
         dtype = loss_dtype(task)
         self._one = torch.ones((), device=world.device, dtype=dtype)
         self._nothing = torch.zeros(1 + len(task.recipe.measures), device=world.device, dtype=dtype)
@@ -129,10 +133,15 @@ class Pipelined(Program):
                     self._run([part], torch.zeros_like(self._one), enter, train=True)
             except ValueError as error:
                 raise lone_row(error, len(part.ids)) from error
+            gradients = [link for link in self._line.backward if link.target == self._world.rank]
+            footprint.kept -= sum(link.byte_count for link in gradients)  # was there when backward began, but not from forward on
             self._trials.append((len(part.ids), footprint))
             for stage in self._stages.values():
                 for parameter in stage.model.parameters():
                     parameter.grad = None
+        received = [link.byte_count for link in (*self._line.forward, *self._line.backward) if link.target == self._world.rank]
+        sent_back = [link.byte_count for link in self._line.backward if link.source == self._world.rank]
+        self._row_bytes = (AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)) / self._trials[-1][0]
         if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.state()):
             raise draws_at_large("pipeline", "the stages before and after do not draw on")
         for stage in self._stages.values():
@@ -149,7 +158,8 @@ class Pipelined(Program):
         buffers = byte_count(buffer for stage in self._stages.values() for buffer in stage.model.buffers())
         micro_batches, rows = workload(self._task, self.shares, self.micro_batch_rows)
         held = accumulate(1 if action.forward else -1 for action in self._order(micro_batches))  # passes of one stage each
-        return Memory(parameters + buffers, gradients, optimizer, activations(self._trials, rows, max(held) / len(self._stages)))
+        kept = activations(self._trials, rows, max(held) / len(self._stages))
+        return Memory(parameters + buffers, gradients, optimizer, kept, round(self._row_bytes * rows))
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
