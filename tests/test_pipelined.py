@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dtf import costs
 from dtf.build import sketch
+from dtf.chain import Chain
 from dtf.errors import ConfigError
 from dtf.launcher import Place
 from dtf.layout import Layout
 from dtf.optimizers.adamw import AdamW
 from dtf.options import Remat, StepOptions
+from dtf.partition import Cost
 from dtf.precision import Precision
 from dtf.recipe import Recipe
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions
@@ -130,15 +133,41 @@ def test_one_micro_batch_is_called_what_it_is(run_dtf: Any) -> None:
     assert "plain model parallelism" in json.loads(Path(done.folder, "run.json").read_text())["table"]["stages"]
 
 
-def test_a_bound_on_memory_is_kept_or_refused() -> None:
+def resnet() -> Task:
     recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8), data=ShapesOptions(pixels=16, train_rows=64, eval_rows=8))
     data = recipe.open_data("train", 0)
-    task = Task(recipe, AdamW(), Precision(), StepOptions(), 0, lambda rows: data.fetch(np.arange(rows), 0)[0])
+    return Task(recipe, AdamW(), Precision(), StepOptions(), 0, lambda rows: data.fetch(np.arange(rows), 0)[0])
+
+
+def counted(task: Task, memory_bytes: int = 0) -> tuple[int, list[str]]:
+    """Two stages by floating-point operations: blocks of the chain that was cut, the lines of the table."""
+    wish = Wish(2, 1, 8, 0.1, 16, [2, 1], [], False, memory_bytes)
+    chain, _, table = agree(sketch(task.recipe), wish, task, World(Place()))
+    return len(chain), table.splitlines()
+
+
+@pytest.mark.parametrize(("inside", "fine"), [(0.0, True), (0.04, False), (0.2, False)])
+def test_blocks_are_cut_inside_only_where_that_helps_clearly(inside: float, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut between blocks that leaves an imbalance of 8 %, and one inside of them."""
+    task = resnet()
+    blocks = len(task.recipe.layout(sketch(task.recipe)).blocks)
+
+    def count(chain: Chain, *rest: Any) -> list[Cost]:
+        over = 0.08 if len(chain) == blocks else inside
+        return [Cost("b", work, 0, 0, 0) for work in (1 + over, *[0.0] * (len(chain) - 2), 1 - over)]
+
+    monkeypatch.setattr(costs, "count", count)
+    found, table = counted(task)
+    assert (found > blocks) is fine
+    assert f"imbalance {inside if fine else 0.08:.1%}" in table[3]
+
+
+def test_a_bound_on_memory_is_kept_or_refused() -> None:
+    task = resnet()
 
     def largest(memory_bytes: int) -> float:
         """Memory of the largest stage of a cut within so many bytes, in bytes."""
-        wish = Wish(2, 1, 8, 0.1, 16, [2, 1], [], False, memory_bytes)
-        rows = [line.split()[-2:] for line in agree(sketch(recipe), wish, task, World(Place()))[2].splitlines()[1:3]]
+        rows = [line.split()[-2:] for line in counted(task, memory_bytes)[1][1:3]]
         return max(float(size) * {"KiB": 2**10, "MiB": 2**20}[unit] for size, unit in rows)
 
     free = largest(0)
