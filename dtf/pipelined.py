@@ -7,6 +7,7 @@ Here the last micro-batch may be smaller, as everywhere in dtf, and batch statis
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtf.errors import ConfigError
 from dtf.links import Arrival, Form, Link
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
@@ -23,8 +23,7 @@ from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.schedules import Action, Schedule, answers, order
 from dtf.seat import Seat
-from dtf.slices import local
-from dtf.spmd import buffers, load_buffers, own_averages, workload
+from dtf.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task, Update
 from dtf.strides import axes, dense
 from dtf.values import Batch, State, StepOutput, Train
@@ -118,7 +117,13 @@ class Pipelined(Program):
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
-        before = {name: local(b).clone() for stage in self._stages.values() for name, b in stage.model.named_buffers()}
+        with ExitStack() as stack:
+            for stage in self._stages.values():
+                stack.enter_context(buffers_kept(stage, self.shares > 1, "strategy.degree=0"))
+            self._try(batch)
+
+    def _try(self, batch: Batch) -> None:
+        """Two steps' passes without their updates."""
         drew, self._trials = [], []
         seeded: list[Tensor] = []
 
@@ -134,7 +139,7 @@ class Pipelined(Program):
             except ValueError as error:
                 raise lone_row(error, len(part.ids)) from error
             gradients = [link for link in self._line.backward if link.target == self._world.rank]
-            footprint.kept -= sum(link.byte_count for link in gradients)  # was there when backward began, but not from forward on
+            footprint.kept -= sum(link.byte_count for link in gradients[-AHEAD:])  # there when backward began, but not kept since forward
             self._trials.append((len(part.ids), footprint))
             for stage in self._stages.values():
                 for parameter in stage.model.parameters():
@@ -144,12 +149,6 @@ class Pipelined(Program):
         self._row_bytes = (AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)) / self._trials[-1][0]
         if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.state()):
             raise draws_at_large("pipeline", "the stages before and after do not draw on")
-        for stage in self._stages.values():
-            averages = set(stage.statistics.names())
-            for name, buffer in stage.model.named_buffers():
-                if self.shares > 1 and name not in averages and not torch.equal(buffer, before[name]):
-                    raise ConfigError(f"the forward pass changes the buffer {name}, which only one process can keep right; use strategy.degree=0")
-                buffer.copy_(before[name])
 
     def memory(self) -> Memory:
         parameters, gradients, optimizer = self._update.bytes()
