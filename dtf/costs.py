@@ -16,16 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.chain import Chain
 from dtf.errors import ConfigError
+from dtf.memory import Footprint
 from dtf.partition import Cost
 
 StateBytes = Callable[[nn.Module], int]
 """A part of the model -> bytes of its parameters, their gradients and their optimizer state."""
-
-Prepare = Callable[[nn.Module], None]
-"""What a run does to its model before the first step, e.g. cast it."""
-
-Update = Callable[[nn.Module], Callable[[], None]]
-"""A part of the model that has gradients -> what a run does with them, once a step."""
 
 Work = Callable[[nn.Module, Callable[[], Any], Callable[[Any], None]], float]
 
@@ -35,14 +30,15 @@ def measure(
     sample: Any,
     state_bytes: StateBytes,
     autocast: torch.dtype | None = None,
-    prepare: Prepare | None = None,
-    update: Update | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
+    upkeep: Callable[[nn.Module], Callable[[], None]] | None = None,
     passes: int = 1,
     seconds: float = 3.0,
 ) -> list[Cost]:
     """Time the blocks one by one on the device of `sample`, the model's input for one micro-batch; work in seconds.
 
-    `update` is done once for so many `passes`, and counts for its part.
+    `prepare` does to a block what a run does to its model before the first step, e.g. cast it. `upkeep`: a block that has gradients -> what a run
+    does with them, once for so many `passes`; it counts for its part.
 
     Goes over all blocks again and again, 2 to 10 times, for about `seconds`, and takes the fastest pass of each: a burst of other work on
     the machine then spoils one time of a block, not all. Never holds more than a block.
@@ -59,7 +55,7 @@ def measure(
         return clock() - start
 
     def work(block: nn.Module, forward: Callable[[], Any], backward: Callable[[Any], None]) -> float:
-        once = timed(update(block)) / passes if update is not None else 0.0
+        once = timed(upkeep(block)) / passes if upkeep is not None else 0.0
         return once + timed(lambda: backward(forward()))
 
     start, rounds = time.monotonic(), []
@@ -68,7 +64,9 @@ def measure(
     return [min(times, key=lambda cost: cost.work) for times in zip(*rounds, strict=True)]
 
 
-def count(chain: Chain, sample: Any, state_bytes: StateBytes, autocast: torch.dtype | None = None, prepare: Prepare | None = None) -> list[Cost]:
+def count(
+    chain: Chain, sample: Any, state_bytes: StateBytes, autocast: torch.dtype | None = None, prepare: Callable[[nn.Module], None] | None = None
+) -> list[Cost]:
     """As `measure`, but nothing runs and no memory is taken; work in floating-point operations of convolutions and matrix products."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -87,7 +85,7 @@ def _costs(
     sample: Any,
     state_bytes: StateBytes,
     autocast: torch.dtype | None,
-    prepare: Prepare | None,
+    prepare: Callable[[nn.Module], None] | None,
     work: Work,
 ) -> Iterator[Cost]:
     """One round over the blocks, each fed with what the one before it made; `work` of a forward and a backward pass, after one to warm up."""
@@ -100,10 +98,10 @@ def _costs(
             state = state_bytes(block)
             if prepare is not None:
                 prepare(block)
-            passes = _Passes(block.train(), values, autocast)
+            trial = _Trial(block.train(), values, autocast)
             try:
-                outputs, kept = passes.keep()
-                cost = work(block, passes.forward, passes.backward)
+                outputs, kept, again = trial.keep()
+                cost = work(block, trial.forward, trial.backward)
             except RuntimeError as error:
                 raise ConfigError(f"block {name} does not run by itself on {device}: {error}") from error
             last = index == len(chain) - 1
@@ -115,14 +113,14 @@ def _costs(
                 raise ConfigError(
                     f"the model cannot be cut after block {name}: a tensor is changed in place later, and another that crosses is a view of it; copy one"
                 )
-            yield Cost(name, cost, state, kept, 0 if last else sum(value.nbytes for value in outputs))
+            yield Cost(name, cost, state, kept, 0 if last else sum(value.nbytes for value in outputs), again)
             values = outputs
             for part in block.modules():  # its graph and it refer to each other, and would stay until they are collected
                 part._parameters.clear()
                 part._buffers.clear()
 
 
-class _Passes:
+class _Trial:
     """Passes of one block over the same inputs."""
 
     def __init__(self, block: nn.Module, inputs: Sequence[Any], autocast: torch.dtype | None) -> None:
@@ -136,32 +134,22 @@ class _Passes:
             return self._block(*inputs)
 
     def backward(self, outputs: Any) -> None:
-        ends = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
+        ends = [value for value in _tensors(outputs) if value.requires_grad]
         if not self._gradients:
             self._gradients = [torch.randn_like(value) for value in ends]  # constant ones would vanish in normalisations
         if ends:
             torch.autograd.backward(ends, self._gradients)
 
-    def keep(self) -> tuple[Any, int]:
-        """The outputs, and the bytes that this pass makes and keeps until its backward pass: what autograd saves, and the outputs."""
-        saved: dict[int, torch.UntypedStorage] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            saved[storage._cdata] = storage
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    def keep(self) -> tuple[Any, int, int]:
+        """The outputs; the bytes that this pass makes and keeps until its backward pass, outputs among them; those that backward computes again."""
+        known = {tensor.untyped_storage()._cdata for tensor in (*self._block.parameters(), *self._block.buffers(), *_tensors(self._inputs))}
+        with Footprint() as footprint:
             outputs = self.forward()
-        for value in tree_leaves(outputs):
-            if isinstance(value, Tensor):
-                note(value)
-        known = [*self._block.parameters(), *self._block.buffers(), *(leaf for leaf in tree_leaves(self._inputs) if isinstance(leaf, Tensor))]
-        for tensor in known:
-            saved.pop(tensor.untyped_storage()._cdata, None)
-        size = sum(storage.nbytes() for storage in saved.values())
-        self.backward(outputs)
-        return tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, outputs), size
+            self.backward(outputs)
+        made = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _tensors(outputs)}
+        kept = footprint.kept + sum(size for storage, size in made.items() if storage not in known)  # the outputs are still there
+        leaves = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, outputs)
+        return leaves, kept, footprint.again
 
 
 @torch.no_grad()
@@ -182,8 +170,12 @@ def _stand_in(block: nn.Module, device: torch.device) -> nn.Module:
     return copy.deepcopy(block, made)  # deepcopy takes what it finds in `made` as copied already
 
 
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
 def _device(values: Any) -> torch.device:
-    return next(leaf.device for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return next(_tensors(values)).device
 
 
 def _settle(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtf.errors import ConfigError
+from dtf.memory import byte_count
 from dtf.strides import axes, empty, message
 
 HEADER_BYTES = 65536
@@ -39,10 +41,13 @@ class Link:
         self.source, self.target, self._tag, self._device = source, target, tag, device
         self._group: Any = dist.new_group([source, target])
         self._forms: dict[Any, list[Form]] = {}
-        self._under_way: list[tuple[dist.Work, Tensor]] = []
+        self._under_way: deque[list[tuple[dist.Work | None, Tensor]]] = deque()  # a message each, from the first; the memory must stay until it is sent
+        self._freed = 0  # messages
+        self.byte_count = 0  # of the last message
 
     def send(self, key: Any, tensors: Sequence[Tensor]) -> None:
         """Send tensors without gaps in memory, and do not wait; tell the form of messages of this key when it is new. `key=None`: the receiver knows."""
+        parts = []
         if key is not None and key not in self._forms:
             self._forms[key] = [Form.of(tensor) for tensor in tensors]
             text = json.dumps(self._forms[key]).encode()
@@ -50,11 +55,12 @@ class Link:
                 raise ConfigError(f"{len(tensors)} tensors cross a cut of the pipeline, more than a message describes; cut elsewhere with strategy.cuts")
             header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
             header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            self._keep(dist.isend(header, self.target, tag=self._tag), header)
-        self._under_way = [(work, tensor) for work, tensor in self._under_way if not work.is_completed()]
+            parts.append((dist.isend(header, self.target, tag=self._tag), header))
         for tensor in tensors:
             part = message(tensor.detach())
-            self._keep(dist.isend(part, self.target, group=self._group), part)
+            parts.append((dist.isend(part, self.target, group=self._group), part))
+        self._under_way.append(parts)
+        self.byte_count = byte_count(tensors)
 
     def knows(self, key: Any) -> bool:
         """Whether messages of this key can be received without waiting for a header."""
@@ -71,17 +77,21 @@ class Link:
     def receive(self, forms: list[Form]) -> Arrival:
         """Begin to receive a message of these forms."""
         tensors = tuple(empty(form.shape, form.order, getattr(torch, form.dtype), self._device) for form in forms)
+        self.byte_count = byte_count(tensors)
         return Arrival(tensors, [dist.irecv(message(tensor), self.source, group=self._group) for tensor in tensors])
+
+    def free(self, count: int) -> None:
+        """Let go of the first `count` messages since all was settled, which the receiver has shown to have. Gloo tells nobody but who waits."""
+        while self._freed < count:
+            for work, _ in self._under_way.popleft():
+                assert work is not None
+                work.wait()
+            self._freed += 1
 
     def settle(self) -> None:
         """Wait until all that was sent has left."""
-        for work, _ in self._under_way:
-            work.wait()
-        self._under_way.clear()
-
-    def _keep(self, work: dist.Work | None, tensor: Tensor) -> None:
-        assert work is not None
-        self._under_way.append((work, tensor))  # the memory must stay until it is sent
+        self.free(self._freed + len(self._under_way))
+        self._freed = 0
 
 
 class Arrival:

@@ -36,9 +36,8 @@ class StepOptions:
     clip_norm: float = option(default=0.0, least=0, doc="largest global L2 norm of the gradient; 0: no clipping")
     remat: Remat = option(
         default=Remat.none,
-        doc="what the blocks named by the recipe's layout forget until their backward pass, at the same numbers: `none`: nothing; `blocks`: all but "
-        "their inputs, and each block's forward is computed twice, a third more arithmetic; `selective`: all but the outputs of convolutions and "
-        "matrix products, a few per cent more",
+        doc="activation checkpointing, at the same numbers: what the blocks named by the recipe's layout compute again in backward: `none`, `blocks` (all, a "
+        "third more arithmetic, least memory) or `selective` (all but convolutions, matrix products and collectives, a few per cent more)",
     )
 
     def rows_each(self, count: int) -> int:

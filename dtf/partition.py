@@ -36,6 +36,8 @@ class Cost:
     """What the block makes and keeps until its backward pass."""
     boundary_bytes: int
     """What crosses a cut after the block; a stage keeps what it received until its backward pass."""
+    again_bytes: int = 0
+    """What its backward pass computes again, to have it once more until it is done."""
 
 
 def partition(costs: Sequence[Cost], stages: int, in_flight: InFlight, memory_bytes: int = 0) -> list[int]:
@@ -78,7 +80,8 @@ def memory(costs: Sequence[Cost], first: int, last: int, in_flight: int) -> int:
     """Bytes that a stage of blocks [first, last) holds."""
     received = costs[first - 1].boundary_bytes if first else 0
     run = costs[first:last]
-    return sum(cost.state_bytes for cost in run) + in_flight * (received + sum(cost.activation_bytes for cost in run))
+    kept = in_flight * (received + sum(cost.activation_bytes for cost in run))
+    return sum(cost.state_bytes for cost in run) + kept + max((cost.again_bytes for cost in run), default=0)
 
 
 def imbalance(costs: Sequence[Cost], bounds: Sequence[int]) -> float:
@@ -87,24 +90,16 @@ def imbalance(costs: Sequence[Cost], bounds: Sequence[int]) -> float:
     return max(works) * len(works) / sum(works) - 1 if any(works) else 0.0
 
 
-def bubble(stages: int, micro_batches: int, virtual: int = 1) -> float:
-    """Share of the time in which a rank of a pipeline idles, for stages of equal work and messages that cost nothing.
-
-    `stages` ranks have `virtual` stages each. Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, there relative to the time of work.
-    """
-    return (stages - 1) / (virtual * micro_batches + stages - 1)
-
-
 def table(
     costs: Sequence[Cost],
     bounds: Sequence[int],
     ranks_of_stage: Sequence[int],
     in_flight: InFlight,
     micro_batches: int,
-    virtual: int,
+    bubble: float,
     unit: Literal["time", "FLOPs"],
 ) -> str:
-    """The stages, and what the cut promises, for people: several lines."""
+    """The stages, and what the cut promises, for people: several lines. `bubble`: see schedules."""
     total = sum(cost.work for cost in costs) or 1.0
     stages = len(bounds) - 1
     rows = [("stage", "rank", "blocks", unit, "memory")]
@@ -120,10 +115,10 @@ def table(
     return "\n".join(
         [
             *lines,
-            f"imbalance {imbalance(costs, bounds):.1%} (largest stage over the mean), "
-            f"predicted bubble {bubble(len(set(ranks_of_stage)), micro_batches, virtual):.1%} "
+            f"imbalance {imbalance(costs, bounds):.1%} (largest stage over the mean), predicted bubble {bubble:.1%} "
             f"with {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}",
-            f"largest block {largest.name} with {largest.work / total:.1%}: no cut into {stages} stages has an imbalance below {bound:.1%}",
+            f"largest block {largest.name} with {largest.work / total:.1%}"
+            + (f": no cut into {stages} stages has an imbalance below {bound:.1%}" if bound else ""),
         ]
     )
 

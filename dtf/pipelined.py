@@ -7,6 +7,7 @@ Here the last micro-batch may be smaller, as everywhere in dtf, and batch statis
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -14,17 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtf.errors import ConfigError
 from dtf.links import Arrival, Form, Link
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
 from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, rows_of, to_device
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
-from dtf.schedules import Action, Schedule, order
+from dtf.schedules import Action, Schedule, answers, order
 from dtf.seat import Seat
-from dtf.slices import local
-from dtf.spmd import buffers, load_buffers, own_averages, workload
+from dtf.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task, Update
 from dtf.strides import axes, dense
 from dtf.values import Batch, State, StepOutput, Train
@@ -32,6 +31,9 @@ from dtf.world import World
 
 AHEAD = 2
 """Messages that a rank is ready to receive before it needs them, so that they travel while it computes."""
+
+UNANSWERED = 2
+"""Gradients that a rank has sent and keeps: what it knows of the rank before is as old."""
 
 
 class Stage:
@@ -96,9 +98,12 @@ class Pipelined(Program):
         self.shard = seat.share if seat.feed.reads else None
         self.shares, self.micro_batch_rows, self._table = seat.share.count, micro_batch_rows, table
         self._passes = Passes(task, world.device)
-        self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, line.place, len(line.ranks), line.stages // len(line.ranks), count))
+        shape = len(line.ranks), line.stages // len(line.ranks)
+        self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, line.place, *shape, count))
+        self._answers = cache(lambda count: answers(order(schedule, (line.place - 1) % shape[0], *shape, count)))  # of the rank before
         self._settled = True
         self._trials: list[tuple[int, Footprint]] = []
+        self._row_bytes = 0.0  # of messages that wait in memory
         dtype = loss_dtype(task)
         self._one = torch.ones((), device=world.device, dtype=dtype)
         self._nothing = torch.zeros(1 + len(task.recipe.measures), device=world.device, dtype=dtype)
@@ -112,7 +117,13 @@ class Pipelined(Program):
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
-        before = {name: local(b).clone() for stage in self._stages.values() for name, b in stage.model.named_buffers()}
+        with ExitStack() as stack:
+            for stage in self._stages.values():
+                stack.enter_context(buffers_kept(stage, self.shares > 1, "strategy.degree=0"))
+            self._try(batch)
+
+    def _try(self, batch: Batch) -> None:
+        """Two steps' passes without their updates."""
         drew, self._trials = [], []
         seeded: list[Tensor] = []
 
@@ -127,18 +138,17 @@ class Pipelined(Program):
                     self._run([part], torch.zeros_like(self._one), enter, train=True)
             except ValueError as error:
                 raise lone_row(error, len(part.ids)) from error
+            gradients = [link for link in self._line.backward if link.target == self._world.rank]
+            footprint.kept -= sum(link.byte_count for link in gradients[-AHEAD:])  # there when backward began, but not kept since forward
             self._trials.append((len(part.ids), footprint))
             for stage in self._stages.values():
                 for parameter in stage.model.parameters():
                     parameter.grad = None
+        received = [link.byte_count for link in (*self._line.forward, *self._line.backward) if link.target == self._world.rank]
+        sent_back = [link.byte_count for link in self._line.backward if link.source == self._world.rank]
+        self._row_bytes = (AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)) / self._trials[-1][0]
         if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.state()):
             raise draws_at_large("pipeline", "the stages before and after do not draw on")
-        for stage in self._stages.values():
-            averages = set(stage.statistics.names())
-            for name, buffer in stage.model.named_buffers():
-                if self.shares > 1 and name not in averages and not torch.equal(buffer, before[name]):
-                    raise ConfigError(f"the forward pass changes the buffer {name}, which only one process can keep right; use strategy.degree=0")
-                buffer.copy_(before[name])
 
     def memory(self) -> Memory:
         parameters, gradients, optimizer = self._update.bytes()
@@ -147,7 +157,8 @@ class Pipelined(Program):
         buffers = byte_count(buffer for stage in self._stages.values() for buffer in stage.model.buffers())
         micro_batches, rows = workload(self._task, self.shares, self.micro_batch_rows)
         held = accumulate(1 if action.forward else -1 for action in self._order(micro_batches))  # passes of one stage each
-        return Memory(parameters + buffers, gradients, optimizer, activations(self._trials, rows, max(held) / len(self._stages)))
+        kept = activations(self._trials, rows, max(held) / len(self._stages))
+        return Memory(parameters + buffers, gradients, optimizer, kept, round(self._row_bytes * rows))
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
@@ -182,7 +193,7 @@ class Pipelined(Program):
     def _run(self, parts: list[Batch], factor: Tensor, enter: Callable[[Stage, int], None], train: bool) -> Tensor:
         """Micro-batches through this rank's stages; returns the metric sums (M,) of those whose losses are computed here. Collective over the line."""
         actions = [action for action in self._order(len(parts)) if train or action.forward]
-        mail = _Mail(self._line, actions, parts, train)
+        mail = _Mail(self._line, actions, parts, self._answers(len(parts)) if train else None)
         held: dict[tuple[int, int], _Held] = {}
         sums = self._nothing
         for number, (forward, s, j) in enumerate(actions):
@@ -242,11 +253,15 @@ class Pipelined(Program):
 
 
 class _Mail:
-    """The messages of one rank in one run of its actions. Neighbouring stages are always on different ranks."""
+    """The messages of one rank in one run of its actions. Neighbouring stages are always on different ranks.
 
-    def __init__(self, line: Line, actions: list[Action], parts: list[Batch], train: bool) -> None:
-        self._line, self._actions, self._train = line, actions, train
-        self._keys = [(_form(part.inputs), train) for part in parts]
+    What was sent stays in memory until an answer shows that it was received: its gradient, or of a gradient, inputs that were computed after it.
+    `answers`: see schedules; None: nothing comes back.
+    """
+
+    def __init__(self, line: Line, actions: list[Action], parts: list[Batch], answers: dict[tuple[int, int], int] | None) -> None:
+        self._line, self._actions, self._answers = line, actions, answers or {}
+        self._keys = [(_form(part.inputs), answers is not None) for part in parts]
         self._wanted = [n for n, action in enumerate(actions) if (action.stage if action.forward else action.stage < line.last)]
         self._begun = 0  # of what is wanted
         self._arrivals: dict[Action, Arrival] = {}
@@ -273,6 +288,7 @@ class _Mail:
         """What the stage before has sent on; leaves of this stage's graph."""
         forms = self._line.forward[s - 1].form(self._keys[j])
         tensors = self._arrivals.pop(Action(True, s, j)).wait()
+        self._line.backward[s - 1].free(self._answers.get((s - 1, j), 0))
         return tuple(tensor.requires_grad_(form.gradient) for tensor, form in zip(tensors, forms, strict=True))
 
     def pass_on(self, s: int, j: int, outputs: tuple[Tensor, ...]) -> None:
@@ -282,7 +298,9 @@ class _Mail:
 
     def gradients(self, s: int, j: int) -> tuple[Tensor, ...]:
         """Of a stage's outputs, from the stage after."""
-        return self._arrivals.pop(Action(False, s, j)).wait()
+        gradients = self._arrivals.pop(Action(False, s, j)).wait()
+        self._line.forward[s].free(j + 1)
+        return gradients
 
     def pass_back(self, s: int, j: int, inputs: tuple[Tensor, ...]) -> None:
         """The gradients of a stage's inputs; zeros where it did not use one."""

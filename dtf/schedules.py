@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from enum import Enum
 from typing import NamedTuple
 
@@ -37,6 +38,18 @@ def order(schedule: Schedule, rank: int, ranks: int, virtual: int, micro_batches
     return [action for action in found if action.micro_batch < micro_batches]
 
 
+def answers(actions: list[Action]) -> dict[tuple[int, int], int]:
+    """(stage, micro-batch) of a rank's forward passes -> backward passes of that stage before it; who gets what it computed knows that these are done."""
+    done: Counter[int] = Counter()
+    found = {}
+    for forward, stage, j in actions:
+        if forward:
+            found[stage, j] = done[stage]
+        else:
+            done[stage] += 1
+    return found
+
+
 def in_flight(schedule: Schedule, stage: int, ranks: int, virtual: int, micro_batches: int) -> int:
     """The most micro-batches whose activations a stage holds at once."""
     held = most = 0
@@ -45,6 +58,38 @@ def in_flight(schedule: Schedule, stage: int, ranks: int, virtual: int, micro_ba
             held += 1 if action.forward else -1
             most = max(most, held)
     return most
+
+
+def rounds(schedule: Schedule, ranks: int, virtual: int, micro_batches: int) -> int:
+    """Rounds that the ranks need when every pass takes one, a rank waiting for what its next pass needs."""
+    last, todo = ranks * virtual - 1, [deque(order(schedule, rank, ranks, virtual, micro_batches)) for rank in range(ranks)]
+    ends: dict[Action, int] = {}
+    clocks = [0] * ranks
+    while any(todo):
+        before = len(ends)
+        for rank, actions in enumerate(todo):
+            while actions and all(need in ends for need in _needs(actions[0], last)):
+                action = actions.popleft()
+                clocks[rank] = ends[action] = 1 + max([clocks[rank], *(ends[need] for need in _needs(action, last))])
+        assert len(ends) > before, f"deadlock before {[actions[0] for actions in todo if actions]}"
+    return max(clocks)
+
+
+def bubble(schedule: Schedule, ranks: int, virtual: int, micro_batches: int) -> float:
+    """Share of the time in which a rank idles, for passes of equal length and messages that cost nothing.
+
+    (p - 1) / (v m + p - 1), for p ranks with v stages each and m micro-batches, where v is 1 or p divides m: Narayanan et al. 2021, section 2.2,
+    there relative to the time of work.
+    """
+    return 1 - 2 * virtual * micro_batches / rounds(schedule, ranks, virtual, micro_batches)
+
+
+def _needs(action: Action, last: int) -> list[Action]:
+    """What other passes must be done before this one; those of the same rank are in order anyway."""
+    forward, stage, j = action
+    if forward:
+        return [Action(True, stage - 1, j)] if stage else []
+    return [Action(True, stage, j), *([Action(False, stage + 1, j)] if stage < last else [])]
 
 
 def _turn(k: int, forward: bool, rank: int, ranks: int, virtual: int) -> Action:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -116,32 +117,25 @@ class Replica:
         in a bucket: without this, the step after a resume would differ from the same step of an unbroken run in the last bits.
         ConfigError for what cannot run: a lone row under batch normalisation, and if `spread`, buffers that the forward pass changes.
         """
-        buffers = {name: local(buffer) for name, buffer in self.model.named_buffers()}
-        before = {name: buffer.clone() for name, buffer in buffers.items()}
-        averages = set(self.statistics.names())
         state, self._trials = None, []
         try:
-            for part in (rows_of(batch, 0, 2), batch):
-                self.masks.enter(0, 0)
-                state = self.masks.state()
-                with Footprint() as footprint:
-                    self._pass(part, torch.ones((), device=self._device), last=True)
-                self._trials.append((len(part.ids), footprint))
-                self.undivided = {name: p.grad.norm() for name, p in self.model.named_parameters() if p.grad is not None and not is_slice(p)}
-                for parameter in self._trained:
-                    parameter.grad = None
+            with buffers_kept(self, spread, "launcher.processes=1"):
+                for part in (rows_of(batch, 0, 2), batch):
+                    self.masks.enter(0, 0)
+                    state = self.masks.state()
+                    with Footprint() as footprint:
+                        self._pass(part, torch.ones((), device=self._device), last=True)
+                    self._trials.append((len(part.ids), footprint))
+                    self.undivided = {name: p.grad.norm() for name, p in self.model.named_parameters() if p.grad is not None and not is_slice(p)}
+                    for parameter in self._trained:
+                        parameter.grad = None
         except ValueError as error:
             raise lone_row(error, len(batch.ids)) from error
         except RuntimeError as error:
             if "find_unused_parameters" not in str(error):
                 raise
             raise ConfigError("some parameters got no gradient in a step; set strategy.find_unused_parameters=true") from error
-        drew = state is not None and not torch.equal(state, self.masks.state())
-        for name, buffer in buffers.items():
-            if spread and name not in averages and not torch.equal(buffer, before[name]):
-                raise ConfigError(f"the forward pass changes the buffer {name}, which only one process can keep right; use launcher.processes=1")
-            buffer.copy_(before[name])
-        return drew
+        return state is not None and not torch.equal(state, self.masks.state())
 
     def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:
         """With so many micro-batches a step of so many rows each; after `rehearse`."""
@@ -251,6 +245,19 @@ class Part(Protocol):
 
     model: nn.Module
     statistics: RunningStatistics
+
+
+@contextmanager
+def buffers_kept(part: Part, spread: bool, instead: str) -> Iterator[None]:
+    """Passes whose effects on buffers are forgotten. ConfigError, if `spread`, for one that they changed and that is no running average."""
+    tensors = {name: local(buffer) for name, buffer in part.model.named_buffers()}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    yield
+    averages = set(part.statistics.names())
+    for name, tensor in tensors.items():
+        if spread and name not in averages and not torch.equal(tensor, before[name]):
+            raise ConfigError(f"the forward pass changes the buffer {name}, which only one process can keep right; use {instead}")
+        tensor.copy_(before[name])
 
 
 def buffers(part: Part, first: bool = True) -> list[Box]:

@@ -78,7 +78,8 @@ class LocalUpdate(Update):
     `owned`: names whose optimizer state lives here (default all); `after`: called once the owned parameters are updated, to fetch the others.
     `writes`: whether this rank writes its pieces, which other ranks may hold too. What several ranks do together, all in place and collective:
     `reduce` adds up gradients that arrived on this rank alone; `combine` adds up sums per parameter, the last axis, over the ranks that hold the
-    other slices of the same parameters; `gather` makes the norms (n,) of these parameters those of the whole model's (N,).
+    other slices of the same parameters; `gather` makes the norms (n,) of these parameters those of the whole model's (N,). `like`: has the device
+    and the format of the model's parameters, where this rank may hold none of them.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class LocalUpdate(Update):
         combine: Combine | None = None,
         reduce: Callable[[list[Tensor]], None] | None = None,
         gather: Combine | None = None,
+        like: Tensor | None = None,
     ) -> None:
         self._clip, self._after, self._writes = clip_norm, after, writes
         self._combine, self._reduce, self._gather = combine, reduce, gather
@@ -108,8 +110,8 @@ class LocalUpdate(Update):
         self._bound = optimizer.bind(masters, shapes, combine, counts)
         self._trained = list(self._pieces.values())
         self._copies = [(self._pieces[name].local, master) for name, master in masters.items() if self._pieces[name].local is not master]
-        device = next(iter(pieces.values())).local.device
-        self._norm_dtype = _norm_dtype([piece.local for piece in pieces.values()])
+        like = next(iter(pieces.values())).local if like is None else like
+        device, self._norm_dtype = like.device, _norm_dtype([like])
         self._host, self._none = device.type == "cpu", torch.zeros(0, dtype=self._norm_dtype, device=device)
         self._counts = None if all(piece.counts for piece in self._trained) else torch.tensor([float(p.counts) for p in self._trained], device=device)
         self._scale = torch.full((), loss_scale, dtype=torch.float32, device=device) if loss_scale else None

@@ -106,6 +106,7 @@ def _train(
         "objective": list(plan.objective),
     }
     course = {group: config[group] for group in ("precision", "optimizer", "lr", "step")} | {"train": {"steps": plan.total}}  # may change on the way
+    course["step"] = course["step"] | {"micro_batch_rows": program.micro_batch_rows}  # 0 is another number under another strategy
     see = send if world.rank == 0 else _nobody
     checkpointer = Checkpointer(
         folder / "checkpoints",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,28 +91,26 @@ class Wide(Toy):
 
     def layout(self, model: nn.Module) -> Layout:
         names = [name for name, layer in model.named_children() if [*layer.parameters()]]
-        return Layout(tuple((name,) for name in names), dict(zip(names, [Split.column, Split.row] * 2, strict=True)))
+        return Layout(tuple((name,) for name in names), dict(zip(names, cycle([Split.column, Split.row]), strict=False)))
+
+
+def made(recipe: Any, rank: int, size: int, strategy: str, optimizer: str, options: dict[str, Any], rows: int, micro: int) -> tuple[Any, Any]:
+    """A program after its rehearsal, and a batch of so many rows."""
+    torch.set_num_threads(1)
+    data = recipe.open_data("train", 0)
+    step = StepOptions(batch_size=rows, micro_batch_rows=micro)
+    task = Task(recipe, lookup("optimizer", optimizer)(), Precision(), step, 0, sample=lambda count: data.fetch(np.arange(count), 0)[0])
+    program = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options)).setup(task, World(Place(rank=rank, size=size, slots=size)))
+    batch = program.prepare(Loader(data, Epochs(Sequential(), rows, rows, 0), program.shard, program.micro_batch_rows).get(0, 0))
+    program.rehearse(batch)
+    return program, batch
 
 
 def take(rank: int, size: int, strategy: str, optimizer: str, options: dict[str, Any], micro: int) -> dict[str, int]:
     """Two steps; planned bytes by kind, and the peak."""
-    torch.set_num_threads(1)
     load_parts([])
     meter = Meter("cpu")
-    recipe = Wide(rows=ROWS)
-    data = recipe.open_data("train", 0)
-    task = Task(
-        recipe,
-        lookup("optimizer", optimizer)(),
-        Precision(),
-        StepOptions(batch_size=ROWS, micro_batch_rows=micro),
-        0,
-        sample=lambda rows: data.fetch(np.arange(rows), 0)[0],
-    )
-    program = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options)).setup(task, World(Place(rank=rank, size=size, slots=size)))
-
-    batch = program.prepare(Loader(data, Epochs(Sequential(), ROWS, ROWS, 0), program.shard, program.micro_batch_rows).get(0, 0))
-    program.rehearse(batch)
+    program, batch = made(Wide(rows=ROWS), rank, size, strategy, optimizer, options, ROWS, micro)
     for step in range(2):
         program.step(Train(step, 0, 0, ROWS, 0.1), batch)
     planned = program.memory()
@@ -146,10 +144,53 @@ CASES = [
 @pytest.mark.parametrize(("strategy", "processes", "optimizer", "options", "micro"), CASES, ids=str)
 def test_the_plan_is_near_the_peak(strategy: str, processes: int, optimizer: str, options: dict[str, Any], micro: int) -> None:
     """`micro`: rows of a micro-batch; gradients that add up wait somewhere."""
+    load_parts([])
     count = lookup("strategy", strategy)().roles(processes)["trainer"]
     for found in ranks(count, "tests.test_memory:take", strategy=strategy, optimizer=optimizer, options=options, micro=micro):
         peak = found.pop("peak")
         assert sum(found.values()) == pytest.approx(peak, rel=0.25)
+
+
+@register("recipe", "tall")
+class Tall(Toy):
+    """So many rows beside its parameters that activations are nearly all it needs."""
+
+    def build_model(self) -> nn.Module:
+        layers = [layer for a, b in pairwise([8, *[64] * 31, 4]) for layer in (nn.Linear(a, b), nn.Tanh())]
+        return nn.Sequential(*layers[:-1])
+
+    layout = Wide.layout
+
+
+class Peak(Footprint):
+    """The most bytes that were there at once of what was made under it."""
+
+    peak = 0
+
+    def _meet(self, storage: torch.UntypedStorage, made: bool, again: bool) -> None:
+        super()._meet(storage, made, again)
+        self.peak = max(self.peak, sum(self._made.values()))
+
+
+def watched(rank: int, size: int, strategy: str, options: dict[str, Any]) -> dict[str, int]:
+    """The plan by kind, and the most that a step of four micro-batches makes at once."""
+    load_parts([])
+    program, batch = made(Tall(rows=4 * 1024), rank, size, strategy, "sgd", options, rows=4 * 1024, micro=1024)
+    with Peak() as footprint:
+        program.step(Train(0, 0, 0, 4 * 1024, 0.1), batch)
+    return {**program.memory()._asdict(), "peak": footprint.peak}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("pipeline", {"schedule": "1f1b", "balance": "flops"}), ("pipeline", {"schedule": "gpipe", "balance": "flops"}), ("tensor", {})],
+    ids=str,
+)
+def test_activations_are_what_was_planned(strategy: str, options: dict[str, Any]) -> None:
+    """Counted as tensors, not by pages: micro-batches in flight, messages that wait. What a kernel of the backward pass works on is not planned."""
+    for found in ranks(2, "tests.test_memory:watched", strategy=strategy, options=options):
+        assert found["activations"] > 0.6 * found["peak"]
+        assert found["activations"] + found["gradients"] + found["exchange"] == pytest.approx(found["peak"], rel=0.15), found
 
 
 def test_texts() -> None:

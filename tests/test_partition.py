@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtf.errors import ConfigError
-from dtf.partition import Cost, bubble, human, imbalance, memory, partition, table
+from dtf.partition import Cost, human, imbalance, memory, partition, table
 
 SMALL = st.integers(0, 9)
 COSTS = st.lists(st.builds(Cost, st.just("b"), SMALL.map(float), SMALL, SMALL, SMALL), min_size=1, max_size=8)
@@ -64,24 +64,9 @@ def test_imbalance_is_the_excess_over_the_mean() -> None:
     assert imbalance([Cost("b", 0.0, 0, 0, 0)], [0, 1]) == 0
 
 
-def idle(ranks: int, micro_batches: int) -> float:
-    """Idle share of one-rank-one-stage GPipe, played through with a pass of one tick forward and one backward."""
-    ends = [[0] * micro_batches for _ in range(ranks)]
-    for rank in range(ranks):
-        for j in range(micro_batches):
-            ends[rank][j] = 1 + max(ends[rank][j - 1] if j else 0, ends[rank - 1][j] if rank else 0)
-    return 1 - micro_batches / ends[-1][-1]
-
-
-@given(st.integers(1, 8), st.integers(1, 12))
-def test_bubble_is_the_idle_share_of_a_schedule(ranks: int, micro_batches: int) -> None:
-    assert bubble(ranks, micro_batches) == pytest.approx(idle(ranks, micro_batches))
-    assert bubble(ranks, micro_batches, 2) <= bubble(ranks, micro_batches)
-
-
 def test_table() -> None:
     costs = [Cost("stem", 2.0, 2**20, 2**20, 2**19), Cost("body", 5.0, 2**21, 2**20, 2**19), Cost("neck", 1.0, 0, 2**10, 2**10), Cost("head", 2.0, 512, 0, 0)]
-    assert table(costs, [0, 1, 2, 4], [0, 1, 2], [3, 2, 1], 4, 1, "time").splitlines() == [
+    assert table(costs, [0, 1, 2, 4], [0, 1, 2], [3, 2, 1], 4, 1 / 3, "time").splitlines() == [
         "stage  rank  blocks         time     memory",
         "    0     0  stem          20.0%    4.0 MiB",
         "    1     1  body          50.0%    5.0 MiB",

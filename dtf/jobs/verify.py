@@ -93,7 +93,7 @@ class Verify(Job):
         elif self.format is Output.markdown:
             print(_markdown(rows))
         else:
-            also = f", {len(refused)} were refused" if refused else ""
+            also = f", {len(refused)} {'was' if len(refused) == 1 else 'were'} refused" if refused else ""
             print(f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers{also}; {folder / 'verify.json'}")
         return Exit.BUG if broken else Exit.OK
 

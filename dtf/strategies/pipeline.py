@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dtf.errors import ConfigError
 from dtf.registry import option, register
-from dtf.schedules import Schedule, in_flight
+from dtf.schedules import Schedule, bubble, in_flight
 from dtf.strategy import Program, Strategy, Task, check_divides, check_layout
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class Pipeline(Strategy):
     """Ranks in groups of `degree` hold the model in stages, micro-batches flow through them; groups divide the rows.
 
     Bytes per micro-batch: what is live at each cut, forward, and its gradient, backward; groups all-reduce the gradients of what a rank holds
-    once a step. A rank is idle for (p - 1) / (v m + p - 1) of a step, with p ranks, v stages on each and m micro-batches of equal length.
+    once a step. A rank is idle for (p - 1) / (v m + p - 1) of a step, with p ranks, v stages on each and m micro-batches of equal length; for longer
+    where v > 1 and p does not divide m.
     Sources: Huang et al. 2019 (arXiv:1811.06965); Narayanan et al. 2019, 2021 (arXiv:1806.03377, arXiv:2104.04473).
     """
 
@@ -93,7 +94,8 @@ class Pipeline(Strategy):
         ends = cut(task.step.batch_size, rows)
         each = -(-(len(ends) - 1) // seat.share.count)  # of a pipeline, at most
         held = [in_flight(self.schedule, s, ranks, virtual, each) for s in range(stages)]
-        wish = Wish(ranks, virtual, each, ends[1], held, self.cuts, self.balance is Balance.time, math.ceil(self.memory_gb * 2**30))
+        idle = bubble(self.schedule, ranks, virtual, each)
+        wish = Wish(ranks, virtual, each, idle, ends[1], held, self.cuts, self.balance is Balance.time, math.ceil(self.memory_gb * 2**30))
         model = sketch(task.recipe)
         chain, bounds, table = agree(model, wish, task, world)
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -116,7 +118,8 @@ class Pipeline(Strategy):
             return seat.total(every)
 
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
-        update = LocalUpdate(found, *options, writes=seat.share.index == 0, reduce=seat.reduce, gather=gather)
+        like = torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)
+        update = LocalUpdate(found, *options, writes=seat.share.index == 0, reduce=seat.reduce, gather=gather, like=like)
         line = Line(seat.lines[seat.share.index], seat.place, stages, *links(seat.lines, stages, world.rank, world.device))
         parts = [Stage(s, segment, task, world.device) for s, segment in segments.items()]
         return Pipelined(parts, line, self.schedule, update, task, world, seat, rows, table)

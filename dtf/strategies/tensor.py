@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 @register("strategy", "tensor")
 class Tensor(Strategy):
-    """Ranks in groups of `degree` divide each layer that the recipe's layout splits; groups divide the rows. Inside a group, x being an
-    activation's bytes for one micro-batch, each micro-batch costs
+    """Ranks in groups of `degree` divide each layer that the recipe's layout splits; groups divide the rows.
+
+    Inside a group, x being an activation's bytes for one micro-batch, each micro-batch costs
 
         all-reduce of x for each `column` and `classes` layer (x: its input; backward, unless the input needs no gradient),
         all-reduce of x for each `row` layer (x: its output; forward),
