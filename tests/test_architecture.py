@@ -18,12 +18,12 @@ import yaml
 ROOT = Path(__file__).parent.parent
 
 FLOORS = {
-    "vocabulary": "dtf errors registry values",
+    "vocabulary": "dtf errors registry trace values",
     "leaves: one thing each": "classes collectives devices ending eventfile feed gradients heartbeat layout links lr manifest memory metrics optimizer "
-    "options partition precision sampler schedules schema seeding slices strides supervise tracking",
+    "options partition precision sampler schedules schema sections seeding slices strides supervise tracking usage",
     "formats of files": "commit shards untrusted",
     "contracts": "job launcher observer recipe strategy",
-    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined remat replicas screen seat "
+    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined profiler remat replicas screen seat "
     "sharded spmd stages update world",
     "engine": "checkpoint engine evidence",
     "options, one registered class per file": "observers optimizers recipes strategies",
