@@ -13,7 +13,7 @@ from dtf import devices
 from dtf.observer import Observer
 from dtf.registry import option, register
 from dtf.usage import Gpus, Load, cpu_load, process_tree
-from dtf.values import Event, Measured, Started
+from dtf.values import Ended, Event, Measured, Started
 
 if TYPE_CHECKING:
     from dtf.eventfile import EventFile
@@ -42,6 +42,8 @@ class Resources(Observer):
                 if self._thread is None:  # the ranks are ready: starting is not what is watched
                     self._thread: threading.Thread | None = threading.Thread(target=self._watch, name="resources", daemon=True)
                     self._thread.start()
+            case Ended():
+                self._end.set()  # what follows is no longer the run
 
     def close(self) -> None:
         if self._thread is not None:
