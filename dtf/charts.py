@@ -90,6 +90,7 @@ def png(chart: Chart, names: Sequence[str], path: Path) -> None:
 def _figure(chart: Chart, colours: Mapping[str, str], legend: Sequence[str]) -> Any:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.titlesize": 10}
     style |= {"axes.edgecolor": colours["line"], "axes.labelcolor": colours["muted"], "xtick.color": colours["muted"], "ytick.color": colours["muted"]}
@@ -97,9 +98,9 @@ def _figure(chart: Chart, colours: Mapping[str, str], legend: Sequence[str]) -> 
     bars = max((len(axes.bars) for axes in chart.axes), default=0)
     height = 0.75 + 0.36 * bars if bars else 2.7
     with rc_context(style):
-        figure = Figure(figsize=(11.5 if chart.wide else 5.6, height + (0.24 * -(-len(legend) // 3) if legend else 0)), layout="constrained")
+        below = 0.24 * -(-len(legend) // 3)
+        figure = Figure(figsize=(11.5 if chart.wide else 5.6, height + below), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
         places = figure.subplots(1, len(chart.axes), squeeze=False, width_ratios=chart.widths or None)[0]
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
         for place, axes in zip(places, chart.axes, strict=True):
             place.set_title(axes.title)
             _bars(place, axes, colours) if axes.bars else _lines(place, axes, colours)
@@ -114,7 +115,7 @@ def _figure(chart: Chart, colours: Mapping[str, str], legend: Sequence[str]) -> 
 
 def _lines(place: Any, axes: Axes, colours: Mapping[str, str]) -> None:
     for line in axes.lines:
-        look = {"alpha": 0.4, "linewidth": 1.1} if line.pale else {"linewidth": 1.8}
+        look: dict[str, Any] = {"alpha": 0.4, "linewidth": 1.1} if line.pale else {"linewidth": 1.8}
         if len(line.points) == 1:
             look["marker"] = "o"
         place.plot(*zip(*line.points, strict=True), color=colours[f"run{line.run % 8}"], linestyle=_dash(line.run), **look)

@@ -36,12 +36,12 @@ svg{display:block;width:100%;height:auto;font-family:inherit}
 .wide svg{min-width:860px}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th{text-align:left;font-weight:600;color:var(--muted);font-size:13px}
-th,td{padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top;white-space:nowrap}
+th,td{padding:6px 12px 6px 0;border-bottom:1px solid var(--line);vertical-align:top;white-space:nowrap}
 tr:last-child td{border-bottom:0}
-td.number,th.number{text-align:right}
+td.number,th.number{text-align:right}td:last-child,th:last-child{padding-right:0}
 .chip{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:8px;vertical-align:-1px}
 code{font:13px ui-monospace,'SF Mono',Menlo,Consolas,monospace}
-.stack{display:flex;height:18px;border-radius:4px;overflow:hidden;min-width:260px}
+.stack{display:flex;height:18px;border-radius:4px;overflow:hidden;min-width:180px}
 .key{display:flex;flex-wrap:wrap;gap:4px 18px;color:var(--muted);font-size:13px;margin:0 0 10px}
 """
 )

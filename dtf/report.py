@@ -51,7 +51,6 @@ def html(results: Sequence[Result], charts: Sequence[Chart], now: str) -> str:
     return page.page(f"{recipes}: {len(results)} run{'s' if len(results) > 1 else ''}", f"dtf report of {now}", sections)
 
 
-
 # ---------------------------------------------------------------- charts
 
 
@@ -153,9 +152,7 @@ def _profiles(results: Sequence[Result]) -> str:
 
 
 def _differences(results: Sequence[Result]) -> str:
-    found = differences(results)
-    if not found:
-        return "<p>They have the same config.</p>"
+    found = {"run folder": [result.folder.name for result in results]} | differences(results)
     heads = ["key", *(result.name for result in results)]
     return page.table(heads, ([f"<code>{escape(key)}</code>", *(_value(value) for value in values)] for key, values in found.items()))
 

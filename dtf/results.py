@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -82,7 +83,7 @@ class Result:
     def samples_of(self, device: str, key: str) -> list[Point]:
         """(minutes of watching, value); the time between a stop and going on is left out."""
         mine = [sample for sample in self.samples if sample["device"] == device]
-        gaps = [later["time"] - earlier["time"] for earlier, later in zip(mine, mine[1:], strict=False)]
+        gaps = [later["time"] - earlier["time"] for earlier, later in pairwise(mine)]
         usual = median(gaps) if gaps else 0.0
         minutes, points = 0.0, []
         for number, sample in enumerate(mine):
@@ -129,13 +130,15 @@ def differences(results: Sequence[Result]) -> dict[str, list[Any]]:
 
 
 def _names(results: Sequence[Result]) -> list[str]:
-    """What sets each run apart: at most three of its values, and its folder where they are not enough."""
+    """What sets each run apart: at most three of its values, and a number where they are not enough."""
     differ = {key: values for key, values in differences(results).items() if not key.startswith(_SILENT)}
     named = [key.removesuffix("name") for key in differ if key.endswith(".name")]
     keys = [key for key in _PLAIN if key in differ]
     keys += [key for key in differ if key not in _PLAIN and not key.startswith(("precision.", *named))]
     names = [" · ".join(_word(key, differ[key][number]) for key in keys[:3]) for number in range(len(results))]
-    return [name if name and names.count(name) == 1 else f"{name} {result.folder.name}".strip() for name, result in zip(names, results, strict=True)]
+    if len(results) == 1:
+        return [results[0].folder.name]
+    return [name if names.count(name) == 1 else f"{name} #{names[: number + 1].count(name)}".strip() for number, name in enumerate(names)]
 
 
 def _word(key: str, value: Any) -> str:
@@ -176,7 +179,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _between(marks: Sequence[Point], at: float) -> float:
     """A line through the marks, at `at`."""
-    for (x0, y0), (x1, y1) in zip(marks, marks[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(marks):
         if at <= x1:
             return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
     return marks[-1][1]

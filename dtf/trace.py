@@ -7,7 +7,7 @@ launched, whichever thread launched it. Where several things run side by side (r
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ def shares(events: Iterable[dict[str, Any]]) -> Shares | None:
     if not steps:
         return None
     first, last = min(start for start, _ in steps), max(end for _, end in steps)
-    totals: Counter[str] = Counter()
+    totals: defaultdict[str, float] = defaultdict(float)
     hidden = 0.0
     for duration, active in _moments(_classified(spans), first, last):
         kinds = {kind for kind, _ in active}
