@@ -70,12 +70,12 @@ def _comparison(results: Sequence[Result], published: Mapping[str, float], publi
     axes = [one for one in axes if one.bars]
     for one in axes[1:]:
         one.labelled = False
-    caption = "This machine's runs: training time of an epoch (median), without evaluating and saving."
+    caption = "Solid, these runs: time to train an epoch (median), without evaluating and saving."
     if any(one.title.startswith("utilisation") for one in axes):
-        caption += " Utilisation and memory as sampled while it ran."
+        caption += " Utilisation and memory as sampled meanwhile."
     if published:
         axes.append(Axes("published, time per epoch", "seconds", bars=[Bar(label, value, "pale", _seconds(value)) for label, value in published.items()]))
-        caption += f" Hatched, with an axis of its own and not measured here: {published_by or 'published figures'}."
+        caption += f" Hatched, against an axis of their own, what others measured: {published_by or 'published figures'}."
     return Chart("comparison", caption, axes, [1.15 if one.labelled else 0.85 for one in axes])
 
 

@@ -112,8 +112,8 @@ def read(patterns: Sequence[str]) -> list[Result]:
         found = [Path(name) for name in glob.glob(pattern)]
         runs = [folder for folder in found if (folder / "run.json").is_file()]
         if not runs:
-            why = "holds no run.json; name run folders" if found else "matches nothing"
-            raise ConfigError(f"job.runs=[{pattern}] {why}, such as 'outputs/resnet_shapes/*'")
+            why = "holds no run.json, so it is no run folder" if found else "matches nothing"
+            raise ConfigError(f"job.runs=[{pattern}] {why}; give folders or patterns of folders such as 'outputs/resnet_shapes/*'")
         runs.sort(key=lambda folder: (_json(folder / "run.json").get("started", ""), folder))
         folders |= dict.fromkeys(folder.resolve() for folder in runs)
     results = [_result(folder) for folder in folders]

@@ -88,7 +88,7 @@ def test_gpus_are_counted_as_torch_counts_them(visible, expected, monkeypatch):
 
 
 def test_samples_of_a_run_and_their_curves(run_dtf):
-    small = ("recipe.data.train_rows=256", "recipe.data.eval_rows=32", "step.batch_size=16", "train.epochs=1", "checkpoint=off")
+    small = ("recipe.data.train_rows=256", "recipe.data.eval_rows=32", "step.batch_size=16", "train.epochs=1", "checkpoint=off", "launcher.threads=1")
     done = run_dtf("launcher=inline", "observer=[jsonl,tensorboard,resources]", "observer.resources.every_s=0.05", *small)
     assert done.code == 0, done.err
     lines = [json.loads(line) for line in (done.folder / "resources.jsonl").read_text().splitlines()]

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class Profile(Observer):
     """Write profile/rank_<r>.pt.trace.json for Perfetto and TensorBoard, and say what shares of a step its parts have. Costs nothing outside the window.
 
-    Taking a trace slows its steps down, those of small kernels most; writing it takes a second or so between two steps.
+    Taking a trace slows its steps down, those of small kernels most; it is written between two steps, while the other ranks wait.
     """
 
     skip: int = option(default=20, least=1, doc="left out after a start: the first steps build buckets and kernels", unit="steps")
-    steps: int = option(default=10, least=1, most=1000, doc="length of the window; a trace has some 100 kB for each step of a ResNet", unit="steps")
+    steps: int = option(default=10, least=1, most=1000, doc="length of the window; a trace of the default recipe has 300 kB for each", unit="steps")
     ranks: list[int] = option(factory=lambda: [0], least=0, doc="which ranks take one")
 
     def check(self) -> None:
