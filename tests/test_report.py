@@ -107,7 +107,8 @@ def test_a_part_of_an_epoch_says_what_a_whole_one_takes(tmp_path):
 
 
 def test_runs_are_named_by_what_differs(runs):
-    assert [run.name for run in results.read([str(runs / "*")])] == ["ddp · 2 x cpu · lr.peak=0.1", "dp · 2 x cpu · lr.peak=0.1", "dp · 1 x cpu · lr.peak=<b>0.3</b>"]
+    names = [run.name for run in results.read([str(runs / "*")])]
+    assert names == ["ddp · 2 x cpu · lr.peak=0.1", "dp · 2 x cpu · lr.peak=0.1", "dp · 1 x cpu · lr.peak=<b>0.3</b>"]
     assert set(results.differences(results.read([str(runs / "*")]))) == {"strategy.name", "world", "lr.peak"}
     run_folder(runs / "d")
     assert [run.name for run in results.read([str(runs / "d"), str(runs / "a")])] == ["#1", "#2"]
