@@ -140,6 +140,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 loop.report(Measured("train", step, step / loop.steps_per_epoch, seconds.total(), shown))
                 rows = 0
             case Poll(step):
+                loop.beat("log", step)
                 _refuse_divergence(loop, step)
                 now = time.perf_counter()
                 told = torch.tensor([float(loop.stop_requested()), 1.0, (now - polled) / max(1, since_poll)], dtype=torch.float64)

@@ -23,6 +23,7 @@ from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.schedules import Action, Schedule, answers, order
 from dtf.seat import Seat
+from dtf.sections import section
 from dtf.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task, Update
 from dtf.strides import axes, dense
@@ -179,7 +180,8 @@ class Pipelined(Program):
         for stage in self._stages.values():
             stage.statistics.end()
         self._settled = False
-        norm = self._update.apply(ticket.step, ticket.lr)
+        with section("optimizer"):
+            norm = self._update.apply(ticket.step, ticket.lr)
         return StepOutput(sums, norm if self._world.rank == 0 else self._unsaid)  # every rank knows the norm, one tells it
 
     @torch.no_grad()
@@ -200,13 +202,15 @@ class Pipelined(Program):
             mail.open(number)
             if forward:
                 enter(self._stages[s], j)
-                kept, more = self._forward(s, j, parts[j], factor, mail)
+                with section("forward"):
+                    kept, more = self._forward(s, j, parts[j], factor, mail)
                 sums = sums if more is None else sums + more
                 if train:
                     held[s, j] = kept
                 del kept  # activations live as long as the schedule says
             else:
-                self._backward(s, j, held.pop((s, j)), mail)
+                with section("backward"):
+                    self._backward(s, j, held.pop((s, j)), mail)
         for link in (*self._line.forward, *self._line.backward):
             link.settle()
         return sums

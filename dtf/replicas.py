@@ -12,6 +12,7 @@ from dtf.build import cast_model, draw_model
 from dtf.memory import Memory, byte_count
 from dtf.passes import draws_at_large, loss_dtype, rows_of, to_device
 from dtf.sampler import cut, share
+from dtf.sections import section
 from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task
 from dtf.update import LocalUpdate, whole
@@ -67,11 +68,14 @@ class Replicas(Program):
         factor = self._updates[0].scale(torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0]))
         parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
         sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
-        self._sum_gradients()
-        norms = self._each(lambda i: self._updates[i].apply(ticket.step, ticket.lr), len(self._updates))
+        with section("communication"):
+            self._sum_gradients()
+        with section("optimizer"):
+            norms = self._each(lambda i: self._updates[i].apply(ticket.step, ticket.lr), len(self._updates))
         if not self._every:
-            for trained in self._trained[1:]:
-                torch._foreach_copy_([p.data for p in trained], [p.data for p in self._trained[0]])
+            with section("communication"):
+                for trained in self._trained[1:]:
+                    torch._foreach_copy_([p.data for p in trained], [p.data for p in self._trained[0]])
         self._settled = False
         return StepOutput(_total([s for s in sums if s is not None], self._devices[0]), norms[0])
 

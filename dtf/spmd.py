@@ -19,6 +19,7 @@ from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, rows_of, to
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.seat import Seat
+from dtf.sections import section
 from dtf.slices import is_slice, local, offset
 from dtf.strategy import Program, Source, Task, Update
 from dtf.update import LocalUpdate, whole
@@ -98,16 +99,18 @@ class Replica:
     def _pass(self, batch: Batch, factor: Tensor, last: bool) -> Tensor:
         if self._sync is not None:
             self._sync(last)
-        outputs, loss = self._passes.losses(self._passes.forward(self._forward if last else self.model, batch.inputs), batch)
-        total, seed = self._passes.total(loss, batch, factor)
-        if last or self._sync is not None:
-            total.backward(seed)
-        else:
-            # Not backward(): hooks that sum gradients over ranks must see each parameter once a step (DDP with a static graph counts).
-            gradients = torch.autograd.grad(total, self._trained, seed, allow_unused=True)
-            for parameter, gradient in zip(self._trained, gradients, strict=True):
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        with section("forward"):
+            outputs, loss = self._passes.losses(self._passes.forward(self._forward if last else self.model, batch.inputs), batch)
+            total, seed = self._passes.total(loss, batch, factor)
+        with section("backward"):
+            if last or self._sync is not None:
+                total.backward(seed)
+            else:
+                # Not backward(): hooks that sum gradients over ranks must see each parameter once a step (DDP with a static graph counts).
+                gradients = torch.autograd.grad(total, self._trained, seed, allow_unused=True)
+                for parameter, gradient in zip(self._trained, gradients, strict=True):
+                    if gradient is not None:
+                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return self._passes.measure(outputs, batch, loss)
 
     def rehearse(self, batch: Batch, spread: bool) -> bool:
@@ -200,7 +203,8 @@ class Spmd(Program):
         factor = self._update.scale(self._factor / ticket.rows)
         sums = self._replica.accumulate(ticket, batch, bounds, own, self._share, factor)
         self._settled = False
-        norm = self._update.apply(ticket.step, ticket.lr)
+        with section("optimizer"):
+            norm = self._update.apply(ticket.step, ticket.lr)
         return StepOutput(self._said(sums), norm if self._world.rank == 0 else self._unsaid)  # every rank knows the norm, one tells it
 
     def eval_step(self, batch: Batch | None) -> Tensor:

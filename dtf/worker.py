@@ -25,6 +25,7 @@ from dtf.errors import ConfigError, DataError, DtfError, Exit, PeerError, Preemp
 from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.memory import Memory, Meter, table_row
+from dtf.observer import Probes
 from dtf.precision import Cast
 from dtf.run import flat
 from dtf.sampler import Epochs, Sequential, cut
@@ -139,6 +140,7 @@ def _train(
         )
     )
     record = _Record(folder, world.rank, start) if options.record else None
+    probes = _probes(settings, place, folder, send)
     loop = Loop(
         program=program,
         clock=clock,
@@ -153,7 +155,7 @@ def _train(
         steps_per_epoch=epochs.batches,
         skip_nonfinite=options.skip_nonfinite,
         stop_requested=stop_requested,
-        beat=beat,
+        beat=_both(beat, probes.enter) if probes else beat,
         record=record.write if record else None,
         carried=carried,
         recent=deque(recent, maxlen=RECENT),
@@ -163,6 +165,7 @@ def _train(
         if record:
             record.close(program.replicated())
     finally:
+        probes.close()
         for loader in loaders:
             loader.close()
     best = {f"best_{plan.objective[0]}": clock.best[0], "best_step": float(clock.best[1])} if clock.best else {}
@@ -295,6 +298,20 @@ def _table(
         "run folder": str(folder),
         "versions": f"dtf {__version__}, torch {torch.__version__}",
     }
+
+
+def _probes(settings: Settings, place: Place, folder: Path, send: Callable[[Event], None]) -> Probes:
+    """What the observers want to see from inside this rank."""
+    found = {name: observer.probe(place, folder, lambda text: send(Note("info", text))) for name, observer in settings.observer.items()}
+    return Probes({name: probe for name, probe in found.items() if probe is not None}, lambda text: send(Note("warning", text)))
+
+
+def _both(first: Callable[[str, int], None], second: Callable[[str, int], None]) -> Callable[[str, int], None]:
+    def beat(phase: str, step: int) -> None:
+        first(phase, step)
+        second(phase, step)
+
+    return beat
 
 
 def _nobody(event: Event) -> None:

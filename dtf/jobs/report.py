@@ -1,0 +1,52 @@
+"""`job=report`: one or many runs as a page to look at and to send around. Reads run folders and changes none."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtf.errors import ConfigError, Exit
+from dtf.job import Job
+from dtf.registry import option, register
+from dtf.run import unique_id
+
+if TYPE_CHECKING:
+    from dtf.config import Composed
+
+
+@register("job", "report")
+class Report(Job):
+    """Draw runs side by side: report.html, complete in itself, and each chart as PNG beside it."""
+
+    runs: list[str] = option(factory=list, doc="run folders, or glob patterns such as 'outputs/resnet_shapes/*'")
+    published: dict[str, float] = option(
+        factory=dict, doc="seconds an epoch took elsewhere, by label: drawn beside the runs, hatched and against an axis of their own"
+    )
+    published_by: str = option(default="", doc="what these were measured on, and who published them")
+
+    def run(self, composed: Composed) -> int:
+        if not self.runs:
+            raise ConfigError("job.runs=[] names nothing to report on; give run folders or patterns, job.runs=[outputs/resnet_shapes/*]")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError(f"job=report draws with matplotlib, which is not installed; {sys.executable} -m pip install 'matplotlib>=3.8'")
+        from dtf.report import charts_of, html
+        from dtf.results import read
+
+        results = read(self.runs)
+        run = composed.config["run"]
+        folder = Path(run["dir"] or Path("outputs", run["name"] or "report", unique_id())).absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run.dir={folder} cannot be made: {error.strerror}; choose another run.dir") from error
+        from dtf.charts import png
+
+        charts = charts_of(results, self.published, self.published_by)
+        for chart in charts:
+            png(chart, [result.name for result in results], folder / f"{chart.file}.png")
+        (folder / "report.html").write_text(html(results, charts, f"{datetime.now():%Y-%m-%d %H:%M}"), encoding="utf-8")
+        print(f"{len(results)} run{'s' if len(results) > 1 else ''}, {len(charts)} charts: {folder / 'report.html'}")
+        return Exit.OK

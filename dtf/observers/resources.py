@@ -1,0 +1,98 @@
+"""How busy the devices of this host are, and how full: samples over the whole run, taken from the launching process."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtf import devices
+from dtf.observer import Observer
+from dtf.registry import option, register
+from dtf.usage import Gpus, Load, cpu_load, process_tree
+from dtf.values import Ended, Event, Measured, Started
+
+if TYPE_CHECKING:
+    from dtf.eventfile import EventFile
+
+
+@register("observer", "resources")
+class Resources(Observer):
+    """Append utilisation and memory of every device to a file: `{"time", "step", "device", "utilisation", "memory"}`; curves where TensorBoard watches too.
+
+    The device `cpu` is the process tree of the run against the cores it may use. With launcher=env it is the tree of rank 0 alone.
+    """
+
+    every_s: float = option(default=1.0, least=0.05, most=3600, doc="time between samples", unit="s")
+
+    def open(self, folder: Path, config: dict) -> None:
+        self._path, self._config = folder / "resources.jsonl", config
+        self._step, self._thread, self._end = 0, None, threading.Event()
+        self._failed: Exception | None = None
+
+    def see(self, event: Event) -> None:
+        if self._failed is not None:
+            raise self._failed
+        match event:
+            case Started() | Measured():
+                self._step = event.step
+                if self._thread is None:  # the ranks are ready: starting is not what is watched
+                    self._thread: threading.Thread | None = threading.Thread(target=self._watch, name="resources", daemon=True)
+                    self._thread.start()
+            case Ended():
+                self._end.set()  # what follows is no longer the run
+
+    def close(self) -> None:
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            self._end.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        try:
+            self._sample()
+        except Exception as error:  # noqa: BLE001 - raised where it ends this observer alone
+            self._failed = error
+
+    def _sample(self) -> None:
+        chosen = devices.choose(self._config["launcher"].get("devices", "auto"))
+        cards = Gpus(chosen.indices) if chosen.indices else None
+        curves, started = self._curves(), time.monotonic()
+        cores, root = devices.cores(), os.getpid()
+        before, at = process_tree(root), started
+        with self._path.open("a", encoding="utf-8") as file:
+            while not self._end.wait(self.every_s):
+                tree, now = process_tree(root), time.monotonic()
+                loads = [cpu_load(before, tree, now - at, cores), *(cards.loads() if cards else [])]
+                file.writelines(_line(self._step, load) for load in loads)
+                file.flush()
+                if curves is not None:
+                    _draw(curves, round(now - started), loads)
+                before, at = tree, now
+        if curves is not None:
+            curves.close()
+        if cards is not None:
+            cards.close()
+
+    def _curves(self) -> EventFile | None:
+        """A TensorBoard run of its own, since its steps are seconds."""
+        tensorboard = self._config["observer"].get("tensorboard")
+        if tensorboard is None:
+            return None
+        from dtf.eventfile import EventFile
+
+        return EventFile(self._path.parent / tensorboard["path"] / "resources", 0)
+
+
+def _line(step: int, load: Load) -> str:
+    return json.dumps({"time": round(time.time(), 2), "step": step} | load._asdict() | {"utilisation": round(load.utilisation, 1)}) + "\n"
+
+
+def _draw(curves: EventFile, second: int, loads: list[Load]) -> None:
+    from dtf.eventfile import scalar
+
+    both = ((f"{load.device}/utilisation", load.utilisation) for load in loads), ((f"{load.device}/memory_gb", load.memory / 1e9) for load in loads)
+    curves.add(second, *(scalar(f"resources/{tag}", value) for pairs in both for tag, value in pairs))

@@ -1,0 +1,16 @@
+"""Parts of a step by name, for those who look at a trace. Measures nothing itself."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch.autograd import profiler
+
+from dtf.trace import PREFIX
+
+_NOTHING = nullcontext()
+
+
+def section(name: str) -> AbstractContextManager[object]:
+    """What runs inside is called `name` in a trace of torch.profiler. While none is taken this costs less than a microsecond."""
+    return profiler.record_function(f"{PREFIX}{name}") if profiler._is_profiler_enabled else _NOTHING
