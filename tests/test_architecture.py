@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = {
     "vocabulary": "dtf errors registry values",
-    "leaves: one thing each": "classes collectives devices ending eventfile feed gradients heartbeat layout links lr manifest memory metrics optimizer "
+    "leaves: one thing each": "budget classes collectives devices ending eventfile feed gradients heartbeat layout links lr manifest memory metrics optimizer "
     "options partition precision sampler schedules schema seeding slices strides supervise tracking",
     "formats of files": "commit shards untrusted",
     "contracts": "job launcher observer recipe strategy",
@@ -28,7 +28,7 @@ FLOORS = {
     "engine": "checkpoint engine evidence",
     "options, one registered class per file": "observers optimizers recipes strategies",
     "the root config, typed": "settings",
-    "front and ranks": "config describe explain run sources sweep worker",
+    "front and ranks": "config describe explain run sources sweep trials tuning worker",
     "processes": "attempt forkserver rank",
     "what the fork server imports": "preload",
     "options that start processes": "launchers",
@@ -143,7 +143,8 @@ def test_dependencies_are_declared_and_explained() -> None:
         re.split(r"[<>=\[]", text, maxsplit=1)[0]: text for text in [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     }
     modules = {"hydra-core": "hydra", "pillow": "PIL", "pyyaml": "yaml"}
-    runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
+    extras = [text for name, texts in project["optional-dependencies"].items() if name not in ("dev", "docs") for text in texts]
+    runtime = {modules.get(name, name) for name, text in declared.items() if text in [*project["dependencies"], *extras]}
     for name, path in sources().items():
         for node in walk(tree(path)):
             if isinstance(node, ast.Import | ast.ImportFrom):
