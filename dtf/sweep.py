@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import IntervalSweep
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -274,7 +275,7 @@ def _combinations(overrides: Sequence[Override]) -> tuple[list[list[str]], bool]
         if each.is_sweep_override() and each.is_hydra_override():
             raise ConfigError(f"{show(each.input_line)} sweeps over a setting of Hydra; give it one value; set {COMMAND_LINE}")
     fixed = [each for each in overrides if not each.is_sweep_override() or each.is_discrete_sweep()]
-    ends = [f"{each.get_key_element()}={each.value().start}" for each in overrides if each.is_interval_sweep()]
+    ends = [f"{each.get_key_element()}={value.start}" for each in overrides if isinstance(value := each.value(), IntervalSweep)]
     trials: list[list[Any]] = BasicSweeper.split_arguments(fixed, max_batch_size=None)[0]
     usual = len(fixed) == len(overrides) and not any(each.key_or_group.startswith("hydra/sweeper") for each in overrides)
     return [[_typed(text) for text in [*trial, *ends]] for trial in (trials if usual else trials[:1])], usual

@@ -248,6 +248,6 @@ def test_resuming_continues_the_plan() -> None:
     for ticket in clock:
         if not isinstance(ticket, Poll):
             rest.append(ticket)
-        clock.done(ticket, {"loss": 9.0, "stop_requests": 0.0, "step_seconds": 9.0})
+        clock.done(ticket, {"loss": 9.0, "stop_requests": 0.0, "over_budget": 0.0, "step_seconds": 9.0})
     assert rest == whole[whole.index(Save(4)) + 1 :]
     assert clock.best == (3.0, 3)

@@ -120,7 +120,8 @@ def test_parts_in_the_documentation_run_as_it_says(path: Path, unpack: Callable[
     chosen = set()
     for words in page.commands:
         images = [] if any(word.startswith("recipe=") for word in words) else SMALL_IMAGES
-        result = run_dtf(*words, *images, *(SHORT_VERIFY if "job=verify" in words else SHORT))
+        few = [] if any(word.startswith("job.strategies") for word in words) else ["job.strategies=[ddp,tensor]"]
+        result = run_dtf(*words, *images, *([*few, *SHORT_VERIFY] if "job=verify" in words else SHORT))
         assert result.code == Exit.OK, (words, result.out, result.err)
         if (result.folder / "config.yaml").exists():
             config = yaml.safe_load((result.folder / "config.yaml").read_text())
