@@ -7,14 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError, DtfError, Exit, error_line
+from dtf.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, error_line
 
 if TYPE_CHECKING:
     import argparse
 
     from dtf.config import Composed, Composer
 
-INTERRUPTED, PIPE_CLOSED = 130, 141  # as a shell reports a program that SIGINT or SIGPIPE ended
 _ANSWERS = ("-h", "--help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
 
 

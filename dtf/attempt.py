@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dtf.ending import Ending, Outcome, innermost, outcome, preload_error
-from dtf.errors import Exit, PeerError
+from dtf.errors import ORDERLY, Exit, PeerError
 from dtf.forkserver import ForkServer
 from dtf.heartbeat import Beat, Board
 from dtf.launcher import Place
@@ -294,7 +294,7 @@ class Attempt:
         while self._on_event(rank):  # its last words may still be on the way
             pass
         rank.status = status
-        if status and os.waitstatus_to_exitcode(status) != Exit.PREEMPTED and not rank.killed and not self._failing_since:
+        if status and os.waitstatus_to_exitcode(status) not in ORDERLY and not rank.killed and not self._failing_since:
             self._failing_since = time.monotonic()
 
     def _on_event(self, rank: _Rank) -> bool:
@@ -317,7 +317,7 @@ class Attempt:
         if isinstance(event, Failed):
             if not rank.failed:
                 rank.failed, rank.at = event, at
-                if event.exit != Exit.PREEMPTED and not self._failing_since:
+                if event.exit not in ORDERLY and not self._failing_since:
                     self._failing_since = time.monotonic()
         else:
             self.saved = self.saved or isinstance(event, Saved)

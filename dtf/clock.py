@@ -71,8 +71,8 @@ class Progress:
     since_best: int = 0
 
 
-STOP_REQUESTS, STEP_SECONDS = "stop_requests", "step_seconds"
-"""Keys of a Poll's values: how many ranks were told to stop, and the mean time of a step since the last Poll."""
+STOP_REQUESTS, OVER_BUDGET, STEP_SECONDS = "stop_requests", "over_budget", "step_seconds"
+"""Keys of a Poll's values: how many ranks were told to stop, how many know that the budget is spent, and the mean time of a step since the last Poll."""
 
 POLL_S = 2.0
 """Ranks ask each other so often whether to stop: a small part of the grace that schedulers give, and no cost per step."""
@@ -84,7 +84,7 @@ class PlannedClock(Clock):
     def __init__(self, plan: Plan, epochs: Epochs, schedule: Schedule, state: Mapping | None = None) -> None:
         self._plan, self._epochs, self._schedule = plan, epochs, schedule
         self._at = Progress(**state) if state else Progress()
-        self._preempted, self._poll_at = False, self._at.step + 1
+        self._told, self._poll_at = "", self._at.step + 1
         self._tickets = self._course()
 
     def __next__(self) -> Ticket:
@@ -99,7 +99,7 @@ class PlannedClock(Clock):
             case Train():
                 self._at.step = ticket.step + 1
             case Poll(step):
-                self._preempted |= values[STOP_REQUESTS] > 0
+                self._told = "preempted" if values[STOP_REQUESTS] else "budget" if values[OVER_BUDGET] else ""
                 self._poll_at = step + max(1, int(POLL_S / max(values[STEP_SECONDS], 1e-6)))
             case Evaluate(step):
                 name, mode = self._plan.objective
@@ -140,7 +140,7 @@ class PlannedClock(Clock):
             if evaluated:
                 yield Evaluate(step)
             improved = evaluated and at.best_step == step and at.best is not None
-            stopping = "preempted" if self._preempted else "early_stop" if plan.patience and evaluated and at.since_best >= plan.patience else ""
+            stopping = self._told or ("early_stop" if plan.patience and evaluated and at.since_best >= plan.patience else "")
             if plan.save_every and (_due(step, plan.save_every) or last or stopping or (improved and plan.save_best)):
                 yield Save(step)
             if stopping and not last:

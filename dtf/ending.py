@@ -6,7 +6,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-from dtf.errors import ConfigError, DtfError, Exit
+from dtf.errors import ORDERLY, ConfigError, DtfError, Exit
 from dtf.values import Failed
 
 _LAST_LINES = 20
@@ -50,9 +50,9 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int) -> Ou
     A death by signal comes before all words: the others' words are then about a lost connection. Among words the earliest
     counts that is not about a lost peer.
     """
-    own = [ending for ending in endings if not ending.killed and ending.status and ending.code != Exit.PREEMPTED]
+    own = [ending for ending in endings if not ending.killed and ending.status and ending.code not in ORDERLY]
     deaths = [ending for ending in own if ending.signal and not (stop_signals and ending.signal == signal.SIGTERM)]
-    spoke = [ending for ending in endings if ending.failed and ending.failed.exit != Exit.PREEMPTED]
+    spoke = [ending for ending in endings if ending.failed and ending.failed.exit not in ORDERLY]
     words = sorted(spoke, key=lambda ending: (ending.failed is not None and ending.failed.exit == Exit.PEER, ending.at))
     if any(ending.signal != signal.SIGABRT for ending in deaths) or (deaths and not words):
         return _death(next((ending for ending in deaths if ending.signal != signal.SIGABRT), deaths[0]))
@@ -71,10 +71,10 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int) -> Ou
         return Outcome(Exit.PREEMPTED, Failed(own[0].rank, own[0].step, int(Exit.PREEMPTED), "asked to stop before training began; nothing is lost", ""))
     if any(ending.killed for ending in endings):
         return _lost(endings, "asked to stop, but not done within launcher.grace_s")
-    preempted = [ending for ending in endings if ending.code == Exit.PREEMPTED]
-    if preempted:
-        first = min(preempted, key=lambda ending: ending.rank)
-        return Outcome(Exit.PREEMPTED, first.failed or Failed(first.rank, first.step, int(Exit.PREEMPTED), "asked to stop; the state is saved", ""))
+    orderly = [ending for ending in endings if ending.code in ORDERLY]
+    if orderly:
+        first = min(orderly, key=lambda ending: ending.rank)
+        return Outcome(Exit(first.code), first.failed or Failed(first.rank, first.step, first.code, "told to stop; the state is saved", ""))
     return Outcome(Exit.OK)
 
 

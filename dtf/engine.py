@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.clock import STEP_SECONDS, STOP_REQUESTS, Clock
+from dtf.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
 from dtf.errors import DivergedError, DtfError
 from dtf.recipe import Recipe
 from dtf.strategy import Program
@@ -84,6 +84,7 @@ class Loop:
     steps_per_epoch: int
     skip_nonfinite: int = 0
     stop_requested: Callable[[], bool] = lambda: False
+    over_budget: Callable[[], bool] = lambda: False
     beat: Callable[[str, int], None] = lambda phase, step: None
     record: Callable[[int, np.ndarray], None] | None = None
     carried: list[float] | None = None  # the window of the checkpoint resumed from
@@ -143,10 +144,10 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 loop.beat("log", step)
                 _refuse_divergence(loop, step)
                 now = time.perf_counter()
-                told = torch.tensor([float(loop.stop_requested()), 1.0, (now - polled) / max(1, since_poll)], dtype=torch.float64)
+                told = [loop.stop_requested(), loop.over_budget(), 1.0, (now - polled) / max(1, since_poll)]
                 polled, since_poll = now, 0
-                stop, ranks, pace = loop.world.reduce(told).tolist()
-                values = {STOP_REQUESTS: stop, STEP_SECONDS: pace / ranks}
+                stop, over, ranks, pace = loop.world.reduce(torch.tensor(told, dtype=torch.float64)).tolist()
+                values = {STOP_REQUESTS: stop, OVER_BUDGET: over, STEP_SECONDS: pace / ranks}
             case Evaluate(step):
                 _refuse_divergence(loop, step)
                 with seconds.paused():

@@ -8,6 +8,10 @@ LONGEST = 2000
 """Characters of an error line; messages may quote what others wrote."""
 
 
+INTERRUPTED, PIPE_CLOSED = 130, 141
+"""As a shell reports a program that SIGINT or SIGPIPE ended."""
+
+
 class Exit(IntEnum):
     """Exit codes of a dtf process; a scheduler may rely on them (docs/exit-codes.md)."""
 
@@ -21,7 +25,12 @@ class Exit(IntEnum):
     PREEMPTED = 75
     AUTH = 77
     DIVERGED = 79
+    BUDGET = 80
     NO_PROGRESS = 93
+
+
+ORDERLY = (Exit.PREEMPTED, Exit.BUDGET)
+"""All ranks end alike with these, after a save: nobody needs to be ended by force."""
 
 
 class DtfError(Exception):
@@ -70,6 +79,12 @@ class DivergedError(DtfError):
     """Loss or gradients were not finite more often than `train.skip_nonfinite` allows."""
 
     exit = Exit.DIVERGED
+
+
+class BudgetError(DtfError):
+    """`budget.hours` or `budget.cost` is spent; the state was saved. Raise it to go on."""
+
+    exit = Exit.BUDGET
 
 
 class NoProgressError(DtfError):

@@ -71,9 +71,7 @@ def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: d
     if other := re.match(r"Could not delete from config\. The value of '(.*?)' is (.*) and not (.*)\.", text, re.DOTALL):
         return ConfigError(f"~{other[1]}={show(other[3])} has nothing to take away: {other[1]}={show(other[2])}; write ~{other[1]}; set {COMMAND_LINE}")
     if re.match(r"BasicSweeper does not support sweep type", text):
-        return ConfigError(
-            f"an interval has no list of values to run; list them, or choose a sweeper that draws them by hydra/sweeper=NAME; set {COMMAND_LINE}"
-        )
+        return ConfigError(f"an interval has no list of values to run; list them, or let Optuna choose: hydra/sweeper=optuna; set {COMMAND_LINE}")
     if re.match(r"(Error merging override )?hydra.searchpath", text):
         return ConfigError("hydra.searchpath must be a list of folders and packages: hydra.searchpath=[file:///folder,pkg://package]")
     if unfit := re.match(r"Error merging override (.*)", text, re.DOTALL):

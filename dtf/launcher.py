@@ -42,6 +42,9 @@ class Place:
 class Launcher(ABC):
     """Fields are the config node `launcher`. Torch-free, but `inline` and `env`, which become ranks themselves."""
 
+    starts_ranks = True
+    """Fresh ones for each run of this process; false where ranks exist already, and end with their one run."""
+
     @abstractmethod
     def devices_kind(self) -> str:
         """`cuda` or `cpu`: what the ranks will run on. Torch-free (CUDA_VISIBLE_DEVICES, NVML). ConfigError when asked for and absent."""

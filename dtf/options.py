@@ -17,6 +17,13 @@ class RunOptions:
     objective: str = option(default="", doc="evaluation metric that decides best checkpoint and early stop; empty: the recipe's own")
 
 
+@dataclass(kw_only=True)
+class BudgetOptions:
+    hours: float | None = option(default=None, above=0, most=1_000_000, doc="wall time over all launches of the run; of a sweep: of all its trials", unit="h")
+    cost_per_hour: float | None = option(default=None, above=0, doc="price of an hour of all that the run occupies")
+    cost: float | None = option(default=None, above=0, doc="money that the run, or the sweep, may take; needs budget.cost_per_hour")
+
+
 class Remat(Enum):
     none = "none"
     blocks = "blocks"

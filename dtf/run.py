@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ class Run:
             folder.mkdir(mode=0o700, exist_ok=bool(again or settings.run.dir))
             _refuse_foreign(folder)
             run = cls(folder, id, config, settings)
-            run._take_lock()
+            run._lock = take_lock(folder)
             try:
                 _refuse_foreign(folder)
                 run._continue(made, bool(again))
@@ -67,11 +67,11 @@ class Run:
             key = f"run.dir={settings.run.dir}" if settings.run.dir else f"run.name={name}"
             raise ConfigError(f"{key}: the run folder {folder} cannot be used: {error.strerror}; choose another run.dir") from error
 
-    def end(self, exit: int, cause: str = "") -> None:
-        """Write how the run ended into run.json and unlock the folder; nothing to do where it was not opened."""
+    def end(self, exit: int, cause: str = "", results: Mapping[str, Any] | None = None) -> None:
+        """Write how the run ended, and `results`, into run.json and unlock the folder; nothing to do where it was not opened."""
         if self._lock is None:
             return
-        self._record |= {"ended": _now(), "exit": int(exit), "cause": cause}
+        self._record |= {"ended": _now(), "exit": int(exit), "cause": cause, **(results or {})}
         try:
             self._write()
         except OSError as error:  # a full disk must not change how the run ended
@@ -81,18 +81,6 @@ class Run:
     def redacted(self) -> dict[str, Any]:
         """The config as it may be shown and saved: texts under keys that look like secrets are starred out."""
         return redact(self.config)
-
-    def _take_lock(self) -> None:
-        lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(lock, 100).decode(errors="replace").strip()
-            os.close(lock)
-            raise BusyError(f"{self.folder} is in use by a live run ({holder}); wait for it, stop it, or choose another run.dir") from None
-        os.ftruncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        self._lock = lock
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -145,7 +133,7 @@ class Run:
         if earlier:
             self._record["earlier"] = earlier
         self._write()
-        _replace(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
+        write_text(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
 
     def ready(self, table: dict[str, Any]) -> None:
         """The ranks are ready: keep what the start-up table shows."""
@@ -154,7 +142,21 @@ class Run:
             self._write()
 
     def _write(self) -> None:
-        _replace(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")
+        write_text(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")
+
+
+def take_lock(folder: Path) -> int:
+    """The descriptor that keeps `folder` this process's own until it is closed, or the process ends. BusyError when another one has it."""
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock, 100).decode(errors="replace").strip()
+        os.close(lock)
+        raise BusyError(f"{folder} is in use by a live run ({holder}); wait for it, stop it, or choose another run.dir") from None
+    os.ftruncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return lock
 
 
 def unique_id() -> str:
@@ -227,7 +229,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _replace(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, finds the old or the new one."""
     temporary = path.with_name(f".{path.name}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import dtf
 from dtf.errors import ConfigError
-from dtf.options import Remat, RunOptions, StepOptions, TrainOptions
+from dtf.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
 from dtf.recipe import Recipe
 from dtf.registry import groups, option, registered, suggest
 from dtf.sampler import Tail
@@ -67,6 +67,7 @@ class Root:
     run: RunOptions = option(factory=RunOptions, doc="where the run is kept and what it aims at")
     step: StepOptions = option(factory=StepOptions, doc="one optimizer step")
     train: TrainOptions = option(factory=TrainOptions, doc="length of the run and what happens on the way")
+    budget: BudgetOptions = option(factory=BudgetOptions, doc="what the run, or a sweep, may take; at its end the state is saved and the ranks stop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +222,9 @@ def _check_root(settings: Settings) -> None:
         raise KeyProblem(
             "train.early_stop", f"train.early_stop={train.early_stop} needs evaluations, train.eval_every=0 turns them off; use null or a number of steps"
         )
+    budget = settings.budget
+    if budget.cost is not None and budget.cost_per_hour is None:
+        raise KeyProblem("budget.cost", f"budget.cost={budget.cost:g} buys hours of a known price only; give budget.cost_per_hour=PRICE")
     if not _FOLDER.fullmatch(run.name) or run.name in (".", ".."):
         raise KeyProblem("run.name", f"run.name={show(run.name)} is no folder name; at most 128 letters, digits, '.', '_' and '-'")
     measures = settings.recipe.measures

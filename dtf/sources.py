@@ -25,6 +25,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from dtf import tuning
 from dtf.errors import ConfigError
 from dtf.registry import registered
 from dtf.schema import option_node, to_plain
@@ -156,6 +157,7 @@ def loader(config_dir: str | None) -> Loader:
     plugins = Plugins.instance()
     plugins.register(PartsSource)
     SourcesRegistry.instance().types["file"] = GuardedFiles
+    tuning.offer()
     path = ConfigSearchPathImpl()
     path.append("hydra", "pkg://hydra.conf")
     path.append("main", f"file://{CONF}")

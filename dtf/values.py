@@ -40,7 +40,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """Ask all ranks whether any was told to stop."""
+    """Ask all ranks whether any was told to stop, and whether the budget is spent."""
 
     step: int
 
@@ -57,7 +57,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """`reason`: `finished`, `stopped` (at train.until), `early_stop` or `preempted`."""
+    """`reason`: `finished`, `stopped` (at train.until), `early_stop`, `preempted` or `budget`."""
 
     step: int
     reason: str

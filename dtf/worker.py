@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtf import __version__, heartbeat
+from dtf import __version__, budget, heartbeat
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
 from dtf.engine import RECENT, Loop, fit
-from dtf.errors import ConfigError, DataError, DtfError, Exit, PeerError, Preempted
+from dtf.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.memory import Memory, Meter, table_row
@@ -155,6 +155,7 @@ def _train(
         steps_per_epoch=epochs.batches,
         skip_nonfinite=options.skip_nonfinite,
         stop_requested=stop_requested,
+        over_budget=lambda: world.rank == 0 and budget.is_spent(folder),
         beat=_both(beat, probes.enter) if probes else beat,
         record=record.write if record else None,
         carried=carried,
@@ -173,8 +174,10 @@ def _train(
     see(Ended(ended.step, ended.reason, {**evaluated, **best}, meter.summary(planned, peaks) if peaks else {}))
     beat("stop", ended.step)
     world.leave()
+    kept = "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
+    if ended.reason == "budget":
+        raise BudgetError(f"the budget is spent after step {ended.step}; {kept}; raise {budget.key(settings.budget)} and start again to go on")
     if ended.reason == "preempted":
-        kept = "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
         raise Preempted(f"asked to stop after step {ended.step}; {kept}; start again with the same run.dir to go on")
 
 

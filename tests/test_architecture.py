@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = {
     "vocabulary": "dtf errors registry trace values",
-    "leaves: one thing each": "classes collectives devices ending eventfile feed gradients heartbeat layout links lr manifest memory metrics optimizer "
+    "leaves: one thing each": "budget classes collectives devices ending eventfile feed gradients heartbeat layout links lr manifest memory metrics optimizer "
     "options partition precision sampler schedules schema sections seeding slices strides supervise tracking usage",
     "formats of files": "commit shards untrusted",
     "contracts": "job launcher observer recipe strategy",
@@ -28,7 +28,7 @@ FLOORS = {
     "engine": "checkpoint engine evidence",
     "options, one registered class per file": "observers optimizers recipes strategies",
     "the root config, typed": "settings",
-    "front and ranks": "charts config describe explain page report results run sources sweep worker",
+    "front and ranks": "charts config describe explain page report results run sources sweep trials tuning worker",
     "processes": "attempt forkserver rank",
     "what the fork server imports": "preload",
     "options that start processes": "launchers",
@@ -144,7 +144,7 @@ def test_dependencies_are_declared_and_explained() -> None:
     }
     modules = {"hydra-core": "hydra", "pillow": "PIL", "pyyaml": "yaml"}
     runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
-    extras = {"dtf.charts": {"matplotlib"}}  # which job=report imports once it knows that it is there
+    extras = {"dtf.charts": {"matplotlib"}, "dtf.tuning": {"optuna"}}  # imported where the extra is known to be there
     for name, path in sources().items():
         for node in walk(tree(path)):
             if isinstance(node, ast.Import | ast.ImportFrom):

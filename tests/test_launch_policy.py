@@ -43,6 +43,7 @@ def killed(rank: int) -> Ending:
         pytest.param([killed(0), ending(1, 3 << 8)], 0, Exit.PEER, 1, True, id="an exit without words"),
         pytest.param([exited(0, Exit.PREEMPTED), exited(1, Exit.PREEMPTED)], 1, Exit.PREEMPTED, 0, False, id="asked to stop"),
         pytest.param([exited(0, Exit.PREEMPTED), exited(1, Exit.PREEMPTED)], 0, Exit.PREEMPTED, 0, False, id="one rank was asked to stop"),
+        pytest.param([exited(0, Exit.BUDGET), exited(1, Exit.BUDGET)], 0, Exit.BUDGET, 0, False, id="the budget is spent"),
         pytest.param([killed(0), signalled(1, signal.SIGTERM)], 1, Exit.PREEMPTED, 1, False, id="asked to stop before training"),
         pytest.param([killed(0), signalled(1, signal.SIGTERM)], 0, Exit.PEER, 1, True, id="SIGTERM from outside before training"),
         pytest.param([exited(0, Exit.PREEMPTED), killed(1)], 1, Exit.PEER, 0, False, id="not in time"),

@@ -180,7 +180,7 @@ def planned(**changes: Any) -> list[Ticket]:
     tickets = []
     for ticket in clock:
         tickets.append(ticket)
-        clock.done(ticket, {"loss": float(ticket.step), "stop_requests": 0.0, "step_seconds": 9.0})
+        clock.done(ticket, {"loss": float(ticket.step), "stop_requests": 0.0, "over_budget": 0.0, "step_seconds": 9.0})
     return [ticket for ticket in tickets if not isinstance(ticket, Poll)]
 
 
@@ -206,7 +206,7 @@ def polled(told_at: int, step_seconds: float, log_every: int = 0) -> list[Ticket
     tickets = []
     for ticket in clock:
         tickets.append(ticket)
-        clock.done(ticket, {"stop_requests": float(ticket.step >= told_at), "step_seconds": step_seconds})
+        clock.done(ticket, {"stop_requests": float(ticket.step >= told_at), "over_budget": 0.0, "step_seconds": step_seconds})
     return tickets
 
 
@@ -248,6 +248,6 @@ def test_resuming_continues_the_plan() -> None:
     for ticket in clock:
         if not isinstance(ticket, Poll):
             rest.append(ticket)
-        clock.done(ticket, {"loss": 9.0, "stop_requests": 0.0, "step_seconds": 9.0})
+        clock.done(ticket, {"loss": 9.0, "stop_requests": 0.0, "over_budget": 0.0, "step_seconds": 9.0})
     assert rest == whole[whole.index(Save(4)) + 1 :]
     assert clock.best == (3.0, 3)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,21 +40,23 @@ class Page:
     modules: dict[str, str]  # name -> source: its blocks one after the other
     files: dict[str, str]  # path -> YAML
     commands: list[list[str]]
+    scripts: tuple[str, ...] = ()  # those of the modules that are run first
 
     @classmethod
     def read(cls, path: Path) -> Page:
         blocks = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE)
         modules: dict[str, str] = {}
         for language, text in blocks:
-            if language == "python" and "@register(" in text:
-                name = re.match(r"# (\w+)\.py\b", text)
+            name = re.match(r"# (\w+)\.py\b", text)
+            if language == "python" and (name or "@register(" in text):
                 assert name, f"{path.name}: the first line of a block that registers something says in which file it stands"
                 modules[name[1]] = modules.get(name[1], "") + text
         files = {found[1]: text for language, text in blocks if language == "yaml" and (found := FILE.search(text))}
         needed = [*modules, *(Path(file).stem for file, text in files.items() if any(f"plugins: [{name}]" in text for name in modules))]
         lines = [line for _, text in blocks for line in text.splitlines() if re.match(r"(python -m )?dtf ", line)]
         told = [shlex.split(line, comments=True) for line in lines if any(re.search(rf"\b{name}\b", line) for name in needed) and "error[" not in line]
-        return cls(modules, files, [words[words.index("dtf") + 1 :] for words in told])
+        scripts = tuple(re.findall(r"^python (\w+\.py)$", path.read_text(), re.MULTILINE))
+        return cls(modules, files, [words[words.index("dtf") + 1 :] for words in told], scripts)
 
 
 @pytest.fixture
@@ -72,6 +76,8 @@ def unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         for name, text in page.files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
+        for script in page.scripts:
+            subprocess.run([sys.executable, script], cwd=tmp_path, check=True)
 
     yield write
     for name in written:
@@ -82,6 +88,31 @@ def named(page: str) -> Page:
     return Page.read(next(path for path in PAGES if path.name == page))
 
 
+load_parts([])
+STRATEGIES = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_recipe_in_the_documentation_trains_alike_under_every_strategy(strategy: str, unpack: Callable[[Page], None], run_dtf: RunDtf) -> None:
+    unpack(named("own-recipe.md"))
+    same = ["--config-dir", "my", "recipe=detector_quick", "precision=fp64", "step.micro_batch_rows=25", "launcher.devices=cpu", "launcher.threads=1"]
+    short = ["train.steps=3", "train.eval_every=0", "train.log_every=1", "checkpoint=off", "observer=[jsonl]"]
+    alone = run_dtf(*same, *short, "launcher=inline", "strategy=dp")
+    spread = run_dtf(*same, *short, "launcher.processes=2", f"strategy={strategy}")
+    assert (alone.code, spread.code) == (Exit.OK, Exit.OK), spread.err
+    expected, found = ([json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()] for run in (alone, spread))
+    assert len(expected) == 3
+    for one, other in zip(expected, found, strict=True):
+        assert {name: other[name] for name in ("loss", "top1", "grad_norm")} == pytest.approx(
+            {name: one[name] for name in ("loss", "top1", "grad_norm")}, rel=1e-10
+        )
+
+
+def test_the_recipe_in_the_documentation_is_as_short_as_it_says() -> None:
+    page = named("own-recipe.md")
+    assert sum(len(text.splitlines()) for text in [*page.modules.values(), *page.files.values()]) <= 120
+
+
 @pytest.mark.parametrize("path", [path for path in PAGES if Page.read(path).modules], ids=lambda path: path.stem)
 def test_parts_in_the_documentation_run_as_it_says(path: Path, unpack: Callable[[Page], None], run_dtf: RunDtf) -> None:
     page = Page.read(path)
@@ -89,7 +120,8 @@ def test_parts_in_the_documentation_run_as_it_says(path: Path, unpack: Callable[
     chosen = set()
     for words in page.commands:
         images = [] if any(word.startswith("recipe=") for word in words) else SMALL_IMAGES
-        result = run_dtf(*words, *images, *(SHORT_VERIFY if "job=verify" in words else SHORT))
+        few = [] if any(word.startswith("job.strategies") for word in words) else ["job.strategies=[ddp,tensor]"]
+        result = run_dtf(*words, *images, *([*few, *SHORT_VERIFY] if "job=verify" in words else SHORT))
         assert result.code == Exit.OK, (words, result.out, result.err)
         if (result.folder / "config.yaml").exists():
             config = yaml.safe_load((result.folder / "config.yaml").read_text())

@@ -1,17 +1,22 @@
-"""`-m`: options with keys of their own, errors that name the trial, and the summary."""
+"""`-m`: options with keys of their own, errors that name the trial, and the table."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dtf.__main__ import main
 from dtf.errors import Exit
-from dtf.sweep import COLUMNS, Trial, summary
+from dtf.sweep import _Told
+from dtf.trials import NOT_STARTED, Trial, folder_name, table
 
 SHOW = ("plugins=[tests.front_parts]", "job=front_show")
 SMALL = ["plugins=[tests.toy]", "recipe=toy", "launcher=inline", "launcher.devices=cpu", "strategy=dp", "strategy.replicas=1", "step.batch_size=48"]
@@ -74,32 +79,53 @@ def test_errors_name_the_trial(capsys: Capture, words: list[str], message: str) 
     assert not out
 
 
-def test_the_summary_of_a_sweep_says_where_each_run_is_and_how_good(capsys: Capture, elsewhere: Path) -> None:
+def test_the_table_of_a_sweep_says_where_each_run_is_and_how_good(capsys: Capture, elsewhere: Path) -> None:
     assert main(["-m", *SMALL, "train.steps=4", "train.eval_every=2", "observer=[jsonl]", "seed=1,2", "lr.peak=0.1,0.2"]) == Exit.OK
-    lines = capsys.readouterr().out.splitlines()[-4:]
-    assert all(len(line) <= COLUMNS for line in lines)
+    *lines, total = capsys.readouterr().out.splitlines()[-5:]
+    values = []
     for number, (line, differs) in enumerate(zip(lines, [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)], strict=True), 1):
-        found = re.fullmatch(rf"dtf: trial {number}: ok  top1=(\S+)  seed={differs[0]} lr.peak={differs[1]}  (outputs/\S+)", line)
+        found = re.fullmatch(rf"dtf: trial {number}: ok  top1=(\S+)  (outputs/toy/sweep-\w{{8}}/seed={differs[0]},lr.peak={differs[1]})", line)
         assert found, line
         measured = [json.loads(text) for text in (elsewhere / found[2] / "metrics.jsonl").read_text().splitlines()]
-        best = max(one["top1"] for one in measured if one["split"] == "eval")
-        assert float(found[1]) == pytest.approx(best, abs=1e-4)
+        values.append(max(one["top1"] for one in measured if one["split"] == "eval"))
+        assert float(found[1]) == pytest.approx(values[-1], abs=1e-4)
+    assert re.fullmatch(r"dtf: 4 of 4 trials finished, the best is trial (\d), \d\d:\d\d in all, in outputs/toy/sweep-\w{8}", total)
+    assert values[int(total.split("trial ")[1][0]) - 1] == max(values)
 
 
-def test_the_summary_names_the_folder_of_a_trial_that_failed(capsys: Capture, elsewhere: Path) -> None:
-    words = ["train.steps=2", "observer=[]", "train.log_every=1", "recipe.bad_row=-1,3"]
+def test_a_trial_that_fails_stops_no_other_and_is_named(capsys: Capture, elsewhere: Path) -> None:
+    words = ["train.steps=2", "observer=[]", "train.log_every=1", "recipe.bad_row=3,-1"]
     assert main(["-m", *SMALL, *words]) == Exit.DIVERGED
-    failed = capsys.readouterr().out.splitlines()[-1]
-    assert failed.startswith("dtf: trial 2: E_DIVERGED ")
-    assert "recipe.bad_row=3" in failed
+    out, err = capsys.readouterr()
+    failed, fine, _ = out.splitlines()[-3:]
+    assert failed.startswith("dtf: trial 1: E_DIVERGED ") and fine.startswith("dtf: trial 2: ok ")
+    assert err.splitlines()[-1].startswith("dtf: 1 of 2 trials failed: recipe.bad_row=3 (E_DIVERGED); ")
     assert (elsewhere / failed.split()[-1] / "run.json").is_file()
 
 
-def test_a_wide_summary_stays_within_its_columns(elsewhere: Path) -> None:
-    folder = elsewhere / "outputs" / "resnet_shapes" / "20250101-120000-abcdef"
-    title = " ".join(f"recipe.model.key{number}={number}" for number in range(8))
-    lines = list(summary([Trial(title=title, code=0, folder=folder, best=("top1", 0.5)), Trial(title="seed=1", code=3)]))
-    assert max(map(len, lines)) <= COLUMNS
-    assert lines[0].startswith("dtf: trial 1: ok           top1=0.5000  recipe.model.key0=0 ")
-    assert "    outputs/resnet_shapes/20250101-120000-abcdef" in lines
-    assert lines[-1] == "dtf: trial 2: exit code 3               seed=1"
+def test_a_table_says_what_a_name_of_a_folder_cannot(elsewhere: Path) -> None:
+    odd = Trial(title="recipe.data.root='/a b'", code=0, folder=elsewhere / "outputs" / "x" / folder_name(["recipe.data.root='/a b'"]), best=("top1", 0.5))
+    lines = list(table([odd, Trial(title="seed=1", code=3), Trial(title="seed=2", code=NOT_STARTED)]))
+    assert re.fullmatch(r"dtf: trial 1: ok           top1=0.5000  outputs/x/recipe.data.root=__a_b_-\w{8}  recipe.data.root='/a b'", lines[0])
+    assert lines[1:] == ["dtf: trial 2: exit code 3               seed=1", "dtf: trial 3: not started               seed=2"]
+
+
+@given(st.lists(st.lists(st.text(max_size=60), max_size=4), min_size=2, max_size=2, unique_by=",".join))
+def test_folders_of_trials_have_names_of_their_own_that_any_system_takes(both: list[list[str]]) -> None:
+    names = [folder_name(words) for words in both]
+    assert names[0] != names[1] or {",".join(words) for words in both} == {"", "trial"}
+    assert all(re.fullmatch(r"[A-Za-z0-9_][\x20-\x7e]{0,99}", name) and "/" not in name for name in names) or names
+    assert folder_name(["lr.peak=0.1", "strategy=dp"]) == "lr.peak=0.1,strategy=dp"
+
+
+def test_a_request_to_stop_is_heard_beside_whoever_handles_it() -> None:
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with _Told() as told:
+            assert not told
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert told and told, "once and for all"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with _Told() as told:
+        assert not told

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from dtf.errors import DtfError, Exit
+from dtf.budget import Meter, key, limit_s, spent_s
+from dtf.errors import BudgetError, DtfError, Exit
 from dtf.job import Job
 from dtf.observer import Observers
 from dtf.registry import register
 from dtf.run import Run
-from dtf.values import Ended, Event, Failed, Measured, Started
+from dtf.values import Ended, Event, Failed, Measured, Note, Started
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,20 +25,32 @@ class TrainJob(Job):
     """Train the recipe."""
 
     def __post_init__(self) -> None:
-        # What `run` leaves for a sweep's summary; no fields, which would be config keys.
+        # What a sweep says before `run`, and finds after it; no fields, which would be config keys.
         self.folder: Path | None = None
-        self.best: tuple[str, float] | None = None  # the objective and its best value
+        self.elsewhere_s = 0.0
+        self.best: tuple[str, float] | None = None
 
     def run(self, composed: Composed) -> int:
         settings = composed.check()
         launcher = settings.launcher
         launcher.check(settings.strategy)
         processes, devices = launcher.count(), launcher.devices_kind()
-        run = launcher.open(composed.config, lambda folder: Run.open(composed.config, settings, processes, devices, folder))
+        known = str(self.folder or "")
+
+        def make(folder: str) -> Run:
+            run = Run.open(composed.config, settings, processes, devices, folder or known)
+            if self.elsewhere_s + spent_s(run.folder) >= limit_s(settings.budget):
+                error = BudgetError(f"{key(settings.budget)} was spent before; raise it to go on")
+                run.end(error.exit, str(error))
+                raise error
+            return run
+
+        run = launcher.open(composed.config, make)
         self.folder = run.folder
         objective = settings.run.objective or settings.recipe.objective[0]
         observers = Observers(settings.observer if run.leader else {})
         exit, cause = Exit.BUG, "an exception in the launching process"
+        turn = threading.Lock()  # the meter warns from a thread of its own
 
         def see(event: Event) -> None:
             nonlocal cause
@@ -47,15 +62,18 @@ class TrainJob(Job):
                 self.best = (objective, event.values[objective])
             elif isinstance(event, Ended) and f"best_{objective}" in event.values:  # also one from before a resume
                 self.best = (objective, event.values[f"best_{objective}"])
-            observers.see(event)
+            with turn:
+                observers.see(event)
 
+        meter = Meter(run.folder, settings.budget, self.elsewhere_s, lambda text: see(Note("warning", text))) if run.leader else None
         try:
             observers.open(run.folder, run.redacted())
-            exit = Exit(launcher.launch(run, see))
+            with meter or nullcontext():
+                exit = Exit(launcher.launch(run, see))
         except DtfError as error:
             exit, cause = error.exit, str(error)
             raise
         finally:
-            run.end(exit, cause)
+            run.end(exit, cause, {"best": self.best, "seconds": round(meter.seconds, 1)} if meter else None)
             observers.close()
         return exit

@@ -43,6 +43,8 @@ VARIABLES = {
 class Env(Launcher):
     """Take part as the rank that the environment says; every rank runs the same command line."""
 
+    starts_ranks = False
+
     devices: str = option(default="auto", doc="`auto`: the GPU of the local rank if there are any; `cpu`; `cuda`; or numbers of GPUs, as in '\"0,2\"'")
     threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each rank; 0: cores divided by the ranks of this host")
     meet_timeout_s: float = option(default=600.0, above=0, most=LONGEST_S, doc="time for all ranks to arrive and agree", unit="s")
