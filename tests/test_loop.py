@@ -52,7 +52,7 @@ class FakeProgram(Program):
 
 
 class FakeBatches:
-    batches, prefetch = 2, 0
+    batches, prefetch, bad, allowed = 2, 0, 0, 0
 
     def __init__(self) -> None:
         self.fetched: list[tuple[int, int]] = []

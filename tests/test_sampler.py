@@ -88,7 +88,7 @@ def test_batches_are_a_pure_function_of_seed_epoch_and_index(name: str, tail: Ta
 @given(seed=seeds, epoch=epochs)
 def test_order_differs_between_epochs_and_seeds(seed: int, epoch: int) -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        return list(make("shuffle", Tail.partial).order(100, seed, epoch))
+        return list(make("shuffle", Tail.partial).order(100, seed, epoch, None))
 
     assert order(seed, epoch) == order(seed, epoch)
     assert order(seed, epoch) != order(seed, epoch + 1)
@@ -99,14 +99,14 @@ def test_shuffle_favours_no_place() -> None:
     """Over many epochs each row's mean place is the middle: 5 standard deviations of a mean of 2000 uniform places."""
     places = np.zeros(20)
     for epoch in range(2000):
-        places += np.argsort(make("shuffle", Tail.partial).order(20, 7, epoch))
+        places += np.argsort(make("shuffle", Tail.partial).order(20, 7, epoch, None))
     spread = np.sqrt((20**2 - 1) / 12 / 2000)
     assert np.abs(places / 2000 - 9.5).max() < 5 * spread
 
 
 def test_order_is_the_same_on_every_machine() -> None:
     """A changed order would break every checkpoint's data position: it is part of the format."""
-    assert list(make("shuffle", Tail.partial).order(8, 0, 0)) == [5, 2, 3, 7, 1, 4, 6, 0]
+    assert list(make("shuffle", Tail.partial).order(8, 0, 0, None)) == [5, 2, 3, 7, 1, 4, 6, 0]
 
 
 @given(rows=st.integers(1, 2000), size=st.integers(1, 300))
