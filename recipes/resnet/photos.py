@@ -148,7 +148,7 @@ class Photos(Dataset):
         header = jpeg.read_header(content)
         found = None
         if header is not None and header.height * header.width <= MOST_PIXELS:
-            found = jpeg.decode(content, header, Part(0, 0, header.height, header.width), _MARGIN * self._whole)
+            found = jpeg.decode(content, header, Part(0, 0, header.height, header.width), _MARGIN * self._whole, fast=False)
         if found is None:
             found = decode_any(content)
         height, width = shorter_side(len(found), found.shape[1], self._whole)
