@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dtf.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
-from dtf.errors import DivergedError, DtfError
+from dtf.errors import DataError, DivergedError, DtfError
 from dtf.recipe import Recipe
 from dtf.strategy import Program
 from dtf.values import Batch, Evaluate, Event, Log, Measured, Poll, Save, Saved, State, StepOutput, Stop, Train
@@ -27,6 +27,12 @@ class Batches(Protocol):
 
     batches: int
     prefetch: int
+
+    @property
+    def bad(self) -> int: ...  # rows that this rank could not read so far
+
+    @property
+    def allowed(self) -> int: ...  # over all ranks
 
     def get(self, epoch: int, index: int) -> Batch | None: ...
     def ahead(self, keys: list[tuple[int, int]]) -> None: ...
@@ -144,9 +150,10 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 loop.beat("log", step)
                 _refuse_divergence(loop, step)
                 now = time.perf_counter()
-                told = [loop.stop_requested(), loop.over_budget(), 1.0, (now - polled) / max(1, since_poll)]
+                told = [loop.stop_requested(), loop.over_budget(), 1.0, (now - polled) / max(1, since_poll), train.bad]
                 polled, since_poll = now, 0
-                stop, over, ranks, pace = loop.world.reduce(torch.tensor(told, dtype=torch.float64)).tolist()
+                stop, over, ranks, pace, bad = loop.world.reduce(torch.tensor(told, dtype=torch.float64)).tolist()
+                _refuse_bad(bad, train, "training")
                 values = {STOP_REQUESTS: stop, OVER_BUDGET: over, STEP_SECONDS: pace / ranks}
             case Evaluate(step):
                 _refuse_divergence(loop, step)
@@ -185,7 +192,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
 def evaluate(loop: Loop, step: int) -> dict[str, float]:
     """Metrics over the whole evaluation split, each row once. Collective."""
     loop.program.settle()
-    total = torch.zeros(1 + len(loop.recipe.measures), dtype=torch.float64)
+    total = torch.zeros(2 + len(loop.recipe.measures), dtype=torch.float64)
     sums = None
     last = loop.evaluation.batches
     for index in range(last):
@@ -195,10 +202,12 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
         more = loop.program.eval_step(batch)
         sums = more if sums is None else sums + more
     if sums is not None:
-        total += sums.cpu()
-    values = loop.world.reduce(total).tolist()
-    if values[0] != loop.evaluation_rows:
-        raise DtfError(f"evaluation counted {values[0]:g} of {loop.evaluation_rows} rows; a row was lost or counted twice; please report this")
+        total[:-1] += sums.cpu()
+    total[-1] = loop.evaluation.bad
+    *values, bad = loop.world.reduce(total).tolist()
+    _refuse_bad(bad, loop.evaluation, "evaluation")
+    if values[0] + bad != loop.evaluation_rows:
+        raise DtfError(f"evaluation counted {values[0]:g} of {loop.evaluation_rows - bad:g} rows; a row was lost or counted twice; please report this")
     return loop.recipe.summarise(values)
 
 
@@ -209,6 +218,12 @@ def _refuse_divergence(loop: Loop, step: int) -> None:
             f"loss or gradient was not finite in {skipped} of the first {step} steps, train.skip_nonfinite={loop.skip_nonfinite} allows no more; "
             "no such update was made; lower lr.peak, set step.clip_norm or use a wider precision"
         )
+
+
+def _refuse_bad(bad: float, rows: Batches, split: str) -> None:
+    """Raise DataError on all ranks alike when more rows are unreadable than allowed."""
+    if bad > rows.allowed:
+        raise DataError(f"{bad:g} {split} rows cannot be read, recipe.data.bad_share allows {rows.allowed}; the logs of the ranks name them; repair the data")
 
 
 def _ratio(total: float, count: float) -> float:

@@ -40,6 +40,16 @@ class Loader:
                 # The order of an epoch is drawn here, not in the thread: Epochs keeps one epoch at a time.
                 self._pending[key] = self._pool.submit(self._fetch, self._ids(*key), key[0])
 
+    @property
+    def bad(self) -> int:
+        """Rows that this rank could not read so far, each counted once."""
+        return len(self._dataset.bad)
+
+    @property
+    def allowed(self) -> int:
+        """Rows that may be bad, over all ranks."""
+        return self._dataset.allowed
+
     def close(self) -> None:
         """Stop the fetching thread."""
         if self._pool is not None:
@@ -59,6 +69,8 @@ class Loader:
         rows = ids[:-1] if padding else ids
         inputs, targets = self._dataset.fetch(rows, epoch)
         weight = torch.zeros(len(rows)) if padding else torch.ones(len(rows))
+        if self._dataset.bad:
+            weight[[int(row) in self._dataset.bad for row in rows % len(self._dataset)]] = 0
         if self._pin:
             inputs = {k: v.pin_memory() for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.pin_memory()
             targets = targets.pin_memory()

@@ -63,12 +63,15 @@ def rows_of(batch: Batch, first: int, last: int) -> Batch:
     return Batch(inputs, batch.targets[first:last], batch.weight[first:last], batch.ids[first:last])
 
 
-def to_device(batch: Batch, device: torch.device, weight: torch.dtype) -> Batch:
-    """The batch on the device; `weight` in the dtype of the loss. Copies from pinned memory do not wait."""
-    if device.type == "cpu":
-        return batch if batch.weight.dtype is weight else batch._replace(weight=batch.weight.to(weight))
-    weights = batch.weight.to(device, weight, non_blocking=True)
+def to_device(batch: Batch, device: torch.device, task: Task) -> Batch:
+    """The batch on the device, `weight` in the format of the loss. Copies from pinned memory do not wait. `received` comes next."""
+    weights = batch.weight.to(device, loss_dtype(task), non_blocking=True)
     return Batch(moved(batch.inputs, device), batch.targets.to(device, non_blocking=True), weights, batch.ids)
+
+
+def received(batch: Batch, task: Task) -> Batch:
+    """The batch with its inputs as the model gets them."""
+    return batch._replace(inputs=task.recipe.receive(batch.inputs))
 
 
 def moved(inputs: Any, device: torch.device) -> Any:

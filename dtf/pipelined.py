@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtf.links import Arrival, Form, Link
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
-from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, rows_of, to_device
+from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, received, rows_of, to_device
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.schedules import Action, Schedule, answers, order
@@ -114,7 +114,7 @@ class Pipelined(Program):
         return {"stages": self._table}
 
     def prepare(self, batch: Batch | None) -> Batch | None:
-        return self._seat.feed(None if batch is None else to_device(batch, self._world.device, loss_dtype(self._task)))
+        return received(self._seat.feed(None if batch is None else to_device(batch, self._world.device, self._task)), self._task)
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None

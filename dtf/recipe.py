@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dtf.layout import Layout
@@ -20,6 +22,18 @@ class Dataset(ABC):
     prefetch: int = 2
     """Batches worth fetching ahead in a thread; 0 when a fetch costs less than handing it over (data in memory)."""
 
+    repeats: bool = False
+    """Whether `fetch` also takes ids from len(self) on: id k * len(self) + row is the k-th further view of a row, augmented differently."""
+
+    pairs: bool = False
+    """Whether rows 2k and 2k + 1 of a global batch belong together and must be fetched by one rank."""
+
+    bad: Mapping[int, str] = MappingProxyType({})
+    """Rows that could not be read so far -> why. `fetch` delivers something for them, and they count for nothing."""
+
+    allowed: int = 0
+    """Rows of a run that may be bad, over all ranks."""
+
     @abstractmethod
     def __len__(self) -> int: ...
 
@@ -30,6 +44,10 @@ class Dataset(ABC):
         On CPU. A pure function: randomness (augmentation) comes from hash(seed, epoch, sample id), see `dtf.seeding.draws`,
         so that the same row has the same pixels on whichever rank and after whatever restart.
         """
+
+    def groups(self) -> np.ndarray | None:
+        """Class of each row, (N,) int64, for samplers that balance. Default: None, rows have none."""
+        return None
 
     def fingerprint(self) -> str:
         """Text that differs when the data differs; saved in checkpoints. Default: the number of rows."""
@@ -85,6 +103,13 @@ class Recipe(ABC):
     @abstractmethod
     def open_data(self, split: str, seed: int) -> Dataset:
         """The `train` or `eval` split. `seed` is the run's, for augmentation. DataError when it cannot be read."""
+
+    def receive(self, inputs: Any) -> Any:
+        """The model's inputs from what the data set delivered, on the device: for what is cheaper there, as normalisation. Default: the same.
+
+        No host synchronisation. Also called on meta.
+        """
+        return inputs
 
     @abstractmethod
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtf.build import cast_model, draw_model
 from dtf.memory import Memory, byte_count
-from dtf.passes import draws_at_large, loss_dtype, rows_of, to_device
+from dtf.passes import draws_at_large, loss_dtype, received, rows_of, to_device
 from dtf.sampler import cut, share
 from dtf.sections import section
 from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
@@ -49,7 +49,7 @@ class Replicas(Program):
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
-        part = to_device(rows_of(batch, 0, 4), self._devices[0], loss_dtype(self._task))
+        part = self._received(batch, 0, 4, 0)
         if self._replicas[0].rehearse(part, spread=self.shares > 1) and self.shares > 1:
             raise draws_at_large("dp", "and replicas share one generator")
 
@@ -89,7 +89,7 @@ class Replicas(Program):
             first, last = bounds[parts[i][0]], bounds[parts[i][1]]
             if first == last:
                 return None
-            return self._replicas[i].evaluate(to_device(rows_of(batch, first, last), self._devices[i], loss_dtype(self._task)))
+            return self._replicas[i].evaluate(self._received(batch, first, last, i))
 
         return _total([s for s in self._each(part) if s is not None], self._devices[0])
 
@@ -125,13 +125,17 @@ class Replicas(Program):
     def skipped(self) -> int:
         return self._updates[0].skipped()
 
+    def _received(self, batch: Batch, first: int, last: int, i: int) -> Batch:
+        """Rows [first, last) as the model of replica i gets them."""
+        return received(to_device(rows_of(batch, first, last), self._devices[i], self._task), self._task)
+
     def _accumulate(self, i: int, ticket: Train, batch: Batch, bounds: list[int], own: tuple[int, int], factor: Tensor) -> Tensor | None:
-        replica, device, shard = self._replicas[i], self._devices[i], Shard(i, len(self._replicas))
+        replica, shard = self._replicas[i], Shard(i, len(self._replicas))
         if own[0] == own[1]:  # nothing to compute and nobody waits for this replica
             replica.sit_out(len(bounds) - 1, shard.count)
             return None
-        part = to_device(rows_of(batch, bounds[own[0]], bounds[own[1]]), device, loss_dtype(self._task))
-        return replica.accumulate(ticket, part, bounds, own, shard, factor.to(device))
+        part = self._received(batch, bounds[own[0]], bounds[own[1]], i)
+        return replica.accumulate(ticket, part, bounds, own, shard, factor.to(self._devices[i]))
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dtf.errors import ConfigError, DataError
 from dtf.registry import option, register
 from dtf.values import Shard
 
@@ -24,9 +25,15 @@ class Sampler(ABC):
 
     tail: Tail
 
+    once: bool = True
+    """Whether each epoch visits each row exactly once."""
+
+    repeats: bool = False
+    """Whether ids from `rows` on occur: further views of a row, see `Dataset.repeats`."""
+
     @abstractmethod
-    def order(self, rows: int, seed: int, epoch: int) -> np.ndarray:
-        """Row numbers of one epoch in the order they are visited, int64."""
+    def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
+        """Row numbers of one epoch in the order they are visited, int64. `groups`: class of each row (rows,), where the data set has classes."""
 
 
 @register("sampler", "shuffle")
@@ -38,7 +45,7 @@ class Shuffle(Sampler):
         doc="the last global batch of an epoch: `partial` is smaller, `fill` is completed by a random choice of other rows, `drop` leaves it out",
     )
 
-    def order(self, rows: int, seed: int, epoch: int) -> np.ndarray:
+    def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
         import numpy as np
 
         from dtf.seeding import seed_of
@@ -52,17 +59,84 @@ class Sequential(Sampler):
 
     tail: Tail = option(default=Tail.partial, doc="the last global batch of an epoch: `partial` is smaller, `drop` leaves it out, `fill` repeats rows")
 
-    def order(self, rows: int, seed: int, epoch: int) -> np.ndarray:
+    def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
         import numpy as np
 
         return np.arange(rows)
 
 
-class Epochs:
-    """The global batches of a split. The order of the current epoch is kept; asking for another epoch draws it anew."""
+@register("sampler", "weighted")
+class Weighted(Sampler):
+    """As many rows as there are, drawn again and again with probabilities of their own: some several times an epoch, some not at all."""
 
-    def __init__(self, sampler: Sampler, rows: int, batch_size: int, seed: int) -> None:
-        self._sampler, self._rows, self._batch_size, self._seed = sampler, rows, batch_size, seed
+    tail: Tail = option(default=Tail.partial, doc="the last global batch of an epoch: `partial` is smaller, `fill` is completed, `drop` leaves it out")
+    weights: str = option(default="", doc="file with a number per row, one a line, in the order of the data set; empty: by class, see `balance`")
+    balance: float = option(
+        default=1.0,
+        least=0,
+        most=1,
+        doc="without `weights`: 1: all classes equally often, 0: all rows; a class of n rows is drawn n^(1 - balance) times as often",
+    )
+
+    once = False
+
+    def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
+        import numpy as np
+
+        from dtf.seeding import seed_of
+
+        if self.weights:
+            weight = self._read(rows)
+        elif groups is None:
+            raise ConfigError("sampler=weighted: the recipe's rows have no classes to balance; give a number per row: sampler.weights=FILE")
+        else:
+            weight = np.bincount(groups).astype(np.float64)[groups] ** -self.balance
+        ends = np.cumsum(weight)
+        uniform = np.random.Generator(np.random.Philox(seed_of(seed, "weighted", epoch))).random(rows)
+        return np.searchsorted(ends / ends[-1], uniform, side="right").astype(np.int64)
+
+    def _read(self, rows: int) -> np.ndarray:
+        import numpy as np
+
+        try:
+            weight = np.loadtxt(self.weights, np.float64, ndmin=1)
+        except (OSError, ValueError) as error:
+            raise DataError(f"sampler.weights={self.weights} cannot be read: {error}; it must hold a number per row, one a line") from error
+        if weight.shape != (rows,) or not np.isfinite(weight).all() or (weight < 0).any() or not weight.any():
+            raise DataError(f"sampler.weights={self.weights} must hold {rows} numbers, one per training row, none negative and some above 0")
+        return weight
+
+
+@register("sampler", "repeated")
+class Repeated(Sampler):
+    """Each row several times in a batch, each time augmented differently; an epoch is as long as ever and visits a part of the rows.
+
+    Source: Hoffer et al. 2020 (arXiv:1901.09335); the order is that of Touvron et al. 2021 (arXiv:2012.12877).
+    """
+
+    tail: Tail = option(default=Tail.partial, doc="the last global batch of an epoch: `partial` is smaller, `fill` is completed, `drop` leaves it out")
+    times: int = option(default=3, least=2, most=64, doc="views of a row")
+
+    once = False
+    repeats = True
+
+    def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
+        import numpy as np
+
+        from dtf.seeding import seed_of
+
+        chosen = np.random.Generator(np.random.Philox(seed_of(seed, "repeated", epoch))).permutation(rows)[: -(-rows // self.times)]
+        return (chosen[:, None] + rows * np.arange(self.times)).reshape(-1)[:rows]
+
+
+class Epochs:
+    """The global batches of a split. The order of the current epoch is kept; asking for another epoch draws it anew.
+
+    `groups`: as `Sampler.order`.
+    """
+
+    def __init__(self, sampler: Sampler, rows: int, batch_size: int, seed: int, groups: np.ndarray | None = None) -> None:
+        self._sampler, self._rows, self._batch_size, self._seed, self._groups = sampler, rows, batch_size, seed, groups
         self._epoch, self._order = -1, None
 
     @property
@@ -81,7 +155,7 @@ class Epochs:
         import numpy as np
 
         if epoch != self._epoch:
-            order = self._sampler.order(self._rows, self._seed, epoch)
+            order = self._sampler.order(self._rows, self._seed, epoch, self._groups)
             missing = -len(order) % self._batch_size
             if self._sampler.tail is Tail.fill and missing:
                 # The first rows of the order: of other batches, and as random as the order itself; again and again when there are too few.

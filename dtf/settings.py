@@ -133,8 +133,8 @@ def load_parts(plugins: list[str]) -> None:
         found += [f"dtf.{package}.{module.name}" for module in pkgutil.iter_modules(modules.__path__)]
     recipes = importlib.import_module("dtf.recipes")
     for family in pkgutil.iter_modules(recipes.__path__):
-        if family.ispkg and any(Path(path, family.name, "recipe.py").exists() for path in recipes.__path__):
-            found.append(f"dtf.recipes.{family.name}.recipe")
+        files = {file.stem for path in recipes.__path__ for file in Path(path, family.name).glob("*recipe.py")}
+        found += [f"dtf.recipes.{family.name}.{module}" for module in sorted(files)]
     for name in found:
         importlib.import_module(name)
     for name in _entry_point_modules():

@@ -15,7 +15,7 @@ from dtf.errors import ConfigError
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
 from dtf.misfits import misfits_named
-from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, rows_of, to_device
+from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, received, rows_of, to_device
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.seat import Seat
@@ -178,8 +178,10 @@ class Spmd(Program):
 
     def prepare(self, batch: Batch | None) -> Batch | None:
         if batch is not None:
-            batch = to_device(batch, self._world.device, loss_dtype(self._task))
-        return self._seat.feed(batch) if self._seat else batch
+            batch = to_device(batch, self._world.device, self._task)
+        if self._seat:
+            batch = self._seat.feed(batch)
+        return None if batch is None else received(batch, self._task)
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None

@@ -83,15 +83,24 @@ def _train(
     if not len(train_data) or not len(eval_data):
         raise DataError(f"recipe={config['recipe']['name']}: {len(train_data)} training and {len(eval_data)} evaluation rows; both need at least one")
     batch = settings.step.batch_size
-    epochs = Epochs(settings.sampler, len(train_data), batch, settings.seed)
+    if settings.sampler.repeats and not train_data.repeats:
+        raise ConfigError(
+            f"sampler={config['sampler']['name']} shows rows several times, and the data of recipe={config['recipe']['name']} has one view of each"
+        )
+    epochs = Epochs(settings.sampler, len(train_data), batch, settings.seed, train_data.groups())
     if not epochs.batches:
         raise DataError(f"step.batch_size={batch} is more than the {len(train_data)} training rows, sampler.tail=drop leaves none; lower it")
     eval_epochs = Epochs(Sequential(), len(eval_data), batch, settings.seed)
 
     def sample(rows: int) -> Any:
-        return train_data.fetch(np.arange(rows) % len(train_data), 0)[0]
+        return recipe.receive(train_data.fetch(np.arange(rows) % len(train_data), 0)[0])
 
     program = strategy.setup(Task(recipe, settings.optimizer, settings.precision, settings.step, settings.seed, sample), world)
+    if train_data.pairs and program.micro_batch_rows % 2:
+        raise ConfigError(
+            f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} rows part them; "
+            "set step.micro_batch_rows to an even number"
+        )
     loaders = [
         Loader(data, split, program.shard, micro, pin=kind == "cuda")
         for data, split, micro in ((train_data, epochs, program.micro_batch_rows), (eval_data, eval_epochs, -(-batch // program.shares)))

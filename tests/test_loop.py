@@ -14,7 +14,7 @@ import torch
 
 from dtf.clock import Clock, Plan, PlannedClock
 from dtf.engine import Loop, fit
-from dtf.errors import DivergedError, DtfError
+from dtf.errors import DataError, DivergedError, DtfError
 from dtf.lr import Constant
 from dtf.sampler import Epochs, Sequential
 from dtf.strategy import Program, Source
@@ -52,7 +52,7 @@ class FakeProgram(Program):
 
 
 class FakeBatches:
-    batches, prefetch = 2, 0
+    batches, prefetch, bad, allowed = 2, 0, 0, 0
 
     def __init__(self) -> None:
         self.fetched: list[tuple[int, int]] = []
@@ -160,6 +160,29 @@ def test_an_evaluation_that_loses_a_row_is_an_error() -> None:
     clock.granted.put(Evaluate(0))
     with pytest.raises(DtfError, match="4 of 5 rows"):
         fit(make(clock, evaluation_rows=5))
+
+
+def test_unreadable_rows_of_an_evaluation_are_counted_and_bounded() -> None:
+    clock = Coordinator()
+    clock.granted.put(Evaluate(0))
+    clock.granted.put(Stop(0, "finished"))
+    few, many = FakeBatches(), FakeBatches()
+    few.bad, few.allowed = 1, 1
+    fit(make(clock, evaluation=few, evaluation_rows=5))  # four were counted
+    many.bad, many.allowed = 2, 1
+    clock.granted.put(Evaluate(0))
+    with pytest.raises(DataError, match="2 evaluation rows cannot be read, recipe.data.bad_share allows 1"):
+        fit(make(clock, evaluation=many, evaluation_rows=6))
+
+
+def test_unreadable_rows_beyond_the_budget_end_the_run_at_a_poll() -> None:
+    clock = Coordinator()
+    batches = FakeBatches()
+    batches.bad, batches.allowed = 3, 2
+    for ticket in (grant(0), Poll(1)):
+        clock.granted.put(ticket)
+    with pytest.raises(DataError, match="3 training rows cannot be read"):
+        fit(make(clock, train=batches))
 
 
 def test_divergence_is_found_before_a_save() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dtf.errors import ConfigError, DataError
 from dtf.options import StepOptions
 from dtf.registry import registered
-from dtf.sampler import Epochs, Sampler, Tail, cut, share
+from dtf.sampler import Epochs, Repeated, Sampler, Tail, Weighted, cut, share
 from dtf.values import Shard
 
 NAMES = list(registered("sampler"))
+ONCE = [name for name, cls in registered("sampler").items() if cls.once]
 sizes = st.integers(1, 300)
 batches = st.integers(1, 70)
 seeds = st.integers(0, 2**63 - 1)
@@ -32,7 +35,7 @@ def visit(plan: Epochs, epoch: int) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONCE)
 @given(rows=sizes, batch=batches, seed=seeds, epoch=epochs)
 @example(rows=1, batch=1, seed=0, epoch=0)
 @example(rows=3, batch=64, seed=0, epoch=0)
@@ -42,7 +45,7 @@ def test_partial_visits_every_row_once(name: str, rows: int, batch: int, seed: i
     assert all(len(ids) == batch for ids in found[:-1]) and 1 <= len(found[-1]) <= batch
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONCE)
 @given(rows=sizes, batch=batches, seed=seeds, epoch=epochs)
 @example(rows=3, batch=64, seed=0, epoch=0)
 @example(rows=10, batch=9, seed=0, epoch=0)
@@ -64,7 +67,7 @@ def test_fill_repeats_other_rows_in_other_epochs(rows: int, batch: int, seed: in
     assert missing == 0 or len(set.union(*extra)) > missing
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONCE)
 @given(rows=sizes, batch=batches, seed=seeds, epoch=epochs)
 def test_drop_leaves_out_the_incomplete_batch_only(name: str, rows: int, batch: int, seed: int, epoch: int) -> None:
     found = visit(Epochs(make(name, Tail.drop), rows, batch, seed), epoch)
@@ -78,17 +81,52 @@ def test_drop_leaves_out_the_incomplete_batch_only(name: str, rows: int, batch: 
 @given(rows=sizes, batch=batches, seed=seeds, data=st.data())
 def test_batches_are_a_pure_function_of_seed_epoch_and_index(name: str, tail: Tail, rows: int, batch: int, seed: int, data: st.DataObject) -> None:
     """Asked in any order and by a restarted run, a batch is the same."""
-    plan = Epochs(make(name, tail), rows, batch, seed)
+    groups = np.arange(rows) % 3
+    plan = Epochs(make(name, tail), rows, batch, seed, groups)
     expected = {(epoch, index): ids.copy() for epoch in range(3) for index, ids in enumerate(visit(plan, epoch))}
-    again = Epochs(make(name, tail), rows, batch, seed)
+    again = Epochs(make(name, tail), rows, batch, seed, groups)
     for epoch, index in data.draw(st.permutations(sorted(expected))):
         assert np.array_equal(again.ids(epoch, index), expected[epoch, index])
+
+
+@given(rows=sizes, times=st.integers(2, 7), seed=seeds)
+def test_repeated_shows_each_chosen_row_in_so_many_views_one_after_the_other(rows: int, times: int, seed: int) -> None:
+    order = Repeated(times=times).order(rows, seed, 0, None)
+    assert len(order) == rows == len(set(order))
+    views = [list(order[i : i + times]) for i in range(0, rows, times)]
+    assert all([*np.array(view) % rows] == [view[0]] * len(view) and [*np.array(view) // rows] == list(range(len(view))) for view in views)
+
+
+@pytest.mark.parametrize(("balance", "share"), [(0.0, 0.1), (0.5, 0.25), (1.0, 0.5)])
+def test_weighted_balances_classes(balance: float, share: float) -> None:
+    """100 rows of one class and 900 of another: n ** (1 - balance) of each."""
+    groups = np.repeat([0, 1], [100, 900])
+    drawn = np.concatenate([Weighted(balance=balance).order(1000, 0, epoch, groups) for epoch in range(40)])
+    assert abs((groups[drawn] == 0).mean() - share) < 0.012
+    assert drawn.min() >= 0 and drawn.max() < 1000
+
+
+def test_weighted_follows_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "weights.txt"
+    file.write_text("0\n1\n0\n3\n")
+    drawn = np.concatenate([Weighted(weights=str(file)).order(4, 0, epoch, None) for epoch in range(500)])
+    assert set(drawn) == {1, 3} and abs((drawn == 3).mean() - 0.75) < 0.04
+
+
+@pytest.mark.parametrize("text", ["1\n2\n", "1\n-1\n1\n", "0\n0\n0\n", "nan\n1\n1\n", "one\n"])
+def test_weights_that_make_no_sense_are_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "weights.txt"
+    file.write_text(text)
+    with pytest.raises(DataError, match="sampler.weights="):
+        Weighted(weights=str(file)).order(3, 0, 0, None)
+    with pytest.raises(ConfigError, match="no classes to balance"):
+        Weighted().order(3, 0, 0, None)
 
 
 @given(seed=seeds, epoch=epochs)
 def test_order_differs_between_epochs_and_seeds(seed: int, epoch: int) -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        return list(make("shuffle", Tail.partial).order(100, seed, epoch))
+        return list(make("shuffle", Tail.partial).order(100, seed, epoch, None))
 
     assert order(seed, epoch) == order(seed, epoch)
     assert order(seed, epoch) != order(seed, epoch + 1)
@@ -99,14 +137,14 @@ def test_shuffle_favours_no_place() -> None:
     """Over many epochs each row's mean place is the middle: 5 standard deviations of a mean of 2000 uniform places."""
     places = np.zeros(20)
     for epoch in range(2000):
-        places += np.argsort(make("shuffle", Tail.partial).order(20, 7, epoch))
+        places += np.argsort(make("shuffle", Tail.partial).order(20, 7, epoch, None))
     spread = np.sqrt((20**2 - 1) / 12 / 2000)
     assert np.abs(places / 2000 - 9.5).max() < 5 * spread
 
 
 def test_order_is_the_same_on_every_machine() -> None:
     """A changed order would break every checkpoint's data position: it is part of the format."""
-    assert list(make("shuffle", Tail.partial).order(8, 0, 0)) == [5, 2, 3, 7, 1, 4, 6, 0]
+    assert list(make("shuffle", Tail.partial).order(8, 0, 0, None)) == [5, 2, 3, 7, 1, 4, 6, 0]
 
 
 @given(rows=st.integers(1, 2000), size=st.integers(1, 300))

@@ -76,7 +76,7 @@ def decoded(root: Path, pixels: int, cache: Path, split: str) -> Decoded:
         return found
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{folder.name}.lock"):
+        with locked(cache / f"{folder.name}.lock"):
             found = glance(folder, pixels)  # another rank may have been first
             if found and _intact(found, split):
                 return found
@@ -90,7 +90,7 @@ def decoded(root: Path, pixels: int, cache: Path, split: str) -> Decoded:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold the lock file; the kernel lets go of it when the process dies."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING
 from dtf.errors import ConfigError, DataError
 from dtf.layout import Layout, Split
 from dtf.recipe import Recipe
+from dtf.recipes.resnet.tree import SHAPE
 from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from dtf.recipe import Dataset
+    from dtf.recipes.resnet.cache import Decoded
     from dtf.recipes.resnet.images import Images
+    from dtf.recipes.resnet.tree import Tree
     from dtf.values import Batch
 
 
@@ -84,17 +88,24 @@ class ModelOptions:
 
 
 @dataclass(kw_only=True)
-class DataOptions:
+class SplitOptions:
     pixels: int = option(default=32, least=8, most=4096, doc="height and width of an image", unit="pixels")
     train_rows: int = option(default=0, least=0, doc="rows of the training split, spread evenly over it; 0: all", unit="rows")
     eval_rows: int = option(default=0, least=0, doc="rows of the evaluation split, spread evenly over it; 0: all", unit="rows")
+
+    def check(self) -> None:
+        """Raise ConfigError or DataError for values that make no data set."""
+
+
+@dataclass(kw_only=True)
+class DataOptions(SplitOptions):
     crop_pad: int = option(
         default=4, least=0, doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not", unit="pixels"
     )
     flip: bool = option(default=True, doc="mirror half of the training images")
 
     def check(self) -> None:
-        """Raise ConfigError or DataError for values that make no data set."""
+        super().check()
         if self.crop_pad >= self.pixels:
             raise ConfigError(f"recipe.data.crop_pad={self.crop_pad} must be less than recipe.data.pixels={self.pixels}: a cut may miss the image otherwise")
 
@@ -118,9 +129,11 @@ class ShapesOptions(DataOptions):
 
 
 @dataclass(kw_only=True)
-class FolderOptions(DataOptions):
-    root: str = option(default="", doc="folder or .tar, .tar.gz archive that holds {train,val}/<class>/<image>.jpg; must be given")
-    cache: str = option(default="", doc="folder for decoded images, which may be deleted at any time; empty: $XDG_CACHE_HOME/dtf/images or ~/.cache/dtf/images")
+class SourceOptions(SplitOptions):
+    root: str = option(default="", doc=f"folder or .tar, .tar.gz archive that holds {SHAPE}; must be given")
+    cache: str = option(
+        default="", doc="folder for what is made of it once, which may be deleted at any time; empty: $XDG_CACHE_HOME/dtf/images or ~/.cache/dtf/images"
+    )
     mean: list[float] = option(
         factory=lambda: [0.4914, 0.4822, 0.4465], doc="of the red, green and blue of a pixel in [0, 1]; default: CIFAR-10's training split"
     )
@@ -140,6 +153,26 @@ class FolderOptions(DataOptions):
             values = getattr(self, key)
             if len(values) != 3:
                 raise ConfigError(f"recipe.data.{key}={values} must be three numbers, for red, green and blue")
+        if not Path(self.root).expanduser().exists():
+            raise DataError(f"recipe.data.root={self.root} does not exist; give a folder or a .tar, .tar.gz archive that holds {SHAPE}")
+        cache = self.places()[1]
+        if not _can_write(cache):
+            raise DataError(f"recipe.data.cache={cache} cannot be written; set recipe.data.cache=DIR")
+
+    def check_against(self, found: Decoded | Tree, classes: int) -> None:
+        """Raise ConfigError where the images found do not fit these options and the model's number of classes."""
+        if len(found.classes) != classes:
+            raise ConfigError(
+                f"recipe.model.classes={classes}, but {self.root} has {len(found.classes)} classes; set recipe.model.classes={len(found.classes)}"
+            )
+        for key, split in (("train_rows", "train"), ("eval_rows", "val")):
+            if getattr(self, key) > sum(found.counts[split]):
+                raise ConfigError(f"recipe.data.{key}={getattr(self, key)}, but {split}/ has {sum(found.counts[split])} images; use 0 for all")
+
+
+@dataclass(kw_only=True)
+class FolderOptions(DataOptions, SourceOptions):
+    """Small images, decoded once."""
 
 
 @dataclass(kw_only=True)
@@ -150,7 +183,7 @@ class Classification(Recipe):
     label_smoothing: float = option(
         default=0.0, least=0, below=1, doc="share of the target that is spread over all classes (Szegedy et al. 2016, arXiv:1512.00567)"
     )
-    data: DataOptions = option(factory=DataOptions, doc="the images")
+    data: SplitOptions = option(factory=SplitOptions, doc="the images")
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -191,7 +224,7 @@ class Classification(Recipe):
         return Layout((("conv1", "bn1"), *residual, ("fc",)), {**splits, "fc": Split.classes})
 
     @abstractmethod
-    def open_data(self, split: str, seed: int) -> Images: ...
+    def open_data(self, split: str, seed: int) -> Dataset: ...
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         from dtf.classes import cross_entropy
@@ -237,18 +270,8 @@ class ResnetFolder(Classification):
 
         super().check()
         root, store = self.data.places()
-        if not root.exists():
-            raise DataError(f"recipe.data.root={root} does not exist; give a folder or a .tar, .tar.gz archive that holds {tree.SHAPE}")
         found = cache.glance(cache.location(root, self.data.pixels, store), self.data.pixels) or tree.read_tree(root)
-        if len(found.classes) != self.model.classes:
-            raise ConfigError(
-                f"recipe.model.classes={self.model.classes}, but {root} has {len(found.classes)} classes; set recipe.model.classes={len(found.classes)}"
-            )
-        for key, split in (("train_rows", "train"), ("eval_rows", "val")):
-            if getattr(self.data, key) > sum(found.counts[split]):
-                raise ConfigError(f"recipe.data.{key}={getattr(self.data, key)}, but {split}/ has {sum(found.counts[split])} images; use 0 for all")
-        if not _can_write(store):
-            raise DataError(f"recipe.data.cache={store} cannot be written; set recipe.data.cache=DIR")
+        self.data.check_against(found, self.model.classes)
 
     def open_data(self, split: str, seed: int) -> Images:
         import numpy as np

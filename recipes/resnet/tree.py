@@ -92,7 +92,7 @@ def read_files(root: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
     """(name, content) of the named files, in whatever order is quick. DataError names the file that cannot be read."""
     if is_archive(root):
         wanted = set(names)
-        for name, member, archive in _members(root):
+        for name, member, archive in members(root):
             if name in wanted:
                 content = archive.extractfile(member)
                 assert content is not None  # a regular file
@@ -111,10 +111,10 @@ def read_files(root: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def _archive_names(root: Path) -> Iterator[str]:
-    return (name for name, _, _ in _members(root))
+    return (name for name, _, _ in members(root))
 
 
-def _members(root: Path) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarFile]]:
+def members(root: Path) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarFile]]:
     """Regular files of an archive in the order they lie there. A broken archive is a DataError: tarfile alone takes a bad header for the end."""
     try:
         with tarfile.open(root, "r:*") as archive:

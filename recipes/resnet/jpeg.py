@@ -1,0 +1,104 @@
+"""The wanted part of a JPEG file, decoded no further than needed. Knows nothing of augmentation and of other formats.
+
+What is saved: rows below the part are not decoded, for the height in a copy of the file's header is lowered to where the part ends, and
+in a baseline file without restart markers nothing above depends on what follows. A part that will be shrunk to less than a quarter is
+decoded at half its size, and so on, by a smaller inverse transform. And the decoder lets go of the interpreter's lock, so that threads share the
+cores.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import simplejpeg
+
+from dtf.recipes.resnet.crops import Part
+
+EXTRANEOUS = "extraneous bytes before marker"
+"""What the decoder says of the rows that a lowered height leaves over."""
+
+_MCU = 16  # rows of the largest unit of a file; one more is decoded, since chroma is interpolated across units
+_here = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the markers before the picture say. `height_at`: where the header has the height, 0 where it must stay as it is."""
+
+    height: int
+    width: int
+    height_at: int
+
+
+def read_header(content: bytes) -> Header | None:
+    """The header of a whole, upright grey or colour file of 8 bits; None for any other, which takes another way."""
+    if not content.startswith(b"\xff\xd8") or not content.endswith(b"\xff\xd9"):
+        return None  # no JPEG file, or one that breaks off or has something behind it
+    at, found, lowerable = 2, None, True
+    while at + 9 < len(content):
+        if content[at] != 0xFF:
+            return None
+        marker, length = content[at + 1], content[at + 2] << 8 | content[at + 3]
+        if marker == 0xFF:  # a fill byte
+            at += 1
+            continue
+        if 0xC0 <= marker <= 0xC2:
+            if content[at + 4] != 8 or content[at + 9] not in (1, 3):
+                return None
+            found = content[at + 5] << 8 | content[at + 6], content[at + 7] << 8 | content[at + 8], at + 5, content[at + 9]
+            lowerable &= marker != 0xC2  # progressive: every scan goes over the whole picture
+        elif marker == 0xE1 and content[at + 4 : at + 10] == b"Exif\0\0" and not _upright(content[at + 10 : at + 2 + length]):
+            return None
+        elif marker == 0xDD:
+            lowerable = False  # restart markers: what is left over would be taken for damage
+        elif marker == 0xDA:
+            if found is None or not found[0] or not found[1]:
+                return None
+            height, width, height_at, channels = found
+            return Header(height, width, height_at if lowerable and content[at + 4] == channels else 0)  # all channels in one scan
+        elif 0xC3 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            return None  # lossless, arithmetic or hierarchical
+        at += 2 + length
+    return None
+
+
+def decode(content: bytes, header: Header, part: Part, least: int, fast: bool = True) -> np.ndarray | None:
+    """The part, (h, w, 3) bytes: full size, or 1/2, 1/4 or 1/8 of it where both sides stay at least `least`. None where the data is damaged.
+
+    Valid until this thread decodes again. `fast`: colour is repeated, not interpolated; after resampling 0.1 of 255 apart on photographs.
+    """
+    scale = next((s for s in (8, 4, 2) if min(part.height, part.width) >= s * least), 1)
+    height, data = header.height, content
+    bottom = -(-(part.top + part.height) // _MCU + -1) * _MCU
+    if header.height_at and bottom < height:
+        height, data = bottom, bytearray(content)
+        data[header.height_at], data[header.height_at + 1] = height >> 8, height & 255
+    rows, columns = -(-height // scale), -(-header.width // scale)
+    room = rows * columns * 3
+    if len(getattr(_here, "room", b"")) < room:
+        _here.room = bytearray(room * 5 // 4)
+    try:
+        least_height, least_width = (rows, columns) if scale > 1 else (0, 0)
+        picture = simplejpeg.decode_jpeg(data, "RGB", fastupsample=fast, min_height=least_height, min_width=least_width, buffer=_here.room)
+    except ValueError as error:
+        if height == header.height or EXTRANEOUS not in str(error):  # the decoder tells its first complaint
+            return None
+        picture = np.frombuffer(_here.room, np.uint8, room).reshape(rows, columns, 3)
+    top, left = round(part.top / scale), round(part.left / scale)
+    return picture[top : top + max(1, round(part.height / scale)), left : left + max(1, round(part.width / scale))]
+
+
+def _upright(tiff: bytes) -> bool:
+    """Whether Exif data has no orientation, or the usual one."""
+    order = {b"II": "little", b"MM": "big"}.get(tiff[:2])
+    if order is None:
+        return True
+
+    def number(at: int, size: int) -> int:
+        return int.from_bytes(tiff[at : at + size], order)  # type: ignore[arg-type]
+
+    directory = number(4, 4)
+    entries = (directory + 2 + 12 * i for i in range(min(number(directory, 2), 512)))
+    return all(number(at, 2) != 0x0112 or number(at + 8, 2) in (0, 1) for at in entries)

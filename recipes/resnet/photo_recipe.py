@@ -1,0 +1,164 @@
+"""Residual networks on image files of any size, read and augmented anew in every epoch: ImageNet, Imagenette, one's own photographs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from dtf.errors import ConfigError
+from dtf.recipes.resnet.recipe import Arch, Classification, ModelOptions, SourceOptions, Stem
+from dtf.registry import option, register
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from dtf.recipes.resnet.photos import Photos
+    from dtf.values import Batch
+
+
+class Policy(Enum):
+    none = "none"
+    trivial = "trivial"
+    rand = "rand"
+
+
+class BadRecords(Enum):
+    error = "raise"
+    skip = "skip"
+
+
+@dataclass(kw_only=True)
+class PhotoOptions(SourceOptions):
+    pixels: int = option(default=224, least=16, most=4096, doc="height and width of what the network sees", unit="pixels")
+    whole: int = option(
+        default=0,
+        least=0,
+        most=8192,
+        doc="in evaluation the shorter side is made so long, and the centre seen; 0: 8/7 of `pixels` (256 for 224)",
+        unit="pixels",
+    )
+    mean: list[float] = option(factory=lambda: [0.485, 0.456, 0.406], doc="of the red, green and blue of a pixel in [0, 1]; default: ImageNet's")
+    std: list[float] = option(factory=lambda: [0.229, 0.224, 0.225], above=0, doc="standard deviation, likewise")
+    crop_area: list[float] = option(factory=lambda: [0.08, 1.0], above=0, most=1, doc="smallest and largest share of a training image that is seen")
+    crop_ratio: list[float] = option(factory=lambda: [3 / 4, 4 / 3], above=0, most=10, doc="smallest and largest ratio of its width to its height")
+    flip: bool = option(default=True, doc="mirror half of the training images")
+    jitter: list[float] = option(
+        factory=list, least=0, most=10, doc="random changes of brightness, contrast, saturation and hue, four numbers as torchvision's ColorJitter; empty: none"
+    )
+    policy: Policy = option(
+        default=Policy.none, doc="further augmentation: `trivial` TrivialAugmentWide, one operation of any strength; `rand` RandAugment, two at 9 of 30"
+    )
+    mixup: float = option(default=0.0, least=0, most=100, doc="alpha of mixup, which blends each training image and its target with its neighbour's; 0: not")
+    cutmix: float = option(default=0.0, least=0, most=100, doc="alpha of cutmix, which pastes a part of the neighbour instead; with both, each image has one")
+    grow_from: int = option(default=0, least=0, most=4096, doc="progressive resizing: pixels of training images in the first epoch; 0: all from the start")
+    grow_epochs: int = option(default=0, least=0, most=100_000, doc="epochs in which they grow, in steps of 16, to `pixels`", unit="epochs")
+    bad_records: BadRecords = option(
+        default=BadRecords.error, doc="files that cannot be decoded: `raise` ends the run, `skip` names each in the log and counts it not"
+    )
+    bad_share: float = option(
+        default=0.001, above=0, most=1, doc="share of a split that may be skipped, over all ranks; more ends the run", unit="share of the rows"
+    )
+    threads: int = option(default=0, least=0, most=1024, doc="threads that decode, on each rank; 0: as many as the rank computes with", unit="threads")
+
+    def check(self) -> None:
+        super().check()
+        for key, length, what in (
+            ("crop_area", 2, "smallest and largest share"),
+            ("crop_ratio", 2, "smallest and largest ratio"),
+            ("jitter", 4, "brightness, contrast, saturation and hue"),
+        ):
+            values = getattr(self, key)
+            if len(values) != length and (values or key != "jitter"):
+                raise ConfigError(f"recipe.data.{key}={values} must be {length} numbers: {what}")
+            if key != "jitter" and values[0] > values[1]:
+                raise ConfigError(f"recipe.data.{key}={values} must not fall: {what}")
+        if self.jitter and self.jitter[3] > 0.5:
+            raise ConfigError(f"recipe.data.jitter={self.jitter}: the hue turns by at most 0.5 of a circle")
+        if self.whole and self.whole < self.pixels:
+            raise ConfigError(f"recipe.data.whole={self.whole} must be at least recipe.data.pixels={self.pixels}, or 0")
+        if bool(self.grow_from) != bool(self.grow_epochs):
+            raise ConfigError(
+                f"recipe.data.grow_from={self.grow_from} and recipe.data.grow_epochs={self.grow_epochs} belong together; set both, or leave both at 0"
+            )
+        if self.grow_from and not 16 <= self.grow_from <= self.pixels:
+            raise ConfigError(f"recipe.data.grow_from={self.grow_from} must be 16 to recipe.data.pixels={self.pixels}")
+
+
+@register("recipe", "resnet_photos")
+class ResnetPhotos(Classification):
+    """A residual network on image files of any size and kind, in class folders or an archive of them, augmented anew in every epoch."""
+
+    model: ModelOptions = option(factory=lambda: ModelOptions(arch=Arch.resnet18, stem=Stem.imagenet), doc="the network")
+    data: PhotoOptions = option(factory=PhotoOptions, doc="the images")
+
+    def check(self) -> None:
+        from dtf.recipes.resnet.store import read_index
+
+        super().check()
+        root, cache = self.data.places()
+        self.data.check_against(read_index(root, cache).tree, self.model.classes)
+
+    def open_data(self, split: str, seed: int) -> Photos:
+        import numpy as np
+        import torch
+
+        from dtf.recipes.resnet.images import thin
+        from dtf.recipes.resnet.photos import Look, Photos
+        from dtf.recipes.resnet.store import read_index
+
+        data, train = self.data, split == "train"
+        name, keep = ("train", data.train_rows) if train else ("val", data.eval_rows)
+        index = read_index(*data.places())
+        labels = np.repeat(np.arange(len(index.tree.classes)), index.tree.counts[name])
+        rows = thin(len(labels), keep) if keep else np.arange(len(labels))
+        look = Look(
+            area=(data.crop_area[0], data.crop_area[1]),
+            ratio=(data.crop_ratio[0], data.crop_ratio[1]),
+            mirror=data.flip,
+            jitter=tuple(data.jitter),
+            policy="" if data.policy is Policy.none else data.policy.value,
+            mixup=data.mixup,
+            cutmix=data.cutmix,
+            grow_from=data.grow_from,
+            grow_epochs=data.grow_epochs,
+        )
+        return Photos(
+            index.open(name, rows),
+            labels[rows],
+            data.pixels,
+            data.whole or round(data.pixels * 8 / 7),
+            look if train else None,
+            seed,
+            data.threads or torch.get_num_threads(),
+            math.ceil(data.bad_share * len(rows)) if data.bad_records is BadRecords.skip else 0,
+        )
+
+    def receive(self, inputs: Any) -> Tensor:
+        from dtf.recipes.resnet.photos import to_floats
+
+        return to_floats(inputs, *_colours(tuple(self.data.mean), tuple(self.data.std), inputs["pixels"].device))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if targets.ndim == 1:
+            return super().loss(outputs, targets)
+        own, partner, share = targets.unbind(1)
+        return share * super().loss(outputs, own.long()) + (1 - share) * super().loss(outputs, partner.long())
+
+    def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
+        if batch.targets.ndim > 1:  # mixed: right is who names the row's own class
+            batch = batch._replace(targets=batch.targets[:, 0].long())
+        return super().measure(outputs, batch, loss)
+
+
+@lru_cache(maxsize=16)
+def _colours(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and reciprocal deviation of bytes, (3, 1, 1): made once, for to copy them in a step would be to wait."""
+    import torch
+
+    with torch.device("cpu"):
+        pair = [torch.tensor(values, dtype=torch.float32).mul(255)[:, None, None] for values in (mean, std)]
+    return pair[0].to(device), pair[1].reciprocal().to(device)

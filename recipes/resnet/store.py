@@ -1,0 +1,134 @@
+"""The files of a tree of images by row, read where they lie: in folders, or in an archive at known places. Decodes nothing."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import tarfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dtf.errors import DataError
+from dtf.recipes.resnet.cache import locked
+from dtf.recipes.resnet.tree import READ_ERRORS, SPLITS, Tree, is_archive, members, read_tree, stamp, tree_of
+
+FORMAT = 1  # of the index below; part of the key
+
+
+class Store:
+    """The files of one split: `store[row]` is a file's content. Threads may read at once; forked processes must not share one."""
+
+    def __init__(self, root: Path, names: tuple[str, ...], places: np.ndarray | None, digest: str) -> None:
+        self._root, self.names, self._places, self.digest = root, names, places, digest
+        self._file = os.open(root, os.O_RDONLY | os.O_CLOEXEC) if places is not None else -1
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, row: int) -> bytes:
+        """OSError when the file cannot be read whole."""
+        if self._places is None:
+            return (self._root / self.names[row]).read_bytes()
+        at, size = map(int, self._places[row])
+        content = os.pread(self._file, size, at)
+        if len(content) != size:
+            raise OSError(errno.EIO, f"{len(content)} of {size} bytes")
+        return content
+
+    def close(self) -> None:
+        """Give the archive back."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+@dataclass(frozen=True)
+class Index:
+    """A checked tree and where its files lie. `root`: the folder, or the plain archive that `places` refers to."""
+
+    root: Path
+    tree: Tree
+    places: dict[str, np.ndarray] | None  # split -> (rows, 2) int64: offset and size; None for folders
+
+    def open(self, split: str, rows: np.ndarray) -> Store:
+        """These files of a split. `digest` tells trees with other names or, in an archive, other sizes apart."""
+        names = tuple(self.tree.files[split][row] for row in rows)
+        digest = zlib.crc32("\n".join(names).encode("utf-8", "surrogateescape"))
+        if self.places is None:
+            return Store(self.root, names, None, f"{digest:08x}")
+        places = self.places[split][rows]
+        return Store(self.root, names, places, f"{zlib.crc32(places[:, 1].tobytes(), digest):08x}")
+
+
+def read_index(root: Path, cache: Path) -> Index:
+    """List and check the files of `root`; what is slow about an archive is done once and kept in `cache`. DataError as `read_tree`.
+
+    A compressed archive is unpacked there to a plain one: reading it in any order would mean unpacking it from the start for each file.
+    """
+    if not is_archive(root):
+        return Index(root, read_tree(root), None)
+    key = hashlib.sha256(json.dumps([FORMAT, os.path.realpath(root), stamp(root)]).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    kept, plain = cache / f"{key}.json", root if _is_plain(root) else cache / f"{key}.tar"
+    if (found := _load(kept, plain, root)) is not None:
+        return found
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked(cache / f"{key}.lock"):
+            if (found := _load(kept, plain, root)) is not None:  # another rank was first
+                return found
+            if plain != root:
+                _unpack(root, plain)
+            listed = {name: (member.offset_data, member.size) for name, member, _ in members(plain)}
+            tree_of(listed, root)
+            building = kept.with_suffix(".tmp")
+            building.write_text(json.dumps(listed), errors="surrogateescape")
+            building.rename(kept)
+    except OSError as error:
+        raise DataError(
+            f"recipe.data.cache={cache} cannot be written: {error.strerror or error}; set recipe.data.cache=DIR to a folder with free space"
+        ) from error
+    found = _load(kept, plain, root)
+    assert found is not None
+    return found
+
+
+def _load(kept: Path, plain: Path, root: Path) -> Index | None:
+    try:
+        listed = json.loads(kept.read_text(errors="surrogateescape"))
+        size = plain.stat().st_size
+        tree = tree_of(listed, root)
+        places = {split: np.array([listed[name] for name in tree.files[split]], np.int64).reshape(-1, 2) for split in SPLITS}
+    except (OSError, ValueError):
+        return None
+    whole = all((place.sum(axis=1) <= size).all() and (place >= 0).all() for place in places.values())
+    return Index(plain, tree, places) if whole else None
+
+
+def _is_plain(root: Path) -> bool:
+    try:
+        with tarfile.open(root, "r:"):
+            return True
+    except READ_ERRORS:
+        return False
+
+
+def _unpack(root: Path, plain: Path) -> None:
+    """The archive without its compression, whatever that is; complete or not at all."""
+    building = plain.with_suffix(".part")
+    try:
+        with tarfile.open(root, "r:*") as archive, open(building, "wb") as out:
+            stream = archive.fileobj
+            assert stream is not None
+            stream.seek(0)
+            while block := stream.read(1 << 20):
+                out.write(block)
+    except (EOFError, tarfile.TarError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
+        raise DataError(f"recipe.data.root={root} is no readable tar archive: {error}; give a folder or an intact .tar, .tar.gz file") from error
+    building.rename(plain)
