@@ -28,7 +28,8 @@ EVERYTHING: dict[str, Any] = {"jitter": [0.4, 0.4, 0.4, 0.1], "policy": Policy.t
 
 
 def recipe(root: Path, **data: Any) -> ResnetPhotos:
-    options = PhotoOptions(root=str(root), cache=str(root.parent / "cache"), **({"pixels": 32, "threads": 1} | data))
+    values: dict[str, Any] = {"pixels": 32, "threads": 1} | data
+    options = PhotoOptions(root=str(root), cache=str(root.parent / "cache"), **values)
     return ResnetPhotos(model=ModelOptions(classes=2), data=options)
 
 
