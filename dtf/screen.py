@@ -107,11 +107,8 @@ class Screen:
             lines = str(value).splitlines() if "\n" in str(value) else [self._here() if value == str(self._folder) else _shown(value)]
             for head, line in zip([name, *[""] * (len(lines) - 1)], lines, strict=True):
                 grid.add_row(plain_text(head), Text(plain_text(line)))
-        names = [
-            self._config.get("recipe", {}).get("name", ""),
-            self._config.get("strategy", {}).get("name", ""),
-            self._config.get("precision", {}).get("compute", ""),
-        ]
+        nodes = [self._config.get(group, {}) for group in ("recipe", "strategy", "precision")]
+        names = [node.get("compute", node.get("name", "")) for node in nodes]  # a precision is known by its arithmetic
         return Panel(grid, title=Text(" · ".join(["dtf", *filter(None, names)]), style="bold"), title_align="left", border_style="cyan", expand=False)
 
     def _summary(self, event: Ended) -> RenderableType:
