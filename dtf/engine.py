@@ -87,6 +87,7 @@ class Loop:
     beat: Callable[[str, int], None] = lambda phase, step: None
     record: Callable[[int, np.ndarray], None] | None = None
     carried: list[float] | None = None  # the window of the checkpoint resumed from
+    averages: bool = False  # evaluate the averages of the weights
     recent: deque[Measured] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def report(self, measured: Measured) -> None:
@@ -183,6 +184,8 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
 def evaluate(loop: Loop, step: int) -> dict[str, float]:
     """Metrics over the whole evaluation split, each row once. Collective."""
     loop.program.settle()
+    if loop.averages:
+        loop.program.use_averages(True)
     total = torch.zeros(1 + len(loop.recipe.measures), dtype=torch.float64)
     sums = None
     last = loop.evaluation.batches
@@ -194,6 +197,8 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
         sums = more if sums is None else sums + more
     if sums is not None:
         total += sums.cpu()
+    if loop.averages:
+        loop.program.use_averages(False)
     values = loop.world.reduce(total).tolist()
     if values[0] != loop.evaluation_rows:
         raise DtfError(f"evaluation counted {values[0]:g} of {loop.evaluation_rows} rows; a row was lost or counted twice; please report this")

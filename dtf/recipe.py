@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from dtf.layout import Layout
+from dtf.options import FineTuning
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +52,12 @@ class Recipe(ABC):
     @abstractmethod
     def objective(self) -> tuple[str, str]:
         """The metric that says which evaluation is best, and `max` or `min`."""
+
+    @property
+    def fine_tuning(self) -> FineTuning:
+        """Where the model's numbers come from, and which of them learn. Default: the node `model`, where it is a FineTuning; else nothing."""
+        node = getattr(self, "model", None)
+        return node if isinstance(node, FineTuning) else FineTuning()
 
     def training_rows(self) -> int | None:
         """Rows of the training split, where the config alone tells. Default: None, the data will tell."""

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 _LOCK = ".lock"
 _BEFORE_A_RUN = {_LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind
 _SECRET = re.compile(r"token|secret|passwd|password|key", re.IGNORECASE)
+_WEIGHTS = "recipe.model.weights"
 _MAY_MOVE = "root"
-"""Keys of this name say where data lies, not what it is."""
+"""Keys of this name, and the weights to start from, say where data lies, not what it is; checkpoints hold digests of that."""
 
 
 class Run:
@@ -167,7 +168,7 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
 
     Where the data lies may change.
     """
-    recipe = {key: value for key, value in flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE}
+    recipe = {key: value for key, value in flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE and key != _WEIGHTS}
     sampler = dict(flat(config["sampler"], "sampler"))
     return redact(recipe) | sampler | {"optimizer": config["optimizer"]["name"], "seed": config["seed"], "step.batch_size": config["step"]["batch_size"]}
 

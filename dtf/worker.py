@@ -16,22 +16,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from dtf import __version__, heartbeat
+from dtf.build import sketch
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
+from dtf.ema import averaged
 from dtf.engine import RECENT, Loop, fit
 from dtf.errors import ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.memory import Memory, Meter, table_row
+from dtf.patterns import check_used
 from dtf.precision import Cast
+from dtf.recipe import Recipe
 from dtf.run import flat
 from dtf.sampler import Epochs, Sequential, cut
 from dtf.schema import show, to_plain
 from dtf.settings import Settings, typed
 from dtf.strategy import Program, Task
 from dtf.values import Ended, Event, Failed, Measured, Note, Started
+from dtf.weights import Fit, Weights, fitted, open_weights
 from dtf.world import World
 
 RECENT_BYTES = 65536
@@ -90,7 +96,12 @@ def _train(
     def sample(rows: int) -> Any:
         return train_data.fetch(np.arange(rows) % len(train_data), 0)[0]
 
-    program = strategy.setup(Task(recipe, settings.optimizer, settings.precision, settings.step, settings.seed, sample), world)
+    model = sketch(recipe)
+    check_used("recipe.model.freeze", recipe.fine_tuning.freeze, dict(model.named_parameters()))
+    check_used("optimizer.lr_factors", settings.optimizer.lr_factors, dict(model.named_parameters()))
+    weights, digest, found = _weights(recipe, model, world)
+    optimizer = averaged(settings.optimizer, settings.step.ema)
+    program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, weights, sample), world)
     loaders = [
         Loader(data, split, program.shard, micro, pin=kind == "cuda")
         for data, split, micro in ((train_data, epochs, program.micro_batch_rows), (eval_data, eval_epochs, -(-batch // program.shares)))
@@ -104,6 +115,9 @@ def _train(
         "sampler": config["sampler"],
         "optimizer": config["optimizer"]["name"],
         "objective": list(plan.objective),
+        "recipe.model.weights": digest,
+        "recipe.model.freeze": recipe.fine_tuning.freeze,
+        "averaged weights (step.ema)": bool(settings.step.ema),
     }
     course = {group: config[group] for group in ("precision", "optimizer", "lr", "step")} | {"train": {"steps": plan.total}}  # may change on the way
     course["step"] = course["step"] | {"micro_batch_rows": program.micro_batch_rows}  # 0 is another number under another strategy
@@ -133,7 +147,8 @@ def _train(
             start,
             plan.total,
             epochs.batches,
-            _table(settings, config, folder, program, world, plan, planned, len(train_data), len(eval_data)),
+            _table(settings, config, folder, model, program, world, plan, planned, len(train_data), len(eval_data))
+            | ({"weights": f"{weights.about}, {digest[:19]}: {found.text()}"} if weights and found else {}),
             place.attempt,
             recent,
         )
@@ -157,6 +172,7 @@ def _train(
         record=record.write if record else None,
         carried=carried,
         recent=deque(recent, maxlen=RECENT),
+        averages=bool(settings.step.ema),
     )
     try:
         ended, evaluated = fit(loop)
@@ -173,6 +189,20 @@ def _train(
     if ended.reason == "preempted":
         kept = "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
         raise Preempted(f"asked to stop after step {ended.step}; {kept}; start again with the same run.dir to go on")
+
+
+def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | None, str, Fit | None]:
+    """The numbers to start from, if any, and their digest; the same on all hosts, else DataError on all ranks alike. Collective."""
+    place, key = recipe.fine_tuning.weights, "recipe.model.weights"
+    if not place:
+        return None, "", None
+    weights, found = fitted(open_weights(place, key), recipe, model, key)
+    digests = world.gather(weights.digest() if world.place.local_rank == 0 else "") or []  # once for each host
+    other = next((rank for rank, digest in enumerate(digests) if digest not in ("", digests[0])), None)
+    digest, other = world.broadcast([*digests[:1], other])
+    if other is not None:
+        raise DataError(f"{key}={place} is another file on rank {other} than on rank 0; copy one to all hosts")
+    return weights, digest, found
 
 
 def _peer_is_gone(error: BaseException) -> bool:
@@ -264,6 +294,7 @@ def _table(
     settings: Settings,
     config: dict[str, Any],
     folder: Path,
+    model: nn.Module,
     program: Program,
     world: World,
     plan: Plan,
@@ -272,9 +303,8 @@ def _table(
     eval_rows: int,
 ) -> dict[str, Any]:
     """What the start-up table shows."""
-    with torch.device("meta"):
-        model = settings.recipe.build_model()
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters, learning = (sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True))
+    frozen = f" ({learning:,} of them learn)" if learning < parameters else ""
     batch, shares = settings.step.batch_size, program.shares
     bounds = cut(batch, program.micro_batch_rows)
     kind = "rank" if world.size == shares else "replica"
@@ -285,7 +315,7 @@ def _table(
     how = "" if precision.compute is precision.param else " (autocast)" if precision.cast is Cast.autocast else " on a copy of them"
     threads = world.place.threads
     return {
-        "recipe": f"{config['recipe']['name']}: {parameters:,} parameters, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
+        "recipe": f"{config['recipe']['name']}: {parameters:,} parameters{frozen}, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
         "strategy": f"{' '.join(words)} on {devices} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a process",
         "precision": f"{precision.param.value} parameters, {precision.compute.value} arithmetic{how}",
         "batch": f"{batch} rows a step = {len(bounds) - 1} micro-batches of {bounds[1]} over {shares} {kind}{'s' if shares > 1 else ''}",

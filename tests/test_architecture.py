@@ -19,13 +19,13 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = {
     "vocabulary": "dtf errors registry values",
-    "leaves: one thing each": "classes collectives devices ending eventfile feed gradients heartbeat layout links lr manifest memory metrics optimizer "
-    "options partition precision sampler schedules schema seeding slices strides supervise tracking",
+    "leaves: one thing each": "classes collectives devices ema ending eventfile feed frozen gradients heartbeat layout links lr manifest memory metrics optimizer "
+    "options partition patterns precision sampler schedules schema seeding slices strides supervise tracking",
     "formats of files": "commit shards untrusted",
     "contracts": "job launcher observer recipe strategy",
     "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined remat replicas screen seat "
     "sharded spmd stages update world",
-    "engine": "checkpoint engine evidence",
+    "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes strategies",
     "the root config, typed": "settings",
     "front and ranks": "config describe explain run sources sweep worker",

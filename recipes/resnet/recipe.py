@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dtf.errors import ConfigError, DataError
 from dtf.layout import Layout, Split
+from dtf.options import FineTuning
 from dtf.recipe import Recipe
 from dtf.registry import option, register
 
@@ -56,7 +57,7 @@ class Stem(Enum):
 
 
 @dataclass(kw_only=True)
-class ModelOptions:
+class ModelOptions(FineTuning):
     arch: Arch = option(
         default=Arch.resnet20,
         doc="network: resnet8, 14, 20, 32, 44, 56 and 110 are the small ones for 32-pixel images (He et al. 2015, section 4.2), the others "
