@@ -199,10 +199,15 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
         total += sums.cpu()
     if loop.averages:
         loop.program.use_averages(False)
-    values = loop.world.reduce(total).tolist()
-    if values[0] != loop.evaluation_rows:
-        raise DtfError(f"evaluation counted {values[0]:g} of {loop.evaluation_rows} rows; a row was lost or counted twice; please report this")
-    return loop.recipe.summarise(values)
+    return counted(loop.world, total, loop.recipe, loop.evaluation_rows)
+
+
+def counted(world: Agreement, sums: Tensor, recipe: Recipe, rows: int) -> dict[str, float]:
+    """Metric values from this rank's sums (M,), once it is sure that the ranks together saw each of the rows once. Collective."""
+    values = world.reduce(sums.cpu().double()).tolist()
+    if values[0] != rows:
+        raise DtfError(f"evaluation counted {values[0]:g} of {rows} rows; a row was lost or counted twice; please report this")
+    return recipe.summarise(values)
 
 
 def _refuse_divergence(loop: Loop, step: int) -> None:

@@ -146,7 +146,7 @@ class Run:
         if earlier:
             self._record["earlier"] = earlier
         self._write()
-        _replace(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
+        replace_text(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
 
     def ready(self, table: dict[str, Any]) -> None:
         """The ranks are ready: keep what the start-up table shows."""
@@ -155,7 +155,7 @@ class Run:
             self._write()
 
     def _write(self) -> None:
-        _replace(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")
+        replace_text(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")
 
 
 def unique_id() -> str:
@@ -164,13 +164,15 @@ def unique_id() -> str:
 
 
 def identity(config: dict[str, Any]) -> dict[str, Any]:
-    """What must stay the same when a run goes on: dotted keys of the recipe and the sampler, which optimizer, the seed and the global batch.
+    """What must stay the same when a run goes on: dotted keys of the recipe, the sampler and of a job that trains nothing, which optimizer,
+    the seed and the global batch.
 
     Where the data lies may change.
     """
     recipe = {key: value for key, value in flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE and key != _WEIGHTS}
     sampler = dict(flat(config["sampler"], "sampler"))
-    return redact(recipe) | sampler | {"optimizer": config["optimizer"]["name"], "seed": config["seed"], "step.batch_size": config["step"]["batch_size"]}
+    job = {} if config["job"]["name"] == "train" else dict(flat(config["job"], "job"))
+    return redact(recipe) | sampler | job | {"optimizer": config["optimizer"]["name"], "seed": config["seed"], "step.batch_size": config["step"]["batch_size"]}
 
 
 def redact(node: Any, key: str = "") -> Any:
@@ -228,7 +230,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, finds the old or the new one."""
     temporary = path.with_name(f".{path.name}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -43,11 +43,11 @@ class Task:
     precision: Precision
     step: StepOptions
     seed: int
-    weights: Weights | None = None
-    """Numbers to start from, in place of drawn ones."""
-
     sample: Callable[[int], Any] | None = None
     """Inputs of so many training rows, for strategies that look how a model computes before they divide it; only some ranks need to read data for it."""
+
+    weights: Weights | None = None
+    """Numbers to start from, in place of drawn ones."""
 
 
 class Source(Protocol):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dtf import __version__, heartbeat
+from dtf import __version__, export, heartbeat, inference
 from dtf.build import sketch
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
@@ -29,7 +29,7 @@ from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.memory import Memory, Meter, table_row
 from dtf.patterns import check_used
-from dtf.precision import Cast
+from dtf.precision import Cast, set_switches
 from dtf.recipe import Recipe
 from dtf.run import flat
 from dtf.sampler import Epochs, Sequential, cut
@@ -40,12 +40,15 @@ from dtf.values import Ended, Event, Failed, Measured, Note, Started
 from dtf.weights import Fit, Weights, fitted, open_weights
 from dtf.world import World
 
+_USES = {"evaluate": inference.evaluate, "predict": inference.predict, "export": export.export}
+"""What ranks do for a job; for all others they train."""
+
 RECENT_BYTES = 65536
 """Of the measurements sent again: as much as a pipe holds, and half of what a message may."""
 
 
 def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
-    """Train as one rank; returns the exit code and never raises: failures are sent as a Failed event."""
+    """Train as one rank, or do what another job is for; returns the exit code and never raises: failures are sent as a Failed event."""
     last = {"step": 0}
 
     def beat(phase: str, step: int) -> None:
@@ -55,7 +58,11 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
     try:
         beat("start", 0)
         with _stop_signals() as told:
-            _train(typed(config), config, Path(folder), run_id, place, send, beat, lambda: bool(told))
+            settings, use = typed(config), _USES.get(config["job"]["name"])
+            if use is not None:
+                use(settings, Path(folder), place, send if place.rank == 0 else _nobody, beat, lambda: bool(told))
+            else:
+                _train(settings, config, Path(folder), run_id, place, send, beat, lambda: bool(told))
         return Exit.OK
     except BaseException as error:  # noqa: BLE001 (the last words of a rank)
         if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):
@@ -80,7 +87,7 @@ def _train(
 ) -> None:
     recipe, strategy, options = settings.recipe, settings.strategy, settings.train
     torch.set_num_threads(place.threads)
-    _numerics(settings)
+    set_switches(settings.precision)
     kind = place.device.partition(":")[0]
     meter = Meter(kind)
     world = World.join(place, strategy.communication(kind))
@@ -101,7 +108,7 @@ def _train(
     check_used("optimizer.lr_factors", settings.optimizer.lr_factors, dict(model.named_parameters()))
     weights, digest, found = _weights(recipe, model, world)
     optimizer = averaged(settings.optimizer, settings.step.ema)
-    program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, weights, sample), world)
+    program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights), world)
     loaders = [
         Loader(data, split, program.shard, micro, pin=kind == "cuda")
         for data, split, micro in ((train_data, epochs, program.micro_batch_rows), (eval_data, eval_epochs, -(-batch // program.shares)))
@@ -164,7 +171,7 @@ def _train(
         world=world,
         saver=checkpointer,
         see=see,
-        scalars=identity | {"course": course},
+        scalars=identity | {"course": course, "classes": list(recipe.class_names())},
         steps_per_epoch=epochs.batches,
         skip_nonfinite=options.skip_nonfinite,
         stop_requested=stop_requested,
@@ -254,14 +261,6 @@ def _resume(
     while len(json.dumps([asdict(one) for one in recent])) > RECENT_BYTES:
         recent = recent[len(recent) // 2 + 1 :]
     return scalars["clock"], scalars["window"], tuple(recent)
-
-
-def _numerics(settings: Settings) -> None:
-    """Process-wide switches of torch: the same bits each time, and no silent change of number format."""
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    torch.set_float32_matmul_precision("high" if settings.precision.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = settings.precision.tf32
 
 
 @contextmanager

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = {
     "vocabulary": "dtf errors registry values",
-    "leaves: one thing each": "classes collectives devices ema ending eventfile feed frozen gradients heartbeat layout links lr manifest memory metrics optimizer "
+    "leaves: one thing each": "answers classes collectives devices ema ending eventfile feed frozen gradients heartbeat layout links lr manifest memory metrics optimizer "
     "options partition patterns precision sampler schedules schema seeding slices strides supervise tracking",
     "formats of files": "commit shards untrusted",
     "contracts": "job launcher observer recipe strategy",
@@ -28,7 +28,7 @@ FLOORS = {
     "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes strategies",
     "the root config, typed": "settings",
-    "front and ranks": "config describe explain run sources sweep worker",
+    "front and ranks": "config describe explain export inference run sources sweep trained worker",
     "processes": "attempt forkserver rank",
     "what the fork server imports": "preload",
     "options that start processes": "launchers",
