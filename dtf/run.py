@@ -171,7 +171,9 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
     """
     recipe = {key: value for key, value in flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE and key != _WEIGHTS}
     sampler = dict(flat(config["sampler"], "sampler"))
-    job = {} if config["job"]["name"] == "train" else dict(flat(config["job"], "job"))
+    job = dict(flat(config.get("job", {}), "job"))
+    if job.get("job.name") == "train":
+        job = {}
     return redact(recipe) | sampler | job | {"optimizer": config["optimizer"]["name"], "seed": config["seed"], "step.batch_size": config["step"]["batch_size"]}
 
 

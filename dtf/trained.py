@@ -92,15 +92,17 @@ def _written(value: Any) -> str:
     return json.dumps(value)
 
 
-def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path:
+def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path | None:
     """Start ranks for the config's job in a run folder; returns it once they have ended well, else raises `Ended`.
+
+    None in a process that another one reports for.
 
     `data`: whether the recipe's own data are needed; `alone`: one rank is to do it.
     """
     if alone:
         if composed.config["launcher"].get("processes", 1) not in ("auto", 1):
             raise ConfigError(f"job={composed.config['job']['name']} is the work of one process; use launcher.processes=1")
-        composed = composed.recompose(["launcher.processes=1"])
+        composed = composed.recompose(["launcher.processes=1"]) if "processes" in composed.config["launcher"] else composed
     settings = composed.check(data)
     launcher = settings.launcher
     launcher.check(settings.strategy)
@@ -128,7 +130,7 @@ def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path:
         run.end(exit, cause)
     if exit:
         raise Ended(exit)
-    return run.folder
+    return run.folder if run.leader else None
 
 
 class Ended(Exception):

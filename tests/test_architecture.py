@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = {
     "vocabulary": "dtf errors registry values",
-    "leaves: one thing each": "answers classes collectives devices ema ending eventfile feed frozen gradients heartbeat layout links lr manifest memory metrics optimizer "
-    "options partition patterns precision sampler schedules schema seeding slices strides supervise tracking",
+    "leaves: one thing each": "answers classes collectives devices ema ending eventfile feed frozen gradients heartbeat layout links lr manifest "
+    "memory metrics optimizer options partition patterns precision sampler schedules schema seeding slices strides supervise tracking",
     "formats of files": "commit shards untrusted",
     "contracts": "job launcher observer recipe strategy",
     "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined remat replicas screen seat "

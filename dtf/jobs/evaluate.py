@@ -47,6 +47,8 @@ class EvaluateJob(Job):
             folder = launch(continued(composed, self.model))
         except Ended as ended:
             return ended.exit
+        if folder is None:
+            return Exit.OK
         file = folder / "evaluation.json"
         print(file.read_text(), end="") if self.format is Output.json else print(_text(json.loads(file.read_text())), file, sep="\n")
         return Exit.OK

@@ -42,6 +42,8 @@ class ExportJob(Job):
             folder = launch(continued(composed, self.model), data=not self.input, alone=True)
         except Ended as ended:
             return ended.exit
+        if folder is None:
+            return Exit.OK
         told = json.loads((folder / "model.json").read_text())
         for name, difference in told["largest_difference"].items():
             print(f"{folder / name}  differs by at most {difference:.1e} on {told['tried_rows']} rows")

@@ -48,5 +48,6 @@ class PredictJob(Job):
             folder = launch(continued(composed, self.model), data=not self.input)
         except Ended as ended:
             return ended.exit
-        print(folder / f"predictions.{self.format.value}")
+        if folder is not None:
+            print(folder / f"predictions.{self.format.value}")
         return Exit.OK
