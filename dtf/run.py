@@ -164,17 +164,16 @@ def unique_id() -> str:
 
 
 def identity(config: dict[str, Any]) -> dict[str, Any]:
-    """What must stay the same when a run goes on: dotted keys of the recipe, the sampler and of a job that trains nothing, which optimizer,
-    the seed and the global batch.
+    """What must stay the same when a run goes on: dotted keys of the recipe and the sampler, which optimizer, the seed and the global batch.
 
-    Where the data lies may change.
+    Of a job that trains nothing: those of the recipe and of the job, and the seed. Where the data lies may change.
     """
-    recipe = {key: value for key, value in flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE and key != _WEIGHTS}
-    sampler = dict(flat(config["sampler"], "sampler"))
+    recipe = redact({key: value for key, value in flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE and key != _WEIGHTS})
     job = dict(flat(config.get("job", {}), "job"))
-    if job.get("job.name") == "train":
-        job = {}
-    return redact(recipe) | sampler | job | {"optimizer": config["optimizer"]["name"], "seed": config["seed"], "step.batch_size": config["step"]["batch_size"]}
+    if job.get("job.name", "train") != "train":
+        return recipe | job | {"seed": config["seed"]}
+    sampler = dict(flat(config["sampler"], "sampler"))
+    return recipe | sampler | {"optimizer": config["optimizer"]["name"], "seed": config["seed"], "step.batch_size": config["step"]["batch_size"]}
 
 
 def redact(node: Any, key: str = "") -> Any:
