@@ -22,7 +22,8 @@ from dtf.weights import fitted, open_weights
 from tests.harness import difference, reference, spread, variants
 from tests.toy import Toy
 
-WAYS = [*variants(), ("fsdp", {"replicate": 2}), ("tensor", {"degree": 2}), ("pipeline", {"degree": 2})]
+RARER = [("fsdp", {"replicate": 2}), ("tensor", {"degree": 2}), ("pipeline", {"degree": 2}), ("pipeline", {"schedule": "gpipe", "balance": "flops"})]
+WAYS = [way for way in variants() if way not in RARER] + [pytest.param(*way, marks=pytest.mark.slow) for way in RARER]
 
 
 @pytest.fixture(scope="module")
