@@ -113,7 +113,9 @@ class Inference:
         Preempted on all ranks alike, after the batch that is under way, when one was asked to stop. DtfError when a row is lost.
         """
         rows = Rest(self.rows, first)
-        loader = Loader(rows, Epochs(Sequential(), len(rows), self._batch, 0), self.program.shard, 0, pin=self._kind == "cuda")
+        loader = Loader(
+            rows, Epochs(Sequential(), len(rows), self._batch, 0), self.program.shard, -(-self._batch // self.program.shares), pin=self._kind == "cuda"
+        )
         done = first
         try:
             with torch.no_grad():

@@ -128,7 +128,7 @@ def test_exported_files_say_what_the_model_says(trained: Path, images: Path, run
     assert predicted.code == 0, predicted.err
     names = image_names(images)
     inputs, _ = Unlabelled(images, names, told["preprocessing"]["pixels"], told["preprocessing"]["mean"], told["preprocessing"]["std"]).fetch(np.arange(11), 0)
-    chances = program(inputs).softmax(-1)
+    chances = program(inputs).softmax(-1).detach()
     for row, chance in zip(lines(predicted.folder / "predictions.jsonl"), chances, strict=True):
         assert row["class"] == told["classes"][int(chance.argmax())]
         assert row["probability"] == pytest.approx(float(chance.max()), rel=1e-4)
