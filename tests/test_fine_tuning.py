@@ -57,7 +57,7 @@ def test_each_option_alone(strategy: str, options: dict, alone: str, processes: 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_params", "bf16_master", "fp16"])
 @pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
 def test_other_precisions_stay_close(strategy: str, options: dict, precision: str, everything: dict[str, Any]) -> None:
-    case = everything | {"precision": precision, "lr_factors": {"*.bias": 0.5}}  # tenfold, fp16 overflows so often that a step has no norm to compare
+    case = everything | {"precision": precision, "optimizer": "sgd", "lr_factors": {"*.bias": 0.5}}  # calm steps: an fp16 overflow on one side only parts runs
     assert difference(reference(**case), spread(strategy, 2, options=options, **case), ("optimizer/",)) <= 0.3
 
 
