@@ -30,7 +30,7 @@ class Weights(Protocol):
         ...
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The part at `offset` of `shape` (default: all), on CPU, in the format it is stored in. DataError when it cannot be read."""
+        """The part at `offset` of `shape` (default: all), on CPU, in the format it is stored in; memory of its own. DataError when it cannot be read."""
         ...
 
 

@@ -153,7 +153,7 @@ def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], Read]:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError as error:
         raise DataError(f"{path} is no safetensors file: {error}") from error
-    return shapes, lambda name, where: file.get_slice(name)[where] if where else file.get_tensor(name)
+    return shapes, lambda name, where: (file.get_slice(name)[where] if where else file.get_tensor(name)).clone()  # of the mapped file
 
 
 def _torch_file(path: Path, what: str) -> tuple[dict[str, tuple[int, ...]], Read]:

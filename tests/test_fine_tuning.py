@@ -204,6 +204,17 @@ def test_a_part_is_read(suffix: str, made: Made) -> None:
     assert torch.equal(open_weights(str(path), "key").read("0.weight", (4, 2), (3, 5)), made.tensors["0.weight"][4:7, 2:7])
 
 
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_what_is_read_twice_is_two_tensors(suffix: str, made: Made) -> None:
+    """Replicas in one process start from the same file; what one of them learns must not show in another."""
+    path = made.folder / f"file.{suffix}"
+    save_file(made.tensors, path) if suffix == "safetensors" else torch.save(made.tensors, path)
+    weights = open_weights(str(path), "key")
+    for name in ("0.weight", "9.bias"):
+        weights.read(name).zero_()
+        assert torch.equal(weights.read(name), made.tensors[name])
+
+
 def test_a_head_of_other_classes_is_drawn_anew_and_said(made: Made) -> None:
     made.tensors |= {"9.weight": torch.zeros(7, 16), "9.bias": torch.zeros(7)}
     found, fit = take(made.file("file.pth", made.tensors))
