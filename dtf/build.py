@@ -9,25 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from dtf.errors import ConfigError
+from dtf.frozen import freeze
 from dtf.layout import Layout, Split
 from dtf.precision import Cast, Format, Precision
 from dtf.recipe import Recipe
 from dtf.registry import suggest
 from dtf.seeding import seed_of
+from dtf.strategy import Weights
 
 DTYPES = {Format.fp64: torch.float64, Format.fp32: torch.float32, Format.bf16: torch.bfloat16, Format.fp16: torch.float16}
 
 
-def draw_model(recipe: Recipe, seed: int) -> nn.Module:
-    """The recipe's model on CPU in fp32, with all its numbers; see `drawn`."""
+def draw_model(recipe: Recipe, seed: int, weights: Weights | None = None) -> nn.Module:
+    """The recipe's model on CPU in fp32, with all its numbers; see `drawn`. Those that `weights` has are taken from there, in their format."""
     model = sketch(recipe)
-    for _ in drawn(recipe, seed, model):
-        pass
+    for _, found in drawn(recipe, seed, model):
+        for name, tensor in found.items():
+            if weights is not None and name in weights:
+                tensor.data = weights.read(name)
     return model
 
 
 def sketch(recipe: Recipe) -> nn.Module:
-    """The recipe's model without memory (on meta). ConfigError for parameters that would not stay what they are."""
+    """The recipe's model without memory (on meta), frozen where it says so. ConfigError for parameters that would not stay what they are."""
     with torch.device("meta"):
         model = recipe.build_model()
     who, first = f"{type(recipe).__name__}.build_model()", {}  # format -> the first parameter that has it
@@ -42,6 +46,7 @@ def sketch(recipe: Recipe) -> nn.Module:
             f"{who} makes parameters of several formats ({listed}), but all become precision.param; leave the format out, "
             "and let the forward pass cast to that of a weight where it must"
         )
+    freeze(model, recipe.fine_tuning.freeze)
     return model
 
 

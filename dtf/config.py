@@ -69,12 +69,17 @@ class Composed:
                 raise KeyProblem(missing[0], f"{missing[0]}=??? is mandatory; give {missing[0]}=VALUE")
             return make_option("job", self.config["job"])
 
-    def check(self) -> Settings:
-        """The settings, once every part has agreed to them. For jobs that train, before ranks start. ConfigError or DataError."""
+    def check(self, data: bool = True) -> Settings:
+        """The settings, once every part has agreed to them. For jobs that start ranks, before they do. ConfigError or DataError.
+
+        `data=False`: not the recipe, whose data need not be there.
+        """
         settings = self.settings
         with self._located():
             settings.check()
-            settings.recipe.check()
+            if data:
+                settings.recipe.check()
+            settings.recipe.fine_tuning.check_weights()
             settings.optimizer.check()
             settings.lr.check()
             settings.checkpoint.check()

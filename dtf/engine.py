@@ -94,6 +94,7 @@ class Loop:
     beat: Callable[[str, int], None] = lambda phase, step: None
     record: Callable[[int, np.ndarray], None] | None = None
     carried: list[float] | None = None  # the window of the checkpoint resumed from
+    averages: bool = False  # evaluate the averages of the weights
     recent: deque[Measured] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def report(self, measured: Measured) -> None:
@@ -153,7 +154,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 told = [loop.stop_requested(), loop.over_budget(), 1.0, (now - polled) / max(1, since_poll), train.bad]
                 polled, since_poll = now, 0
                 stop, over, ranks, pace, bad = loop.world.reduce(torch.tensor(told, dtype=torch.float64)).tolist()
-                _refuse_bad(bad, train, "training")
+                _refuse_bad(bad, train.allowed, "training")
                 values = {STOP_REQUESTS: stop, OVER_BUDGET: over, STEP_SECONDS: pace / ranks}
             case Evaluate(step):
                 _refuse_divergence(loop, step)
@@ -192,7 +193,9 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
 def evaluate(loop: Loop, step: int) -> dict[str, float]:
     """Metrics over the whole evaluation split, each row once. Collective."""
     loop.program.settle()
-    total = torch.zeros(2 + len(loop.recipe.measures), dtype=torch.float64)
+    if loop.averages:
+        loop.program.use_averages(True)
+    total = torch.zeros(1 + len(loop.recipe.measures), dtype=torch.float64)
     sums = None
     last = loop.evaluation.batches
     for index in range(last):
@@ -202,13 +205,22 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
         more = loop.program.eval_step(batch)
         sums = more if sums is None else sums + more
     if sums is not None:
-        total[:-1] += sums.cpu()
-    total[-1] = loop.evaluation.bad
-    *values, bad = loop.world.reduce(total).tolist()
-    _refuse_bad(bad, loop.evaluation, "evaluation")
-    if values[0] + bad != loop.evaluation_rows:
-        raise DtfError(f"evaluation counted {values[0]:g} of {loop.evaluation_rows - bad:g} rows; a row was lost or counted twice; please report this")
-    return loop.recipe.summarise(values)
+        total += sums.cpu()
+    if loop.averages:
+        loop.program.use_averages(False)
+    return counted(loop.world, total, loop.recipe, loop.evaluation_rows, loop.evaluation.bad, loop.evaluation.allowed)
+
+
+def counted(world: Agreement, sums: Tensor, recipe: Recipe, rows: int, bad: int, allowed: int) -> dict[str, float]:
+    """Metric values from this rank's sums (M,), once it is sure that the ranks together saw each of the rows once. Collective.
+
+    `bad`: rows that this rank could not read; `allowed`: how many all ranks may.
+    """
+    *values, unread = world.reduce(torch.cat([sums.cpu().double(), torch.tensor([bad], dtype=torch.float64)])).tolist()
+    _refuse_bad(unread, allowed, "evaluation")
+    if values[0] + unread != rows:
+        raise DtfError(f"evaluation counted {values[0]:g} of {rows - unread:g} rows; a row was lost or counted twice; please report this")
+    return recipe.summarise(values)
 
 
 def _refuse_divergence(loop: Loop, step: int) -> None:
@@ -220,10 +232,10 @@ def _refuse_divergence(loop: Loop, step: int) -> None:
         )
 
 
-def _refuse_bad(bad: float, rows: Batches, split: str) -> None:
+def _refuse_bad(bad: float, allowed: int, split: str) -> None:
     """Raise DataError on all ranks alike when more rows are unreadable than allowed."""
-    if bad > rows.allowed:
-        raise DataError(f"{bad:g} {split} rows cannot be read, recipe.data.bad_share allows {rows.allowed}; the logs of the ranks name them; repair the data")
+    if bad > allowed:
+        raise DataError(f"{bad:g} {split} rows cannot be read, recipe.data.bad_share allows {allowed}; the logs of the ranks name them; repair the data")
 
 
 def _ratio(total: float, count: float) -> float:

@@ -9,16 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtf.ema import decay_at
 from dtf.errors import ConfigError
 from dtf.seeding import seed_of
 
 _KINDS = ("running_mean", "running_var")
+SMOOTH = "_ema"
+"""What is appended to a running average's name for its own average over steps."""
 
 _Layer = tuple[str, nn.modules.batchnorm._NormBase, float | None]  # name, module, its own momentum
 
 
-def _averages(layers: list[_Layer]) -> list[Tensor]:
-    return [getattr(layer, kind) for _, layer, _ in layers for kind in _KINDS]
+def _averages(layers: list[_Layer], suffix: str = "") -> list[Tensor]:
+    return [getattr(layer, f"{kind}{suffix}") for _, layer, _ in layers for kind in _KINDS]
 
 
 class RunningStatistics:
@@ -32,9 +35,11 @@ class RunningStatistics:
 
     torch's kernel applies running = (1 - a) * running + a * statistic per micro-batch. For c = 1 the factors
     a_j = g / (1 - (own - 1 - j) * g) with g = m / own compose to exactly this; for c != 1 the gain is corrected afterwards.
+
+    With `ema`, a decay, each average has an average of its own over steps, which goes with those of the weights, see `dtf.ema`. That is linear too.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ema: float = 0.0) -> None:
         self._layers: list[_Layer] = []
         self._live: list[_Layer] = []
         for name, module in model.named_modules():
@@ -46,6 +51,9 @@ class RunningStatistics:
                 self._layers.append((name, module, module.momentum))
                 # Counted here, once per step instead of once per micro-batch, and written to checkpoints under its own name.
                 module.num_batches_tracked = None
+                for kind in _KINDS if ema else ():
+                    module.register_buffer(f"{kind}{SMOOTH}", module._buffers[kind].detach().clone())  # type: ignore[union-attr]
+        self._ema, self._aside = ema, list[Tensor]()
         self._steps = 0
         self._before: list[Tensor] | None = None
         self._held: list[Tensor] | None = None  # this rank's own, while the mean over ranks stands in for them
@@ -57,12 +65,12 @@ class RunningStatistics:
         return len(self._layers)
 
     def tensors(self) -> list[Tensor]:
-        """The running averages, in a fixed order."""
-        return _averages(self._layers)
+        """The running averages, then their own averages, in a fixed order."""
+        return _averages(self._layers) + (_averages(self._layers, SMOOTH) if self._ema else [])
 
     def names(self) -> list[str]:
         """The names of their buffers, in that order."""
-        return [f"{name}.{kind}" for name, _, _ in self._layers for kind in _KINDS]
+        return [f"{name}.{kind}{suffix}" for suffix in ("", *([SMOOTH] if self._ema else [])) for name, _, _ in self._layers for kind in _KINDS]
 
     def begin(self, own: int, total: int, ranks: int) -> None:
         """Before the micro-batches of a step."""
@@ -95,6 +103,19 @@ class RunningStatistics:
 
     def end(self) -> None:
         """After the micro-batches of a step."""
+        self._correct()
+        if self._ema and self._layers:
+            weight = 1 - float(decay_at(self._ema, torch.tensor(self._steps - 1, dtype=torch.float64)))
+            torch._foreach_lerp_(_averages(self._layers, SMOOTH), _averages(self._layers), weight)
+
+    def use_averages(self, on: bool) -> None:
+        """Let the averages over steps stand in for the running averages, until called with False."""
+        tensors = _averages(self._layers) if self._ema else []
+        if tensors:
+            self._aside = [t.clone() for t in tensors] if on else self._aside
+            torch._foreach_copy_(tensors, _averages(self._layers, SMOOTH) if on else self._aside)
+
+    def _correct(self) -> None:
         if self._before is None:
             return
         index = 0

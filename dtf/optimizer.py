@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from dtf import patterns
+from dtf.registry import option
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -22,7 +25,7 @@ Combine = Callable[["Tensor"], "Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that all decay or all do not, with their state, as a kernel takes them."""
+    """Parameters that all decay or all do not, and have one learning rate, with their state, as a kernel takes them."""
 
     parameters: list[Tensor]
     slots: dict[str, list[Tensor]]  # key of the state -> its tensor for each parameter
@@ -30,10 +33,18 @@ class Group:
     combine: Combine | None
 
 
+@dataclass(kw_only=True)
 class Optimizer(ABC):
     """Fields are the config node `optimizer`. Modules import torch only inside methods."""
 
-    decay_norm_and_bias: bool = True
+    lr_factors: dict[str, float] = option(
+        factory=dict,
+        above=0,
+        most=1_000_000,
+        doc="factors of the learning rate by name of a module or parameter, for all that lies in it: {fc:10,layer*:0.1}; `*` stands for characters "
+        "between two dots, and factors of all patterns that cover a parameter are multiplied",
+    )
+    decay_norm_and_bias = True
 
     def check(self) -> None:
         """Raise ConfigError for values that do not go together. Torch-free."""
@@ -90,16 +101,17 @@ class Bound:
         decays = [optimizer.decays(shapes.get(name, parameter.shape)) for name, parameter in parameters.items()]
         counted = [float(counts.get(name, True)) for name in parameters]
         states = list(self.states.values())
-        self._groups: list[tuple[list[int], Group]] = []
-        for decayed in (True, False):
-            chosen = [index for index, decay in enumerate(decays) if decay is decayed]
-            if chosen:
-                slots = {key: [states[index][key] for index in chosen] for key in states[chosen[0]]}
-                members = [self._parameters[index] for index in chosen]
-                add = combine
-                if combine is not None and not all(counted):
-                    add = _Counting(combine, torch.tensor([counted[index] for index in chosen], device=members[0].device))
-                self._groups.append((chosen, Group(members, slots, decayed, add)))
+        kinds = [(decay, patterns.factor(optimizer.lr_factors, name)) for name, decay in zip(parameters, decays, strict=True)]
+        self._groups: list[tuple[list[int], Group, float]] = []
+        for kind in sorted(set(kinds), reverse=True):
+            chosen = [index for index, each in enumerate(kinds) if each == kind]
+            slots = {key: [states[index][key] for index in chosen] for key in states[chosen[0]]}
+            members = [self._parameters[index] for index in chosen]
+            add = combine
+            if combine is not None and not all(counted):
+                add = _Counting(combine, torch.tensor([counted[index] for index in chosen], device=members[0].device))
+            decayed, factor = kind
+            self._groups.append((chosen, Group(members, slots, decayed, add), factor))
 
     def apply(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
         """One step in place, gradients in the order of the bound parameters; they may be overwritten.
@@ -112,9 +124,9 @@ class Bound:
         with torch.no_grad():
             if [gradient.stride() for gradient in gradients] != self._strides:
                 gradients = _aligned(gradients, self._parameters)
-            for chosen, group in self._groups:
+            for chosen, group, factor in self._groups:
                 part = gradients if len(self._groups) == 1 else [gradients[index] for index in chosen]
-                self._optimizer.step(group, part, lr, skip)
+                self._optimizer.step(group, part, lr * factor, skip)
 
 
 @dataclass(frozen=True, slots=True)

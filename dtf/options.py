@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
+from dtf.errors import DataError
 from dtf.registry import option
 
 # Upper ends are far beyond use: at a millisecond each, 10**12 steps take 30 years. They stop slips of the keyboard, which end in overflows otherwise.
@@ -46,10 +48,38 @@ class StepOptions:
         doc="activation checkpointing, at the same numbers: what the blocks named by the recipe's layout compute again in backward: `none`, `blocks` (all, a "
         "third more arithmetic, least memory) or `selective` (all but convolutions, matrix products and collectives, a few per cent more)",
     )
+    ema: float = option(
+        default=0.0,
+        least=0,
+        below=1,
+        doc="also keep an exponential moving average of the weights and of batch statistics with this decay, in the first n steps at most "
+        "(1 + n) / (10 + n), and evaluate it in place of them; 0: no average",
+    )
 
     def rows_each(self, count: int) -> int:
         """Rows of a micro-batch: `micro_batch_rows`, or where it is 0 those that cut a whole global batch into at most `count`."""
         return self.micro_batch_rows or -(-self.batch_size // count)
+
+
+@dataclass(kw_only=True)
+class FineTuning:
+    """What a recipe's `model` node inherits to start from numbers that exist; see Recipe.fine_tuning."""
+
+    weights: str = option(
+        default="",
+        doc="start from these numbers: a torchvision .pth or .pt file, a .safetensors file, a checkpoint, or a run folder, which means its newest one; "
+        "the last layer is drawn anew when it has another number of classes; empty: all are drawn",
+    )
+    freeze: list[str] = option(
+        factory=list,
+        doc="modules and parameters that do not learn, by name, with all that lies in them: [conv1, bn1, layer1], ['layer[123]']; `*` stands for "
+        "characters between two dots. Their batch normalisation keeps the running averages it has",
+    )
+
+    def check_weights(self) -> None:
+        """Raise DataError when there is nothing at the place of the weights."""
+        if self.weights and not Path(self.weights).expanduser().exists():
+            raise DataError(f"recipe.model.weights={self.weights} does not exist; give a .pth, .pt or .safetensors file, a checkpoint or a run folder")
 
 
 @dataclass(kw_only=True)

@@ -42,7 +42,7 @@ class Stage:
 
     def __init__(self, index: int, model: nn.Module, task: Task, device: torch.device) -> None:
         self.index, self.model = index, model
-        self.statistics = RunningStatistics(model)
+        self.statistics = RunningStatistics(model, task.step.ema)
         self.masks = Masks(model, task.seed, device)
         rematerialise(model, divisible(task.recipe, task.step.remat), task.step.remat, self.masks)
         model.train()
@@ -231,6 +231,11 @@ class Pipelined(Program):
             torch.autograd.backward(kept.outputs, gradients)
         if s:
             mail.pass_back(s, j, kept.inputs)
+
+    def use_averages(self, on: bool) -> None:
+        self._update.use_averages(on)
+        for stage in self._stages.values():
+            stage.statistics.use_averages(on)
 
     def settle(self) -> None:
         if not self._settled:

@@ -55,3 +55,13 @@ class Precision:
             raise ConfigError(f"precision.loss_scale={self.loss_scale:g} lets fp16 gradients vanish; use a finite number of at least 1, e.g. 65536")
         if self.compute is not Format.fp16 and self.loss_scale:
             raise ConfigError(f"precision.loss_scale={self.loss_scale:g} is for fp16, compute is {self.compute.value}; use loss_scale=0 or compute=fp16")
+
+
+def set_switches(precision: Precision) -> None:
+    """Process-wide switches of torch: the same bits each time, and no silent change of number format."""
+    import torch
+
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = precision.tf32

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from dtf.errors import ConfigError
 from dtf.layout import Layout
+from dtf.options import FineTuning
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from torch import Tensor, nn
 
@@ -70,6 +74,12 @@ class Recipe(ABC):
     def objective(self) -> tuple[str, str]:
         """The metric that says which evaluation is best, and `max` or `min`."""
 
+    @property
+    def fine_tuning(self) -> FineTuning:
+        """Where the model's numbers come from, and which of them learn. Default: the node `model`, where it is a FineTuning; else nothing."""
+        node = getattr(self, "model", None)
+        return node if isinstance(node, FineTuning) else FineTuning()
+
     def training_rows(self) -> int | None:
         """Rows of the training split, where the config alone tells. Default: None, the data will tell."""
         return None
@@ -121,6 +131,28 @@ class Recipe(ABC):
 
         `loss` (B,) is `self.loss(outputs, batch.targets)`, detached. No host synchronisation.
         """
+
+    def probabilities(self, outputs: Any) -> Tensor:
+        """What the model says of each row: the probability of each class, (B, C), or of the one event that happens or not, (B,).
+
+        `outputs` are whole tensors in fp32 at least. Default: softmax over the last axis.
+        """
+        return outputs.softmax(-1)
+
+    def class_names(self) -> tuple[str, ...]:
+        """The classes in the order of the outputs; asked once the data are open. Default: none, numbers stand for them."""
+        return ()
+
+    def preprocessing(self) -> dict[str, Any]:
+        """How an input of the outside world becomes what the model takes, as JSON, for users of an exported model. Default: nothing is said."""
+        return {}
+
+    def open_inputs(self, path: Path) -> tuple[list[str], Dataset]:
+        """Inputs without labels, for `job=predict`: the name of each row, and the rows, prepared as for evaluation; targets are zeros.
+
+        Default: ConfigError. DataError when they cannot be read.
+        """
+        raise ConfigError(f"job.input={path}: {type(self).__name__} has no open_inputs() that reads inputs without labels; use job.split")
 
     def summarise(self, sums: list[float]) -> dict[str, float]:
         """Metric values from summed state (M,). Default: weighted means."""

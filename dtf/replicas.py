@@ -39,7 +39,7 @@ class Replicas(Program):
         self._replicas: list[Replica] = []
         self._updates: list[LocalUpdate] = []
         for device in devices:
-            model = draw_model(task.recipe, task.seed)
+            model = draw_model(task.recipe, task.seed, task.weights)
             masters = cast_model(model, task.precision, device)
             self._replicas.append(Replica(model, task, device))
             if every or not self._updates:
@@ -72,10 +72,8 @@ class Replicas(Program):
             self._sum_gradients()
         with section("optimizer"):
             norms = self._each(lambda i: self._updates[i].apply(ticket.step, ticket.lr), len(self._updates))
-        if not self._every:
-            with section("communication"):
-                for trained in self._trained[1:]:
-                    torch._foreach_copy_([p.data for p in trained], [p.data for p in self._trained[0]])
+        with section("communication"):
+            self._share_parameters()
         self._settled = False
         return StepOutput(_total([s for s in sums if s is not None], self._devices[0]), norms[0])
 
@@ -92,6 +90,13 @@ class Replicas(Program):
             return self._replicas[i].evaluate(self._received(batch, first, last, i))
 
         return _total([s for s in self._each(part) if s is not None], self._devices[0])
+
+    def use_averages(self, on: bool) -> None:
+        for update in self._updates:
+            update.use_averages(on)
+        self._share_parameters()
+        for replica in self._replicas:
+            replica.statistics.use_averages(on)
 
     def settle(self) -> None:
         if self._settled or len(self._replicas) == 1:
@@ -114,8 +119,7 @@ class Replicas(Program):
     def load(self, source: Source) -> None:
         for update in self._updates:
             update.load(source)
-        for trained in self._trained[len(self._updates) :]:
-            torch._foreach_copy_([p.data for p in trained], [p.data for p in self._trained[0]])
+        self._share_parameters()
         for i, replica in enumerate(self._replicas):
             load_buffers(replica, source, Shard(i, self.shares))
 
@@ -128,6 +132,11 @@ class Replicas(Program):
     def _received(self, batch: Batch, first: int, last: int, i: int) -> Batch:
         """Rows [first, last) as the model of replica i gets them."""
         return received(to_device(rows_of(batch, first, last), self._devices[i], self._task), self._task)
+
+    def _share_parameters(self) -> None:
+        """Give the first replica's parameters to those that do not update their own."""
+        for trained in self._trained[len(self._updates) :]:
+            torch._foreach_copy_([p.data for p in trained], [p.data for p in self._trained[0]])
 
     def _accumulate(self, i: int, ticket: Train, batch: Batch, bounds: list[int], own: tuple[int, int], factor: Tensor) -> Tensor | None:
         replica, shard = self._replicas[i], Shard(i, len(self._replicas))

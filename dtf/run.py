@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 _LOCK = ".lock"
 _BEFORE_A_RUN = {_LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind
 _SECRET = re.compile(r"token|secret|passwd|password|key", re.IGNORECASE)
+_WEIGHTS = "recipe.model.weights"
 _MAY_MOVE = "root"
-"""Keys of this name say where data lies, not what it is."""
+"""Keys of this name, and the weights to start from, say where data lies, not what it is; checkpoints hold digests of that."""
 
 
 class Run:
@@ -133,7 +134,7 @@ class Run:
         if earlier:
             self._record["earlier"] = earlier
         self._write()
-        write_text(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
+        replace_text(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
 
     def ready(self, table: dict[str, Any]) -> None:
         """The ranks are ready: keep what the start-up table shows."""
@@ -142,7 +143,7 @@ class Run:
             self._write()
 
     def _write(self) -> None:
-        write_text(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")
+        replace_text(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")
 
 
 def take_lock(folder: Path) -> int:
@@ -167,11 +168,14 @@ def unique_id() -> str:
 def identity(config: dict[str, Any]) -> dict[str, Any]:
     """What must stay the same when a run goes on: dotted keys of the recipe and the sampler, which optimizer, the seed and the global batch.
 
-    Where the data lies may change.
+    Of a job that trains nothing: those of the recipe and of the job, and the seed. Where the data lies may change.
     """
-    recipe = {key: value for key, value in flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE}
+    recipe = redact({key: value for key, value in flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE and key != _WEIGHTS})
+    job = dict(flat(config.get("job", {}), "job"))
+    if job.get("job.name", "train") != "train":
+        return recipe | job | {"seed": config["seed"]}
     sampler = dict(flat(config["sampler"], "sampler"))
-    return redact(recipe) | sampler | {"optimizer": config["optimizer"]["name"], "seed": config["seed"], "step.batch_size": config["step"]["batch_size"]}
+    return recipe | sampler | {"optimizer": config["optimizer"]["name"], "seed": config["seed"], "step.batch_size": config["step"]["batch_size"]}
 
 
 def redact(node: Any, key: str = "") -> Any:
@@ -229,7 +233,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def write_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, finds the old or the new one."""
     temporary = path.with_name(f".{path.name}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

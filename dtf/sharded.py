@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from dtf.build import drawn, formats, sketch
 from dtf.precision import Precision
-from dtf.recipe import Recipe
 from dtf.slices import is_slice, local, offset
+from dtf.strategy import Task
 from dtf.update import Piece
 
 
@@ -52,17 +52,25 @@ def pieces(model: nn.Module, masters: Mapping[str, Tensor] | None = None, first:
 
 
 @torch.no_grad()
-def draw(model: nn.Module, recipe: Recipe, seed: int, masters: Mapping[str, Tensor] | None = None) -> None:
-    """Fill a model and its master copies with the numbers that `build.draw_model` would give it. Never holds more than a module in whole."""
+def draw(model: nn.Module, task: Task, masters: Mapping[str, Tensor] | None = None) -> None:
+    """Fill a model and its master copies with the numbers that `build.draw_model` would give it. Never holds more than a module in whole.
+
+    Of numbers to start from, this rank reads its own parts.
+    """
+    weights = task.weights
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for module, found in drawn(recipe, seed, sketch(recipe)):
+    for module, found in drawn(task.recipe, task.seed, sketch(task.recipe)):
         for name, whole in found.items():
             if name not in tensors:  # another rank has it
                 continue
             here = local(tensors[name].detach())
-            part = tuple(slice(at, at + size) for at, size in zip(offset(tensors[name]), here.shape, strict=True))
-            here.copy_(whole[part])
+            begin = offset(tensors[name])
+            if weights is not None and name in weights:
+                part = weights.read(name, begin, tuple(here.shape))
+            else:
+                part = whole[tuple(slice(at, at + size) for at, size in zip(begin, here.shape, strict=True))]
+            here.copy_(part)
             if masters and name in masters:
-                masters[name].copy_(whole[part])
+                masters[name].copy_(part)
         module._parameters.clear()
         module._buffers.clear()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dtf.build import cast_model, draw_model
 from dtf.errors import ConfigError
 from dtf.memory import Footprint, Memory, activations, byte_count
-from dtf.microbatch import Masks, RunningStatistics
+from dtf.microbatch import SMOOTH, Masks, RunningStatistics
 from dtf.misfits import misfits_named
 from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, received, rows_of, to_device
 from dtf.remat import divisible, rematerialise
@@ -28,6 +28,10 @@ from dtf.world import World
 
 SHARE = "share_"
 """Tensors under `share_<index>/` belong to one share of the rows; all others to the run."""
+
+
+AVERAGED = "ema/"
+"""Tensors under it are running statistics averaged as `step.ema` says; averages of parameters are optimizer state, see `dtf.ema`."""
 
 
 class Replica:
@@ -48,7 +52,7 @@ class Replica:
     ) -> None:
         self.model, self._forward, self._sync, self._device = model, forward or model, sync, device
         self._passes = Passes(task, device)
-        self.statistics = RunningStatistics(model)
+        self.statistics = RunningStatistics(model, task.step.ema)
         self.masks = Masks(model, task.seed, device)
         rematerialise(model, divisible(task.recipe, task.step.remat), task.step.remat, self.masks)
         self._trained = [p for p in model.parameters() if p.requires_grad]
@@ -217,6 +221,10 @@ class Spmd(Program):
         """Sums of rows that several ranks have are told by one of them."""
         return sums if self._reads else torch.zeros_like(sums)
 
+    def use_averages(self, on: bool) -> None:
+        self._update.use_averages(on)
+        self._replica.statistics.use_averages(on)
+
     def settle(self) -> None:
         if not self._settled:
             self._replica.statistics.average(self._average)
@@ -240,7 +248,7 @@ class Spmd(Program):
 
 def alone(task: Task, world: World) -> Program:
     """The program of one rank: with nothing to divide, the bare model is the same under every strategy."""
-    model = draw_model(task.recipe, task.seed)
+    model = draw_model(task.recipe, task.seed, task.weights)
     masters = cast_model(model, task.precision, world.device)
     update = LocalUpdate(whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale)
     return Spmd(Replica(model, task, world.device), update, task, world)
@@ -271,7 +279,12 @@ def buffers(part: Part, first: bool = True) -> list[Box]:
     kept = part.model.state_dict().keys() - dict(part.model.named_parameters()).keys()
     counters = [(name, torch.tensor(steps)) for name, steps in part.statistics.counters().items()]
     found = [*((name, b) for name, b in part.model.named_buffers() if name in kept), *counters]
-    return [_box(f"model/{name}", b, b) for name, b in found if first or is_slice(b)]
+    return [_box(stored(name), b, b) for name, b in found if first or is_slice(b)]
+
+
+def stored(name: str) -> str:
+    """What a buffer is called in a checkpoint."""
+    return f"{AVERAGED}{name.removesuffix(SMOOTH)}" if name.endswith(SMOOTH) else f"model/{name}"
 
 
 def own_averages(part: Part, shard: Shard, first: bool = True) -> list[Box]:
@@ -293,7 +306,7 @@ def load_buffers(part: Part, source: Source, shard: Shard) -> None:
 
     for name, buffer in whole.items():
         if name in kept:
-            take(f"model/{name}", buffer, local(buffer))
+            take(stored(name), buffer, local(buffer))
     for name in part.statistics.counters():
         part.statistics.restore(int(source.read(f"model/{name}", shape=())))
     if len({name.split("/")[0] for name in source.names() if name.startswith(SHARE)}) == shard.count > 1:

@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     from dtf.world import World
 
 
+class Weights(Protocol):
+    """Numbers of a model, or of some of its tensors, on disk; see `dtf.weights`."""
+
+    def __contains__(self, name: object) -> bool:
+        """Whether it has the parameter or buffer of this full name, in the model's own shape."""
+        ...
+
+    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The part at `offset` of `shape` (default: all), on CPU, in the format it is stored in; memory of its own. DataError when it cannot be read."""
+        ...
+
+
 @dataclass(frozen=True)
 class Task:
     """What to train: everything a strategy needs to know of a run."""
@@ -33,6 +45,9 @@ class Task:
     seed: int
     sample: Callable[[int], Any] | None = None
     """Inputs of so many training rows, for strategies that look how a model computes before they divide it; only some ranks need to read data for it."""
+
+    weights: Weights | None = None
+    """Numbers to start from, in place of drawn ones."""
 
 
 class Source(Protocol):
@@ -85,6 +100,13 @@ class Program(ABC):
     def eval_step(self, batch: Batch | None) -> Tensor:
         """Additive metric state (M,) of this rank's rows; see Recipe.measure. May be collective."""
 
+    def use_averages(self, on: bool) -> None:
+        """Let the averages of the weights (`step.ema`) stand in for them until called again with False. After `settle`. May be collective.
+
+        ConfigError where a strategy keeps none.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot evaluate averaged weights; use step.ema=0")
+
     def settle(self) -> None:
         """Make this rank's state the run's state before evaluating or saving (average running statistics). Collective."""
 
@@ -133,6 +155,10 @@ class Update(ABC):
 
     @abstractmethod
     def load(self, source: Source) -> None: ...
+
+    @abstractmethod
+    def use_averages(self, on: bool) -> None:
+        """As of Program; only where the optimizer averages."""
 
     @abstractmethod
     def skipped(self) -> int: ...

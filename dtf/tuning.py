@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from dtf.errors import BusyError, ConfigError
-from dtf.run import write_text
+from dtf.run import replace_text
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -67,7 +67,7 @@ class Tuner:
         for number in range(self._options.n_trials):
             if number == len(self._proposals):
                 self._proposals.append(self._propose(number))
-                write_text(self._path, json.dumps({"space": self._described(), "proposals": self._proposals}, indent=2) + "\n")
+                replace_text(self._path, json.dumps({"space": self._described(), "proposals": self._proposals}, indent=2) + "\n")
             chosen = self._proposals[number]
             value = launch([*self._fixed, *(f"{key}={chosen[key]}" for key in self._space)], number)
             if math.isfinite(value):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.build import formats
+from dtf.ema import EMA
 from dtf.errors import ConfigError
 from dtf.memory import byte_count
 from dtf.optimizer import Combine, Optimizer
@@ -75,7 +76,7 @@ def rehearsed(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], None]]
 class LocalUpdate(Update):
     """The optimizer lives in this process, over the pieces that are here or over those of them that it owns.
 
-    `owned`: names whose optimizer state lives here (default all); `after`: called once the owned parameters are updated, to fetch the others.
+    `owned`: names whose optimizer state lives here (default all); `after`: called when the owned parameters have changed, to fetch the others.
     `writes`: whether this rank writes its pieces, which other ranks may hold too. What several ranks do together, all in place and collective:
     `reduce` adds up gradients that arrived on this rank alone; `combine` adds up sums per parameter, the last axis, over the ranks that hold the
     other slices of the same parameters; `gather` makes the norms (n,) of these parameters those of the whole model's (N,). `like`: has the device
@@ -109,6 +110,7 @@ class LocalUpdate(Update):
         shapes, counts = ({name: getattr(self._pieces[name], key) for name in own} for key in ("shape", "counts"))
         self._bound = optimizer.bind(masters, shapes, combine, counts)
         self._trained = list(self._pieces.values())
+        self._aside: dict[str, Tensor] = {}  # the weights, while averages stand in for them
         self._copies = [(self._pieces[name].local, master) for name, master in masters.items() if self._pieces[name].local is not master]
         like = next(iter(pieces.values())).local if like is None else like
         device, self._norm_dtype = like.device, _norm_dtype([like])
@@ -188,6 +190,18 @@ class LocalUpdate(Update):
             return
         self._skipped += skip * (self._scale <= 1.0)
         torch._amp_update_scale_(self._scale, self._growth, skip, 2.0, 0.5, GROWTH_INTERVAL)
+
+    @torch.no_grad()
+    def use_averages(self, on: bool) -> None:
+        for name in self._own:
+            master = self._pieces[name].master
+            if on:
+                self._aside[name] = master.clone()
+            master.copy_(self._bound.states[name][EMA] if on else self._aside.pop(name))
+        for here, master in self._copies:
+            here.copy_(master)
+        if self._after is not None:
+            self._after()
 
     def skipped(self) -> int:
         return int(self._skipped)

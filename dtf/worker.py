@@ -16,31 +16,40 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from dtf import __version__, budget, heartbeat
+from dtf import __version__, budget, export, heartbeat, inference
+from dtf.build import sketch
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
+from dtf.ema import averaged
 from dtf.engine import RECENT, Loop, fit
 from dtf.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.memory import Memory, Meter, table_row
 from dtf.observer import Probes
-from dtf.precision import Cast
+from dtf.patterns import check_used
+from dtf.precision import Cast, set_switches
+from dtf.recipe import Recipe
 from dtf.run import flat
 from dtf.sampler import Epochs, Sequential, cut
 from dtf.schema import show, to_plain
 from dtf.settings import Settings, typed
 from dtf.strategy import Program, Task
 from dtf.values import Ended, Event, Failed, Measured, Note, Started
+from dtf.weights import Fit, Weights, fitted, open_weights
 from dtf.world import World
+
+_USES = {"evaluate": inference.evaluate, "predict": inference.predict, "export": export.export}
+"""What ranks do for a job; for all others they train."""
 
 RECENT_BYTES = 65536
 """Of the measurements sent again: as much as a pipe holds, and half of what a message may."""
 
 
 def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
-    """Train as one rank; returns the exit code and never raises: failures are sent as a Failed event."""
+    """Train as one rank, or do what another job is for; returns the exit code and never raises: failures are sent as a Failed event."""
     last = {"step": 0}
 
     def beat(phase: str, step: int) -> None:
@@ -50,7 +59,11 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
     try:
         beat("start", 0)
         with _stop_signals() as told:
-            _train(typed(config), config, Path(folder), run_id, place, send, beat, lambda: bool(told))
+            settings, use = typed(config), _USES.get(config["job"]["name"])
+            if use is not None:
+                use(settings, Path(folder), place, send if place.rank == 0 else _nobody, beat, lambda: bool(told))
+            else:
+                _train(settings, config, Path(folder), run_id, place, send, beat, lambda: bool(told))
         return Exit.OK
     except BaseException as error:  # noqa: BLE001 (the last words of a rank)
         if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):
@@ -75,7 +88,7 @@ def _train(
 ) -> None:
     recipe, strategy, options = settings.recipe, settings.strategy, settings.train
     torch.set_num_threads(place.threads)
-    _numerics(settings)
+    set_switches(settings.precision)
     kind = place.device.partition(":")[0]
     meter = Meter(kind)
     world = World.join(place, strategy.communication(kind))
@@ -95,7 +108,12 @@ def _train(
     def sample(rows: int) -> Any:
         return recipe.receive(train_data.fetch(np.arange(rows) % len(train_data), 0)[0])
 
-    program = strategy.setup(Task(recipe, settings.optimizer, settings.precision, settings.step, settings.seed, sample), world)
+    model = sketch(recipe)
+    check_used("recipe.model.freeze", recipe.fine_tuning.freeze, dict(model.named_parameters()))
+    check_used("optimizer.lr_factors", settings.optimizer.lr_factors, dict(model.named_parameters()))
+    weights, digest, found = _weights(recipe, model, world)
+    optimizer = averaged(settings.optimizer, settings.step.ema)
+    program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights), world)
     if train_data.pairs and program.micro_batch_rows % 2:
         raise ConfigError(
             f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} rows part them; "
@@ -114,6 +132,9 @@ def _train(
         "sampler": config["sampler"],
         "optimizer": config["optimizer"]["name"],
         "objective": list(plan.objective),
+        "recipe.model.weights": digest,
+        "recipe.model.freeze": recipe.fine_tuning.freeze,
+        "averaged weights (step.ema)": bool(settings.step.ema),
     }
     course = {group: config[group] for group in ("precision", "optimizer", "lr", "step")} | {"train": {"steps": plan.total}}  # may change on the way
     course["step"] = course["step"] | {"micro_batch_rows": program.micro_batch_rows}  # 0 is another number under another strategy
@@ -143,7 +164,8 @@ def _train(
             start,
             plan.total,
             epochs.batches,
-            _table(settings, config, folder, program, world, plan, planned, len(train_data), len(eval_data)),
+            _table(settings, config, folder, model, program, world, plan, planned, len(train_data), len(eval_data))
+            | ({"weights": f"{weights.about}, {digest[:19]}: {found.text()}"} if weights and found else {}),
             place.attempt,
             recent,
         )
@@ -160,7 +182,7 @@ def _train(
         world=world,
         saver=checkpointer,
         see=see,
-        scalars=identity | {"course": course},
+        scalars=identity | {"course": course, "classes": list(recipe.class_names())},
         steps_per_epoch=epochs.batches,
         skip_nonfinite=options.skip_nonfinite,
         stop_requested=stop_requested,
@@ -169,6 +191,7 @@ def _train(
         record=record.write if record else None,
         carried=carried,
         recent=deque(recent, maxlen=RECENT),
+        averages=bool(settings.step.ema),
     )
     try:
         ended, evaluated = fit(loop)
@@ -188,6 +211,20 @@ def _train(
         raise BudgetError(f"the budget is spent after step {ended.step}; {kept}; raise {budget.key(settings.budget)} and start again to go on")
     if ended.reason == "preempted":
         raise Preempted(f"asked to stop after step {ended.step}; {kept}; start again with the same run.dir to go on")
+
+
+def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | None, str, Fit | None]:
+    """The numbers to start from, if any, and their digest; the same on all hosts, else DataError on all ranks alike. Collective."""
+    place, key = recipe.fine_tuning.weights, "recipe.model.weights"
+    if not place:
+        return None, "", None
+    weights, found = fitted(open_weights(place, key), recipe, model, key)
+    digests = world.gather(weights.digest() if world.place.local_rank == 0 else "") or []  # once for each host
+    other = next((rank for rank, digest in enumerate(digests) if digest not in ("", digests[0])), None)
+    digest, other = world.broadcast([*digests[:1], other])
+    if other is not None:
+        raise DataError(f"{key}={place} is another file on rank {other} than on rank 0; copy one to all hosts")
+    return weights, digest, found
 
 
 def _peer_is_gone(error: BaseException) -> bool:
@@ -241,14 +278,6 @@ def _resume(
     return scalars["clock"], scalars["window"], tuple(recent)
 
 
-def _numerics(settings: Settings) -> None:
-    """Process-wide switches of torch: the same bits each time, and no silent change of number format."""
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    torch.set_float32_matmul_precision("high" if settings.precision.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = settings.precision.tf32
-
-
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
     """Filled by SIGTERM and SIGINT: the rank then stops with the others within a few seconds, its state saved. A second SIGINT stops at once.
@@ -279,6 +308,7 @@ def _table(
     settings: Settings,
     config: dict[str, Any],
     folder: Path,
+    model: nn.Module,
     program: Program,
     world: World,
     plan: Plan,
@@ -287,9 +317,8 @@ def _table(
     eval_rows: int,
 ) -> dict[str, Any]:
     """What the start-up table shows."""
-    with torch.device("meta"):
-        model = settings.recipe.build_model()
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters, learning = (sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True))
+    frozen = f" ({learning:,} of them learn)" if learning < parameters else ""
     batch, shares = settings.step.batch_size, program.shares
     bounds = cut(batch, program.micro_batch_rows)
     kind = "rank" if world.size == shares else "replica"
@@ -300,7 +329,7 @@ def _table(
     how = "" if precision.compute is precision.param else " (autocast)" if precision.cast is Cast.autocast else " on a copy of them"
     threads = world.place.threads
     return {
-        "recipe": f"{config['recipe']['name']}: {parameters:,} parameters, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
+        "recipe": f"{config['recipe']['name']}: {parameters:,} parameters{frozen}, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
         "strategy": f"{' '.join(words)} on {devices} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a process",
         "precision": f"{precision.param.value} parameters, {precision.compute.value} arithmetic{how}",
         "batch": f"{batch} rows a step = {len(bounds) - 1} micro-batches of {bounds[1]} over {shares} {kind}{'s' if shares > 1 else ''}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -11,13 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from dtf.build import sketch
 from dtf.checkpoint import Checkpointer, Every
 from dtf.clock import Plan, PlannedClock
+from dtf.ema import averaged
 from dtf.engine import Loop, fit
 from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.lr import Constant
-from dtf.options import Remat, StepOptions
+from dtf.options import FineTuning, Remat, StepOptions
 from dtf.precision import Cast, Format, Precision
 from dtf.registry import lookup, registered
 from dtf.sampler import Epochs, Sequential, Shuffle, Tail
@@ -25,6 +28,7 @@ from dtf.settings import load_parts
 from dtf.spmd import SHARE
 from dtf.strategy import Task
 from dtf.values import Measured, Saved
+from dtf.weights import fitted, open_weights
 from dtf.world import World
 from tests.ranks import ranks
 from tests.toy import Toy  # noqa: F401 (registers itself)
@@ -65,6 +69,10 @@ def train(
     skip_nonfinite: int = 0,
     plugin: str = "",
     remat: str = "none",
+    ema: float = 0.0,
+    freeze: list[str] | None = None,
+    weights: str = "",
+    lr_factors: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """All `steps` of a run, from the checkpoint `start` if given; saves to `folder` if given; `halt`: dies after the first save.
 
@@ -74,8 +82,12 @@ def train(
     load_parts([plugin] if plugin else [])
     values = {"name": "toy", "rows": 100, **(recipe or {})}
     toy = lookup("recipe", values.pop("name"))(**values)
-    step = StepOptions(batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm, remat=Remat(remat))
-    task = Task(toy, lookup("optimizer", optimizer)(), PRECISIONS[precision], step, 0)
+    if freeze or weights:
+        toy.model = FineTuning(weights=weights, freeze=freeze or [])
+    step = StepOptions(batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm, remat=Remat(remat), ema=ema)
+    start_from = fitted(open_weights(weights, "weights"), toy, sketch(toy), "weights")[0] if weights else None
+    stepper = averaged(lookup("optimizer", optimizer)(lr_factors=lr_factors or {}), ema)
+    task = Task(toy, stepper, PRECISIONS[precision], step, 0, weights=start_from)
     chosen = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options or {}))
     world = World(Place(rank=rank, size=size, slots=slots or size))
     training, evaluation = toy.open_data("train", 0), toy.open_data("eval", 0)
@@ -118,6 +130,7 @@ def train(
         skip_nonfinite=skip_nonfinite,
         record=lambda step, ids: result["ids"].update({str(step): [i for i in ids.tolist() if i >= 0]}),
         carried=carried,
+        averages=bool(ema),
     )
     with suppress(Halt):
         fit(loop)
@@ -182,13 +195,13 @@ def _whole(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=32)
-def _reference(case: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    return _whole(ranks(1, "tests.harness:train", **dict(case)))
+def _reference(case: str) -> dict[str, Any]:
+    return _whole(ranks(1, "tests.harness:train", **json.loads(case)))
 
 
 def reference(**case: Any) -> dict[str, Any]:
     """The one-process run that all others must equal; kept for the session."""
-    return _reference(tuple(sorted(case.items())))
+    return _reference(json.dumps(case, sort_keys=True))
 
 
 def difference(a: dict[str, Any], b: dict[str, Any], without: tuple[str, ...] = ()) -> float:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.layout import Layout, Split
 from dtf.metrics import weighted_sums
+from dtf.options import FineTuning
 from dtf.recipe import Dataset, Recipe
 from dtf.registry import option, register
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 @register("recipe", "toy")
 class Toy(Recipe):
+    model: FineTuning = option(factory=FineTuning, doc="what is learned")
     rows: int = option(default=96, doc="training rows", unit="rows")
     dropout: float = option(default=0.1, doc="share of activations dropped")
     batch_norm: bool = option(default=True, doc="whether batch statistics are used")

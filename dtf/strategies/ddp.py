@@ -89,7 +89,7 @@ class Ddp(Strategy):
         from dtf.spmd import Replica, Spmd, workload
         from dtf.update import LocalUpdate, whole
 
-        model = draw_model(task.recipe, task.seed)
+        model = draw_model(task.recipe, task.seed, task.weights)
         masters = cast_model(model, task.precision, world.device)
         forward, exchange = None, 0
         if world.size > 1:  # alone, nothing crosses a network: the bare model is the same program

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -93,7 +94,7 @@ class Fsdp(Strategy):
             if isinstance(module, FSDPModule):  # it lays out its memory at first use: here, before anything refers to it
                 module.unshard()
                 module.reshard()
-        draw(model, task.recipe, task.seed, masters)
+        draw(model, task, masters)
         group = mesh["shard"].get_group()
 
         def combine(sums: torch.Tensor) -> torch.Tensor:
@@ -111,7 +112,8 @@ class Fsdp(Strategy):
 
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
         writes = mesh["replicate"].get_local_rank() == 0
-        update = LocalUpdate(found, *options, writes=writes, combine=combine, reduce=average if at else None)
+        reshard = functools.partial(_reshard, model) if task.step.ema else None  # what is gathered is out of date when averages stand in
+        update = LocalUpdate(found, *options, writes=writes, combine=combine, reduce=average if at else None, after=reshard)
         return Spmd(Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync), update, task, world, exchange=exchange)
 
     def _exchange(self, sizes: list[int], micro_batches: int) -> int:
@@ -163,6 +165,15 @@ class Fsdp(Strategy):
             head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + self.prefetch])
             head.set_modules_to_backward_prefetch(heads[max(0, i - self.prefetch) : i][::-1])
         return model
+
+
+def _reshard(model: nn.Module) -> None:
+    """Drop the parameters that are gathered at the moment."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _joined(units: list[list[nn.Module]]) -> list[list[nn.Module]]:

@@ -106,7 +106,7 @@ class Pipeline(Strategy):
         for s in range(seat.place, stages, ranks):
             segments[s] = chain.segment(bounds[s], bounds[s + 1])
             masters = lay_out(segments[s], task.precision, world.device)
-            draw(segments[s], task.recipe, task.seed, masters)
+            draw(segments[s], task, masters)
             found |= pieces(segments[s], masters)
         own = [names.index(name) for name, piece in found.items() if piece.parameter.requires_grad]
         mine = torch.tensor(own, dtype=torch.int64, device=world.device)

@@ -57,7 +57,7 @@ class Tensor(Strategy):
         cast_sketch(model, task.precision, computing=True)
         divide(model, splits, seat.mesh)
         masters = lay_out(model, task.precision, world.device)
-        draw(model, task.recipe, task.seed, masters)
+        draw(model, task, masters)
         update = LocalUpdate(
             pieces(model, masters, first=seat.feed.reads),
             task.optimizer,

@@ -13,6 +13,9 @@ from dtf.recipes.resnet.recipe import Arch, Classification, ModelOptions, Source
 from dtf.registry import option, register
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     import torch
     from torch import Tensor
 
@@ -130,12 +133,44 @@ class ResnetPhotos(Classification):
             index.open(name, rows),
             labels[rows],
             data.pixels,
-            data.whole or round(data.pixels * 8 / 7),
+            self._whole,
             look if train else None,
             seed,
             data.threads or torch.get_num_threads(),
             math.ceil(data.bad_share * len(rows)) if data.bad_records is BadRecords.skip else 0,
         )
+
+    def class_names(self) -> tuple[str, ...]:
+        from dtf.recipes.resnet.store import read_index
+
+        root, cache = self.data.places()
+        return read_index(root, cache).tree.classes if self.data.root and root.exists() else ()
+
+    def normalisation(self) -> tuple[Sequence[float], Sequence[float]]:
+        return self.data.mean, self.data.std
+
+    def preprocessing(self) -> dict[str, Any]:
+        found = super().preprocessing()
+        found["steps"][1] = (
+            f"resize the shorter side to {self._whole} pixels (bilinear, antialiased) and cut out the central {self.data.pixels} x {self.data.pixels}"
+        )
+        return found | {"resize": self._whole}
+
+    def open_inputs(self, path: Path) -> tuple[list[str], Photos]:
+        import numpy as np
+        import torch
+
+        from dtf.recipes.resnet.photos import Photos
+        from dtf.recipes.resnet.store import Store
+        from dtf.recipes.resnet.unlabelled import image_names
+
+        names = image_names(path)
+        threads = self.data.threads or torch.get_num_threads()
+        return names, Photos(Store(path, tuple(names), None, ""), np.zeros(len(names)), self.data.pixels, self._whole, None, 0, threads, 0)
+
+    @property
+    def _whole(self) -> int:
+        return self.data.whole or round(self.data.pixels * 8 / 7)
 
     def receive(self, inputs: Any) -> Tensor:
         from dtf.recipes.resnet.photos import to_floats

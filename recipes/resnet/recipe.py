@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtf.errors import ConfigError, DataError
 from dtf.layout import Layout, Split
-from dtf.recipe import Recipe
+from dtf.options import FineTuning
+from dtf.recipe import Dataset, Recipe
 from dtf.recipes.resnet.tree import SHAPE
 from dtf.registry import option, register
 
@@ -60,7 +62,7 @@ class Stem(Enum):
 
 
 @dataclass(kw_only=True)
-class ModelOptions:
+class ModelOptions(FineTuning):
     arch: Arch = option(
         default=Arch.resnet20,
         doc="network: resnet8, 14, 20, 32, 44, 56 and 110 are the small ones for 32-pixel images (He et al. 2015, section 4.2), the others "
@@ -238,6 +240,26 @@ class Classification(Recipe):
         place = rank(outputs, batch.targets)
         return weighted_sums(batch.weight, loss, *(place <= k for k in (1, 5)[: len(self.measures) - 1]))
 
+    @abstractmethod
+    def normalisation(self) -> tuple[Sequence[float], Sequence[float]]:
+        """Mean and standard deviation of red, green and blue in [0, 1]."""
+
+    def preprocessing(self) -> dict[str, Any]:
+        mean, std = self.normalisation()
+        steps = [
+            "decode to RGB",
+            f"cut out the largest centred square and resize it to {self.data.pixels} x {self.data.pixels} pixels (bilinear, antialiased)",
+            "divide by 255, subtract mean, divide by std, for each channel",
+            "order as (batch, channel, row, column)",
+        ]
+        return {"steps": steps, "pixels": self.data.pixels, "channels": "RGB", "mean": [*mean], "std": [*std]}
+
+    def open_inputs(self, path: Path) -> tuple[list[str], Dataset]:
+        from dtf.recipes.resnet.unlabelled import Unlabelled, image_names
+
+        names = image_names(path)
+        return names, Unlabelled(path, names, self.data.pixels, *self.normalisation())
+
 
 @register("recipe", "resnet_shapes")
 class ResnetShapes(Classification):
@@ -250,6 +272,16 @@ class ResnetShapes(Classification):
         super().check()
         if self.model.classes > 8:
             raise ConfigError(f"recipe.model.classes={self.model.classes}, but there are 8 kinds of shapes; use 2 to 8")
+
+    def class_names(self) -> tuple[str, ...]:
+        from dtf.recipes.resnet.shapes import KINDS
+
+        return KINDS[: self.model.classes]
+
+    def normalisation(self) -> tuple[Sequence[float], Sequence[float]]:
+        from dtf.recipes.resnet.shapes import MEAN, STD
+
+        return MEAN, STD
 
     def open_data(self, split: str, seed: int) -> Images:
         from dtf.recipes.resnet.shapes import Shapes
@@ -272,6 +304,17 @@ class ResnetFolder(Classification):
         root, store = self.data.places()
         found = cache.glance(cache.location(root, self.data.pixels, store), self.data.pixels) or tree.read_tree(root)
         self.data.check_against(found, self.model.classes)
+
+    def class_names(self) -> tuple[str, ...]:
+        from dtf.recipes.resnet import cache, tree
+
+        root, store = self.data.places()
+        if not self.data.root or not root.exists():
+            return ()
+        return (cache.glance(cache.location(root, self.data.pixels, store), self.data.pixels) or tree.read_tree(root)).classes
+
+    def normalisation(self) -> tuple[Sequence[float], Sequence[float]]:
+        return self.data.mean, self.data.std
 
     def open_data(self, split: str, seed: int) -> Images:
         import numpy as np

@@ -1,0 +1,233 @@
+"""What a rank does when a model that exists is used: rows in order through any strategy's program, their answers to rank 0. Trains nothing."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dtf.answers import Answers, Kind, Row
+from dtf.build import sketch
+from dtf.engine import counted
+from dtf.errors import BusyError, DataError, DtfError, Preempted
+from dtf.launcher import Place
+from dtf.loader import Loader
+from dtf.options import Remat
+from dtf.precision import set_switches
+from dtf.recipe import Dataset, Recipe
+from dtf.registry import lookup
+from dtf.run import replace_text
+from dtf.sampler import Epochs, Sequential
+from dtf.settings import Settings
+from dtf.slices import is_slice
+from dtf.strategy import Program, Task
+from dtf.values import Batch, Event, Measured
+from dtf.weights import Weights, fitted, open_weights
+from dtf.world import World
+
+if TYPE_CHECKING:
+    from dtf.jobs.evaluate import EvaluateJob
+    from dtf.jobs.predict import PredictJob
+
+REPORT_S = 5.0
+"""Seconds between two reports of how far it is."""
+
+
+class Rest(Dataset):
+    """The rows of a data set from `first` on."""
+
+    def __init__(self, rows: Dataset, first: int) -> None:
+        self._rows, self._first, self.prefetch = rows, first, rows.prefetch
+        self.bad, self.allowed = rows.bad, rows.allowed  # whose rows count where first is 0; predictions stop at any
+
+    def __len__(self) -> int:
+        return len(self._rows) - self._first
+
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
+        return self._rows.fetch(ids + self._first, epoch)
+
+
+@dataclass
+class _Record:
+    """The answers of this rank since they were last taken. Its `measure` is the recipe's, and takes down what the model says of each row."""
+
+    recipe: Recipe
+    top: int  # how many classes to keep of each row
+    rows: list[list[Any]]
+
+    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
+        whole = tree_map(lambda t: t.full_tensor() if isinstance(t, Tensor) and is_slice(t) else t, outputs)  # type: ignore[attr-defined]
+        chances = self.recipe.probabilities(whole)
+        if chances.dim() == 1:
+            best, order = chances[:, None], torch.zeros_like(chances[:, None], dtype=torch.int64)
+        else:
+            best, order = chances.topk(min(self.top, chances.shape[1]), dim=1)
+        labels = batch.targets.tolist() if batch.targets.dim() == 1 else [None] * len(batch.ids)
+        width = chances.shape[1] if chances.dim() > 1 else 0
+        for id, label, classes, chance in zip(batch.ids.tolist(), labels, order.tolist(), best.tolist(), strict=True):
+            if id >= 0:
+                self.rows.append([id, label, classes, chance, width])
+        return self.recipe.measure(outputs, batch, loss)
+
+    def take(self) -> list[list[Any]]:
+        taken, self.rows = self.rows, []
+        return taken
+
+
+class Inference:
+    """A model with its numbers on a world of ranks, and the rows to put through it. Collective."""
+
+    def __init__(self, settings: Settings, place: Place, model: str, data: Callable[[Recipe], Dataset], top: int) -> None:
+        torch.set_num_threads(place.threads)
+        set_switches(settings.precision)
+        kind = place.device.partition(":")[0]
+        self.world = World.join(place, settings.strategy.communication(kind))
+        self.recipe, self._batch, self._kind = settings.recipe, settings.step.batch_size, kind
+        self.rows = data(settings.recipe)
+        if not len(self.rows):
+            raise DataError("there are no rows to use the model on")
+        self.weights = weights_of(settings, model)
+        digest = self.weights.digest() if self.world.rank == 0 else ""
+        self.digest: str = self.world.broadcast(digest)
+        self.names = names_of(self.recipe, self.weights)
+        self._record = _Record(self.recipe, top, [])
+        recipe = copy.copy(self.recipe)
+        vars(recipe)["measure"] = self._record.measure  # type: ignore[index]
+        step = replace(settings.step, ema=0.0, micro_batch_rows=0, remat=Remat.none)
+        unmoved = lookup("optimizer", "sgd")(momentum=0.0)  # without state
+        task = Task(recipe, unmoved, settings.precision, step, settings.seed, self._sample, self.weights)
+        self.program: Program = settings.strategy.setup(task, self.world)
+
+    def batches(self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]) -> Iterator[tuple[int, Tensor, list[Row]]]:
+        """Batch by batch from row `first` on: how many rows are done, metric sums (M,) of this rank, and on rank 0 the answers in order. Collective.
+
+        Preempted on all ranks alike, after the batch that is under way, when one was asked to stop. DtfError when a row is lost.
+        """
+        rows = Rest(self.rows, first)
+        loader = Loader(
+            rows, Epochs(Sequential(), len(rows), self._batch, 0), self.program.shard, -(-self._batch // self.program.shares), pin=self._kind == "cuda"
+        )
+        done = first
+        try:
+            with torch.no_grad():
+                for index in range(loader.batches):
+                    beat("evaluate", index)
+                    loader.ahead([(0, i) for i in range(index, min(index + 1 + loader.prefetch, loader.batches))])
+                    sums = self.program.eval_step(self.program.prepare(loader.get(0, index)))
+                    expected = range(done, min(done + self._batch, len(self.rows)))
+                    yield expected.stop, sums, self._gathered(expected, first)
+                    done = expected.stop
+                    if self.world.reduce(torch.tensor([float(stop())])).item() and done < len(self.rows):
+                        raise Preempted(f"asked to stop after {done} of {len(self.rows)} rows; start again with the same run.dir to go on")
+        finally:
+            loader.close()
+
+    def _gathered(self, expected: range, first: int) -> list[Row]:
+        parts = self.world.gather(self._record.take())
+        if parts is None:
+            return []
+        found = {first + id: Row(first + id, *rest) for part in parts for id, *rest in part}  # ranks that compute a row together all tell it
+        if sorted(found) != list(expected):
+            raise DtfError(f"rows {expected.start} to {expected.stop - 1} gave {len(found)} answers; a row was lost or counted twice; please report this")
+        return [found[id] for id in expected]
+
+    def _sample(self, rows: int) -> Any:
+        return self.recipe.receive(self.rows.fetch(np.arange(rows) % len(self.rows), 0)[0])
+
+
+def weights_of(settings: Settings, model: str) -> Weights:
+    """All numbers of the recipe's model: those at the place that `job.model` names, else recipe.model.weights."""
+    place, key = (model, "job.model") if model else (settings.recipe.fine_tuning.weights, "recipe.model.weights")
+    return fitted(open_weights(place, key), settings.recipe, sketch(settings.recipe), key, whole=True)[0]
+
+
+def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:
+    """The names of classes: those of the run that made the weights, else those of the recipe's data."""
+    return tuple(map(str, weights.scalars.get("classes") or recipe.class_names()))
+
+
+def evaluate(settings: Settings, folder: Path, place: Place, send: Callable[[Event], None], beat: Callable[[str, int], None], stop: Callable[[], bool]) -> None:
+    """Write evaluation.json: metrics over a split, each row once, and a table of classes."""
+    job: EvaluateJob = settings.job  # type: ignore[assignment]
+    used = Inference(settings, place, job.model, lambda recipe: recipe.open_data(job.split.value, settings.seed), top=1)
+    pace, total, table = _Pace(send, len(used.rows)), None, Answers(used.names)
+    for done, sums, rows in used.batches(0, beat, stop):
+        total = sums if total is None else total + sums
+        table.add(rows)
+        pace.tell(done)
+    assert total is not None
+    values = counted(used.world, total, used.recipe, len(used.rows), len(used.rows.bad), used.rows.allowed)
+    if used.world.rank == 0:
+        found = {"model": used.weights.about, "digest": used.digest, "split": job.split.value, "rows": len(used.rows), "metrics": values}
+        replace_text(folder / "evaluation.json", json.dumps(found | {"classes": table.classes()}, indent=1) + "\n")
+    used.world.leave()
+
+
+def predict(settings: Settings, folder: Path, place: Place, send: Callable[[Event], None], beat: Callable[[str, int], None], stop: Callable[[], bool]) -> None:
+    """Append what the model says of each row to a file in the run folder, in order, from the first row that is not in it yet."""
+    job: PredictJob = settings.job  # type: ignore[assignment]
+    inputs: list[str] = []
+
+    def data(recipe: Recipe) -> Dataset:
+        if not job.input:
+            return recipe.open_data(job.split.value, settings.seed)
+        names, rows = recipe.open_inputs(Path(job.input).expanduser())
+        inputs.extend(names)
+        return rows
+
+    used = Inference(settings, place, job.model, data, job.top)
+    file = Kind[job.format.name].file(folder, used.names, job.top)
+    rank_0 = used.world.rank == 0
+    begun = {"model": used.digest, "rows": len(used.rows), "inputs": hashlib.sha256(json.dumps(inputs).encode()).hexdigest()}
+    first, other = used.world.broadcast(_begin(folder / "predictions.json", file, begun) if rank_0 else None)
+    if other:
+        raise BusyError(f"{folder} holds predictions of {other}; choose another run.dir")
+    pace = _Pace(send, len(used.rows))
+    if first < len(used.rows):
+        for done, _, rows in used.batches(first, beat, stop):
+            if used.rows.bad:  # where evaluation may leave one out, a prediction may not
+                raise DataError(f"no prediction without an image: {next(iter(used.rows.bad.values()))}; repair it, or take it out")
+            if rank_0:
+                file.append(rows, inputs)
+            pace.tell(done)
+    used.world.leave()
+
+
+def _begin(path: Path, file: Any, begun: dict[str, Any]) -> tuple[int, str]:
+    """Rank 0's part: the first row to predict, or what else the folder holds predictions of."""
+    if path.exists():
+        before = json.loads(path.read_text())
+        other = [key for key in begun if before.get(key) != begun[key]]
+        if other:
+            return 0, f"other {' and '.join(other)}"
+    else:
+        replace_text(path, json.dumps(begun, indent=1) + "\n")
+    return file.open(), ""
+
+
+class _Pace:
+    """Reports of how far it is, a few seconds apart."""
+
+    def __init__(self, send: Callable[[Event], None], rows: int) -> None:
+        self._send, self._rows, self._started = send, rows, time.perf_counter()
+        self._told = self._started
+        self._before: int | None = None
+
+    def tell(self, done: int) -> None:
+        now = time.perf_counter()
+        if self._before is None:
+            self._before, self._started = done, now  # the first batch is slower than those to come
+        elif now - self._told >= REPORT_S:
+            self._told = now
+            values = {"rows": float(self._rows), "rows_per_s": (done - self._before) / (now - self._started)}
+            self._send(Measured("rows", done, done / self._rows, now - self._started, values))

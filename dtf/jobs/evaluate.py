@@ -1,0 +1,72 @@
+"""job=evaluate: how good a model is on a split, as a whole and class by class."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from dtf.errors import Exit
+from dtf.job import Job
+from dtf.registry import option, register
+from dtf.tracking import number_text, plain_text
+
+if TYPE_CHECKING:
+    from dtf.config import Composed
+
+SHOWN = 40
+"""Classes in the printed table; of more, those with the lowest recall."""
+
+
+class Split(Enum):
+    train = "train"
+    eval = "eval"
+
+
+class Output(Enum):
+    text = "text"
+    json = "json"
+
+
+@register("job", "evaluate")
+class EvaluateJob(Job):
+    """Evaluate a run, a checkpoint or a file of weights: metrics and a table of classes, printed and kept in evaluation.json in a run folder."""
+
+    model: str = option(
+        default="",
+        doc="a run folder, which means its newest checkpoint, a checkpoint, or a .pth, .pt or .safetensors file; the recipe is that of the run, unless it "
+        "is chosen anew; empty: recipe.model.weights",
+    )
+    split: Split = option(default=Split.eval, doc="which rows: `eval`, or `train` as training sees them, augmentation included")
+    format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
+
+    def run(self, composed: Composed) -> int:
+        from dtf.trained import Ended, continued, launch
+
+        try:
+            folder = launch(continued(composed, self.model))
+        except Ended as ended:
+            return ended.exit
+        if folder is None:
+            return Exit.OK
+        file = folder / "evaluation.json"
+        print(file.read_text(), end="") if self.format is Output.json else print(_text(json.loads(file.read_text())), file, sep="\n")
+        return Exit.OK
+
+
+def _text(found: dict[str, Any]) -> str:
+    """For people."""
+    values = " ".join(f"{name}={number_text(value)}" for name, value in found["metrics"].items())
+    lines = [found["model"], f"{found['split']} split, {found['rows']:,} rows: {values}"]
+    classes = found["classes"]
+    if classes:
+        worst = sorted(classes, key=lambda each: (each["recall"] is None, each["recall"]))[:SHOWN] if len(classes) > SHOWN else classes
+        names = [plain_text(each["class"], 40) for each in worst]
+        width = max(map(len, [*names, "class"]))
+        lines += ["", f"{'class':<{width}}  {'rows':>8}  {'predicted':>9}  {'recall':>7}  {'precision':>9}"]
+        for name, each in zip(names, worst, strict=True):
+            recall, precision = (f"{each[key]:.4f}" if each[key] is not None else "-" for key in ("recall", "precision"))
+            lines.append(f"{name:<{width}}  {each['rows']:>8,}  {each['predicted']:>9,}  {recall:>7}  {precision:>9}")
+        if len(classes) > SHOWN:
+            lines.append(f"the {SHOWN} of {len(classes)} classes with the lowest recall")
+    return "\n".join(lines)

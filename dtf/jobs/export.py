@@ -1,0 +1,51 @@
+"""job=export: a trained model as files that need no dtf."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtf.errors import ConfigError, DataError, Exit
+from dtf.job import Job
+from dtf.registry import option, register
+
+if TYPE_CHECKING:
+    from dtf.config import Composed
+
+
+class Form(Enum):
+    pt2 = "pt2"
+    safetensors = "safetensors"
+
+
+@register("job", "export")
+class ExportJob(Job):
+    """Write model.pt2 (torch.export), model.safetensors and model.json to a run folder, read them back, and compare what they say with the model itself.
+
+    model.json holds class names, preprocessing, shapes and where the numbers come from; both files hold it too. One process does it.
+    """
+
+    model: str = option(default="", doc="as in job=evaluate: a run folder, a checkpoint or a file of weights; empty: recipe.model.weights")
+    input: str = option(default="", doc="inputs to try the exported model on, as in job=predict; empty: rows of the evaluation split")
+    forms: list[Form] = option(factory=lambda: [Form.pt2, Form.safetensors], doc="which files to write")
+
+    def run(self, composed: Composed) -> int:
+        from dtf.trained import Ended, continued, launch
+
+        if not self.forms:
+            raise ConfigError("job.forms=[] must hold at least one; use pt2 or safetensors")
+        if self.input and not Path(self.input).expanduser().exists():
+            raise DataError(f"job.input={self.input} does not exist")
+        try:
+            folder = launch(continued(composed, self.model), data=not self.input, alone=True)
+        except Ended as ended:
+            return ended.exit
+        if folder is None:
+            return Exit.OK
+        told = json.loads((folder / "model.json").read_text())
+        for name, difference in told["largest_difference"].items():
+            print(f"{folder / name}  differs by at most {difference:.1e} on {told['tried_rows']} rows")
+        print(folder / "model.json")
+        return Exit.OK

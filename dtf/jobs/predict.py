@@ -1,0 +1,53 @@
+"""job=predict: what a model says of each row of a split, or of inputs nobody has labelled."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtf.errors import ConfigError, DataError, Exit
+from dtf.job import Job
+from dtf.registry import option, register
+
+if TYPE_CHECKING:
+    from dtf.config import Composed
+
+
+class Split(Enum):
+    train = "train"
+    eval = "eval"
+
+
+class Form(Enum):
+    jsonl = "jsonl"
+    csv = "csv"
+
+
+@register("job", "predict")
+class PredictJob(Job):
+    """Write a line for each row, in order of rows, to predictions.jsonl in a run folder: the classes and their probabilities, or that of the event.
+
+    Killed and started again with the same run.dir, under any strategy and number of processes, it goes on after the last line.
+    """
+
+    model: str = option(default="", doc="as in job=evaluate: a run folder, a checkpoint or a file of weights; empty: recipe.model.weights")
+    input: str = option(default="", doc="a folder of images, or whatever else the recipe opens, taken in order of names; empty: job.split")
+    split: Split = option(default=Split.eval, doc="which rows of the recipe's data, without job.input; `train` as training sees them")
+    top: int = option(default=5, least=1, most=1000, doc="most probable classes to write for each row")
+    format: Form = option(default=Form.jsonl, doc="`jsonl`: a JSON object a line; `csv`: a table with a line of names")
+
+    def run(self, composed: Composed) -> int:
+        from dtf.trained import Ended, continued, launch
+
+        if self.input and self.split is not Split.eval:
+            raise ConfigError(f"job.input={self.input} and job.split={self.split.value} are two sources of rows; leave one of them out")
+        if self.input and not Path(self.input).expanduser().exists():
+            raise DataError(f"job.input={self.input} does not exist")
+        try:
+            folder = launch(continued(composed, self.model), data=not self.input)
+        except Ended as ended:
+            return ended.exit
+        if folder is not None:
+            print(folder / f"predictions.{self.format.value}")
+        return Exit.OK

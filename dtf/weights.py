@@ -1,0 +1,181 @@
+"""Numbers of a model on disk, from wherever they come: torchvision's files, safetensors, checkpoints of dtf. Read by boxes, never as code."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtf import commit
+from dtf.build import layout_of
+from dtf.checkpoint import Stored, located
+from dtf.ema import EMA
+from dtf.errors import ConfigError, DataError
+from dtf.layout import Split
+from dtf.recipe import Recipe
+from dtf.spmd import AVERAGED
+
+Read = Callable[[str, tuple[slice, ...]], Tensor]
+
+SUFFIXES = (".pth", ".pt", ".safetensors")
+COUNTER = "num_batches_tracked"
+"""Of batch normalisation: counted by the run itself, and absent from old files."""
+_WRAPPED = ("state_dict", "model")
+"""Keys under which training scripts put a model's tensors."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by the names that a model gives them; `strategy.Weights`. `about` says for people what it is."""
+
+    place: str  # as it was given
+    shapes: dict[str, tuple[int, ...]]
+    part: Read = field(repr=False)
+    file: Path = field(repr=False)  # it stands for every byte of them
+    about: str
+    scalars: dict[str, Any] = field(default_factory=dict)  # what a checkpoint holds beside tensors
+
+    def digest(self) -> str:
+        """Of the file, or of a checkpoint's manifest, which holds the digests of all others. Reads it whole."""
+        with self.file.open("rb") as file:
+            return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        whole = self.shapes[name]
+        begin = offset or (0,) * len(whole)
+        size = whole if shape is None else shape
+        return self.part(name, tuple(slice(at, at + n) for at, n in zip(begin, size, strict=True)))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How weights and a model go together."""
+
+    kept: tuple[str, ...]  # tensors of the model that are in the file
+    anew: tuple[str, ...]  # tensors of its head that are drawn, with both shapes
+    missing: tuple[str, ...]  # those of its head that the file does not have
+
+    def text(self) -> str:
+        """For the start-up table."""
+        parts = [f"{len(self.kept)} tensors kept"]
+        parts += [f"{what}: {', '.join(names)}" for what, names in (("drawn anew", self.anew), ("not in it and drawn", self.missing)) if names]
+        return "; ".join(parts)
+
+
+def open_weights(place: str, key: str) -> Weights:
+    """Weights at a path, which the config key `key` gave; nothing but names and shapes is read. DataError when it holds none."""
+    path = Path(place).expanduser()
+    if path.is_dir():
+        return _checkpoint(located(path, key)[0], place)
+    try:
+        if path.suffix == ".safetensors":
+            shapes, part = _safetensors(path)
+        else:
+            shapes, part = _torch_file(path, f"{key}={place}")
+    except OSError as error:
+        raise DataError(f"{key}={place} cannot be read: {error.strerror or error}") from error
+    return Weights(place, shapes, part, path, place)
+
+
+def fitted(weights: Weights, recipe: Recipe, model: nn.Module, key: str, whole: bool = False) -> tuple[Weights, Fit]:
+    """Those of the weights that a model takes, and what is to be drawn. `model` may be on meta. `whole`: nothing may be.
+
+    A head (what the recipe's layout splits by `classes`) whose number of classes differs is drawn anew as a whole, as is one the file lacks.
+    ConfigError for any other tensor that does not fit.
+    """
+    own = set(model.state_dict())
+    wanted = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in own and not _counts(name)}
+    heads = [] if whole else [name for name, split in layout_of(recipe, model).splits.items() if split is Split.classes]
+    found = {name: shape for name, shape in weights.shapes.items() if not _counts(name)}
+    anew: list[str] = []
+    missing: list[str] = []
+    for head in heads:
+        members = [name for name in wanted if name.rpartition(".")[0] == head]
+        absent = [name for name in members if name not in found]
+        if absent:
+            missing += members if len(absent) == len(members) else []
+        elif any(found[name] != wanted[name] for name in members) and all(found[name][1:] == wanted[name][1:] for name in members):
+            anew += members
+    problems = [
+        f"{name} is {_sizes(found[name])} in the file and {_sizes(shape)} in the model" if name in found else f"{name} is not in the file"
+        for name, shape in wanted.items()
+        if found.get(name) != shape and name not in (*anew, *missing)
+    ]
+    problems += [f"{name} ({_sizes(found[name])}) is not in the model" for name in sorted(found.keys() - own)]
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ConfigError(f"{key}={weights.place} does not fit the model: {'; '.join(problems[:3])}{more}; choose the recipe.model that the file was made with")
+    kept = tuple(name for name in wanted if name in found and name not in anew)
+    told = tuple(f"{name} ({_sizes(found[name])} there, {_sizes(wanted[name])} here)" for name in anew)
+    return replace(weights, shapes={name: wanted[name] for name in kept}), Fit(kept, told, tuple(missing))
+
+
+def _counts(name: str) -> bool:
+    return name.rpartition(".")[2] == COUNTER
+
+
+def _sizes(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "a single number"
+
+
+def _checkpoint(folder: Path, place: str) -> Weights:
+    """The model in a checkpoint of dtf: averages of the weights (`step.ema`) where there are some, since it was judged by them."""
+    stored = Stored(folder)
+    places: dict[str, str] = {}
+    for name in sorted(stored.names(), key=lambda name: not name.startswith("model/")):  # averages last: they win
+        kind, _, rest = name.partition("/")
+        if kind == "model" or f"{kind}/" == AVERAGED:
+            places[rest] = name
+        elif kind == "optimizer" and rest.endswith(f"/{EMA}"):
+            places[rest.removesuffix(f"/{EMA}")] = name
+
+    def part(name: str, where: tuple[slice, ...]) -> Tensor:
+        return stored.read(places[name], tuple(s.start for s in where), tuple(s.stop - s.start for s in where))
+
+    shapes = {name: stored.manifest.tensors[at].shape for name, at in places.items()}
+    averaged = ", averaged weights" if any(not at.startswith("model/") for at in places.values()) else ""
+    return Weights(place, shapes, part, folder / commit.MANIFEST, f"{folder}, step {stored.manifest.step}{averaged}", stored.scalars)
+
+
+def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], Read]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(path, framework="pt")
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except SafetensorError as error:
+        raise DataError(f"{path} is no safetensors file: {error}") from error
+    return shapes, lambda name, where: (file.get_slice(name)[where] if where else file.get_tensor(name)).clone()  # of the mapped file
+
+
+def _torch_file(path: Path, what: str) -> tuple[dict[str, tuple[int, ...]], Read]:
+    """Mapped into memory where the file's format allows: what is not asked for is not read."""
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"{what} is no file of weights; give {', '.join(SUFFIXES)}, or a checkpoint or run folder")
+    path.stat()
+    try:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, ValueError):  # files from before torch 1.6 are no archives
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # its parser meets whatever the file holds
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise DataError(f"{what} cannot be read as tensors alone, and dtf runs no code from files: {reason}") from error
+    if isinstance(content, dict):
+        wrapped = [content[key] for key in _WRAPPED if isinstance(content.get(key), dict)]
+        content = wrapped[0] if wrapped else content
+    if not isinstance(content, dict) or not content or not all(isinstance(t, Tensor) for t in content.values()):
+        raise DataError(f"{what} holds no tensors by name; save model.state_dict()")
+    strip = "module." if all(name.startswith("module.") for name in content) else ""  # of DistributedDataParallel
+    tensors = {name.removeprefix(strip): tensor for name, tensor in content.items()}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, lambda name, where: tensors[name][where].clone()
