@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
 import threading
 import traceback
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from dtf import __version__, heartbeat
+from dtf.agreement import agree, digest
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
 from dtf.engine import RECENT, Loop, fit
@@ -81,6 +83,9 @@ def _train(
     train_data, eval_data = recipe.open_data("train", settings.seed), recipe.open_data("eval", settings.seed)
     if not len(train_data) or not len(eval_data):
         raise DataError(f"recipe={config['recipe']['name']}: {len(train_data)} training and {len(eval_data)} evaluation rows; both need at least one")
+    fingerprint = train_data.fingerprint()
+    data = {"training data": fingerprint, "evaluation data": eval_data.fingerprint(), "finds the run folder": _finds(folder, run_id)}
+    agree(world, {"versions": _versions(kind), "digest of the config": digest(config), **data})
     batch = settings.step.batch_size
     epochs = Epochs(settings.sampler, len(train_data), batch, settings.seed)
     if not epochs.batches:
@@ -100,7 +105,7 @@ def _train(
         "recipe": config["recipe"]["name"],
         "seed": settings.seed,
         "batch_size": batch,
-        "data": train_data.fingerprint(),
+        "data": fingerprint,
         "sampler": config["sampler"],
         "optimizer": config["optimizer"]["name"],
         "objective": list(plan.objective),
@@ -173,6 +178,20 @@ def _train(
     if ended.reason == "preempted":
         kept = "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
         raise Preempted(f"asked to stop after step {ended.step}; {kept}; start again with the same run.dir to go on")
+
+
+def _versions(kind: str) -> dict[str, str]:
+    """Of what this process has really loaded."""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if kind == "cuda" else ""  # type: ignore[attr-defined]
+    return {"dtf": __version__, "python": platform.python_version(), "torch": torch.__version__, "nccl": nccl}
+
+
+def _finds(folder: Path, run_id: str) -> bool:
+    """Whether this rank sees the folder that the launching process made: on several hosts it has to be on shared storage."""
+    try:
+        return json.loads((folder / "run.json").read_text())["id"] == run_id
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _peer_is_gone(error: BaseException) -> bool:

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = {
     "vocabulary": "dtf errors registry values",
-    "leaves: one thing each": "classes collectives devices ending eventfile feed gradients heartbeat layout links lr manifest memory metrics optimizer "
-    "options partition precision sampler schedules schema seeding slices strides supervise tracking",
+    "leaves: one thing each": "agreement classes collectives devices ending environment eventfile feed gradients heartbeat layout links lr manifest "
+    "memory metrics network optimizer options partition precision sampler schedules schema seeding slices strides supervise tracking",
     "formats of files": "commit shards untrusted",
     "contracts": "job launcher observer recipe strategy",
     "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined remat replicas screen seat "
@@ -29,7 +29,7 @@ FLOORS = {
     "options, one registered class per file": "observers optimizers recipes strategies",
     "the root config, typed": "settings",
     "front and ranks": "config describe explain run sources sweep worker",
-    "processes": "attempt forkserver rank",
+    "processes": "attempt elastic forkserver hosts rank warm watched",
     "what the fork server imports": "preload",
     "options that start processes": "launchers",
     "options that start runs": "jobs",

@@ -31,7 +31,7 @@ class TrainJob(Job):
         launcher = settings.launcher
         launcher.check(settings.strategy)
         processes, devices = launcher.count(), launcher.devices_kind()
-        run = launcher.open(composed.config, lambda folder: Run.open(composed.config, settings, processes, devices, folder))
+        run = launcher.open(composed.config, lambda folder: Run.open(composed.config, settings, processes, devices, folder), composed.command)
         self.folder = run.folder
         objective = settings.run.objective or settings.recipe.objective[0]
         observers = Observers(settings.observer if run.leader else {})
