@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
+from collections.abc import Mapping
 
 from dtf.errors import ConfigError
 from dtf.registry import suggest
 
 _SIOCGIFADDR = 0x8915
-SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""By which gloo and NCCL are told the interface."""
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def endpoint(text: str, key: str) -> tuple[str, int]:
@@ -28,6 +28,27 @@ def check_interface(name: str) -> None:
     known = [each for _, each in socket.if_nameindex()]
     if name and name not in known:
         raise ConfigError(f"launcher.interface={name} is no network interface of this host; {suggest(name, known)}")
+
+
+def socket_variables(interface: str, towards: tuple[str, int], environment: Mapping[str, str]) -> dict[str, str]:
+    """What tells gloo and NCCL their interface: `launcher.interface`; else, for gloo, the one towards rank 0, unless the environment has another.
+
+    By itself gloo takes the one of the host's name, which is often loopback or unknown. NCCL looks for the fastest, so it is left alone.
+    """
+    if interface:
+        return {_GLOO: interface, _NCCL: interface}
+    if _GLOO in environment:
+        return {}
+    try:
+        found = interface_of(own_address(*towards))
+    except OSError:
+        return {}
+    return {_GLOO: found} if found else {}
+
+
+def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same when all ranks are on this host and no interface is given."""
+    return {name: environment.get(name, "lo") for name in (_GLOO, _NCCL)}
 
 
 def own_address(host: str, port: int) -> str:

@@ -35,7 +35,9 @@ class Watched(Launcher):
     threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each rank; 0: cores divided by the ranks of this host")
     pin: bool = option(default=False, doc="give each rank cores of its own")
     env: dict[str, str] = option(factory=dict, doc="environment variables for ranks, beside those of this process: switches of NCCL, gloo, OpenMP")
-    interface: str = option(default="", doc="network interface of gloo and nccl; empty: loopback on one host, the one towards launcher.address on several")
+    interface: str = option(
+        default="", doc="network interface of gloo and nccl; empty: loopback on one host; on several gloo takes the one towards host 0, nccl chooses"
+    )
     log_dir: str = option(default="", doc="where the ranks' logs go, in a folder named as the run folder; empty: the run folder itself")
     max_restarts: int = option(
         default=NO_PROGRESS,
@@ -81,21 +83,21 @@ class Watched(Launcher):
         run: Run,
         entry: str,
         number: int,
-        interface: str,
+        sockets: dict[str, str],
         stop: Stop,
         see: Callable[[Event], None],
         store: str = "",
         listener: socket.socket | None = None,
         others: Others | None = None,
     ) -> Attempt:
-        """The ranks of this host, about to start for the time `number`. They meet at `store`, see `Attempt`."""
+        """The ranks of this host, about to start for the time `number`. `sockets`: variables that tell the interface. `store`: see `Attempt`."""
         places, pins = self._places(run.settings.strategy)
         order = {
             "entry": entry,
             "config": run.config,
             "folder": str(run.folder),
             "run_id": run.id,
-            "environment": {**os.environ, **self._sockets(interface), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **self.env},
+            "environment": {**os.environ, **sockets, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **self.env},
             "directory": os.getcwd(),
             "path": [os.path.abspath(part) for part in sys.path],
         }
@@ -126,9 +128,3 @@ class Watched(Launcher):
         ]
         shares = [cores[len(cores) * local // local_size : len(cores) * (local + 1) // local_size] for local in range(local_size)]
         return places, shares if self.pin else [[]] * local_size
-
-    def _sockets(self, interface: str) -> dict[str, str]:
-        """What tells gloo and NCCL their interface: the option, else what the caller's environment says, else `interface`."""
-        if self.interface:
-            return dict.fromkeys(network.SOCKET_VARIABLES, self.interface)
-        return {key: os.environ.get(key, interface) for key in network.SOCKET_VARIABLES if interface or key in os.environ}

@@ -40,7 +40,7 @@ class Env(Launcher):
     devices: str = option(default="auto", doc="`auto`: the GPU of the local rank if there are any; `cpu`; `cuda`; or numbers of GPUs, as in '\"0,2\"'")
     threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each rank; 0: cores divided by the ranks of this host")
     env: dict[str, str] = option(factory=dict, doc="environment variables to set before torch is imported: switches of NCCL, gloo, OpenMP")
-    interface: str = option(default="", doc="network interface of gloo and nccl; empty: they choose")
+    interface: str = option(default="", doc="network interface of gloo and nccl; empty: gloo takes the one towards rank 0, nccl chooses")
     meet_timeout_s: float = option(default=600.0, above=0, most=LONGEST_S, doc="time for all ranks to arrive and agree", unit="s")
 
     def devices_kind(self) -> str:
@@ -63,8 +63,8 @@ class Env(Launcher):
         from dtf.run import Run, versions
         from dtf.settings import typed
 
-        os.environ |= (dict.fromkeys(network.SOCKET_VARIABLES, self.interface) if self.interface else {}) | self.env
         self._me = standing(os.environ)
+        os.environ |= network.socket_variables(self.interface, (self._me.address, self._me.port), os.environ) | self.env
         store = self._meet()
         mine = {"config": shared(config), "versions": versions(), "world size": self._me.size, "devices": self.devices_kind()}
         if self._me.rank == 0:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dtf import network
 from dtf.attempt import Attempt, Stop
 from dtf.launcher import WORK, report
 from dtf.registry import register
@@ -24,7 +26,8 @@ class Local(Watched):
         with Stop() as stop:
 
             def attempt(number: int) -> Attempt:
-                return self.attempt(run, entry, number, "lo", stop, see)
+                sockets = network.socket_variables(self.interface, ("127.0.0.1", 1), os.environ) if self.interface else network.loopback_variables(os.environ)
+                return self.attempt(run, entry, number, sockets, stop, see)
 
             outcome = supervise(attempt, self.max_restarts, lambda: stop.count > 0, see)
         if outcome.cause:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -60,7 +61,6 @@ class Static(Watched):
         task = {"config": shared(config), "versions": versions(), **world}
         self._hosts = Hosts(self.node_rank, self.nodes, ranks, (host, port), self.hang_timeout_s, _say)
         try:
-            self._interface = "" if self.interface else network.interface_of(network.own_address(host, port))
             if self.node_rank == 0:
                 made: list[Run] = []
 
@@ -101,7 +101,7 @@ class Static(Watched):
             self._hosts.complete(self.meet_timeout_s, lambda: stop.count > 0)
             listener = network.listen(host, 0)
             store = f"{host}:{listener.getsockname()[1]}"
-            return self.attempt(run, entry, number, self._interface, stop, see, store, listener, self._hosts)
+            return self.attempt(run, entry, number, self._sockets(), stop, see, store, listener, self._hosts)
 
         outcome = None
         try:
@@ -123,10 +123,13 @@ class Static(Watched):
             if stop.count:
                 raise Preempted("asked to stop between two attempts; start again with the same run.dir to go on from the last checkpoint")
             try:
-                self.attempt(run, entry, int(said["begin"]), self._interface, stop, see, str(said["store"]), None, self._hosts).run()
+                self.attempt(run, entry, int(said["begin"]), self._sockets(), stop, see, str(said["store"]), None, self._hosts).run()
             except DtfError as error:
                 self._hosts.settle(Outcome(error.exit, Failed(self.node_rank, 0, int(error.exit), str(error), "")))
                 raise
+
+    def _sockets(self) -> dict[str, str]:
+        return network.socket_variables(self.interface, network.endpoint(self.address, "launcher.address"), os.environ)
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ class Torchrun(Launcher):
     devices: str = option(default="auto", doc="`auto`: GPUs if there are any; `cpu`; `cuda`; or numbers of GPUs, as in launcher.devices='\"0,2\"'")
     threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each rank; 0: cores divided by the ranks of this host")
     env: dict[str, str] = option(factory=dict, doc="environment variables for ranks, beside those of this process: switches of NCCL, gloo, OpenMP")
-    interface: str = option(default="", doc="network interface of gloo and nccl; empty: they choose")
+    interface: str = option(default="", doc="network interface of gloo and nccl; empty: gloo takes the one towards the rendezvous, nccl chooses")
     log_dir: str = option(default="", doc="where the agent puts what ranks print, a folder for each attempt; empty: this terminal")
     max_restarts: int = option(default=NO_PROGRESS, least=0, most=100, doc="restarts of a host's ranks after one of them was lost")
     meet_timeout_s: float = option(default=600.0, above=0, most=LONGEST_S, doc="time for the fewest hosts to come", unit="s")
@@ -70,20 +71,26 @@ class Torchrun(Launcher):
         """Ranks choose their `entry` themselves: they do the job of the same command line."""
         from torch.distributed.elastic.agent.server.api import WorkerSpec
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters, RendezvousTimeoutError
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousParameters, RendezvousTimeoutError
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
         from dtf.elastic import Agent
 
         os.environ |= self.env
         fewest, most = self._nodes()
-        wait = {"join_timeout": self.meet_timeout_s, "timeout": self.meet_timeout_s}
-        meeting = RendezvousParameters("c10d", self.rendezvous, _id(run), fewest, most, self._own_address(), **wait)
+        address = self._own_address()
         logs = DefaultLogsSpecs(log_dir=str(log_folder(self.log_dir, run.folder)), redirects=Std.ALL, tee=Std.ALL) if self.log_dir else DefaultLogsSpecs()
-        try:
-            handler = get_rendezvous_handler(meeting)
-        except RuntimeError as error:
-            raise PeerError(f"launcher.rendezvous={self.rendezvous} cannot be reached: {str(error).splitlines()[0]}; see job=doctor") from error
+        wait = {"join_timeout": self.meet_timeout_s, "timeout": self.meet_timeout_s, "read_timeout": max(1, int(self.meet_timeout_s))}
+        # torch would find out by this host's name who serves the rendezvous, which not every host can resolve. Of two agents on one host one serves it.
+        handler = None
+        for serves in [True, False] if self._serves(address) else [False]:
+            try:
+                handler = get_rendezvous_handler(RendezvousParameters("c10d", self.rendezvous, _id(run), fewest, most, address, is_host=serves, **wait))
+                break
+            except (RendezvousConnectionError, RuntimeError) as error:
+                if not serves:
+                    raise PeerError(f"launcher.rendezvous={self.rendezvous} cannot be reached: {str(error).splitlines()[0]}; see job=doctor") from error
+        assert handler is not None
         spec = WorkerSpec(
             role="dtf",
             local_world_size=devices.processes(self.processes, devices.choose(self.devices)),
@@ -92,7 +99,7 @@ class Torchrun(Launcher):
             rdzv_handler=handler,
             max_restarts=self.max_restarts,
             monitor_interval=0.1,
-            local_addr=self._own_address(),
+            local_addr=address,
         )
         agent = Agent(spec, logs)
         try:
@@ -120,6 +127,10 @@ class Torchrun(Launcher):
             return network.own_address(host, port)
         except OSError as error:
             raise ConfigError(f"launcher.rendezvous={self.rendezvous}: no way to {host}: {error}; see job=doctor") from error
+
+    def _serves(self, address: str) -> bool:
+        host, port = network.endpoint(self.rendezvous, "launcher.rendezvous")
+        return any(target[0] in (address, "127.0.0.1", "::1") for *_, target in socket.getaddrinfo(host, port))
 
     def _rank_command(self) -> list[str]:
         mine = {"devices": f"'{self.devices}'", "threads": self.threads, "interface": f"'{self.interface}'", "meet_timeout_s": self.meet_timeout_s}
