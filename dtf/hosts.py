@@ -26,6 +26,8 @@ _BEAT_S = 1.0
 _HELLO_S = 20.0
 """For the few lines with which a host that has connected introduces itself; a stranger that says nothing holds up nobody for longer."""
 _RETRY_S = 0.2
+_PATIENCE_S = 5.0
+"""Of waiting for a host without a word to the person who waits."""
 _LINE_BYTES = 1 << 20
 _MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
@@ -116,7 +118,7 @@ class Hosts:
         assert self._listener is not None
         deadline = time.monotonic() + timeout_s
         self._listener.settimeout(_RETRY_S)
-        told = time.monotonic() + 5.0
+        told = time.monotonic() + _PATIENCE_S
         while len(self._lines) < self.nodes - 1:
             missing = ", ".join(str(node) for node in range(1, self.nodes) if node not in self._lines)
             if stopped():
@@ -158,6 +160,7 @@ class Hosts:
         """Other hosts: come to node 0, say how this host's task differs, and return its answer. Raises what it says is wrong."""
         host, port = self._address
         where, deadline = f"launcher.address={host}:{port}", time.monotonic() + timeout_s
+        told = time.monotonic() + _PATIENCE_S
         while True:
             try:
                 line = Line(socket.create_connection(self._address, timeout=max(0.1, deadline - time.monotonic())))
@@ -171,6 +174,9 @@ class Hosts:
             except _MALFORMED as error:
                 if time.monotonic() > deadline:
                     raise PeerError(f"host 0 did not answer at {where} within {timeout_s:g} s: {error}; see job=doctor") from error
+                if told and time.monotonic() > told:
+                    self._note(f"waiting for host 0 at {host}:{port} ({error})")
+                    told = 0.0
                 time.sleep(_RETRY_S)
         if "exit" in answer:
             raise from_answer(answer)
@@ -179,6 +185,8 @@ class Hosts:
 
     def _add(self, node: int, line: Line) -> None:
         self._lines[node] = line
+        if self._ended.pop(node, None):  # it was lost between two attempts, and is here again
+            self.failed = next((each.cause for each in self._ended.values() if each.failed), None)
         self._selector.register(line.socket, selectors.EVENT_READ, node)
         while line.come:  # the first words of a run may follow the answer closely
             self._take(node, line.come.popleft())
@@ -187,19 +195,22 @@ class Hosts:
 
     def begin(self, number: int, store: str) -> None:
         """An attempt begins here; from node 0 it begins everywhere."""
-        self.failed, self._ended = None, {}
-        if self.node == 0:
+        if self.node:
+            self.failed = None
+        else:  # what was heard since the last attempt counts in this one
             self.tell({"begin": number, "store": store})
 
     def settle(self, mine: Outcome) -> Outcome:
-        """This host's attempt has ended. On node 0: wait for the others, and return the outcome of all. Elsewhere: `mine`, and node 0 knows it."""
+        """This host's attempt has ended, or cannot begin. On node 0: wait for the others; the outcome of all. Elsewhere: `mine`, and node 0 knows it."""
         if self.node:
             self.tell({"ended": mine.to_json()})
             return mine
         self._end(0, mine)
         while len(self._ended) < self.nodes:
             self.listen()
-        return together([self._ended[node] for node in sorted(self._ended)])
+        outcomes = [self._ended[node] for node in sorted(self._ended)]
+        self.failed, self._ended = None, {}
+        return together(outcomes)
 
     def next(self, patience: Callable[[], bool]) -> dict[str, Any]:
         """Other hosts: node 0's next word, `{"begin", "store"}` or `{"end"}`. PeerError when it is lost, or when `patience` is at an end."""

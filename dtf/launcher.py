@@ -57,6 +57,10 @@ class Launcher(ABC):
     def check(self, strategy: Strategy) -> None:
         """Raise ConfigError when it cannot start the processes that the strategy needs. Torch-free: called before the run folder is made."""
 
+    def meeting_point(self) -> tuple[str, int, bool] | None:
+        """Host and port where this process is to meet those of other hosts, and whether it serves them there. Default: nowhere."""
+        return None
+
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
         """The run this process takes part in: `make("")`, but for launchers whose ranks exist already, where one process makes it for all.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,10 @@ class Host:
     pid: int
     name: str
     cable: str
+    within: Sequence[str] = ()  # a command that runs its arguments
 
     def command(self, *words: str) -> list[str]:
-        return ["nsenter", f"--target={self.pid}", "--user", "--net", "--uts", "--preserve-credentials", *words]
+        return ["nsenter", f"--target={self.pid}", "--user", "--net", "--uts", "--preserve-credentials", *self.within, *words]
 
     def call(self, *words: str) -> None:
         subprocess.run(self.command(*words), check=True, capture_output=True, text=True, timeout=30)

@@ -28,7 +28,7 @@ FLOORS = {
     "engine": "checkpoint engine evidence",
     "options, one registered class per file": "observers optimizers recipes strategies",
     "the root config, typed": "settings",
-    "front and ranks": "config describe explain run sources sweep worker",
+    "front and ranks": "config describe examine explain run sources sweep worker",
     "processes": "attempt elastic forkserver hosts rank warm watched",
     "what the fork server imports": "preload",
     "options that start processes": "launchers",

@@ -14,11 +14,14 @@ from typing import Any, cast
 
 import pytest
 
+from dtf import agreement
 from dtf.environment import VARIABLES
-from dtf.errors import BusyError, DtfError, Exit
+from dtf.errors import BusyError, ConfigError, DtfError, Exit
+from dtf.launcher import Place
 from dtf.launchers.env import Env
 from dtf.run import Run
 from dtf.settings import Settings
+from dtf.world import World
 from tests.entries import listening
 
 ROOT = Path(__file__).parent.parent
@@ -126,6 +129,26 @@ def test_rank_0_hosts_the_store_on_its_address_alone(ranks, tmp_path: Path) -> N
     first, second = ranks(2, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5], hosted=False, port=free_port())
     assert first.get("folder") == second.get("folder") == str(tmp_path), (first, second)
     assert set(first["listening"]) == {"0100007F"}
+
+
+def agree(rank: int, size: int, differ: bool) -> str:
+    """What a rank hears when the last one has other data and another torch."""
+    found = {"versions": {"torch": "2.15", "nccl": ""}, "training data": "100 rows"}
+    if differ and rank == size - 1:
+        found = {"versions": {"torch": "2.14", "nccl": ""}, "training data": "90 rows"}
+    try:
+        agreement.agree(World(Place(rank=rank, size=size)), found)
+        return ""
+    except ConfigError as error:
+        return str(error)
+
+
+def test_ranks_with_other_versions_or_data_are_named_to_all(ranks) -> None:
+    assert ranks(3, "tests.test_launch_env:agree", differ=False) == ["", "", ""]
+    host = socket.gethostname()
+    how = f'training data="90 rows", rank 0 on {host} has "100 rows"; versions.torch="2.14", rank 0 on {host} has "2.15"'
+    for heard in ranks(3, "tests.test_launch_env:agree", differ=True):
+        assert heard.startswith(f"ranks differ: rank 2 on {host}: {how}; give all the same")
 
 
 SMALL = ["recipe.data.train_rows=64", "recipe.data.eval_rows=16", "step.batch_size=16", "train.steps=2", "launcher.devices=cpu", "observer=[]"]

@@ -58,6 +58,10 @@ class Env(Launcher):
             raise ConfigError(f"this strategy needs {needed} processes, {size} were started; start {needed}, or use launcher=local")
         self._device()
 
+    def meeting_point(self) -> tuple[str, int, bool]:
+        me = standing(os.environ)
+        return me.address, me.port, me.rank == 0 and not _outlives()
+
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
         """Agree with the other ranks; collective. Rank 0 makes the run for all. ConfigError names the rank that differs and in what."""
         from dtf.run import Run, versions
@@ -87,7 +91,7 @@ class Env(Launcher):
         came: list[int] = []
         try:
             for other in range(1, self._me.size):
-                if self._outlives:
+                if _outlives():
                     self._invite(store, other)
                 name, wrong = json.loads(self._get(store, f"differs/{other}", other))
                 came.append(other)
@@ -156,8 +160,7 @@ class Env(Launcher):
         from torch.distributed import PrefixStore, TCPStore
 
         me, listener = self._me, None
-        self._outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if me.rank == 0 and not self._outlives:
+        if me.rank == 0 and not _outlives():
             try:
                 listener = network.listen(me.address, me.port).detach()
             except OSError as error:
@@ -171,7 +174,7 @@ class Env(Launcher):
         except RuntimeError as error:
             raise PeerError(f"rank {me.rank} found no store at MASTER_ADDR={me.address} MASTER_PORT={me.port}: {str(error).splitlines()[0]}") from error
         self._all = PrefixStore(f"dtf/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
-        self._attempt = self._fence() if self._outlives else 0
+        self._attempt = self._fence() if _outlives() else 0
         self._store = PrefixStore(str(self._attempt), self._all)
         return self._store
 
@@ -208,3 +211,8 @@ class Env(Launcher):
             if self._me.rank == 0:
                 for other in range(1, self._me.size):
                     self._get(self._store, f"done/{other}", other)
+
+
+def _outlives() -> bool:
+    """Whether the store outlives its ranks: torchrun's agent hosts it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

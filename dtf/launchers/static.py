@@ -50,6 +50,9 @@ class Static(Watched):
             raise ConfigError(f"launcher.node_rank={self.node_rank} must be less than launcher.nodes={self.nodes}; hosts are counted from 0")
         return super().count()
 
+    def meeting_point(self) -> tuple[str, int, bool]:
+        return *network.endpoint(self.address, "launcher.address"), self.node_rank == 0
+
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
         """Meet the other hosts; collective. Host 0 makes the run for all. ConfigError names the host that differs and in what."""
         from dtf.run import Run, versions
@@ -73,9 +76,11 @@ class Static(Watched):
             told = self._hosts.follow(task, self.meet_timeout_s)
             folder = Path(str(told["folder"]))
             if not folder.is_dir():
-                raise ConfigError(
+                error = ConfigError(
                     f"host {self.node_rank} ({socket.gethostname()}) does not see the run folder {folder}; put run.dir on storage that all hosts share"
                 )
+                self._hosts.settle(self._failure(error))
+                raise error
             _say(f"host {self.node_rank} of {self.nodes} takes part in {folder}; host 0 reports")
             return Run(folder, str(told["id"]), config, typed(config), leader=False)
         except BaseException:
@@ -108,7 +113,7 @@ class Static(Watched):
             outcome = supervise(attempt, self.max_restarts, lambda: stop.count > 0, see)
             return outcome
         except DtfError as error:
-            outcome = Outcome(error.exit, Failed(0, 0, int(error.exit), str(error), ""))
+            outcome = self._failure(error)
             raise
         finally:
             if outcome:  # else a bug ends this process, and the others hear that it is gone
@@ -125,8 +130,12 @@ class Static(Watched):
             try:
                 self.attempt(run, entry, int(said["begin"]), self._sockets(), stop, see, str(said["store"]), None, self._hosts).run()
             except DtfError as error:
-                self._hosts.settle(Outcome(error.exit, Failed(self.node_rank, 0, int(error.exit), str(error), "")))
+                self._hosts.settle(self._failure(error))
                 raise
+
+    def _failure(self, error: DtfError) -> Outcome:
+        """An error of this launching process, for the other hosts; its first rank stands for it."""
+        return Outcome(error.exit, Failed(self.node_rank * (self.count() // self.nodes), 0, int(error.exit), str(error), ""))
 
     def _sockets(self) -> dict[str, str]:
         return network.socket_variables(self.interface, network.endpoint(self.address, "launcher.address"), os.environ)

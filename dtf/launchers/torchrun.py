@@ -57,6 +57,9 @@ class Torchrun(Launcher):
         if sum(strategy.roles(slots).values()) != slots:
             raise ConfigError(f"this strategy does not run on {slots} processes; use launcher=local")
 
+    def meeting_point(self) -> tuple[str, int, bool]:
+        return *network.endpoint(self.rendezvous, "launcher.rendezvous"), False
+
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
         """No folder is made here: rank 0 does it, in `run.dir`, which must be given, as hosts that come later have to know it too."""
         from dtf.run import Run, unique_id
