@@ -61,6 +61,9 @@ def test_torchrun_needs_a_run_folder(elsewhere: Path, capsys: pytest.CaptureFixt
 
     assert main(["launcher=torchrun", "launcher.rendezvous=127.0.0.1:1", "launcher.devices=cpu"]) == Exit.CONFIG
     assert "launcher=torchrun needs run.dir=FOLDER" in capsys.readouterr().err
+    assert main(["launcher=torchrun", "launcher.rendezvous=127.0.0.1:1", "launcher.devices=cpu", "run.dir=here", "checkpoint.resume=never"]) == Exit.CONFIG
+    assert "launcher=torchrun needs checkpoint.resume=auto, not never" in capsys.readouterr().err
+    assert not list(elsewhere.iterdir())
 
 
 def test_doctor_looks_at_one_host(run_dtf, tmp_path: Path) -> None:

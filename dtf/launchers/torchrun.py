@@ -67,6 +67,10 @@ class Torchrun(Launcher):
 
         if not config["run"]["dir"]:
             raise ConfigError("launcher=torchrun needs run.dir=FOLDER, on storage that all hosts share: hosts that join later go on there")
+        if config["checkpoint"].get("resume", "auto") != "auto":
+            raise ConfigError(
+                f"launcher=torchrun needs checkpoint.resume=auto, not {config['checkpoint']['resume']}: ranks that are started again go on in run.dir"
+            )
         self._command = [word for word in command if not word.lstrip("+~").startswith("launcher")]
         return Run(Path(config["run"]["dir"]).absolute(), unique_id(), config, typed(config), leader=False)
 
@@ -79,7 +83,8 @@ class Torchrun(Launcher):
 
         from dtf.elastic import Agent
 
-        os.environ |= self.env
+        # A new store for each round, hosted by its rank 0. With the shared one a host that joins later waits for an address nobody writes (torch 2.15).
+        os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **self.env}
         fewest, most = self._nodes()
         address = self._own_address()
         logs = DefaultLogsSpecs(log_dir=str(log_folder(self.log_dir, run.folder)), redirects=Std.ALL, tee=Std.ALL) if self.log_dir else DefaultLogsSpecs()
@@ -109,6 +114,11 @@ class Torchrun(Launcher):
             return agent.outcome(agent.run())  # type: ignore[arg-type]
         except SignalException:
             return Exit.PREEMPTED
+        except RendezvousConnectionError as error:  # the host that serves it has left, because the run ended or it was lost
+            code = agent.left()
+            if code == Exit.PEER:
+                raise PeerError(f"launcher.rendezvous={self.rendezvous} is gone; start all again with the same run.dir to go on") from error
+            return code
         except RendezvousTimeoutError as error:
             raise PeerError(f"fewer than {fewest} hosts came to launcher.rendezvous={self.rendezvous} within {self.meet_timeout_s:g} s") from error
         except RendezvousClosedError as error:
