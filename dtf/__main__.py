@@ -60,7 +60,7 @@ def _dispatch(argv: list[str]) -> int:
     except OSError as error:
         raise ConfigError("the current directory does not exist any more; change to one that does") from error
     if will_launch(argv):
-        from dtf.launchers.local import prestart
+        from dtf.warm import prestart
 
         prestart(argv)  # torch is imported over there while the config is composed here; only now, since it slows every answer down
     if "--version" in argv:
@@ -115,9 +115,9 @@ def _reported(action: Callable[[], int]) -> int:
 
 def _cool() -> None:
     """End what `prestart` began."""
-    local = sys.modules.get("dtf.launchers.local")
-    if local is not None:
-        local.discard()
+    warm = sys.modules.get("dtf.warm")
+    if warm is not None:
+        warm.discard()
 
 
 def _help(composer: Composer, overrides: list[str]) -> int:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from dtf.ending import Ending, Outcome, innermost, outcome, preload_error
 from dtf.errors import ORDERLY, Exit, PeerError
@@ -116,9 +116,24 @@ class Stop:
             self._waker.send(b"!", socket.MSG_DONTWAIT)
 
 
+class Others(Protocol):
+    """The other hosts of an attempt, see `hosts.Hosts`."""
+
+    failed: Failed | None  # what has happened there, so that the ranks here have to end
+
+    def fileno(self) -> int: ...  # readable when there is something to hear
+    def hear(self) -> None: ...
+    def tick(self) -> None: ...  # called at least once a second
+    def begin(self, number: int, store: str) -> None: ...
+    def settle(self, mine: Outcome) -> Outcome: ...  # of all hosts
+
+
 @dataclass
 class Attempt:
-    """Ranks at `places`, forked by `server` with the shared part `order` (see `rank.begin`). `run` may be called once."""
+    """Ranks at `places`, forked by `server` with the shared part `order` (see `rank.begin`). `run` may be called once.
+
+    They meet at `store`; rank 0, if it is here, hosts it on `listener`. Without: on loopback, all ranks are here.
+    """
 
     server: ForkServer
     order: dict[str, Any]
@@ -128,6 +143,9 @@ class Attempt:
     limits: Limits
     stop: Stop
     see: Callable[[Event], None]
+    store: str = ""
+    listener: socket.socket | None = None
+    others: Others | None = None
     saved: bool = False  # a checkpoint was written
     resumed: bool = False  # the ranks started from a checkpoint
     _ranks: list[_Rank] = field(default_factory=list)
@@ -140,26 +158,32 @@ class Attempt:
 
     def run(self) -> Outcome:
         """Start the ranks and return when all have ended. ConfigError or DtfError when the server cannot start any."""
-        self._board = Board(len(self.places))
+        self._first = self.places[0].rank
+        self._board = Board(self._first + len(self.places))
         self._selector = selectors.DefaultSelector()
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        listener = self.listener if self.store else socket.create_server(("127.0.0.1", 0), backlog=1024)
         orders = os.memfd_create("dtf-order")
         try:
+            store = self.store or f"127.0.0.1:{listener.getsockname()[1] if listener else 0}"
+            if self.others:
+                self.others.begin(self.places[0].attempt, store)
+                self._selector.register(self.others, selectors.EVENT_READ, self.others.hear)
             with open(orders, "wb", closefd=False) as file:
                 file.write(json.dumps(self.order).encode())
             self._selector.register(self.server.socket, selectors.EVENT_READ, self._on_server)
             self._selector.register(self.stop.socket, selectors.EVENT_READ, lambda: self.stop.socket.recv(64))
-            store = f"127.0.0.1:{listener.getsockname()[1]}"
             for place, pin in zip(self.places, self.pins, strict=True):
                 self._start(Place(**{**asdict(place), "store": store}), pin, [self._board.fd, orders], listener if place.rank == 0 else None)
-            listener.close()
+            if listener:
+                listener.close()
             self._watch()
-            return self._outcome()
+            return self.others.settle(self._outcome()) if self.others else self._outcome()
         except BaseException:
             self.server.close()  # and with it every rank; a later attempt shall not hear of them
             raise
         finally:
-            listener.close()
+            if listener:
+                listener.close()
             os.close(orders)
             self._selector.close()
             for rank in self._ranks:
@@ -192,6 +216,10 @@ class Attempt:
             if now - last > tick + 1.0:
                 self._awake_since = now
             last = now
+            if self.others:
+                self.others.tick()
+                if self.others.failed and not self._failing_since:
+                    self._failing_since = now
             if self._alive():
                 self._act(now)
 
@@ -279,9 +307,9 @@ class Attempt:
         elif "error" in message:
             raise preload_error(message["error"], message["traceback"])
         elif "started" in message:
-            self._ranks[message["started"]].pid = message["pid"]
+            self._ranks[message["started"] - self._first].pid = message["pid"]
         else:
-            self._end(self._ranks[message["ended"]], message["status"])
+            self._end(self._ranks[message["ended"] - self._first], message["status"])
 
     def _lose_server(self) -> None:
         """The server is dead, or as good as that: end it, and with it the ranks."""
@@ -330,4 +358,4 @@ class Attempt:
         for rank in self._ranks:
             step = self._board.read(rank.place.rank).step
             endings.append(Ending(rank.place.rank, step, rank.status or 0, rank.killed, rank.failed, rank.at, rank.printed()))
-        return outcome(endings, self._hang, self.stop.count)
+        return outcome(endings, self._hang, self.stop.count, self.others.failed if self.others else None)

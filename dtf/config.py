@@ -69,6 +69,11 @@ class Composed:
                 raise KeyProblem(missing[0], f"{missing[0]}=??? is mandatory; give {missing[0]}=VALUE")
             return make_option("job", self.config["job"])
 
+    @property
+    def command(self) -> list[str]:
+        """Arguments that compose the same config in another process."""
+        return [*self.composer.flags, *self.overrides]
+
     def check(self, data: bool = True) -> Settings:
         """The settings, once every part has agreed to them. For jobs that start ranks, before they do. ConfigError or DataError.
 
@@ -123,6 +128,7 @@ class Composer:
         JobRuntime.instance().set("name", "dtf")
         load_parts([])
         self.config_name = config_name or ROOT
+        self.flags = [f"--{key}={value}" for key, value in (("config-dir", config_dir), ("config-name", config_name)) if value]
         self.loader = loader(config_dir)
         self._plugins: list[str] = []
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from dtf.errors import ORDERLY, ConfigError, DtfError, Exit
 from dtf.values import Failed
@@ -42,10 +43,33 @@ class Outcome:
     exit: Exit
     cause: Failed | None = None
     external: bool = False
+    consequence: bool = False  # all that is known is that others were lost: whoever lost them knows more
+
+    @property
+    def failed(self) -> bool:
+        """Whether others have to end for it."""
+        return self.exit not in (Exit.OK, Exit.PREEMPTED)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Outcome:
+        """Inverse of `to_json`; ValueError, KeyError or TypeError for anything else."""
+        return cls(Exit(data["exit"]), Failed(**data["cause"]) if data["cause"] else None, data["external"], data["consequence"])
 
 
-def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int) -> Outcome:
-    """The one cause of an attempt's end. `hang`: the launching process found ranks silent and killed them; `stop_signals`: it was asked to stop.
+def together(outcomes: list[Outcome]) -> Outcome:
+    """The outcome of an attempt from those of its hosts: the failure that is not about a lost peer, of these the one that came first in the run."""
+    failures = [each for each in outcomes if each.failed]
+    if failures:
+        return min(failures, key=lambda each: (each.consequence, each.cause.step if each.cause else 0))
+    return next((each for each in outcomes if each.exit), Outcome(Exit.OK))
+
+
+def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int, elsewhere: Failed | None = None) -> Outcome:
+    """The one cause of an attempt's end. `hang`: the launching process found ranks silent and killed them; `stop_signals`: it was asked to stop;
+    `elsewhere`: another host failed, for which these ranks were killed.
 
     A death by signal comes before all words: the others' words are then about a lost connection. Among words the earliest
     counts that is not about a lost peer.
@@ -61,9 +85,12 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int) -> Ou
     if words and words[0].failed:
         cause = words[0].failed
         known = cause.exit in list(Exit)
-        return Outcome(Exit(cause.exit) if known else Exit.BUG, cause, external=cause.exit == Exit.PEER)
-    if hang:
+        lost = cause.exit == Exit.PEER
+        return Outcome(Exit(cause.exit) if known else Exit.BUG, cause, external=lost, consequence=lost)
+    if hang and hang.message:  # else killed for another reason before it was described
         return Outcome(Exit.PEER, hang, external=True)
+    if elsewhere:
+        return Outcome(Exit.PEER, elsewhere, external=True, consequence=True)
     silent = [ending for ending in own if not ending.signal]
     if silent:
         return _gone(silent[0], f"ended with exit status {silent[0].code} without saying why")

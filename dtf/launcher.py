@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import Exit, error_line
+from dtf.errors import ConfigError, Exit, error_line
+from dtf.schema import KeyProblem, show
 from dtf.values import Failed
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 LONGEST_S = 1_000_000
 """Of all times to wait, 11 days: poll(2) takes no more than twice that."""
+WORK = "dtf.worker:work"
+"""What a rank does unless a job says otherwise: a function `module:function`, see `rank.Entry`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +60,43 @@ class Launcher(ABC):
     def check(self, strategy: Strategy) -> None:
         """Raise ConfigError when it cannot start the processes that the strategy needs. Torch-free: called before the run folder is made."""
 
-    def open(self, config: dict[str, Any], make: Callable[[str], Run]) -> Run:
+    def meeting_point(self) -> tuple[str, int, bool] | None:
+        """Host and port where this process is to meet those of other hosts, and whether it serves them there. Default: nowhere."""
+        return None
+
+    def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
         """The run this process takes part in: `make("")`, but for launchers whose ranks exist already, where one process makes it for all.
 
         `make(folder)` goes on in the folder of an earlier attempt of the same run; "" lets the config decide.
+        `command`: the arguments of the command line that composed this config, for launchers that start others to do so too.
         """
         return make("")
 
     @abstractmethod
-    def launch(self, run: Run, see: Callable[[Event], None]) -> int:
-        """Run the ranks to their end, restarting as configured; feed every event of the run to `see`. Returns an exit code.
+    def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
+        """Run ranks of the function `entry` to their end, restarting as configured; feed every event of the run to `see`. Returns an exit code.
 
         A failure of the ranks is also printed, see `report`; one of the launcher itself is raised as a DtfError.
         """
+
+
+def check_environment(env: dict[str, str]) -> None:
+    """ConfigError unless `launcher.env` holds names and values of environment variables."""
+    for name, value in env.items():
+        if not name or "=" in name:
+            raise KeyProblem("launcher.env", f"launcher.env.{show(name)}={show(value)} must be a name without '=', and its value")
+
+
+def log_folder(log_dir: str, run_folder: Path) -> Path:
+    """Where the logs of a run's ranks go: the run folder, or one of the same name in `launcher.log_dir`, made here. ConfigError when it cannot be."""
+    if not log_dir:
+        return run_folder
+    folder = Path(log_dir, run_folder.name).absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"launcher.log_dir={log_dir}: {folder} cannot be made: {error.strerror}") from error
+    return folder
 
 
 def report(failure: Failed) -> None:

@@ -107,7 +107,7 @@ def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path |
     launcher = settings.launcher
     launcher.check(settings.strategy)
     processes, devices = launcher.count(), launcher.devices_kind()
-    run = launcher.open(composed.config, lambda folder: Run.open(composed.config, settings, processes, devices, folder))
+    run = launcher.open(composed.config, lambda folder: Run.open(composed.config, settings, processes, devices, folder), composed.command)
     exit, cause = Exit.BUG, "an exception in the launching process"
 
     def see(event: Event) -> None:

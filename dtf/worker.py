@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
 import threading
 import traceback
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from dtf import __version__, budget, export, heartbeat, inference
+from dtf.agreement import agree, digest
 from dtf.build import sketch
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
@@ -27,14 +28,15 @@ from dtf.engine import RECENT, Loop, fit
 from dtf.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.loader import Loader
-from dtf.memory import Memory, Meter, table_row
+from dtf.memory import Memory, Meter
 from dtf.observer import Probes
+from dtf.overview import overview
 from dtf.patterns import check_used
-from dtf.precision import Cast, set_switches
+from dtf.precision import set_switches
 from dtf.recipe import Recipe
+from dtf.record import Record
 from dtf.run import flat
-from dtf.sampler import Epochs, Sequential, cut
-from dtf.schema import show, to_plain
+from dtf.sampler import Epochs, Sequential
 from dtf.settings import Settings, typed
 from dtf.strategy import Program, Task
 from dtf.values import Ended, Event, Failed, Measured, Note, Started
@@ -95,6 +97,9 @@ def _train(
     train_data, eval_data = recipe.open_data("train", settings.seed), recipe.open_data("eval", settings.seed)
     if not len(train_data) or not len(eval_data):
         raise DataError(f"recipe={config['recipe']['name']}: {len(train_data)} training and {len(eval_data)} evaluation rows; both need at least one")
+    fingerprint = train_data.fingerprint()
+    data = {"training data": fingerprint, "evaluation data": eval_data.fingerprint(), "finds the run folder": _finds(folder, run_id)}
+    agree(world, {"versions": _versions(kind), "digest of the config": digest(config), **data})
     batch = settings.step.batch_size
     if settings.sampler.repeats and not train_data.repeats:
         raise ConfigError(
@@ -111,7 +116,7 @@ def _train(
     model = sketch(recipe)
     check_used("recipe.model.freeze", recipe.fine_tuning.freeze, dict(model.named_parameters()))
     check_used("optimizer.lr_factors", settings.optimizer.lr_factors, dict(model.named_parameters()))
-    weights, digest, found = _weights(recipe, model, world)
+    weights, weights_digest, found = _weights(recipe, model, world)
     optimizer = averaged(settings.optimizer, settings.step.ema)
     program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights), world)
     if train_data.pairs and program.micro_batch_rows % 2:
@@ -128,11 +133,11 @@ def _train(
         "recipe": config["recipe"]["name"],
         "seed": settings.seed,
         "batch_size": batch,
-        "data": train_data.fingerprint(),
+        "data": fingerprint,
         "sampler": config["sampler"],
         "optimizer": config["optimizer"]["name"],
         "objective": list(plan.objective),
-        "recipe.model.weights": digest,
+        "recipe.model.weights": weights_digest,
         "recipe.model.freeze": recipe.fine_tuning.freeze,
         "averaged weights (step.ema)": bool(settings.step.ema),
     }
@@ -164,13 +169,13 @@ def _train(
             start,
             plan.total,
             epochs.batches,
-            _table(settings, config, folder, model, program, world, plan, planned, len(train_data), len(eval_data))
-            | ({"weights": f"{weights.about}, {digest[:19]}: {found.text()}"} if weights and found else {}),
+            overview(settings, config, folder, model, program, world, plan, planned, len(train_data), len(eval_data))
+            | ({"weights": f"{weights.about}, {weights_digest[:19]}: {found.text()}"} if weights and found else {}),
             place.attempt,
             recent,
         )
     )
-    record = _Record(folder, world.rank, start) if options.record else None
+    record = Record(folder, world.rank, start) if options.record else None
     probes = _probes(settings, place, folder, send)
     loop = Loop(
         program=program,
@@ -225,6 +230,20 @@ def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | 
     if other is not None:
         raise DataError(f"{key}={place} is another file on rank {other} than on rank 0; copy one to all hosts")
     return weights, digest, found
+
+
+def _versions(kind: str) -> dict[str, str]:
+    """Of what this process has really loaded."""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if kind == "cuda" else ""  # type: ignore[attr-defined]
+    return {"dtf": __version__, "python": platform.python_version(), "torch": torch.__version__, "nccl": nccl}
+
+
+def _finds(folder: Path, run_id: str) -> bool:
+    """Whether this rank sees the folder that the launching process made: on several hosts it has to be on shared storage."""
+    try:
+        return json.loads((folder / "run.json").read_text())["id"] == run_id
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _peer_is_gone(error: BaseException) -> bool:
@@ -304,43 +323,6 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _table(
-    settings: Settings,
-    config: dict[str, Any],
-    folder: Path,
-    model: nn.Module,
-    program: Program,
-    world: World,
-    plan: Plan,
-    planned: list[Memory],
-    train_rows: int,
-    eval_rows: int,
-) -> dict[str, Any]:
-    """What the start-up table shows."""
-    parameters, learning = (sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True))
-    frozen = f" ({learning:,} of them learn)" if learning < parameters else ""
-    batch, shares = settings.step.batch_size, program.shares
-    bounds = cut(batch, program.micro_batch_rows)
-    kind = "rank" if world.size == shares else "replica"
-    devices = max(shares, world.size)
-    words = [config["strategy"]["name"]]
-    words += [f"{key}={show(config['strategy'][key])}" for key, value in to_plain(type(settings.strategy)()).items() if config["strategy"][key] != value]
-    precision = settings.precision
-    how = "" if precision.compute is precision.param else " (autocast)" if precision.cast is Cast.autocast else " on a copy of them"
-    threads = world.place.threads
-    return {
-        "recipe": f"{config['recipe']['name']}: {parameters:,} parameters{frozen}, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
-        "strategy": f"{' '.join(words)} on {devices} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a process",
-        "precision": f"{precision.param.value} parameters, {precision.compute.value} arithmetic{how}",
-        "batch": f"{batch} rows a step = {len(bounds) - 1} micro-batches of {bounds[1]} over {shares} {kind}{'s' if shares > 1 else ''}",
-        **program.about(),
-        **(table_row(planned) if planned else {}),
-        "length": f"{plan.total:,} steps",
-        "run folder": str(folder),
-        "versions": f"dtf {__version__}, torch {torch.__version__}",
-    }
-
-
 def _probes(settings: Settings, place: Place, folder: Path, send: Callable[[Event], None]) -> Probes:
     """What the observers want to see from inside this rank."""
     found = {name: observer.probe(place, folder, lambda text: send(Note("info", text))) for name, observer in settings.observer.items()}
@@ -357,26 +339,3 @@ def _both(first: Callable[[str, int], None], second: Callable[[str, int], None])
 
 def _nobody(event: Event) -> None:
     """Ranks other than 0 report nothing."""
-
-
-class _Record:
-    """Evidence of what this rank did, in JSON lines: the sample ids of each step, and at the end a digest of each parameter it holds."""
-
-    def __init__(self, folder: Path, rank: int, start: int) -> None:
-        path = folder / f"record_rank_{rank}.jsonl"
-        kept = []
-        if path.exists():  # steps that the killed attempt did after its last checkpoint are done again
-            complete = [line for line in path.read_text().splitlines() if line.endswith("}")]
-            kept = [line for line in complete if json.loads(line).get("step", start) < start]
-        self._file = path.open("w")
-        self._file.writelines(f"{line}\n" for line in kept)
-
-    def write(self, step: int, ids: np.ndarray) -> None:
-        self._file.write(json.dumps({"step": step, "ids": [i for i in ids.tolist() if i >= 0]}) + "\n")
-        self._file.flush()
-
-    def close(self, copies: list[dict[str, torch.Tensor]]) -> None:
-        for held in copies:
-            digests = {name: zlib.crc32(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data) for name, t in held.items()}
-            self._file.write(json.dumps({"held": digests}) + "\n")
-        self._file.close()

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from dtf.launchers import local
+from dtf import warm
 from dtf.observer import Observer
 from dtf.registry import option, register
 from dtf.values import Event, Measured
@@ -21,5 +21,5 @@ class Assassin(Observer):
     def see(self, event: Event) -> None:
         if isinstance(event, Measured) and event.step == self.step and not hasattr(self, "done"):
             self.done = True
-            server = local.warm({}).pid
+            server = warm.warm({}).pid
             os.kill(int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[-1]), signal.SIGKILL)

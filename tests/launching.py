@@ -33,5 +33,5 @@ def launch(entry: str, folder: Path, config: dict[str, Any] | None = None, **opt
     settings = cast(Settings, SimpleNamespace(strategy=Ddp()))
     run = Run(folder, unique_id(), {"launcher": os.getpid(), "strategy": {"name": "ddp"}, **(config or {})}, settings)
     launcher: Local = make_option("launcher", fit_option("launcher", {"name": "local", "processes": 2, "devices": "cpu", **options}, "launcher"))
-    code = launcher.start(run, events.append, entry)
+    code = launcher.launch(run, events.append, entry)
     return Launched(code, events, folder)

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dtf import warm
 from dtf.attempt import Attempt, Limits, Stop
 from dtf.launcher import Place
-from dtf.launchers import local
 from dtf.values import Event
 
-if "pytest" not in local.PRELOAD:
-    local.PRELOAD.append("pytest")  # test modules import it; in each rank that takes longer than most tests
+if "pytest" not in warm.PRELOAD:
+    warm.PRELOAD.append("pytest")  # test modules import it; in each rank that takes longer than most tests
 
 
 def ranks(count: int, target: str, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
@@ -41,7 +41,7 @@ def ranks(count: int, target: str, timeout_s: float = 60.0, **arguments: Any) ->
         places = [Place(rank=rank, size=count, local_rank=rank, local_size=count, slots=count, threads=1, prefix=order["run_id"]) for rank in range(count)]
         limits = Limits(hang_timeout_s=timeout_s, start_timeout_s=timeout_s, grace_s=0.0)
         with contextlib.closing(Stop()) as stop:  # not entered: Ctrl-C is pytest's
-            outcome = Attempt(local.warm({}), order, places, [[]] * count, Path(folder), limits, stop, lambda event: None).run()
+            outcome = Attempt(warm.warm({}), order, places, [[]] * count, Path(folder), limits, stop, lambda event: None).run()
         if outcome.cause:
             log = Path(folder, f"rank_{outcome.cause.rank}.log").read_text(errors="replace")
             raise AssertionError(f"{target}: rank {outcome.cause.rank} of {count}: {outcome.cause.message}\n{outcome.cause.traceback}\nits log:\n{log[-4000:]}")

@@ -66,7 +66,7 @@ def test_every_option_composes_and_is_typed(composer: Composer, group: str) -> N
     for name in composer.options(group):
         composed = composer.compose([f"{group}=[{name}]" if group == "observer" else f"{group}={name}"])
         missing = unset(composed.config)
-        composed = composed.recompose([f"{key}=given" for key in missing]) if missing else composed
+        composed = composed.recompose([f"{key}=1" for key in missing]) if missing else composed
         part = getattr(composed.settings, group)
         node = next(iter(composed.config[group].values())) if group == "observer" else composed.config[group]
         assert node["name"] == name or composer.is_file(group, name)

@@ -14,10 +14,14 @@ from typing import Any, cast
 
 import pytest
 
+from dtf import agreement
+from dtf.environment import VARIABLES
 from dtf.errors import BusyError, ConfigError, DtfError, Exit
-from dtf.launchers.env import VARIABLES, Env, differences
+from dtf.launcher import Place
+from dtf.launchers.env import Env
 from dtf.run import Run
 from dtf.settings import Settings
+from dtf.world import World
 from tests.entries import listening
 
 ROOT = Path(__file__).parent.parent
@@ -29,46 +33,22 @@ def environment(monkeypatch: pytest.MonkeyPatch):
     """`environment(RANK="1")`: those of the variables, and no others."""
 
     def make(**values: str) -> None:
-        for names in VARIABLES.values():
-            for name in names:
-                monkeypatch.delenv(name, raising=False)
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
         for name, value in values.items():
             monkeypatch.setenv(name, value)
 
     return make
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 def test_the_world_comes_from_the_environment(environment) -> None:
     environment(**HERE)
     assert Env().count() == 4
-    environment(SLURM_PROCID="1", SLURM_NTASKS="3", SLURM_LOCALID="0", SLURM_NTASKS_PER_NODE="1", MASTER_ADDR="host", MASTER_PORT="1")
-    assert Env().count() == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (dict.fromkeys(HERE, ""), "needs the variables RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start with torchrun"),
-        ({"MASTER_PORT": "", "RANK": ""}, "needs the variables RANK, MASTER_PORT"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is no number"),
-        ({"RANK": "4"}, "RANK=4 must be less than WORLD_SIZE=4"),
-    ],
-)
-def test_what_is_missing_is_named(environment, changes: dict[str, str], words: str) -> None:
-    environment(**{**HERE, **changes})
-    with pytest.raises(ConfigError, match=words):
-        Env().count()
-
-
-def test_differences_are_told_leaf_by_leaf() -> None:
-    expected = {"config": {"seed": 0, "recipe": {"name": "a", "depth": 8}}, "versions": {"torch": "2.15"}}
-    found = {"config": {"seed": 1, "recipe": {"name": "a", "depth": 8, "more": [1]}}, "versions": {"torch": "2.14"}}
-    assert list(differences(expected, found)) == [
-        "recipe.more=[1], rank 0 has null",
-        "seed=1, rank 0 has 0",
-        'versions.torch="2.14", rank 0 has "2.15"',
-    ]
-    assert not list(differences(expected, expected))
 
 
 def meet(
@@ -81,7 +61,7 @@ def meet(
     store: Any = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(sizes[rank] if sizes else size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(sizes[rank] if sizes else size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port if hosted else port), "TORCHELASTIC_USE_AGENT_STORE": str(hosted)}
     made: list[str] = []
 
@@ -118,20 +98,20 @@ def test_rank_0_makes_the_folder_for_all(ranks, tmp_path: Path) -> None:
 def test_a_rank_that_differs_is_named_to_all(ranks, tmp_path: Path) -> None:
     for found in ranks(3, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5, 6]):
         assert found["exit"] == Exit.CONFIG and found["made"] == []
-        assert found["message"].startswith("rank 2 differs from rank 0: seed=6, rank 0 has 5; ")
+        assert found["message"].startswith(f"rank 2 on {socket.gethostname()} differs from rank 0: seed=6, rank 0 has 5; ")
 
 
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 2], [3, 2, 3]])
 def test_a_rank_of_another_world_is_named(ranks, tmp_path: Path, sizes: list[int]) -> None:
-    for found in ranks(len(sizes), "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5] * len(sizes), sizes=sizes):
+    for found in ranks(len(sizes), "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5] * len(sizes), sizes=sizes, hosted=False, port=free_port()):
         assert found["exit"] == Exit.CONFIG and found["made"] == []
-        assert found["message"].startswith(f"rank 1 differs from rank 0: WORLD_SIZE={sizes[1]}, rank 0 has {sizes[0]}; ")
+        assert found["message"].startswith(f"rank 1 on {socket.gethostname()} differs from rank 0: world size={sizes[1]}, rank 0 has {sizes[0]}; ")
 
 
 def test_a_rank_that_nobody_waits_for_ends_by_itself(ranks, tmp_path: Path) -> None:
-    *others, extra = ranks(3, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5, 5], sizes=[2, 2, 3])
+    *others, extra = ranks(3, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5, 5], sizes=[2, 2, 3], hosted=False, port=free_port())
     assert [other["id"] for other in others] == ["run-0", "run-0"]
-    assert extra["exit"] == Exit.CONFIG and extra["message"].startswith("rank 2 differs from rank 0: WORLD_SIZE=3, rank 0 has 2; ")
+    assert extra["exit"] == Exit.CONFIG and extra["message"].startswith(f"rank 2 on {socket.gethostname()} differs from rank 0: world size=3, rank 0 has 2; ")
 
 
 def test_a_busy_folder_ends_all_ranks(ranks, tmp_path: Path) -> None:
@@ -146,11 +126,29 @@ def test_ranks_restarted_by_torchrun_go_on_in_the_first_folder(ranks, tmp_path: 
 
 
 def test_rank_0_hosts_the_store_on_its_address_alone(ranks, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    first, second = ranks(2, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5], hosted=False, port=port)
+    first, second = ranks(2, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5], hosted=False, port=free_port())
     assert first.get("folder") == second.get("folder") == str(tmp_path), (first, second)
     assert set(first["listening"]) == {"0100007F"}
+
+
+def agree(rank: int, size: int, differ: bool) -> str:
+    """What a rank hears when the last one has other data and another torch."""
+    found = {"versions": {"torch": "2.15", "nccl": ""}, "training data": "100 rows"}
+    if differ and rank == size - 1:
+        found = {"versions": {"torch": "2.14", "nccl": ""}, "training data": "90 rows"}
+    try:
+        agreement.agree(World(Place(rank=rank, size=size)), found)
+        return ""
+    except ConfigError as error:
+        return str(error)
+
+
+def test_ranks_with_other_versions_or_data_are_named_to_all(ranks) -> None:
+    assert ranks(3, "tests.test_launch_env:agree", differ=False) == ["", "", ""]
+    host = socket.gethostname()
+    how = f'training data="90 rows", rank 0 on {host} has "100 rows"; versions.torch="2.14", rank 0 on {host} has "2.15"'
+    for heard in ranks(3, "tests.test_launch_env:agree", differ=True):
+        assert heard.startswith(f"ranks differ: rank 2 on {host}: {how}; give all the same")
 
 
 SMALL = ["recipe.data.train_rows=64", "recipe.data.eval_rows=16", "step.batch_size=16", "train.steps=2", "launcher.devices=cpu", "observer=[]"]
@@ -178,7 +176,7 @@ def test_env_says_what_is_missing(run_dtf, environment) -> None:
     environment()
     done = run_dtf("launcher=env", *SMALL)
     assert done.code == Exit.CONFIG
-    assert "launcher=env needs the variables RANK" in done.err
+    assert "launcher=env finds no rank in the environment, none of RANK (torchrun), " in done.err
     assert not done.folder.exists()
 
 

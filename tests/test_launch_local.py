@@ -17,12 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from dtf import attempt
+from dtf import attempt, warm, watched
 from dtf.attempt import Attempt, Limits, Stop
 from dtf.errors import ConfigError, Exit
 from dtf.forkserver import ForkServer
 from dtf.launcher import Place
-from dtf.launchers import local
 from dtf.values import Ended, Failed, Note, Started
 from tests.launching import Launched, launch
 
@@ -33,7 +32,7 @@ Start = Callable[..., Launched]
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("add", config={...}, threads=1)`: launch an entry of tests/entries.py. Afterwards no rank may be left."""
     yield lambda name, **options: launch(f"tests.entries:{name}", tmp_path, **options)
-    assert not children_of(local.warm({}).pid)
+    assert not children_of(warm.warm({}).pid)
 
 
 def children_of(pid: int) -> list[str]:
@@ -53,7 +52,8 @@ def test_ranks_meet_report_and_log(start: Start) -> None:
 
 
 def test_the_launching_process_has_no_torch_of_its_own() -> None:
-    code = "import sys, dtf.launchers.local, dtf.launchers.inline, dtf.launchers.env, dtf.run; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    names = "dtf.launchers.local, dtf.launchers.static, dtf.launchers.torchrun, dtf.launchers.inline, dtf.launchers.env, dtf.run"
+    code = f"import sys, {names}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=False).returncode == 0
 
 
@@ -67,7 +67,7 @@ def test_a_rank_finds_the_world_as_it_is_now(start: Start, monkeypatch: pytest.M
         assert place["directory"] == str(tmp_path)
         assert place["environment"] == {"DTF_TEST_NOW": "yes", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         assert place["threads"] == 3
-        assert place["files"] <= local.files(2)
+        assert place["files"] <= warm.files(2)
         assert place["listening"] and set(place["listening"]) == {"0100007F"}, "nothing listens but on loopback"
     if len(os.sched_getaffinity(0)) > 1:
         assert sorted(core for place in places for core in place["cores"]) == sorted(os.sched_getaffinity(0))
@@ -75,14 +75,14 @@ def test_a_rank_finds_the_world_as_it_is_now(start: Start, monkeypatch: pytest.M
 
 
 def test_launcher_env_is_there_from_the_first_import(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_server", None)  # the warm one is for the others
-    monkeypatch.setattr(local, "PRELOAD", ["json"])
+    monkeypatch.setattr(warm, "_server", None)  # the warm one is for the others
+    monkeypatch.setattr(warm, "PRELOAD", ["json"])
     done = start("add", env={"DTF_TEST_VALUE": "7"}, interface="lo", processes=1)
     here = json.loads((done.folder / "0.json").read_text())
     assert here["environment"]["DTF_TEST_VALUE"] == "7"
     server = here["server"]
     assert b"DTF_TEST_VALUE=7" in Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
-    local.discard()
+    warm.discard()
     assert not Path(f"/proc/{server}").exists()
 
 
@@ -303,7 +303,7 @@ def test_impossible_options_are_refused(tmp_path: Path, options: dict, words: st
 
 
 def test_a_limit_of_open_files_that_ranks_would_run_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local.devices, "allow_files", lambda count: 20)
+    monkeypatch.setattr(watched.devices, "allow_files", lambda count: 20)
     with pytest.raises(ConfigError, match=r"launcher.processes=2 needs \d+ open files in one process, this shell allows 20; see ulimit -n"):
         launch("tests.entries:add", tmp_path)
 
@@ -325,7 +325,7 @@ def test_a_limit_of_open_files_that_ranks_would_run_into_is_refused(tmp_path: Pa
 )
 def test_torch_starts_loading_only_for_runs_of_this_host(monkeypatch: pytest.MonkeyPatch, argv: list[str], starts: bool) -> None:
     made = []
-    monkeypatch.setattr(local, "_server", None)
-    monkeypatch.setattr(local, "ForkServer", lambda *_: made.append(1))
-    local.prestart(argv)
+    monkeypatch.setattr(warm, "_server", None)
+    monkeypatch.setattr(warm, "ForkServer", lambda *_: made.append(1))
+    warm.prestart(argv)
     assert bool(made) == starts

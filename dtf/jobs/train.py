@@ -45,7 +45,7 @@ class TrainJob(Job):
                 raise error
             return run
 
-        run = launcher.open(composed.config, make)
+        run = launcher.open(composed.config, make, composed.command)
         self.folder = run.folder
         objective = settings.run.objective or settings.recipe.objective[0]
         observers = Observers(settings.observer if run.leader else {})

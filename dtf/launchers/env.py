@@ -8,17 +8,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf import devices
+from dtf import devices, network
+from dtf.agreement import differences, from_answer, refusal, shared, to_answer
 from dtf.devices import MOST_THREADS
+from dtf.environment import standing
 from dtf.errors import ConfigError, DtfError, Exit, PeerError
-from dtf.launcher import LONGEST_S, Launcher, Place, report
+from dtf.launcher import LONGEST_S, WORK, Launcher, Place, check_environment, report
 from dtf.registry import option, register
 from dtf.values import Event, Failed
 
@@ -27,16 +31,6 @@ if TYPE_CHECKING:
 
     from dtf.run import Run
     from dtf.strategy import Strategy
-
-VARIABLES = {
-    "RANK": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-    "WORLD_SIZE": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    "LOCAL_RANK": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
-    "LOCAL_WORLD_SIZE": ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-    "MASTER_ADDR": ("MASTER_ADDR",),
-    "MASTER_PORT": ("MASTER_PORT",),
-}
-"""What a rank must know of itself, and under which names torchrun, Slurm, Open MPI and MPICH tell it; the first that is set counts."""
 
 
 @register("launcher", "env")
@@ -47,39 +41,49 @@ class Env(Launcher):
 
     devices: str = option(default="auto", doc="`auto`: the GPU of the local rank if there are any; `cpu`; `cuda`; or numbers of GPUs, as in '\"0,2\"'")
     threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each rank; 0: cores divided by the ranks of this host")
+    env: dict[str, str] = option(factory=dict, doc="environment variables to set before torch is imported: switches of NCCL, gloo, OpenMP")
+    interface: str = option(default="", doc="network interface of gloo and nccl; empty: gloo takes the one towards rank 0, nccl chooses")
     meet_timeout_s: float = option(default=600.0, above=0, most=LONGEST_S, doc="time for all ranks to arrive and agree", unit="s")
 
     def devices_kind(self) -> str:
         return devices.choose(self.devices).kind
 
     def count(self) -> int:
-        return _environment()["WORLD_SIZE"]
+        check_environment(self.env)
+        network.check_interface(self.interface)
+        return standing(os.environ).size
 
     def check(self, strategy: Strategy) -> None:
-        values = _environment()
-        size = sum(strategy.roles(values["WORLD_SIZE"]).values())
-        if size != values["WORLD_SIZE"]:
-            raise ConfigError(f"this strategy needs {size} processes, WORLD_SIZE={values['WORLD_SIZE']} were started; start {size}, or use launcher=local")
-        devices.device_of(values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"], devices.choose(self.devices))
+        size = standing(os.environ).size
+        needed = sum(strategy.roles(size).values())
+        if needed != size:
+            raise ConfigError(f"this strategy needs {needed} processes, {size} were started; start {needed}, or use launcher=local")
+        self._device()
 
-    def open(self, config: dict[str, Any], make: Callable[[str], Run]) -> Run:
+    def meeting_point(self) -> tuple[str, int, bool]:
+        me = standing(os.environ)
+        return me.address, me.port, me.rank == 0 and not _outlives()
+
+    def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
         """Agree with the other ranks; collective. Rank 0 makes the run for all. ConfigError names the rank that differs and in what."""
         from dtf.run import Run, versions
         from dtf.settings import typed
 
+        self._me = standing(os.environ)
+        os.environ |= network.socket_variables(self.interface, (self._me.address, self._me.port), os.environ) | self.env
         store = self._meet()
-        mine = {"config": config, "versions": versions(), "WORLD_SIZE": self._size}
-        if self._rank == 0:
+        mine = {"config": shared(config), "versions": versions(), "world size": self._me.size, "devices": self.devices_kind()}
+        if self._me.rank == 0:
             return self._lead(store, mine, make)
         expected = json.loads(self._get(store, "task", 0))
-        wrong = "; ".join(differences(expected, mine))
-        store.set(f"differs/{self._rank}", wrong)
+        wrong = "; ".join(differences(expected, mine, "rank 0"))
+        store.set(f"differs/{self._me.rank}", json.dumps([self._name(), wrong]))
         answer = json.loads(self._get(store, "run", 0))
-        store.set(f"heard/{self._rank}", "")
+        store.set(f"heard/{self._me.rank}", "")
         if "folder" not in answer:
-            raise _error(answer)
+            raise from_answer(answer)
         if wrong:  # rank 0 was told to expect fewer ranks than this one, and did not listen
-            raise _differs(self._rank, wrong)
+            raise refusal(self._name(), "rank 0", wrong)
         return Run(Path(answer["folder"]), answer["id"], config, typed(config), leader=False)
 
     def _lead(self, store: Store, task: dict[str, Any], make: Callable[[str], Run]) -> Run:
@@ -88,44 +92,45 @@ class Env(Launcher):
         answer: dict[str, Any] = {}
         came: list[int] = []
         try:
-            for other in range(1, self._size):
-                wrong = self._get(store, f"differs/{other}", other).decode()
+            for other in range(1, self._me.size):
+                if _outlives():
+                    self._invite(store, other)
+                name, wrong = json.loads(self._get(store, f"differs/{other}", other))
                 came.append(other)
                 if wrong:
-                    raise _differs(other, wrong)
-            before = f"{self._runs}/folder"  # torchrun's store outlives a restart: go on in the folder of the first attempt
+                    raise refusal(name, "rank 0", wrong)
+            before = "folder"  # a store that outlives its ranks tells the folder of the first attempt
             run = make(self._all.get(before).decode() if self._all.check([before]) else "")
             self._all.set(before, str(run.folder))
             answer = {"folder": str(run.folder), "id": run.id}
             return run
         except DtfError as error:
-            answer = {"exit": int(error.exit), "message": str(error)}
+            answer = to_answer(error)
             raise
         finally:
             store.set("run", json.dumps(answer))
             if "folder" not in answer:  # this process ends, and the store with it
                 with contextlib.suppress(RuntimeError):
-                    came += [other for other in range(1, self._size) if other not in came and store.check([f"differs/{other}"])]
+                    came += [other for other in range(1, self._me.size) if other not in came and store.check([f"differs/{other}"])]
                     store.wait([f"heard/{other}" for other in came], timedelta(seconds=10))
 
-    def launch(self, run: Run, see: Callable[[Event], None]) -> int:
-        from dtf.worker import work
+    def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
+        from dtf.rank import entry as function
 
-        values = _environment()
-        rank, size, local_size = self._rank, self._size, values["LOCAL_WORLD_SIZE"]
-        roles = [role for role, number in run.settings.strategy.roles(size).items() for _ in range(number)]
+        me = self._me
+        roles = [role for role, number in run.settings.strategy.roles(me.size).items() for _ in range(number)]
         place = Place(
-            rank=rank,
-            size=size,
-            local_rank=values["LOCAL_RANK"],
-            local_size=local_size,
-            role=roles[rank],
-            slots=size,
-            device=devices.device_of(values["LOCAL_RANK"], local_size, devices.choose(self.devices)),
-            threads=self.threads or max(1, devices.cores() // local_size),
-            store=f"{values['MASTER_ADDR']}:{values['MASTER_PORT']}",
-            prefix=f"{run.id}/{_restarts()}",
-            attempt=_restarts(),
+            rank=me.rank,
+            size=me.size,
+            local_rank=me.local_rank,
+            local_size=me.local_size,
+            role=roles[me.rank],
+            slots=me.size,
+            device=self._device(),
+            threads=self.threads or max(1, devices.cores() // me.local_size),
+            store=f"{me.address}:{me.port}",
+            prefix=f"{run.id}/{self._attempt}",
+            attempt=self._attempt,
         )
         failed: list[Failed] = []
         lock = threading.Lock()  # a checkpoint may be reported from a thread of its own
@@ -136,35 +141,64 @@ class Env(Launcher):
                     failed.append(event)
                 see(event)
 
-        exit = work(run.config, str(run.folder), run.id, place, hear)
+        exit = function(entry)(run.config, str(run.folder), run.id, place, hear)
         if failed:
             report(failed[0])
         self._part(exit)
         return exit
 
+    def _device(self) -> str:
+        """The GPU of this rank, or `cpu`. A starter that shows each process one GPU has chosen it already."""
+        me, chosen = standing(os.environ), devices.choose(self.devices)
+        if self.devices in ("auto", "cuda") and len(chosen.indices) == 1:
+            return devices.device_of(0, 1, chosen)
+        return devices.device_of(me.local_rank, me.local_size, chosen)
+
+    def _name(self) -> str:
+        return f"rank {self._me.rank} on {socket.gethostname()}"
+
     def _meet(self) -> Store:
-        """The store that all ranks of this attempt share; rank 0 hosts it on MASTER_ADDR alone, unless torchrun's agent does."""
+        """The store that all ranks of this attempt share; rank 0 hosts it on its address alone, unless torchrun's agent does."""
         from torch.distributed import PrefixStore, TCPStore
 
-        values = _environment()
-        self._rank, self._size = values["RANK"], values["WORLD_SIZE"]
-        address, port, listener = values["MASTER_ADDR"], values["MASTER_PORT"], None
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self._rank == 0 and not hosted:
+        me, listener = self._me, None
+        if me.rank == 0 and not _outlives():
             try:
-                listener = socket.create_server((address, port), backlog=1024).detach()
+                listener = network.listen(me.address, me.port).detach()
             except OSError as error:
                 raise ConfigError(
-                    f"MASTER_ADDR={address} MASTER_PORT={port}: rank 0 cannot listen there: {error.strerror}; give an address of its host and a free port"
+                    f"MASTER_ADDR={me.address} MASTER_PORT={me.port}: rank 0 cannot listen there: {error.strerror or error}; "
+                    "give an address of its host and a free port"
                 ) from error
         timeout = timedelta(seconds=self.meet_timeout_s)
         try:
-            store = TCPStore(address, port, is_master=listener is not None, wait_for_workers=False, timeout=timeout, master_listen_fd=listener)
+            store = TCPStore(me.address, me.port, is_master=listener is not None, wait_for_workers=False, timeout=timeout, master_listen_fd=listener)
         except RuntimeError as error:
-            raise PeerError(f"rank {self._rank} found no store at MASTER_ADDR={address} MASTER_PORT={port}: {str(error).splitlines()[0]}") from error
-        self._runs = f"dtf/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
-        self._all, self._store = store, PrefixStore(f"{self._runs}/{_restarts()}", store)
+            raise PeerError(f"rank {me.rank} found no store at MASTER_ADDR={me.address} MASTER_PORT={me.port}: {str(error).splitlines()[0]}") from error
+        self._all = PrefixStore(f"dtf/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
+        self._attempt = self._fence() if _outlives() else 0
+        self._store = PrefixStore(str(self._attempt), self._all)
         return self._store
+
+    def _fence(self) -> int:
+        """The number of this attempt, from a store that outlives its ranks: keys of an earlier attempt are never met thereafter.
+
+        Rank 0 counts it, and `_invite` tells each other rank, which it knows by a word that this very process has left. torchrun's own count will
+        not do: where ranks were restarted for another host's sake it stays behind.
+        """
+        if self._me.rank == 0:
+            return self._all.add("attempts", 1) - 1
+        word = secrets.token_hex(8)
+        self._all.set(f"word/{self._me.rank}", word)
+        return int(self._get(self._all, f"attempt/{word}", 0))
+
+    def _invite(self, store: Store, other: int) -> None:
+        """Rank 0's side of `_fence`: tell rank `other` the attempt, until it is there."""
+        word, deadline = f"word/{other}", time.monotonic() + self.meet_timeout_s
+        while not store.check([f"differs/{other}"]) and time.monotonic() < deadline:
+            if self._all.check([word]):  # it may be that of a process that is gone; then another comes
+                self._all.set(f"attempt/{self._all.get(word).decode()}", str(self._attempt))
+            time.sleep(0.01)
 
     def _get(self, store: Store, key: str, owner: int) -> bytes:
         try:
@@ -175,50 +209,12 @@ class Env(Launcher):
     def _part(self, exit: int) -> None:
         """Rank 0 leaves last when it ends well: it may host the store."""
         if exit == Exit.OK:
-            self._store.set(f"done/{self._rank}", "")
-            if self._rank == 0:
-                for other in range(1, self._size):
+            self._store.set(f"done/{self._me.rank}", "")
+            if self._me.rank == 0:
+                for other in range(1, self._me.size):
                     self._get(self._store, f"done/{other}", other)
 
 
-def differences(expected: Any, found: Any, key: str = "") -> Iterator[str]:
-    """`key=found, rank 0 has expected` for every leaf in which two trees of JSON differ."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        for name in sorted(expected.keys() | found.keys()):
-            inner = f"{key}.{name}" if key else name
-            yield from differences(expected.get(name), found.get(name), inner)
-    elif expected != found:
-        yield f"{key.removeprefix('config.')}={json.dumps(found)}, rank 0 has {json.dumps(expected)}"
-
-
-def _differs(rank: int, how: str) -> ConfigError:
-    return ConfigError(f"rank {rank} differs from rank 0: {how}; give every rank the same command line, the same installation and the same WORLD_SIZE")
-
-
-def _environment() -> dict[str, Any]:
-    """The VARIABLES, numbers as numbers. ConfigError for those that are missing or make no sense."""
-    found: dict[str, Any] = {}
-    for name, known in VARIABLES.items():
-        found[name] = next((os.environ[key] for key in known if os.environ.get(key)), None)
-    missing = [name for name, value in found.items() if value is None]
-    if missing:
-        raise ConfigError(f"launcher=env needs the variables {', '.join(missing)}; start with torchrun, srun or mpirun, or use launcher=local")
-    for name in found.keys() - {"MASTER_ADDR"}:
-        if not found[name].isdigit():
-            raise ConfigError(f"{name}={found[name]} is no number; launcher=env takes it from the environment")
-        found[name] = int(found[name])
-    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if found[rank] >= found[size]:
-            raise ConfigError(f"{rank}={found[rank]} must be less than {size}={found[size]}")
-    return found
-
-
-def _restarts() -> int:
-    """How often torchrun has restarted the ranks."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def _error(answer: dict[str, Any]) -> DtfError:
-    """Rank 0's failure, as this rank's own."""
-    classes = {int(cls.exit): cls for cls in DtfError.__subclasses__()}
-    return classes.get(answer.get("exit", 0), PeerError)(answer.get("message", "rank 0 failed before the run began"))
+def _outlives() -> bool:
+    """Whether the store outlives its ranks: torchrun's agent hosts it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

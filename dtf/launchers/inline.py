@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from dtf import devices
 from dtf.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.errors import ConfigError
-from dtf.launcher import Launcher, Place, report
+from dtf.launcher import WORK, Launcher, Place, report
 from dtf.registry import option, register
 from dtf.values import Event, Failed
 
@@ -45,7 +45,7 @@ class Inline(Launcher):
         if size != 1:
             raise ConfigError(f"launcher=inline is one process, launcher.processes={slots} needs {size} with this strategy; use 1, or launcher=local")
 
-    def launch(self, run: Run, see: Callable[[Event], None]) -> int:
+    def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
         slots, chosen = self.count(), devices.choose(self.devices)
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         failed: list[Failed] = []
@@ -55,13 +55,13 @@ class Inline(Launcher):
                 failed.append(event)
             see(event)
 
-        from dtf.worker import work
+        from dtf.rank import entry as function
 
         all_devices = tuple(devices.device_of(slot, slots, chosen) for slot in range(slots))
         place = Place(slots=slots, device=all_devices[0], devices=all_devices, threads=self.threads or devices.cores(), prefix=f"{run.id}/0")
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            exit = work(run.config, str(run.folder), run.id, place, hear)
+            exit = function(entry)(run.config, str(run.folder), run.id, place, hear)
         finally:
             for number, handler in handlers.items():
                 with contextlib.suppress(ValueError):  # not the main thread, where `work` sets none

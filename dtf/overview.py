@@ -1,0 +1,56 @@
+"""What the start-up table shows: the run in a dozen lines, for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtf import __version__
+from dtf.clock import Plan
+from dtf.memory import Memory, table_row
+from dtf.precision import Cast
+from dtf.sampler import cut
+from dtf.schema import show, to_plain
+from dtf.settings import Settings
+from dtf.strategy import Program
+from dtf.world import World
+
+
+def overview(
+    settings: Settings,
+    config: dict[str, Any],
+    folder: Path,
+    model: nn.Module,
+    program: Program,
+    world: World,
+    plan: Plan,
+    planned: list[Memory],
+    train_rows: int,
+    eval_rows: int,
+) -> dict[str, Any]:
+    """Name of a line -> text. Not collective."""
+    parameters, learning = (sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True))
+    frozen = f" ({learning:,} of them learn)" if learning < parameters else ""
+    batch, shares = settings.step.batch_size, program.shares
+    bounds = cut(batch, program.micro_batch_rows)
+    kind = "rank" if world.size == shares else "replica"
+    devices = max(shares, world.size)
+    words = [config["strategy"]["name"]]
+    words += [f"{key}={show(config['strategy'][key])}" for key, value in to_plain(type(settings.strategy)()).items() if config["strategy"][key] != value]
+    precision = settings.precision
+    how = "" if precision.compute is precision.param else " (autocast)" if precision.cast is Cast.autocast else " on a copy of them"
+    threads = world.place.threads
+    return {
+        "recipe": f"{config['recipe']['name']}: {parameters:,} parameters{frozen}, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
+        "strategy": f"{' '.join(words)} on {devices} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a process",
+        "precision": f"{precision.param.value} parameters, {precision.compute.value} arithmetic{how}",
+        "batch": f"{batch} rows a step = {len(bounds) - 1} micro-batches of {bounds[1]} over {shares} {kind}{'s' if shares > 1 else ''}",
+        **program.about(),
+        **(table_row(planned) if planned else {}),
+        "length": f"{plan.total:,} steps",
+        "run folder": str(folder),
+        "versions": f"dtf {__version__}, torch {torch.__version__}",
+    }

@@ -1,0 +1,130 @@
+"""What launchers share whose ranks are forked on this host, watched and restarted by the launching process, which never imports torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from dtf import devices, network
+from dtf.attempt import Attempt, Limits, Others, Stop
+from dtf.devices import MOST_PROCESSES, MOST_THREADS
+from dtf.errors import ConfigError
+from dtf.launcher import LONGEST_S, Launcher, Place, check_environment, log_folder
+from dtf.registry import option
+from dtf.supervise import NO_PROGRESS
+from dtf.values import Event
+from dtf.warm import files, warm
+
+if TYPE_CHECKING:
+    from dtf.run import Run
+    from dtf.strategy import Strategy
+
+
+@dataclass(kw_only=True)
+class Watched(Launcher):
+    """Options of such a launcher, and one attempt with them. `node` and `nodes` say which of how many hosts this is."""
+
+    processes: int | Literal["auto"] = option(
+        default="auto", least=1, most=MOST_PROCESSES, doc="how far to spread on each host; `auto`: one process per GPU, without GPUs 2"
+    )
+    devices: str = option(default="auto", doc="`auto`: GPUs if there are any; `cpu`; `cuda`; or numbers of GPUs, as in launcher.devices='\"0,2\"'")
+    threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each rank; 0: cores divided by the ranks of this host")
+    pin: bool = option(default=False, doc="give each rank cores of its own")
+    env: dict[str, str] = option(factory=dict, doc="environment variables for ranks, beside those of this process: switches of NCCL, gloo, OpenMP")
+    interface: str = option(
+        default="", doc="network interface of gloo and nccl; empty: loopback on one host; on several gloo takes the one towards host 0, nccl chooses"
+    )
+    log_dir: str = option(default="", doc="where the ranks' logs go, in a folder named as the run folder; empty: the run folder itself")
+    max_restarts: int = option(
+        default=NO_PROGRESS,
+        least=0,
+        most=NO_PROGRESS,  # as many without a new checkpoint end a run anyway
+        doc="restarts after a lost rank; counts again from 0 after a new checkpoint",
+    )
+    hang_timeout_s: float = option(
+        default=60.0,
+        above=0,
+        most=LONGEST_S,
+        doc="silence of a rank within a step, or of a host, that means it hangs; in any phase the time a rank may be stopped by a signal",
+        unit="s",
+    )
+    start_timeout_s: float = option(
+        default=600.0, above=0, most=LONGEST_S, doc="the same while starting, the first step included, evaluating and saving", unit="s"
+    )
+    grace_s: float = option(default=25.0, least=0, most=LONGEST_S, doc="time to save after SIGTERM or SIGINT before ranks are killed", unit="s")
+
+    @property
+    def node(self) -> int:
+        return 0
+
+    @property
+    def hosts(self) -> int:
+        return 1
+
+    def devices_kind(self) -> str:
+        return devices.choose(self.devices).kind
+
+    def count(self) -> int:
+        check_environment(self.env)
+        network.check_interface(self.interface)
+        if sys.platform != "linux":
+            raise ConfigError(f"ranks are forked on Linux only, this is {sys.platform}; use launcher=inline")
+        return self.hosts * devices.processes(self.processes, devices.choose(self.devices))
+
+    def check(self, strategy: Strategy) -> None:
+        self._places(strategy)
+
+    def attempt(
+        self,
+        run: Run,
+        entry: str,
+        number: int,
+        sockets: dict[str, str],
+        stop: Stop,
+        see: Callable[[Event], None],
+        store: str = "",
+        listener: socket.socket | None = None,
+        others: Others | None = None,
+    ) -> Attempt:
+        """The ranks of this host, about to start for the time `number`. `sockets`: variables that tell the interface. `store`: see `Attempt`."""
+        places, pins = self._places(run.settings.strategy)
+        order = {
+            "entry": entry,
+            "config": run.config,
+            "folder": str(run.folder),
+            "run_id": run.id,
+            "environment": {**os.environ, **sockets, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **self.env},
+            "directory": os.getcwd(),
+            "path": [os.path.abspath(part) for part in sys.path],
+        }
+        limits = Limits(self.hang_timeout_s, self.start_timeout_s, self.grace_s)
+        here = [Place(**{**place, "attempt": number, "prefix": f"{run.id}/{number}"}) for place in places]
+        return Attempt(warm(self.env), order, here, pins, log_folder(self.log_dir, run.folder), limits, stop, see, store, listener, others)
+
+    def _places(self, strategy: Strategy) -> tuple[list[dict[str, Any]], list[list[int]]]:
+        """Where each rank of this host stands, but for what an attempt adds; and the cores it is pinned to, none when it is not."""
+        slots, chosen = self.count(), devices.choose(self.devices)
+        roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
+        if len(roles) % self.hosts:
+            raise ConfigError(f"this strategy has {len(roles)} process(es), which do not divide among launcher.nodes={self.hosts} hosts; use another strategy")
+        size, local_size, cores = len(roles), len(roles) // self.hosts, sorted(os.sched_getaffinity(0))
+        if self.pin and len(cores) < local_size:
+            raise ConfigError(f"launcher.pin=true needs a core for each of {local_size} ranks, there are {len(cores)}; use launcher.pin=false")
+        allowed = devices.allow_files(files(MOST_PROCESSES))
+        if allowed < files(size):
+            raise ConfigError(f"launcher.processes={slots} needs {files(size)} open files in one process, this shell allows {allowed}; see ulimit -n")
+        threads = self.threads or max(1, devices.cores() // local_size)
+        here = slots // self.hosts
+        names = [devices.device_of(slot, here, chosen) for slot in range(here)]
+        first = self.node * local_size
+        places = [
+            {"rank": first + local, "size": size, "local_rank": local, "local_size": local_size, "role": roles[first + local], "slots": slots}
+            | {"threads": threads, "device": devices.device_of(local, local_size, chosen), "devices": names}
+            for local in range(local_size)
+        ]
+        shares = [cores[len(cores) * local // local_size : len(cores) * (local + 1) // local_size] for local in range(local_size)]
+        return places, shares if self.pin else [[]] * local_size

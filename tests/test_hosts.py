@@ -1,0 +1,218 @@
+"""Launching processes of several hosts: who meets whom, who is refused, and what is heard when one fails. On loopback, in threads, without ranks."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from typing import Any
+
+import pytest
+
+from dtf.agreement import mixture
+from dtf.ending import Outcome
+from dtf.errors import BusyError, ConfigError, Exit, PeerError, Preempted
+from dtf.hosts import Hosts
+from dtf.values import Failed
+
+TASK = {"config": {"seed": 1}, "versions": {"torch": "2.15"}}
+ANSWER = {"folder": "/run", "id": "one"}
+LOST = Failed(1, 7, int(Exit.PEER), "lost another rank", "")
+BUG = Failed(1, 9, int(Exit.BUG), "it broke", "trace")
+
+
+class Meeting:
+    """Hosts of one address, each in a thread of its own."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._threads = stack.enter_context(ThreadPoolExecutor(8))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address: tuple[str, int] = free.getsockname()
+        self.notes: list[str] = []
+
+    def host(self, node: int, nodes: int = 2, silence_s: float = 60.0) -> Hosts:
+        return self._stack.enter_context(closing(Hosts(node, nodes, 1, self.address, silence_s, self.notes.append)))
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        return self._threads.submit(function, *arguments)
+
+    def pair(self, silence_s: float = 60.0) -> tuple[Hosts, Hosts]:
+        """Two that have met."""
+        lead, other = self.host(0, silence_s=silence_s), self.host(1, silence_s=silence_s)
+        led = self.start(lead.lead, TASK, 10.0, lambda: ANSWER)
+        assert other.follow(TASK, 10.0) == ANSWER
+        led.result()
+        return lead, other
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    with ExitStack() as stack:
+        yield Meeting(stack)
+
+
+def test_hosts_meet_whoever_comes_first(meeting: Meeting) -> None:
+    others = [meeting.start(meeting.host(node, 3).follow, TASK, 10.0) for node in (2, 1)]
+    meeting.host(0, 3).lead(TASK, 10.0, lambda: ANSWER)
+    assert [other.result() for other in others] == [ANSWER, ANSWER]
+
+
+def test_a_host_that_differs_is_named_to_all(meeting: Meeting) -> None:
+    other = meeting.start(meeting.host(1).follow, {"config": {"seed": 2}, "versions": {"torch": "2.14"}}, 10.0)
+    words = f'host {socket.gethostname()} differs from host 0: seed=2, host 0 has 1; versions.torch="2.14", host 0 has "2.15"; give all the same'
+    with pytest.raises(ConfigError) as caught:
+        meeting.host(0).lead(TASK, 10.0, lambda: pytest.fail("nothing may be made"))
+    assert words in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        other.result()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("nodes", [[1, 1], [5]])
+def test_a_node_rank_that_is_taken_or_none_is_refused(meeting: Meeting, nodes: list[int]) -> None:
+    others = [meeting.start(meeting.host(node, 3).follow, TASK, 10.0) for node in nodes]
+    with pytest.raises(ConfigError, match=f"launcher.node_rank={nodes[-1]}.*give each host its own, 0 to 2"):
+        meeting.host(0, 3).lead(TASK, 10.0, lambda: ANSWER)
+    for other in others:
+        with pytest.raises(ConfigError):
+            other.result()
+
+
+def test_what_fails_at_host_0_ends_all(meeting: Meeting) -> None:
+    other = meeting.start(meeting.host(1).follow, TASK, 10.0)
+
+    def busy() -> dict[str, Any]:
+        raise BusyError("somebody lives here")
+
+    with pytest.raises(BusyError):
+        meeting.host(0).lead(TASK, 10.0, busy)
+    with pytest.raises(BusyError, match="somebody lives here"):
+        other.result()
+
+
+def test_who_does_not_come_is_named(meeting: Meeting) -> None:
+    with pytest.raises(PeerError, match="host 1, 2 did not come to launcher.address within 0.1 s"):
+        meeting.host(0, 3).lead(TASK, 0.1, lambda: ANSWER)
+    with pytest.raises(PeerError, match="host 0 did not answer at launcher.address=127.0.0.1"):
+        meeting.host(1).follow(TASK, 0.1)
+
+
+def test_a_stranger_is_forgotten(meeting: Meeting) -> None:
+    led = meeting.start(meeting.host(0).lead, TASK, 20.0, lambda: ANSWER)
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"node": "x"}\n', b"[1]\n", b"\xff\n", b'{"node": 1, "host": "h"}\n{"differs": 3'):
+        for _ in range(200):
+            with suppress(ConnectionRefusedError), socket.create_connection(meeting.address) as stranger:
+                stranger.sendall(words)
+                break
+            time.sleep(0.01)
+    assert meeting.host(1).follow(TASK, 20.0) == ANSWER
+    led.result()
+
+
+def test_an_attempt_begins_and_ends_together(meeting: Meeting) -> None:
+    lead, other = meeting.pair()
+    lead.begin(3, "a:1")
+    assert other.next(lambda: True) == {"begin": 3, "store": "a:1"}
+    other.begin(3, "a:1")
+    assert other.settle(Outcome(Exit.OK)) == Outcome(Exit.OK)
+    assert lead.settle(Outcome(Exit.OK)) == Outcome(Exit.OK)
+    lead.tell({"end": Outcome(Exit.OK).to_json()})
+    assert Outcome.from_json(other.next(lambda: True)["end"]) == Outcome(Exit.OK)
+
+
+def test_the_cause_is_the_failure_not_its_consequence(meeting: Meeting) -> None:
+    lead, other = meeting.pair()
+    lead.begin(0, "")
+    other.settle(Outcome(Exit.BUG, BUG))
+    while not lead.failed:
+        lead.listen()
+    assert lead.failed == BUG
+    mine = Outcome(Exit.PEER, LOST, external=True, consequence=True)
+    assert lead.settle(mine) == Outcome(Exit.BUG, BUG)
+
+
+def test_a_failure_here_is_heard_there(meeting: Meeting) -> None:
+    lead, other = meeting.pair()
+    lead.begin(0, "")
+    other.next(lambda: True)
+    other.begin(0, "")
+    ended = meeting.start(lead.settle, Outcome(Exit.BUG, BUG))
+    while not other.failed:
+        other.listen()
+    assert other.failed == BUG
+    other.settle(Outcome(Exit.PEER, other.failed, external=True, consequence=True))
+    assert ended.result() == Outcome(Exit.BUG, BUG)
+
+
+def test_a_lost_host_fails_the_attempt_and_may_come_back(meeting: Meeting) -> None:
+    lead, other = meeting.pair()
+    lead.begin(0, "")
+    other.close()
+    while not lead.failed:
+        lead.listen()
+    assert "host 1 (" in lead.failed.message and "is gone" in lead.failed.message
+    cause = lead.failed
+    outcome = lead.settle(Outcome(Exit.PEER, LOST, external=True, consequence=True))
+    assert outcome.external and outcome.cause == cause
+    again = meeting.start(meeting.host(1).follow, TASK, 10.0)
+    lead.complete(10.0)
+    assert again.result() == ANSWER
+
+
+def test_a_host_that_cannot_begin_says_why(meeting: Meeting) -> None:
+    lead, other = meeting.pair()
+    why = Outcome(Exit.CONFIG, Failed(1, 0, int(Exit.CONFIG), "no such folder here", ""))
+    other.settle(why)  # before any attempt
+    lead.begin(0, "")
+    while not lead.failed:
+        lead.listen()
+    assert lead.settle(Outcome(Exit.PEER, lead.failed, external=True, consequence=True)) == why
+
+
+def test_silence_is_noticed_on_both_sides(meeting: Meeting) -> None:
+    lead, other = meeting.pair(silence_s=0.2)
+    lead.begin(0, "")
+    other.next(lambda: True)
+    begun = time.monotonic()
+    while not lead.failed:  # `other` does nothing, as if stopped
+        lead.listen()
+    assert "host 1" in lead.failed.message and "launcher.hang_timeout_s=0.2" in lead.failed.message
+    assert time.monotonic() - begun < 0.2 + 2.0
+    with pytest.raises(PeerError, match=r"host 0 .*start again with the same run.dir"):
+        other.next(lambda: True)
+
+
+def test_beats_keep_a_waiting_host(meeting: Meeting) -> None:
+    lead, other = meeting.pair(silence_s=0.4)
+    end = time.monotonic() + 1.2
+    beating = meeting.start(lambda: [lead.listen() for _ in iter(lambda: time.monotonic() < end, False)])
+    while time.monotonic() < end:
+        other.listen()
+    beating.result()
+    assert not lead.failed and not other.failed
+
+
+def test_waiting_for_a_host_hears_a_stop(meeting: Meeting) -> None:
+    lead, other = meeting.pair()
+    other.close()
+    while not lead.failed:
+        lead.listen()
+    with pytest.raises(Preempted, match="waiting for host 1"):
+        lead.complete(10.0, lambda: True)
+
+
+def test_outcomes_travel() -> None:
+    for outcome in (Outcome(Exit.OK), Outcome(Exit.PEER, LOST, external=True, consequence=True)):
+        assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
+
+
+def test_a_mixture_names_who_differs() -> None:
+    same = {"versions": {"nccl": "2.27"}, "training data": "100 ab"}
+    assert mixture({"rank 0 on a": same, "rank 1 on b": same}) == ""
+    other = {"versions": {"nccl": "2.26"}, "training data": "90 cd"}
+    text = mixture({"rank 0 on a": same, "rank 1 on a": same, "rank 2 on b": other})
+    assert text.startswith('ranks differ: rank 2 on b: training data="90 cd", rank 0 on a has "100 ab"; versions.nccl="2.26", rank 0 on a has "2.27"; give')
