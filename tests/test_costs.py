@@ -74,8 +74,7 @@ def test_operations_and_bytes_are_those_on_paper() -> None:
     assert found[2].state_bytes == 16 * (512 * 512 + 512)
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize(("fine", "autocast"), [(False, None), (True, torch.bfloat16)])
 def test_counting_finds_the_bytes_that_measuring_finds(fine: bool, autocast: torch.dtype | None) -> None:
     recipe = Resnet("resnet8")
     model = sketch(recipe)
