@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "vocabulary": "dtf errors registry trace values",
     "leaves: one thing each": "agreement answers budget classes collectives devices ema ending environment eventfile feed frozen gradients heartbeat layout "
-    "links lr manifest memory metrics network optimizer options partition patterns precision sampler schedules schema sections seeding slices strides supervise "
-    "tracking usage",
+    "links lr manifest memory metrics network optimizer options partition patterns precision sampler schedules schema sections seeding slices strides "
+    "supervise tracking usage",
     "formats of files": "commit shards untrusted",
     "contracts": "job launcher observer recipe strategy",
     "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined profiler remat replicas screen seat "
