@@ -160,7 +160,7 @@ def stoppable(config: dict, folder: str, run_id: str, place: Place, send: Send) 
         for _ in range(2 if config.get("twin") else 1):  # as `timeout` does
             os.kill(config["launcher"], signal.SIGTERM)
     while not told:
-        signal.pause() if place.rank else time.sleep(0.01)
+        time.sleep(0.01)  # `pause` would wait for ever for a signal that came just before it
     while config["signals"] == 2 and place.rank == 0:  # somebody insists
         time.sleep(0.3)
         os.kill(config["launcher"], signal.SIGTERM)
