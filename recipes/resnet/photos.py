@@ -163,7 +163,8 @@ def resized(picture: np.ndarray, height: int, width: int) -> Tensor:
         return torch.from_numpy(picture.copy()).permute(2, 0, 1)
     if not picture.flags.writeable:
         picture = picture.copy()  # from_numpy warns of what cannot be written to
-    return interpolate(torch.from_numpy(picture).permute(2, 0, 1)[None], (height, width), mode="bilinear", antialias=True)[0]
+    # As a batch first: torch then sees that channels come last, and leaves them there.
+    return interpolate(torch.from_numpy(picture)[None].permute(0, 3, 1, 2), (height, width), mode="bilinear", antialias=True)[0]
 
 
 def to_floats(inputs: dict[str, Tensor], mean: Tensor, scale: Tensor) -> Tensor:
