@@ -81,7 +81,7 @@ class Meter:
             last = False
             while True:
                 with contextlib.suppress(OSError):  # a full disk is the checkpoint's to report
-                    os.pwrite(descriptor, f"{self.seconds:.1f}\n".encode(), 0)  # one write of a text that never gets shorter: a kill leaves a whole number
+                    os.pwrite(descriptor, f"{self.seconds:.3f}\n".encode(), 0)  # one write of a text that never gets shorter: a kill leaves a whole number
                     self._judge()
                 if last:
                     return

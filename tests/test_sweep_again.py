@@ -57,7 +57,13 @@ def test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing(number: int, la
         "seed=1,2,3,4,5,6",
     ]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    sweep = subprocess.Popen([sys.executable, "-m", "dtf", *words], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "dtf", *words],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell that runs the tests in its background has it ignored
+    )
     try:
         while not (elsewhere / "hold.reached").exists():
             assert sweep.poll() is None, sweep.communicate()[0]
