@@ -213,9 +213,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     files = list(_read(given.images))
-    print(
-        f"{len(files)} files of {sum(map(len, files)) / len(files) / 1000:.0f} kB, {given.threads} threads or processes, {platform.processor() or platform.machine()}"
-    )
+    kilobytes = sum(map(len, files)) / len(files) / 1000
+    print(f"{len(files)} files of {kilobytes:.0f} kB, {given.threads} threads or processes, {platform.processor() or platform.machine()}")
     with tempfile.TemporaryDirectory() as folder:
         readers: dict[str, Callable[[int], int]] = {}
         for name, make in READERS.items():
