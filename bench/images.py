@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def whole(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int
 
 
 def simplejpeg_opencv(files: list[bytes], threads: int, folder: Path, area: bool = False) -> Callable[[int], int]:
-    import cv2
+    cv2: Any = import_module("cv2")
 
     cv2.setNumThreads(1)
 
@@ -102,7 +103,7 @@ def simplejpeg_opencv(files: list[bytes], threads: int, folder: Path, area: bool
 
 
 def opencv(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    import cv2
+    cv2: Any = import_module("cv2")
 
     cv2.setNumThreads(1)
 
@@ -125,7 +126,7 @@ def simplejpeg_torch(files: list[bytes], threads: int, folder: Path) -> Callable
 
 def unsmoothed(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
     """dtf's decoding with OpenCV's resampling, which sees four pixels however much it shrinks."""
-    import cv2
+    cv2: Any = import_module("cv2")
 
     cv2.setNumThreads(1)
 
@@ -153,25 +154,26 @@ def torchvision_io(files: list[bytes], threads: int, folder: Path) -> Callable[[
 
 
 def spdl(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    import spdl.io
+    spdl_io: Any = import_module("spdl.io")
 
     def work(content: bytes, out: np.ndarray, draw: np.ndarray) -> None:
         with Image.open(io.BytesIO(content)) as file:
             width, height = file.size
         part = random_part(height, width, AREA, RATIO, draw)
-        wish = spdl.io.get_video_filter_desc(filter_desc=f"crop={part.width}:{part.height}:{part.left}:{part.top},scale={SIDE}:{SIDE}", pix_fmt="rgb24")
-        frames = spdl.io.decode_packets(spdl.io.demux_image(content), filter_desc=wish)
-        out[:] = spdl.io.to_numpy(spdl.io.convert_frames(frames))
+        wish = spdl_io.get_video_filter_desc(filter_desc=f"crop={part.width}:{part.height}:{part.left}:{part.top},scale={SIDE}:{SIDE}", pix_fmt="rgb24")
+        frames = spdl_io.decode_packets(spdl_io.demux_image(content), filter_desc=wish)
+        out[:] = spdl_io.to_numpy(spdl_io.convert_frames(frames))
 
     return _threaded(files, threads, work)
 
 
 def dali(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    from nvidia.dali import fn, pipeline_def, types
+    dali_: Any = import_module("nvidia.dali")
+    fn, types = dali_.fn, dali_.types
 
     arrays = [np.frombuffer(content, np.uint8) for content in files]
 
-    @pipeline_def(batch_size=BATCH, num_threads=threads, device_id=None, prefetch_queue_depth=2)
+    @dali_.pipeline_def(batch_size=BATCH, num_threads=threads, device_id=None, prefetch_queue_depth=2)
     def reader() -> Any:
         content = fn.external_source(source=_forever(arrays), batch=True)
         images = fn.decoders.image_random_crop(content, device="cpu", output_type=types.RGB, random_area=AREA, random_aspect_ratio=RATIO)

@@ -29,10 +29,9 @@ class Batches(Protocol):
     prefetch: int
 
     @property
-    def bad(self) -> int: ...  # rows that this rank could not read so far
+    def allowed(self) -> int: ...  # rows of an epoch that all ranks together may fail to read
 
-    @property
-    def allowed(self) -> int: ...  # over all ranks
+    def bad(self, epoch: int) -> int: ...  # rows of it that this rank could not read so far
 
     def get(self, epoch: int, index: int) -> Batch | None: ...
     def ahead(self, keys: list[tuple[int, int]]) -> None: ...
@@ -113,7 +112,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
     window, seconds = Window(loop.carried), _Stopwatch()
     ready: tuple[tuple[int, int], Batch | None] | None = None  # prepared one batch ahead, by (epoch, index)
     evaluated = next((measured.values for measured in reversed(loop.recent) if measured.split == "eval"), {})
-    evaluated_at, rows, lr = -1, 0, 0.0
+    evaluated_at, rows, lr, epoch = -1, 0, 0.0, 0
     polled, since_poll = time.perf_counter(), 0  # steps, whatever their numbers: a resumed run does not start at 0
     for ticket in clock:
         values: dict[str, float] = {}
@@ -128,7 +127,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 window.add(program.step(ticket, batch))
                 if loop.record is not None and program.shard is not None and batch is not None:
                     loop.record(ticket.step, batch.ids)
-                rows, lr, since_poll = rows + ticket.rows, ticket.lr, since_poll + 1
+                rows, lr, since_poll, epoch = rows + ticket.rows, ticket.lr, since_poll + 1, ticket.epoch
                 clock.done(ticket, values)
                 coming = [(t.epoch, t.index) for t in clock.ahead(1 + train.prefetch)]
                 if train.prefetch:
@@ -151,7 +150,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 loop.beat("log", step)
                 _refuse_divergence(loop, step)
                 now = time.perf_counter()
-                told = [loop.stop_requested(), loop.over_budget(), 1.0, (now - polled) / max(1, since_poll), train.bad]
+                told = [loop.stop_requested(), loop.over_budget(), 1.0, (now - polled) / max(1, since_poll), train.bad(epoch)]
                 polled, since_poll = now, 0
                 stop, over, ranks, pace, bad = loop.world.reduce(torch.tensor(told, dtype=torch.float64)).tolist()
                 _refuse_bad(bad, train.allowed, "training")
@@ -208,7 +207,7 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
         total += sums.cpu()
     if loop.averages:
         loop.program.use_averages(False)
-    return counted(loop.world, total, loop.recipe, loop.evaluation_rows, loop.evaluation.bad, loop.evaluation.allowed)
+    return counted(loop.world, total, loop.recipe, loop.evaluation_rows, loop.evaluation.bad(0), loop.evaluation.allowed)
 
 
 def counted(world: Agreement, sums: Tensor, recipe: Recipe, rows: int, bad: int, allowed: int) -> dict[str, float]:

@@ -52,7 +52,9 @@ def export(settings: Settings, folder: Path, place: Place, send: Callable[[Event
     cast_model(model, settings.precision, device)
     model.eval()
     dtype = next(t.dtype for t in model.parameters() if t.dtype.is_floating_point)
-    inputs = cast_floating(rows.fetch(np.arange(ROWS) % len(rows), 0)[0], dtype)
+    inputs = cast_floating(recipe.receive(rows.fetch(np.arange(ROWS) % len(rows), 0)[0]), dtype)
+    if rows.bad:
+        raise DataError(f"no trial without an image: {next(iter(rows.bad.values()))}; repair it, or give others with job.input")
     inputs = tree_map(lambda t: t.contiguous(), inputs)
     with torch.no_grad():
         expected = model(inputs)

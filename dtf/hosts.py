@@ -29,7 +29,7 @@ _RETRY_S = 0.2
 _PATIENCE_S = 5.0
 """Of waiting for a host without a word to the person who waits."""
 _LINE_BYTES = 1 << 20
-_MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError)
+_MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class Line:
@@ -58,8 +58,9 @@ class Line:
 
     def next(self, timeout_s: float) -> dict[str, Any]:
         """The next message; waits for it."""
-        self.socket.settimeout(timeout_s)
+        ends = time.monotonic() + timeout_s
         while not self.come:
+            self.socket.settimeout(max(0.001, ends - time.monotonic()))  # of the whole message: a stranger may drip
             self.come += self.read()
         self.socket.settimeout(_HELLO_S)
         return self.come.popleft()

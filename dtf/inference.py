@@ -74,9 +74,9 @@ class _Record:
             best, order = chances.topk(min(self.top, chances.shape[1]), dim=1)
         labels = batch.targets.tolist() if batch.targets.dim() == 1 else [None] * len(batch.ids)
         width = chances.shape[1] if chances.dim() > 1 else 0
-        for id, label, classes, chance in zip(batch.ids.tolist(), labels, order.tolist(), best.tolist(), strict=True):
+        for id, weight, label, classes, chance in zip(batch.ids.tolist(), batch.weight.tolist(), labels, order.tolist(), best.tolist(), strict=True):
             if id >= 0:
-                self.rows.append([id, label, classes, chance, width])
+                self.rows.append([id, label if weight else None, classes, chance, width])  # what could not be read has no place in a table
         return self.recipe.measure(outputs, batch, loss)
 
     def take(self) -> list[list[Any]]:
@@ -100,6 +100,7 @@ class Inference:
         digest = self.weights.digest() if self.world.rank == 0 else ""
         self.digest: str = self.world.broadcast(digest)
         self.names = names_of(self.recipe, self.weights)
+        self.unread = 0  # rows of the data that this rank could not read so far
         self._record = _Record(self.recipe, top, [])
         recipe = copy.copy(self.recipe)
         vars(recipe)["measure"] = self._record.measure  # type: ignore[index]
@@ -124,6 +125,7 @@ class Inference:
                     beat("evaluate", index)
                     loader.ahead([(0, i) for i in range(index, min(index + 1 + loader.prefetch, loader.batches))])
                     sums = self.program.eval_step(self.program.prepare(loader.get(0, index)))
+                    self.unread = loader.bad(0)
                     expected = range(done, min(done + self._batch, len(self.rows)))
                     yield expected.stop, sums, self._gathered(expected, first)
                     done = expected.stop
@@ -166,9 +168,10 @@ def evaluate(settings: Settings, folder: Path, place: Place, send: Callable[[Eve
         table.add(rows)
         pace.tell(done)
     assert total is not None
-    values = counted(used.world, total, used.recipe, len(used.rows), len(used.rows.bad), used.rows.allowed)
+    unread = int(used.world.reduce(torch.tensor([used.unread], dtype=torch.float64)).item())
+    values = counted(used.world, total, used.recipe, len(used.rows), used.unread, used.rows.allowed)
     if used.world.rank == 0:
-        found = {"model": used.weights.about, "digest": used.digest, "split": job.split.value, "rows": len(used.rows), "metrics": values}
+        found = {"model": used.weights.about, "digest": used.digest, "split": job.split.value, "rows": len(used.rows), "unread": unread, "metrics": values}
         replace_text(folder / "evaluation.json", json.dumps(found | {"classes": table.classes()}, indent=1) + "\n")
     used.world.leave()
 
@@ -180,7 +183,9 @@ def predict(settings: Settings, folder: Path, place: Place, send: Callable[[Even
 
     def data(recipe: Recipe) -> Dataset:
         if not job.input:
-            return recipe.open_data(job.split.value, settings.seed)
+            rows = recipe.open_data(job.split.value, settings.seed)
+            rows.allowed = 0  # evaluation may leave a row out, predictions may not
+            return rows
         names, rows = recipe.open_inputs(Path(job.input).expanduser())
         inputs.extend(names)
         return rows
@@ -195,8 +200,6 @@ def predict(settings: Settings, folder: Path, place: Place, send: Callable[[Even
     pace = _Pace(send, len(used.rows))
     if first < len(used.rows):
         for done, _, rows in used.batches(first, beat, stop):
-            if used.rows.bad:  # where evaluation may leave one out, a prediction may not
-                raise DataError(f"no prediction without an image: {next(iter(used.rows.bad.values()))}; repair it, or take it out")
             if rank_0:
                 file.append(rows, inputs)
             pace.tell(done)

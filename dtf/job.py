@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 class Job(ABC):
     """Fields are the config node `job`."""
 
+    trains = False
+    """Whether it needs the length of a run."""
+
     @abstractmethod
     def run(self, composed: Composed) -> int:
         """Do it; return the exit code. DtfErrors are printed and turned into exit codes by the caller."""

@@ -20,6 +20,7 @@ class Loader:
         self.prefetch = dataset.prefetch if shard is not None else 0
         self._pool = ThreadPoolExecutor(1, "loader", initializer=torch.set_num_threads, initargs=(1,)) if self.prefetch else None
         self._pending: dict[tuple[int, int], Future[Batch]] = {}
+        self._unread: dict[int, set[int]] = {}  # epoch -> rows
         self.batches = epochs.batches
 
     def get(self, epoch: int, index: int) -> Batch | None:
@@ -40,10 +41,9 @@ class Loader:
                 # The order of an epoch is drawn here, not in the thread: Epochs keeps one epoch at a time.
                 self._pending[key] = self._pool.submit(self._fetch, self._ids(*key), key[0])
 
-    @property
-    def bad(self) -> int:
-        """Rows that this rank could not read so far, each counted once."""
-        return len(self._dataset.bad)
+    def bad(self, epoch: int) -> int:
+        """Rows of an epoch that this rank could not read so far, each counted once: ranks share out the rows of an epoch, so theirs add up."""
+        return len(self._unread.get(epoch, ()))
 
     @property
     def allowed(self) -> int:
@@ -69,8 +69,10 @@ class Loader:
         rows = ids[:-1] if padding else ids
         inputs, targets = self._dataset.fetch(rows, epoch)
         weight = torch.zeros(len(rows)) if padding else torch.ones(len(rows))
-        if self._dataset.bad:
-            weight[[int(row) in self._dataset.bad for row in rows % len(self._dataset)]] = 0
+        if self._dataset.bad and not padding:
+            found = {int(row) for row in rows % len(self._dataset) if int(row) in self._dataset.bad}
+            weight[[int(row) in found for row in rows % len(self._dataset)]] = 0
+            self._unread.setdefault(epoch, set()).update(found)
         if self._pin:
             inputs = {k: v.pin_memory() for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.pin_memory()
             targets = targets.pin_memory()

@@ -151,30 +151,39 @@ def _result(folder: Path) -> Result:
     record = _json(folder / "run.json")
     try:
         nested = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        config = dict(flat(nested, "")) | {"world": f"{record['world']['processes']} x {record['world']['devices']}"}
-    except (OSError, yaml.YAMLError, KeyError, AttributeError) as error:
+        world = f"{record['world']['processes']} x {record['world']['devices']}"
+        config = dict(flat(nested, "")) | {"step.batch_size": nested["step"]["batch_size"], "world": world}
+    except (OSError, yaml.YAMLError, KeyError, AttributeError, TypeError) as error:
         raise DataError(f"{folder} cannot be read: {type(error).__name__}: {error}; it is no run folder, or a damaged one") from error
     profiles = [_json(path) for path in sorted((folder / "profile").glob("rank_*.json")) if not path.name.endswith(".pt.trace.json")]
-    shares = [(one["rank"], Shares(one["steps"], one["step_s"], one["parts"], one["hidden"])) for one in profiles]
-    metrics = config.get("observer.jsonl.path", "metrics.jsonl")
-    return Result(folder, config, record, [*_lines(folder / metrics)], [*_lines(folder / "resources.jsonl")], sorted(shares))
+    try:
+        shares = [(one["rank"], Shares(one["steps"], one["step_s"], one["parts"], one["hidden"])) for one in profiles]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{folder / 'profile'} cannot be read: {type(error).__name__}: {error}; remove the damaged file") from error
+    metrics = _lines(folder / Path(config.get("observer.jsonl.path", "metrics.jsonl")).name, ("split", "step", "epoch"))
+    return Result(folder, config, record, [*metrics], [*_lines(folder / "resources.jsonl", ("time", "device", "utilisation", "memory"))], sorted(shares))
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """What a file of JSON lines holds; nothing where there is none. A line that is cut off, of a run under way, does not count."""
+def _lines(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """What a file of JSON lines holds; nothing where there is none. A line that is cut off, of a run under way, or lacks `keys` does not count."""
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                yield json.loads(line)
+                found = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(found, dict) and all(key in found for key in keys):
+                yield found
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} cannot be read: it is no JSON object")
+    return found
 
 
 def _between(marks: Sequence[Point], at: float) -> float:

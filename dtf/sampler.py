@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf.errors import ConfigError, DataError
@@ -30,6 +32,10 @@ class Sampler(ABC):
 
     repeats: bool = False
     """Whether ids from `rows` on occur: further views of a row, see `Dataset.repeats`."""
+
+    def fingerprint(self) -> str:
+        """Text that differs when what the order is drawn from, beside these options, does. Default: nothing else is."""
+        return ""
 
     @abstractmethod
     def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
@@ -94,6 +100,14 @@ class Weighted(Sampler):
         ends = np.cumsum(weight)
         uniform = np.random.Generator(np.random.Philox(seed_of(seed, "weighted", epoch))).random(rows)
         return np.searchsorted(ends / ends[-1], uniform, side="right").astype(np.int64)
+
+    def fingerprint(self) -> str:
+        if not self.weights:
+            return ""
+        try:
+            return f", weights {zlib.crc32(Path(self.weights).read_bytes()):08x}"
+        except OSError as error:
+            raise DataError(f"sampler.weights={self.weights} cannot be read: {error.strerror}; it must hold a number per row, one a line") from error
 
     def _read(self, rows: int) -> np.ndarray:
         import numpy as np

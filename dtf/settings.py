@@ -204,7 +204,7 @@ def _fit_observers(value: Any) -> dict[str, Any]:
 
 def _check_root(settings: Settings) -> None:
     step, train, run = settings.step, settings.train, settings.run
-    if train.steps is None and train.epochs is None:
+    if settings.job.trains and train.steps is None and train.epochs is None:
         raise KeyProblem("train.steps", "train.steps=null and train.epochs=null leave the run without a length; give train.steps=N or train.epochs=N")
     if step.micro_batch_rows > step.batch_size:
         raise KeyProblem("step.micro_batch_rows", f"step.micro_batch_rows={step.micro_batch_rows} must be 0 to step.batch_size={step.batch_size}")

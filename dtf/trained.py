@@ -18,7 +18,7 @@ from dtf.schema import show
 from dtf.untrusted import scan
 from dtf.values import Event, Failed, Measured, Note
 
-TAKEN = ("seed", "plugins", "recipe", "precision", "step")
+TAKEN = ("seed", "recipe", "precision", "step")
 """What a run's config says of its model and data; how to spread the work is this command's own business."""
 
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.*?\[\]-]+")
@@ -49,16 +49,19 @@ def continued(composed: Composed, model: str) -> Composed:
     saved = yaml.safe_load(file.read_text())
     if not isinstance(saved, dict):
         raise DataError(f"{file} is no config; give the checkpoint with a recipe on the command line, away from this folder")
-    chosen = {text.lstrip("+~").partition("=")[0] for text in composed.overrides}
+    chosen = {key: value for key, _, value in (text.lstrip("+~").partition("=") for text in composed.overrides)}
+    other = [name for name in saved.get("plugins") or [] if name not in composed.config["plugins"]]
+    if other:  # a folder from elsewhere must not make this process import what it names
+        raise ConfigError(f"the run of job.model={model} used plugins=[{','.join(map(str, other))}]; give them on the command line if you trust them")
     return composed.composer.compose([*_overrides(saved, chosen), *composed.overrides])
 
 
-def _overrides(saved: dict[str, Any], chosen: set[str]) -> list[str]:
-    """What a saved config says of the keys in TAKEN, as overrides, but for groups that the command line chooses itself."""
+def _overrides(saved: dict[str, Any], chosen: dict[str, str]) -> list[str]:
+    """What a saved config says of the keys in TAKEN, as overrides, but for groups that the command line chooses otherwise."""
     found = []
     for key in TAKEN:
         value = saved.get(key)
-        if key in chosen or value is None:
+        if value is None or (key in chosen and not (isinstance(value, dict) and value.get("name") == chosen[key])):
             continue
         if not isinstance(value, dict):
             found.append(f"{key}={_written(value)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -169,13 +170,21 @@ def _torch_file(path: Path, what: str) -> tuple[dict[str, tuple[int, ...]], Read
     except OSError:
         raise
     except Exception as error:  # its parser meets whatever the file holds
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise DataError(f"{what} cannot be read as tensors alone, and dtf runs no code from files: {reason}") from error
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"it holds {found[1]}" if found else str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise DataError(
+            f"{what} cannot be read as tensors alone, and dtf runs no code from files: {reason}; save the model's state_dict() to a file of its own"
+        ) from error
     if isinstance(content, dict):
         wrapped = [content[key] for key in _WRAPPED if isinstance(content.get(key), dict)]
         content = wrapped[0] if wrapped else content
-    if not isinstance(content, dict) or not content or not all(isinstance(t, Tensor) for t in content.values()):
+    if not isinstance(content, dict) or not content or not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in content.items()):
         raise DataError(f"{what} holds no tensors by name; save model.state_dict()")
+    odd = next((name for name, t in content.items() if t.layout is not torch.strided or t.is_meta or t.is_quantized or t.is_complex()), None)
+    if odd is not None:
+        raise DataError(
+            f"{what}: {odd} is {content[odd].dtype}, {content[odd].layout}, on {content[odd].device}; only plain tensors of real numbers can be read"
+        )
     strip = "module." if all(name.startswith("module.") for name in content) else ""  # of DistributedDataParallel
     tensors = {name.removeprefix(strip): tensor for name, tensor in content.items()}
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, lambda name, where: tensors[name][where].clone()

@@ -97,7 +97,7 @@ def _train(
     train_data, eval_data = recipe.open_data("train", settings.seed), recipe.open_data("eval", settings.seed)
     if not len(train_data) or not len(eval_data):
         raise DataError(f"recipe={config['recipe']['name']}: {len(train_data)} training and {len(eval_data)} evaluation rows; both need at least one")
-    fingerprint = train_data.fingerprint()
+    fingerprint = train_data.fingerprint() + settings.sampler.fingerprint()
     data = {"training data": fingerprint, "evaluation data": eval_data.fingerprint(), "finds the run folder": _finds(folder, run_id)}
     agree(world, {"versions": _versions(kind), "digest of the config": digest(config), **data})
     batch = settings.step.batch_size

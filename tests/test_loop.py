@@ -52,7 +52,7 @@ class FakeProgram(Program):
 
 
 class FakeBatches:
-    batches, prefetch, bad, allowed = 2, 0, 0, 0
+    batches, prefetch, unread, allowed = 2, 0, 0, 0
 
     def __init__(self) -> None:
         self.fetched: list[tuple[int, int]] = []
@@ -62,6 +62,9 @@ class FakeBatches:
         return Batch(torch.zeros(2), torch.zeros(2), torch.ones(2), np.array([2 * index, 2 * index + 1]))
 
     def ahead(self, keys: list[tuple[int, int]]) -> None: ...
+
+    def bad(self, epoch: int) -> int:
+        return self.unread
 
 
 class Coordinator(Clock):
@@ -167,9 +170,9 @@ def test_unreadable_rows_of_an_evaluation_are_counted_and_bounded() -> None:
     clock.granted.put(Evaluate(0))
     clock.granted.put(Stop(0, "finished"))
     few, many = FakeBatches(), FakeBatches()
-    few.bad, few.allowed = 1, 1
+    few.unread, few.allowed = 1, 1
     fit(make(clock, evaluation=few, evaluation_rows=5))  # four were counted
-    many.bad, many.allowed = 2, 1
+    many.unread, many.allowed = 2, 1
     clock.granted.put(Evaluate(0))
     with pytest.raises(DataError, match="2 evaluation rows cannot be read, recipe.data.bad_share allows 1"):
         fit(make(clock, evaluation=many, evaluation_rows=6))
@@ -178,7 +181,7 @@ def test_unreadable_rows_of_an_evaluation_are_counted_and_bounded() -> None:
 def test_unreadable_rows_beyond_the_budget_end_the_run_at_a_poll() -> None:
     clock = Coordinator()
     batches = FakeBatches()
-    batches.bad, batches.allowed = 3, 2
+    batches.unread, batches.allowed = 3, 2
     for ticket in (grant(0), Poll(1)):
         clock.granted.put(ticket)
     with pytest.raises(DataError, match="3 training rows cannot be read"):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class TrainJob(Job):
     """Train the recipe."""
 
+    trains = True
+
     def __post_init__(self) -> None:
         # What a sweep says before `run`, and finds after it; no fields, which would be config keys.
         self.folder: Path | None = None

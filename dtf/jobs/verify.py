@@ -46,6 +46,8 @@ class Verify(Job):
     Each comparison fixes the micro-batches: `micro_batches` per process, so that batch statistics are the same on both sides.
     """
 
+    trains = True
+
     steps: int = option(default=8, least=1, doc="length of each run", unit="steps")
     strategies: list[str] = option(
         factory=list, doc="strategies to hold against the reference, with options after a blank: ddp, 'tensor degree=2'; empty: all there are"

@@ -38,9 +38,9 @@ def random_part(height: int, width: int, area: tuple[float, float], ratio: tuple
     else:
         w, h = width, height
         if width < ratio[0] * height:
-            h = round(width / ratio[0])
+            h = max(1, round(width / ratio[0]))
         elif width > ratio[1] * height:
-            w = round(height * ratio[1])
+            w = max(1, round(height * ratio[1]))
         return Part((height - h) // 2, (width - w) // 2, h, w)
     return Part(int(draws[-2] * (height - h + 1)), int(draws[-1] * (width - w + 1)), h, w)
 

@@ -29,9 +29,7 @@ class Policy(Enum):
     rand = "rand"
 
 
-class BadRecords(Enum):
-    error = "raise"
-    skip = "skip"
+BadRecords = Enum("BadRecords", {"raise": "raise", "skip": "skip"})
 
 
 @dataclass(kw_only=True)
@@ -60,7 +58,7 @@ class PhotoOptions(SourceOptions):
     grow_from: int = option(default=0, least=0, most=4096, doc="progressive resizing: pixels of training images in the first epoch; 0: all from the start")
     grow_epochs: int = option(default=0, least=0, most=100_000, doc="epochs in which they grow, in steps of 16, to `pixels`", unit="epochs")
     bad_records: BadRecords = option(
-        default=BadRecords.error, doc="files that cannot be decoded: `raise` ends the run, `skip` names each in the log and counts it not"
+        default=BadRecords["raise"], doc="files that cannot be decoded: `raise` ends the run, `skip` names each in the log and counts it not"
     )
     bad_share: float = option(
         default=0.001, above=0, most=1, doc="share of a split that may be skipped, over all ranks; more ends the run", unit="share of the rows"
@@ -137,7 +135,7 @@ class ResnetPhotos(Classification):
             look if train else None,
             seed,
             data.threads or torch.get_num_threads(),
-            math.ceil(data.bad_share * len(rows)) if data.bad_records is BadRecords.skip else 0,
+            math.ceil(data.bad_share * len(rows)) if data.bad_records is BadRecords["skip"] else 0,
         )
 
     def class_names(self) -> tuple[str, ...]:

@@ -81,6 +81,9 @@ class Photos(Dataset):
         if self._mix is None:
             return inputs, torch.from_numpy(labels)
         how, targets = self._mix.draw(uniform[:, -augment.MIX_DRAWS :], labels, side, side)
+        for i in np.flatnonzero([int(row) in self.bad for row in rows]).tolist():  # nobody is mixed with what is not there
+            pair = [i, i ^ 1] if i ^ 1 < len(rows) else [i]
+            how[pair], targets[pair, 2] = torch.tensor([1.0, 0, 0, 0, 0]), 1.0
         return inputs | {"mix": how}, targets
 
     def fingerprint(self) -> str:
@@ -152,6 +155,8 @@ class Photos(Dataset):
         if found is None:
             found = decode_any(content)
         height, width = shorter_side(len(found), found.shape[1], self._whole)
+        if height * width > MOST_PIXELS:
+            raise ValueError(f"{found.shape[1]} x {len(found)} pixels are too long and thin to be looked at with the shorter side at {self._whole}")
         image = resized(found, height, width)
         top, left = round((height - self._pixels) / 2), round((width - self._pixels) / 2)
         return image[:, top : top + self._pixels, left : left + self._pixels].permute(1, 2, 0)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import lzma
 import os
+import stat
 import tarfile
 import zlib
 from dataclasses import dataclass
@@ -35,7 +36,10 @@ class Store:
     def __getitem__(self, row: int) -> bytes:
         """OSError when the file cannot be read whole."""
         if self._places is None:
-            return (self._root / self.names[row]).read_bytes()
+            with open(os.open(self._root / self.names[row], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise OSError(errno.EINVAL, "no regular file")  # a pipe would be waited for
+                return file.read()
         at, size = map(int, self._places[row])
         content = os.pread(self._file, size, at)
         if len(content) != size:
@@ -105,7 +109,7 @@ def _load(kept: Path, plain: Path, root: Path) -> Index | None:
         size = plain.stat().st_size
         tree = tree_of(listed, root)
         places = {split: np.array([listed[name] for name in tree.files[split]], np.int64).reshape(-1, 2) for split in SPLITS}
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, DataError):
         return None
     whole = all((place.sum(axis=1) <= size).all() and (place >= 0).all() for place in places.values())
     return Index(plain, tree, places) if whole else None

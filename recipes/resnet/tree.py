@@ -39,7 +39,10 @@ def stamp(root: Path) -> str:
         return f"{status.st_size} {status.st_mtime_ns}"
     digest = hashlib.sha256()
     for name in _folder_names(root):
-        status = (root / name).stat()
+        try:
+            status = (root / name).stat()
+        except OSError as error:
+            raise DataError(f"recipe.data.root={root}: {name} cannot be read: {error.strerror}; replace or remove it") from error
         digest.update(f"{name}\0{status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
