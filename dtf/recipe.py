@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
+    from dtf.table import Table
     from dtf.values import Batch
 
 
@@ -51,6 +52,10 @@ class Dataset(ABC):
 
     def groups(self) -> np.ndarray | None:
         """Class of each row, (N,) int64, for samplers that balance. Default: None, rows have none."""
+        return None
+
+    def runs(self) -> np.ndarray | None:
+        """Bounds (R + 1,) int64 of runs of rows that are read one after the other, as a log's blocks are. Default: None, in any order."""
         return None
 
     def fingerprint(self) -> str:
@@ -109,6 +114,10 @@ class Recipe(ABC):
     def layout(self, model: nn.Module) -> Layout:
         """How `model`, as `build_model` makes it, falls into parts. Default: unknown."""
         return Layout()
+
+    def tables(self) -> dict[str, Table]:
+        """Sparse tables, by the name of the input that holds their ids; inputs are then a dict. Default: none."""
+        return {}
 
     @abstractmethod
     def open_data(self, split: str, seed: int) -> Dataset:
