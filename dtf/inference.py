@@ -23,6 +23,7 @@ from dtf.errors import BusyError, DataError, DtfError, Preempted
 from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.options import Remat
+from dtf.passes import stand_ins
 from dtf.precision import set_switches
 from dtf.recipe import Dataset, Recipe
 from dtf.registry import lookup
@@ -106,7 +107,7 @@ class Inference:
         vars(recipe)["measure"] = self._record.measure  # type: ignore[index]
         step = replace(settings.step, ema=0.0, micro_batch_rows=0, remat=Remat.none)
         unmoved = lookup("optimizer", "sgd")(momentum=0.0)  # without state
-        task = Task(recipe, unmoved, settings.precision, step, settings.seed, self._sample, self.weights)
+        task = Task(recipe, unmoved, settings.precision, step, settings.seed, self._sample, self.weights, settings.sparse)
         self.program: Program = settings.strategy.setup(task, self.world)
 
     def batches(self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]) -> Iterator[tuple[int, Tensor, list[Row]]]:
@@ -144,7 +145,7 @@ class Inference:
         return [found[id] for id in expected]
 
     def _sample(self, rows: int) -> Any:
-        return self.recipe.receive(self.rows.fetch(np.arange(rows) % len(self.rows), 0)[0])
+        return stand_ins(self.recipe.receive(self.rows.fetch(np.arange(rows) % len(self.rows), 0)[0]), self.recipe.tables())
 
 
 def weights_of(settings: Settings, model: str) -> Weights:

@@ -39,7 +39,15 @@ class Weights:
     part: Read = field(repr=False)
     file: Path = field(repr=False)  # it stands for every byte of them
     about: str
-    scalars: dict[str, Any] = field(default_factory=dict)  # what a checkpoint holds beside tensors
+    stored: Stored | None = field(default=None, repr=False)  # the checkpoint, if they come from one
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors."""
+        return self.stored.scalars if self.stored else {}
+
+    def source(self) -> Stored | None:
+        return self.stored
 
     def digest(self) -> str:
         """Of the file, or of a checkpoint's manifest, which holds the digests of all others. Reads it whole."""
@@ -143,7 +151,7 @@ def _checkpoint(folder: Path, place: str) -> Weights:
 
     shapes = {name: stored.manifest.tensors[at].shape for name, at in places.items()}
     averaged = ", averaged weights" if any(not at.startswith("model/") for at in places.values()) else ""
-    return Weights(place, shapes, part, folder / commit.MANIFEST, f"{folder}, step {stored.manifest.step}{averaged}", stored.scalars)
+    return Weights(place, shapes, part, folder / commit.MANIFEST, f"{folder}, step {stored.manifest.step}{averaged}", stored)
 
 
 def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], Read]:

@@ -31,6 +31,7 @@ from dtf.loader import Loader
 from dtf.memory import Memory, Meter
 from dtf.observer import Probes
 from dtf.overview import overview
+from dtf.passes import stand_ins
 from dtf.patterns import check_used
 from dtf.precision import set_switches
 from dtf.recipe import Recipe
@@ -111,14 +112,14 @@ def _train(
     eval_epochs = Epochs(Sequential(), len(eval_data), batch, settings.seed)
 
     def sample(rows: int) -> Any:
-        return recipe.receive(train_data.fetch(np.arange(rows) % len(train_data), 0)[0])
+        return stand_ins(recipe.receive(train_data.fetch(np.arange(rows) % len(train_data), 0)[0]), recipe.tables())
 
     model = sketch(recipe)
     check_used("recipe.model.freeze", recipe.fine_tuning.freeze, dict(model.named_parameters()))
     check_used("optimizer.lr_factors", settings.optimizer.lr_factors, dict(model.named_parameters()))
     weights, weights_digest, found = _weights(recipe, model, world)
     optimizer = averaged(settings.optimizer, settings.step.ema)
-    program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights), world)
+    program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights, settings.sparse), world)
     if train_data.pairs and program.micro_batch_rows % 2:
         raise ConfigError(
             f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} rows part them; "

@@ -86,6 +86,7 @@ class Ddp(Strategy):
 
         from dtf.build import cast_model, draw_model
         from dtf.memory import byte_count
+        from dtf.placement import Placement, tables_of
         from dtf.spmd import Replica, Spmd, workload
         from dtf.update import LocalUpdate, whole
 
@@ -109,10 +110,10 @@ class Ddp(Strategy):
         if self.shard_optimizer and world.size > 1:
             shares = divide({name: p.numel() for name, p in model.named_parameters() if p.requires_grad}, world.size)
             owned, after = shares[world.rank], _broadcaster(dict(model.named_parameters()), shares)
-        update = LocalUpdate(
-            whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale, owned=owned, after=after, writes=world.rank == 0
-        )
-        return Spmd(Replica(model, task, world.device, forward), update, task, world, exchange=exchange)
+        tables = tables_of(task, world, Placement.replicated, share=1 / world.size)
+        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
+        update = LocalUpdate(whole(model, masters), *options, owned=owned, after=after, writes=world.rank == 0, tables=tables)
+        return Spmd(Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables)
 
     def _exchange(self, sizes: list[int], micro_batches: int) -> int:
         """Bytes beside buckets that are the gradients: those on their way into a bucket, or parameters as they are sent around."""

@@ -70,6 +70,7 @@ class Fsdp(Strategy):
 
         from dtf.build import layout_of, sketch
         from dtf.memory import byte_count
+        from dtf.placement import Placement, tables_of
         from dtf.spmd import Replica, Spmd, alone, workload
         from dtf.update import LocalUpdate
 
@@ -113,8 +114,10 @@ class Fsdp(Strategy):
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
         writes = mesh["replicate"].get_local_rank() == 0
         reshard = functools.partial(_reshard, model) if task.step.ema else None  # what is gathered is out of date when averages stand in
-        update = LocalUpdate(found, *options, writes=writes, combine=combine, reduce=average if at else None, after=reshard)
-        return Spmd(Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync), update, task, world, exchange=exchange)
+        tables = tables_of(task, world, Placement.rows, share=1 / world.size)
+        update = LocalUpdate(found, *options, writes=writes, combine=combine, reduce=average if at else None, after=reshard, tables=tables)
+        replica = Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync)
+        return Spmd(replica, update, task, world, exchange=exchange, tables=tables)
 
     def _exchange(self, sizes: list[int], micro_batches: int) -> int:
         """Bytes of units that are there in whole: their parameters; two copies of a gradient, as computed and as sent; all gradients, if they add up."""

@@ -79,6 +79,7 @@ class Pipeline(Strategy):
             return alone(task, world)
 
         from dtf.pipelined import Line, Pipelined, Stage, links
+        from dtf.placement import Placement, tables_of
         from dtf.sampler import cut
         from dtf.seat import Seat
         from dtf.sharded import cast_sketch, draw, lay_out, pieces
@@ -119,7 +120,8 @@ class Pipeline(Strategy):
 
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
         like = torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)
-        update = LocalUpdate(found, *options, writes=seat.share.index == 0, reduce=seat.reduce, gather=gather, like=like)
+        tables = tables_of(task, world, Placement.rows, gives=seat.feed.reads)
+        update = LocalUpdate(found, *options, writes=seat.share.index == 0, reduce=seat.reduce, gather=gather, like=like, tables=tables)
         line = Line(seat.lines[seat.share.index], seat.place, stages, *links(seat.lines, stages, world.rank, world.device))
         parts = [Stage(s, segment, task, world.device) for s, segment in segments.items()]
-        return Pipelined(parts, line, self.schedule, update, task, world, seat, rows, table)
+        return Pipelined(parts, line, self.schedule, update, task, world, seat, rows, table, tables)

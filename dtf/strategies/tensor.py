@@ -49,6 +49,7 @@ class Tensor(Strategy):
             return alone(task, world)
 
         from dtf.divided import divide
+        from dtf.placement import Placement, tables_of
         from dtf.seat import Seat
         from dtf.sharded import cast_sketch, draw, lay_out, pieces
         from dtf.update import LocalUpdate
@@ -58,6 +59,7 @@ class Tensor(Strategy):
         divide(model, splits, seat.mesh)
         masters = lay_out(model, task.precision, world.device)
         draw(model, task, masters)
+        tables = tables_of(task, world, Placement.rows, gives=seat.feed.reads)
         update = LocalUpdate(
             pieces(model, masters, first=seat.feed.reads),
             task.optimizer,
@@ -66,5 +68,6 @@ class Tensor(Strategy):
             writes=seat.share.index == 0,
             combine=seat.total,
             reduce=seat.reduce,
+            tables=tables,
         )
-        return Spmd(Replica(model, task, world.device), update, task, world, seat)
+        return Spmd(Replica(model, task, world.device), update, task, world, seat, tables=tables)
