@@ -117,7 +117,7 @@ class LocalUpdate(Update):
         shapes, counts = ({name: getattr(self._pieces[name], key) for name in own} for key in ("shape", "counts"))
         self._bound = optimizer.bind(masters, shapes, combine, counts)
         self._trained = list(self._pieces.values())
-        self._aside: dict[str, Tensor] = {}  # the weights, while averages stand in for them
+        self._aside: dict[str, Tensor] = {}  # weights of a narrower format than their averages, while these stand in for them
         self._copies = [(self._pieces[name].local, master) for name, master in masters.items() if self._pieces[name].local is not master]
         like = next(iter(pieces.values())).local if like is None else like
         device, self._norm_dtype = like.device, _norm_dtype([like])
@@ -210,10 +210,16 @@ class LocalUpdate(Update):
     @torch.no_grad()
     def use_averages(self, on: bool) -> None:
         for name in self._own:
-            master = self._pieces[name].master
-            if on:
+            master, average = self._pieces[name].master, self._bound.states[name][EMA]
+            if master.dtype is average.dtype:  # they change places, one by one: a copy of all weights might not fit
+                weights = master.clone()
+                master.copy_(average)
+                average.copy_(weights)
+            elif on:  # the average would not survive the weights' format
                 self._aside[name] = master.clone()
-            master.copy_(self._bound.states[name][EMA] if on else self._aside.pop(name))
+                master.copy_(average)
+            else:
+                master.copy_(self._aside.pop(name))
         for here, master in self._copies:
             here.copy_(master)
         if self._after is not None:

@@ -212,7 +212,7 @@ def _train(
     see(Ended(ended.step, ended.reason, {**evaluated, **best}, meter.summary(planned, peaks) if peaks else {}))
     beat("stop", ended.step)
     world.leave()
-    kept = "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
+    kept = "nothing is lost" if ended.step == start else "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
     if ended.reason == "budget":
         raise BudgetError(f"the budget is spent after step {ended.step}; {kept}; raise {budget.key(settings.budget)} and start again to go on")
     if ended.reason == "preempted":

@@ -18,6 +18,7 @@ from dtf.errors import ConfigError, DataError
 from dtf.optimizers.sgd import Sgd
 from dtf.options import FineTuning
 from dtf.patterns import check_used, covers, factor
+from dtf.update import LocalUpdate, whole
 from dtf.weights import fitted, open_weights
 from tests.harness import difference, reference, spread, variants
 from tests.toy import Toy
@@ -127,6 +128,21 @@ def test_averages_are_evaluated_and_weights_go_on() -> None:
 def test_averages_of_bf16_parameters_are_kept_in_fp32() -> None:
     bound = Averaged(Sgd(momentum=0.0), 0.999).bind({"w": torch.ones(4, dtype=torch.bfloat16)})
     assert bound.states["w"]["ema"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_and_averages_come_back_from_an_evaluation_bit_for_bit(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
+    update = LocalUpdate(whole(model, {"weight": model.weight.data}), Averaged(Sgd(), 0.9), clip_norm=0.0, loss_scale=0.0)
+    for step in range(3):
+        model.weight.grad = torch.full_like(model.weight, 0.37)
+        update.apply(step, 0.1)
+    before = [box.tensor.clone() for box in update.state().boxes]
+    (average,) = (box.tensor.clone() for box in update.state().boxes if box.name.endswith("/ema"))
+    update.use_averages(True)
+    assert torch.equal(model.weight, average.to(dtype)) and not torch.equal(model.weight, before[0])
+    update.use_averages(False)
+    assert all(torch.equal(box.tensor, old) for box, old in zip(update.state().boxes, before, strict=True))
 
 
 @pytest.mark.parametrize(
