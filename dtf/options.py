@@ -69,7 +69,7 @@ class FineTuning:
 
     weights: str = option(
         default="",
-        doc="start from these numbers: a torchvision .pth or .pt file, a .safetensors file, a checkpoint, or a run folder, which means its newest one; "
+        doc="start from these numbers: a .pth, .pt, .ckpt or .safetensors file, a checkpoint, or a run folder, which means its newest one; "
         "the last layer is drawn anew when it has another number of classes; empty: all are drawn",
     )
     freeze: list[str] = option(

@@ -36,8 +36,8 @@ class EvaluateJob(Job):
 
     model: str = option(
         default="",
-        doc="a run folder, which means its newest checkpoint, a checkpoint, or a .pth, .pt or .safetensors file; the recipe is that of the run, unless it "
-        "is chosen anew; empty: recipe.model.weights",
+        doc="a run folder, which means its newest checkpoint, a checkpoint, or a .ckpt, .pth, .pt or .safetensors file; recipe, precision, step and seed are "
+        "the run's, but for keys given here; empty: recipe.model.weights",
     )
     split: Split = option(default=Split.eval, doc="which rows: `eval`, or `train`, which are looked at as in evaluation: no augmentation, no mixing")
     format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
