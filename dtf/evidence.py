@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from dtf.checkpoint import located
 from dtf.commit import read_manifest
 from dtf.errors import DataError
+from dtf.located import located
 
 FP64_BOUND = 1e-10  # max|a - b| / max|a| of loss, gradient norm and every tensor
 FP32_BOUND = 1e-5  # |a - b| / |a|, L2 over all parameters at once

@@ -162,7 +162,7 @@ def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:
 def evaluate(settings: Settings, folder: Path, place: Place, send: Callable[[Event], None], beat: Callable[[str, int], None], stop: Callable[[], bool]) -> None:
     """Write evaluation.json: metrics over a split, each row once, and a table of classes."""
     job: EvaluateJob = settings.job  # type: ignore[assignment]
-    used = Inference(settings, place, job.model, lambda recipe: recipe.open_data(job.split.value, settings.seed), top=1)
+    used = Inference(settings, place, job.model, lambda recipe: recipe.open_data(job.split.value, settings.seed).unaugmented(), top=1)
     pace, total, table = _Pace(send, len(used.rows)), None, Answers(used.names)
     for done, sums, rows in used.batches(0, beat, stop):
         total = sums if total is None else total + sums
@@ -184,7 +184,7 @@ def predict(settings: Settings, folder: Path, place: Place, send: Callable[[Even
 
     def data(recipe: Recipe) -> Dataset:
         if not job.input:
-            rows = recipe.open_data(job.split.value, settings.seed)
+            rows = recipe.open_data(job.split.value, settings.seed).unaugmented()
             rows.allowed = 0  # evaluation may leave a row out, predictions may not
             return rows
         names, rows = recipe.open_inputs(Path(job.input).expanduser())
@@ -210,7 +210,10 @@ def predict(settings: Settings, folder: Path, place: Place, send: Callable[[Even
 def _begin(path: Path, file: Any, begun: dict[str, Any]) -> tuple[int, str]:
     """Rank 0's part: the first row to predict, or what else the folder holds predictions of."""
     if path.exists():
-        before = json.loads(path.read_text())
+        try:
+            before = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"{path} cannot be read, so what {file.path.name} answers is not known; move both away, or choose another run.dir") from error
         other = [key for key in begun if before.get(key) != begun[key]]
         if other:
             return 0, f"other {' and '.join(other)}"

@@ -115,15 +115,17 @@ def _train(
         return stand_ins(recipe.receive(train_data.fetch(np.arange(rows) % len(train_data), 0)[0]), recipe.tables())
 
     model = sketch(recipe)
-    check_used("recipe.model.freeze", recipe.fine_tuning.freeze, dict(model.named_parameters()))
-    check_used("optimizer.lr_factors", settings.optimizer.lr_factors, dict(model.named_parameters()))
+    parameters = dict(model.named_parameters())
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    check_used("recipe.model.freeze", recipe.fine_tuning.freeze, parameters)
+    check_used("optimizer.lr_factors", settings.optimizer.lr_factors, parameters, frozen)
     weights, weights_digest, found = _weights(recipe, model, world)
     optimizer = averaged(settings.optimizer, settings.step.ema)
     program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights, settings.sparse), world)
-    if train_data.pairs and program.micro_batch_rows % 2:
+    if recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
         raise ConfigError(
-            f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} rows part them; "
-            "set step.micro_batch_rows to an even number"
+            f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} rows, as strategy="
+            f"{config['strategy']['name']} chooses them, part them; set step.micro_batch_rows to an even number"
         )
     loaders = [
         Loader(data, split, program.shard, micro, pin=kind == "cuda")
