@@ -11,11 +11,12 @@ from torch import Tensor
 from dtf.build import cast_model, draw_model
 from dtf.memory import Memory, byte_count
 from dtf.passes import draws_at_large, loss_dtype, received, rows_of, to_device
-from dtf.placement import Placement, tables_of
+from dtf.placement import tables_of
 from dtf.sampler import cut, share
 from dtf.sections import section
 from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task
+from dtf.table import Placement
 from dtf.update import LocalUpdate, whole
 from dtf.values import Batch, Shard, State, StepOutput, Train
 from dtf.world import World

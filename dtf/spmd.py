@@ -16,13 +16,14 @@ from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import SMOOTH, Masks, RunningStatistics
 from dtf.misfits import misfits_named
 from dtf.passes import Passes, draws_at_large, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
-from dtf.placement import Placement, tables_of
+from dtf.placement import tables_of
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.seat import Seat
 from dtf.sections import section
 from dtf.slices import is_slice, local, offset
 from dtf.strategy import Program, Source, Task, Update
+from dtf.table import Placement
 from dtf.update import LocalUpdate, whole
 from dtf.values import Batch, Box, Shard, State, StepOutput, Train
 from dtf.world import World

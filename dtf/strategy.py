@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dtf.optimizer import Optimizer
     from dtf.options import StepOptions
     from dtf.precision import Precision
-    from dtf.row_rule import RowRule
+    from dtf.row_optimizer import RowOptimizer
     from dtf.world import World
 
 
@@ -54,7 +54,7 @@ class Task:
     weights: Weights | None = None
     """Numbers to start from, in place of drawn ones."""
 
-    rule: RowRule | None = None
+    rows: RowOptimizer | None = None
     """How rows of sparse tables learn; only recipes that have some need it."""
 
 

@@ -14,10 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtf.seeding import mix
-from dtf.sparse import SparseTable, gather, segment_sum, unique
+from dtf.slices import bounds
+from dtf.sparse import DECAYED, SparseTable, gather, segment_sum, unique
 from dtf.strategy import Source
 from dtf.values import Batch, Box
 from dtf.world import World
+
+DECAY = "decay"
+"""In a checkpoint, `SparseTable.decayed`."""
 
 PIECE = 1 << 18
 """Rows of a table that are read from a checkpoint at once."""
@@ -52,7 +56,7 @@ class Tables:
                 summed = segment_sum(flat, inverse, len(ids))
                 summed[ids < 0] = 0
             squares += table.merge(summed)
-        if self._world.size > 1 and any(table.parted for table in self._tables.values()):
+        if self._world.size > 1 and any(table.by_rows or table.by_columns for table in self._tables.values()):
             self._world.reduce(squares)
         self.norm = squares.sqrt()[0] * self._share
 
@@ -67,13 +71,20 @@ class Tables:
 
     def load(self, source: Source) -> None:
         for name, table in self._tables.items():
-            ids = source.read(f"table/{name}/ids").numpy()
-            keys = ["rows", *table.store.states]
+            prefix, store = f"table/{name}/", table.store
+            ids = source.read(f"{prefix}ids").numpy()
+            states = {key: count > 1 for key, (count, _) in store.rule.states(table.width).items()}
+            if f"{prefix}{DECAYED}" in source.names():
+                store.decayed, states[DECAYED] = float(source.read(f"{prefix}{DECAY}")), False
+            at, end = store.columns
             for first in range(0, len(ids), PIECE):
                 some = ids[first : first + PIECE]
                 mine = table.own(some)
-                read = {key: source.read(f"table/{name}/{key}", *_span(table.store, key, first, len(some))).numpy()[mine] for key in keys}
-                table.store.put(some[mine], read.pop("rows"), read)
+                read = {
+                    key: source.read(prefix + key, *(((first, at), (len(some), end - at)) if wide else ((first,), (len(some),)))).numpy()[mine]
+                    for key, wide in {"rows": True, **states}.items()
+                }
+                store.put(some[mine], read.pop("rows"), read)
 
     def byte_count(self) -> int:
         """Memory of all rows and their optimizer state on this rank."""
@@ -96,13 +107,13 @@ class Tables:
 
 
 class Spread(ABC):
-    """One table over ranks. `parted`: ranks hold different rows."""
+    """One table over ranks, which hold all of it, other rows, or other columns."""
 
-    parted: bool
+    by_rows = by_columns = False
 
     def __init__(self, store: SparseTable, world: World, givers: Sequence[bool]) -> None:
-        self.store, self.width, self._world, self._givers = store, store.width, world, givers
-        self._merged: tuple[np.ndarray, np.ndarray] = np.empty(0, np.int64), np.empty((0, store.width), store.dtype)
+        self.store, self.width, self._world, self._givers = store, store.spec.width, world, givers
+        self._merged: tuple[np.ndarray, np.ndarray] = np.empty(0, np.int64), np.empty((0, store.spec.width), store.dtype)
 
     @abstractmethod
     def look(self, ids: np.ndarray, train: bool) -> np.ndarray:
@@ -128,7 +139,6 @@ class Everywhere(Spread):
     small range, all rows as one tensor, 2 (n - 1) / n x size x (width + 1) x format, when that is less.
     """
 
-    parted = False
     _ids = np.empty(0, np.int64)
 
     def look(self, ids: np.ndarray, train: bool) -> np.ndarray:
@@ -154,8 +164,8 @@ class Everywhere(Spread):
         counts[self._world.rank] = len(ids)
         most = int(self._world.reduce(counts).max())
         item = gradients.itemsize
-        if self.store.size and 2 * self.store.size * (self.width + 1) * item < size * most * (8 + self.width * item):
-            dense = np.zeros((self.store.size, self.width + 1), gradients.dtype)
+        if self.store.spec.size and 2 * self.store.spec.size * (self.width + 1) * item < size * most * (8 + self.width * item):
+            dense = np.zeros((self.store.spec.size, self.width + 1), gradients.dtype)
             dense[ids, :-1], dense[ids, -1] = gradients, 1
             self._world.reduce(torch.from_numpy(dense))
             met = np.flatnonzero(dense[:, -1])
@@ -176,7 +186,7 @@ class Dealt(Spread):
     Bytes per rank, for U distinct ids of its rows: (n - 1) / n x U x (8 + 2 x width x format).
     """
 
-    parted = True
+    by_rows = True
 
     def look(self, ids: np.ndarray, train: bool) -> np.ndarray:
         owner = self._owner(ids)
@@ -210,6 +220,56 @@ class Dealt(Spread):
         return (mix(ids.astype(np.uint64)) % np.uint64(self._world.size)).astype(np.int64)
 
 
+class OnOne(Dealt):
+    """One rank holds the whole table. Bytes as of Dealt, all to and from that rank."""
+
+    def __init__(self, store: SparseTable, world: World, givers: Sequence[bool], rank: int) -> None:
+        super().__init__(store, world, givers)
+        self._rank = rank
+
+    def _owner(self, ids: np.ndarray) -> np.ndarray:
+        return np.full(len(ids), self._rank)
+
+
+class Sliced(Spread):
+    """Each rank holds some columns of all rows.
+
+    Bytes per rank, for U distinct ids of its rows: (n - 1) x U x 8 + (n - 1) / n x U x 2 x width x format.
+    """
+
+    by_columns = True
+
+    def look(self, ids: np.ndarray, train: bool) -> np.ndarray:
+        size = self._world.size
+        counts = torch.zeros(size, dtype=torch.int64)
+        counts[self._world.rank] = len(ids)
+        asked_by = self._world.reduce(counts).numpy()
+        asked = _exchange(np.tile(ids, size), np.full(size, len(ids)), asked_by)
+        distinct, at = unique(asked)
+        reply = gather(self.store.lookup(distinct, train), at, np.empty((len(asked), self.store.width), self.store.dtype))
+        widths = np.array([last - first for first, last in self._ends()])
+        flat = _exchange(reply.reshape(-1), asked_by * self.store.width, len(ids) * widths)
+        if train:
+            self._last = asked_by, widths, distinct, at
+        return np.concatenate([part.reshape(len(ids), -1) for part in np.split(flat, np.cumsum(len(ids) * widths)[:-1])], axis=1)
+
+    def merge(self, gradients: np.ndarray) -> float:
+        asked_by, widths, distinct, at = self._last
+        gives = np.array(self._givers)
+        mine = gradients if gives[self._world.rank] else gradients[:0]
+        parts = np.concatenate([mine[:, first:last].reshape(-1) for first, last in self._ends()])
+        received = _exchange(parts, len(mine) * widths, asked_by * gives * self.store.width).reshape(-1, self.store.width)
+        summed = segment_sum(received, at[np.repeat(gives, asked_by)], len(distinct))
+        self._merged = distinct, summed
+        return float(np.square(summed, dtype=np.float64).sum())
+
+    def own(self, ids: np.ndarray) -> np.ndarray:
+        return np.ones(len(ids), bool)
+
+    def _ends(self) -> list[tuple[int, int]]:
+        return [bounds(self.width, self._world.size, rank) for rank in range(self._world.size)]
+
+
 def _exchange(parts: np.ndarray, send: np.ndarray, receive: np.ndarray) -> np.ndarray:
     """`send[r]` rows of `parts`, in order, to each rank r; what was received, in order of ranks. Collective."""
     out = np.empty((int(receive.sum()), *parts.shape[1:]), parts.dtype)
@@ -218,24 +278,20 @@ def _exchange(parts: np.ndarray, send: np.ndarray, receive: np.ndarray) -> np.nd
 
 
 def _boxes(name: str, table: Spread, world: World) -> list[Box]:
-    """Ids, rows and their state; rank by rank where ranks hold different rows, in order of ids on each."""
-    if not table.parted and world.rank:
-        return []
-    ids, rows, states = table.store.export()
+    """Ids, rows and their state, as this rank holds them: after those of the ranks before it, where ranks hold different rows."""
     counts = torch.zeros(world.size, dtype=torch.int64)
-    counts[world.rank] = len(ids)
-    if table.parted:
+    counts[world.rank] = len(table.store)
+    if table.by_rows:
         world.reduce(counts)
-    before, total = int(counts[: world.rank].sum()), int(counts.sum())
-    named = {"ids": ids, "rows": rows, **states}
-    return [
-        Box(f"table/{name}/{key}", torch.from_numpy(array), (total, *array.shape[1:]), (before, *(0 for _ in array.shape[1:])))
-        for key, array in named.items()
-        if len(array) or not total
-    ]
-
-
-def _span(store: SparseTable, key: str, first: int, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and shape of some rows of a part of a table."""
-    flat = key != "rows" and not store.states[key]
-    return ((first,), (count,)) if flat else ((first, 0), (count, store.width))
+    elif world.rank and not table.by_columns:
+        return []  # the first rank has the same
+    before, total = (int(counts[: world.rank].sum()), int(counts.sum())) if table.by_rows else (0, len(table.store))
+    ids, rows, states = table.store.export()
+    first = world.rank == 0
+    boxes = [Box(f"table/{name}/{DECAY}", torch.tensor(table.store.decayed, dtype=torch.float64), (), ())] if first and DECAYED in states else []
+    for key, array in {"ids": ids, "rows": rows, **states}.items():
+        if array.ndim == 2:
+            boxes.append(Box(f"table/{name}/{key}", torch.from_numpy(array), (total, table.width), (before, table.store.columns[0])))
+        elif first or table.by_rows:
+            boxes.append(Box(f"table/{name}/{key}", torch.from_numpy(array), (total,), (before,)))
+    return boxes
