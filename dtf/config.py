@@ -86,6 +86,7 @@ class Composed:
                 settings.recipe.check()
             settings.recipe.fine_tuning.check_weights()
             settings.optimizer.check()
+            settings.sparse.check()
             settings.lr.check()
             settings.checkpoint.check()
             for observer in settings.observer.values():
