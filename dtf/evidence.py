@@ -92,7 +92,7 @@ def _tensors(checkpoint: Path) -> dict[str, np.ndarray]:
 def in_order(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Sparse tables in order of ids: ranks that hold different rows save them one rank after the other."""
     orders = {name.removesuffix("ids"): np.argsort(ids) for name, ids in tensors.items() if name.startswith(TABLES) and name.endswith("/ids")}
-    return {name: tensor[orders[table]] if (table := name.rpartition("/")[0] + "/") in orders else tensor for name, tensor in tensors.items()}
+    return {name: tensor[orders[table]] if tensor.ndim and (table := name.rpartition("/")[0] + "/") in orders else tensor for name, tensor in tensors.items()}
 
 
 def compare(reference: Evidence, run: Evidence, exact: bool) -> Verdict:

@@ -73,7 +73,7 @@ class Tables:
         for name, table in self._tables.items():
             prefix, store = f"table/{name}/", table.store
             ids = source.read(f"{prefix}ids").numpy()
-            states = {key: count > 1 for key, (count, _) in store.rule.states(table.width).items()}
+            states = dict(table.wide)
             if f"{prefix}{DECAYED}" in source.names():
                 store.decayed, states[DECAYED] = float(source.read(f"{prefix}{DECAY}")), False
             at, end = store.columns
@@ -113,6 +113,7 @@ class Spread(ABC):
 
     def __init__(self, store: SparseTable, world: World, givers: Sequence[bool]) -> None:
         self.store, self.width, self._world, self._givers = store, store.spec.width, world, givers
+        self.wide = {key: count > 1 for key, (count, _) in store.rule.states(self.width).items()}  # states that have as many columns as rows
         self._merged: tuple[np.ndarray, np.ndarray] = np.empty(0, np.int64), np.empty((0, store.spec.width), store.dtype)
 
     @abstractmethod
@@ -251,7 +252,8 @@ class Sliced(Spread):
         flat = _exchange(reply.reshape(-1), asked_by * self.store.width, len(ids) * widths)
         if train:
             self._last = asked_by, widths, distinct, at
-        return np.concatenate([part.reshape(len(ids), -1) for part in np.split(flat, np.cumsum(len(ids) * widths)[:-1])], axis=1)
+        parts = np.split(flat, np.cumsum(len(ids) * widths)[:-1])
+        return np.concatenate([part.reshape(len(ids), width) for part, width in zip(parts, widths, strict=True)], axis=1)
 
     def merge(self, gradients: np.ndarray) -> float:
         asked_by, widths, distinct, at = self._last
@@ -290,8 +292,9 @@ def _boxes(name: str, table: Spread, world: World) -> list[Box]:
     first = world.rank == 0
     boxes = [Box(f"table/{name}/{DECAY}", torch.tensor(table.store.decayed, dtype=torch.float64), (), ())] if first and DECAYED in states else []
     for key, array in {"ids": ids, "rows": rows, **states}.items():
-        if array.ndim == 2:
-            boxes.append(Box(f"table/{name}/{key}", torch.from_numpy(array), (total, table.width), (before, table.store.columns[0])))
+        if key == "rows" or table.wide.get(key):
+            part = torch.from_numpy(array.reshape(len(ids), table.store.width))
+            boxes.append(Box(f"table/{name}/{key}", part, (total, table.width), (before, table.store.columns[0])))
         elif first or table.by_rows:
             boxes.append(Box(f"table/{name}/{key}", torch.from_numpy(array), (total,), (before,)))
     return boxes

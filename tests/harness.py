@@ -77,6 +77,7 @@ def train(
     weights: str = "",
     lr_factors: dict[str, float] | None = None,
     sparse: str = "adagrad",
+    sparse_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """All `steps` of a run, from the checkpoint `start` if given; saves to `folder` if given; `halt`: dies after the first save.
 
@@ -91,7 +92,7 @@ def train(
     step = StepOptions(batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm, remat=Remat(remat), ema=ema)
     start_from = fitted(open_weights(weights, "weights"), toy, sketch(toy), "weights")[0] if weights else None
     stepper = averaged(lookup("optimizer", optimizer)(lr_factors=lr_factors or {}), ema)
-    task = Task(toy, stepper, PRECISIONS[precision], step, 0, weights=start_from, rows=lookup("sparse", sparse)())
+    task = Task(toy, stepper, PRECISIONS[precision], step, 0, weights=start_from, rows=lookup("sparse", sparse)(**(sparse_options or {})))
     chosen = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options or {}))
     world = World(Place(rank=rank, size=size, slots=slots or size))
     training, evaluation = toy.open_data("train", 0), toy.open_data("eval", 0)

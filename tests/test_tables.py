@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,3 +41,39 @@ def test_other_precisions_stay_close(strategy: str, precision: str) -> None:
     bound = 1e-4 if precision == "fp32" else 0.3 if precision == "bf16_params" else 0.1
     a, b = reference(recipe=ANY, precision=precision), spread(strategy, 2, recipe=ANY, precision=precision)
     assert difference(a, b, () if precision == "fp32" else ("optimizer/", "table/")) <= bound
+
+
+@pytest.mark.parametrize("tables", ["replicated", "rows", "columns", "tables"])
+@pytest.mark.parametrize("strategy", ["ddp", "tensor", "pipeline"])
+def test_wherever_the_rows_lie(strategy: str, tables: str) -> None:
+    """Width 2 of the second table: two ranks have a column each."""
+    assert difference(reference(recipe=ANY), spread(strategy, 2, options={"tables": tables}, recipe=ANY)) <= 1e-10
+
+
+@pytest.mark.parametrize(("options", "words"), [({"sparse": "rowwise_adagrad"}, "keeps"), ({}, "too few for 3 ranks")])
+def test_columns_that_cannot_be_divided_are_refused(options: dict, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        spread("ddp", 3 - len(options), options={"tables": "columns"}, recipe=ANY, **options)
+
+
+WAYS = {
+    "dp": ("dp", 3, {}),
+    "replicated": ("ddp", 2, {}),
+    "columns": ("ddp", 2, {"tables": "columns"}),
+    "rows": ("fsdp", 3, {}),
+    "whole": ("tensor", 4, {"degree": 2, "tables": "tables"}),
+    "pipeline": ("pipeline", 3, {}),
+    "one process": ("ddp", 1, {}),
+}
+
+
+@pytest.mark.parametrize("rule", ["sgd", "lazy_adam"])
+@pytest.mark.parametrize(("first", "second"), [*zip(WAYS, [*list(WAYS)[1:], "dp"], strict=True), ("rows", "rows")])
+def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(first: str, second: str, rule: str, tmp_path: Path) -> None:
+    """Eight steps, the last five of them elsewhere, with weight decay that acts on rows nobody touches."""
+    case: dict[str, Any] = {"recipe": ANY, "sparse": rule, "sparse_options": {"weight_decay": 0.1}}
+    (one, processes, options), (other, more, others) = WAYS[first], WAYS[second]
+    a = spread(one, processes, options=options, folder=str(tmp_path), save_every=3, halt=True, **case)
+    b = spread(other, more, options=others, start=str(tmp_path / "step_000003"), **case)
+    whole = {key: a[key] | b[key] for key in ("train", "eval", "ids")} | {"tensors": b["tensors"]}
+    assert difference(reference(**case), whole) <= 1e-10
