@@ -87,6 +87,7 @@ class Composed:
                 settings.recipe.check()
             check_place(settings.recipe.fine_tuning.weights, "recipe.model.weights")
             settings.optimizer.check()
+            settings.sparse.check()
             settings.lr.check()
             settings.checkpoint.check()
             for observer in settings.observer.values():

@@ -5,13 +5,15 @@ All are deterministic and hold no lock, so that threads may each run one. Arrays
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-AHEAD = 16
+AHEAD = 32
 """Ids between asking memory for a place and reading it: about as many as are on their way at once."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -24,18 +26,25 @@ _HALF_PI = 1.5707963267948966
 
 
 @intrinsic
-def prefetch(typingctx, array, index):  # type: ignore[no-untyped-def]
-    """Ask for the cache line of `array[index]`, of one axis, without waiting for it."""
+def _prefetch(typingctx, array, start, count):
+    """Ask for the cache lines of `array[start : start + count]`, of one axis, without waiting; a place outside of it does no harm."""
+    line = 64 // (array.dtype.bitwidth // 8)
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        made = context.make_array(signature.args[0])(context, builder, arguments[0])
-        pointer = builder.bitcast(cgutils.gep(builder, made.data, arguments[1]), ir.IntType(8).as_pointer())
-        numbers = [ir.IntType(32)(number) for number in (0, 3, 1)]  # to read, keep in all caches, data
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, *(number.type for number in numbers)])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8"), [pointer, *numbers])
+    def codegen(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        flags = [ir.IntType(32)(number) for number in (0, 3, 1)]  # to read, keep in all caches, data
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, *(flag.type for flag in flags)])
+        call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        stop = builder.add(arguments[1], arguments[2])
+        with cgutils.for_range_slice(builder, arguments[1], stop, stop.type(line)) as (index, _):
+            builder.call(call, [builder.bitcast(builder.gep(data, [index]), pointer), *flags])
         return context.get_dummy_value()
 
-    return types.none(array, types.int64), codegen
+    return types.none(array, types.int64, types.int64), codegen
+
+
+prefetch: Any = _prefetch  # called without the context
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -93,14 +102,14 @@ def find(slots, ids, positions):
     flat = slots.reshape(-1)
     mask = np.uint64(len(slots) - 1)
     count, missing = len(ids), 0
-    for i in range(min(AHEAD, count)):
-        prefetch(flat, np.int64(2 * (mix(np.uint64(ids[i]) * _GOLDEN) & mask)))
     for i in range(count):
-        if i + AHEAD < count:
-            prefetch(flat, np.int64(2 * (mix(np.uint64(ids[i + AHEAD]) * _GOLDEN) & mask)))
+        slot = np.int64(mix(np.uint64(ids[i]) * _GOLDEN) & mask)
+        positions[i] = slot
+        prefetch(flat, 2 * slot, 1)
+    for i in range(count):
         key, position = ids[i], np.int64(-1)
         if key >= 0:
-            slot = mix(np.uint64(key) * _GOLDEN) & mask
+            slot = np.uint64(positions[i])
             while slots[slot, 1] != 0:
                 if slots[slot, 0] == key:
                     position = slots[slot, 1] - 1
@@ -117,7 +126,7 @@ def find_direct(slots, ids, positions):
     count, missing = len(ids), 0
     for i in range(count):
         if i + AHEAD < count and ids[i + AHEAD] >= 0:
-            prefetch(slots, ids[i + AHEAD])
+            prefetch(slots, ids[i + AHEAD], 1)
         position = np.int64(-1)
         if ids[i] >= 0:
             position = np.int64(slots[ids[i]]) - 1
@@ -156,12 +165,9 @@ def read(records, positions, out):
     """The first columns of records; zeros where a position is -1."""
     flat = records.reshape(-1)
     count, width, stride = len(positions), out.shape[1], records.shape[1]
-    line = 64 // records.itemsize
     for i in range(count):
-        if i + AHEAD < count and positions[i + AHEAD] >= 0:
-            start = positions[i + AHEAD] * stride
-            for column in range(0, width, line):
-                prefetch(flat, start + column)
+        if i + AHEAD < count:
+            prefetch(flat, positions[i + AHEAD] * stride, width)
         if positions[i] >= 0:
             start = positions[i] * stride
             for j in range(width):

@@ -12,15 +12,6 @@ from numba import njit
 from dtf.id_kernels import AHEAD, prefetch
 
 
-@njit(cache=True, nogil=True, inline="always")
-def ahead(flat, stride, positions, i):
-    """Ask for a record that comes soon."""
-    if i + AHEAD < len(positions) and positions[i + AHEAD] >= 0:
-        start = positions[i + AHEAD] * stride
-        for column in range(0, stride, 64 // flat.itemsize):
-            prefetch(flat, start + column)
-
-
 @njit(cache=True, nogil=True, error_model="numpy")
 def shrink(records, width, positions, since, now):
     """Multiply rows by exp(now - since) and note in `since` that it is done."""
@@ -37,7 +28,8 @@ def shrink(records, width, positions, since, now):
 def sgd(records, positions, gradients, factor, lr):
     flat, stride, width = records.reshape(-1), records.shape[1], gradients.shape[1]
     for i in range(len(positions)):
-        ahead(flat, stride, positions, i)
+        if i + AHEAD < len(positions):
+            prefetch(flat, positions[i + AHEAD] * stride, stride)
         at = positions[i] * stride
         if at >= 0:
             for j in range(width):
@@ -48,7 +40,8 @@ def sgd(records, positions, gradients, factor, lr):
 def adagrad(records, positions, gradients, factor, lr, eps, weight_decay):
     flat, stride, width = records.reshape(-1), records.shape[1], gradients.shape[1]
     for i in range(len(positions)):
-        ahead(flat, stride, positions, i)
+        if i + AHEAD < len(positions):
+            prefetch(flat, positions[i + AHEAD] * stride, stride)
         at = positions[i] * stride
         if at >= 0:
             for j in range(width):
@@ -63,7 +56,8 @@ def rowwise_adagrad(records, positions, gradients, factor, lr, eps, weight_decay
     flat, stride, width = records.reshape(-1), records.shape[1], gradients.shape[1]
     one = np.sqrt(lr / lr)  # of the records' dtype
     for i in range(len(positions)):
-        ahead(flat, stride, positions, i)
+        if i + AHEAD < len(positions):
+            prefetch(flat, positions[i + AHEAD] * stride, stride)
         at = positions[i] * stride
         if at >= 0:
             square = one - one
@@ -82,7 +76,8 @@ def adam(records, positions, gradients, factor, rate, take1, take2, eps, weight_
     """`rate`: the learning rate with both bias corrections; `take1`, `take2`: 1 - beta."""
     flat, stride, width = records.reshape(-1), records.shape[1], gradients.shape[1]
     for i in range(len(positions)):
-        ahead(flat, stride, positions, i)
+        if i + AHEAD < len(positions):
+            prefetch(flat, positions[i + AHEAD] * stride, stride)
         at = positions[i] * stride
         if at >= 0:
             for j in range(width):
@@ -102,7 +97,8 @@ def ftrl(records, positions, gradients, factor, alpha, beta, l1, l2):
     flat, stride, width = records.reshape(-1), records.shape[1], gradients.shape[1]
     zero = alpha - alpha
     for i in range(len(positions)):
-        ahead(flat, stride, positions, i)
+        if i + AHEAD < len(positions):
+            prefetch(flat, positions[i + AHEAD] * stride, stride)
         at = positions[i] * stride
         if at >= 0:
             for j in range(width):

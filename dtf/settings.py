@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dtf.observer import Observer
     from dtf.optimizer import Optimizer
     from dtf.precision import Precision
+    from dtf.row_optimizer import RowOptimizer
     from dtf.sampler import Sampler
     from dtf.strategy import Strategy
 
@@ -40,6 +41,7 @@ GROUPS = {
     "strategy": "how the work is spread over processes",
     "precision": "number formats",
     "optimizer": "how gradients become updates",
+    "sparse": "how rows of sparse tables learn",
     "lr": "learning rate over time",
     "sampler": "which rows make up a global batch",
     "checkpoint": "when to save, what to keep, where to resume",
@@ -52,7 +54,7 @@ EXPERIMENT = "experiment"
 """The group of complete named runs: YAML files only, no node of its own."""
 
 _LEAVES = {"lr", "optimizer", "precision", "sampler", "checkpoint"}
-_PACKAGES = ("strategies", "launchers", "observers", "optimizers", "jobs")
+_PACKAGES = ("strategies", "launchers", "observers", "optimizers", "row_optimizers", "jobs")
 _ENTRY_POINTS = "dtf.plugins"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _FOLDER = re.compile(r"[A-Za-z0-9._-]{0,128}")
@@ -79,6 +81,7 @@ class Settings(Root):
     strategy: Strategy
     precision: Precision
     optimizer: Optimizer
+    sparse: RowOptimizer
     lr: Schedule
     sampler: Sampler
     checkpoint: Every

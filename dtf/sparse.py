@@ -52,9 +52,14 @@ class SparseTable:
             self._columns[state], self._firsts[state] = slice(stride, stride + count), first
             stride += count
         self._capacity = min(spec.capacity, spec.size) if spec.size else spec.capacity
-        self._index = _Direct(spec.size, self._kernels) if spec.size else _Hashed(self._kernels)
-        self._records = self._reserve(stride, self.dtype)
-        self._since: np.ndarray | None = None  # (capacity,) `decayed` when the row was last multiplied; None: no row ever was
+        try:
+            self._index = _Direct(spec.size, self._kernels) if spec.size else _Hashed(self._kernels)
+            self._records = _reserve(self._capacity, stride, self.dtype)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"table {name}: this host has no room for capacity={spec.capacity} rows of {stride} numbers: {error}; set a smaller one"
+            ) from error
+        self._since: np.ndarray | None = None  # (capacity,) `decayed` when the row was last multiplied; None: no step shrank rows
         self._count = 0
 
     def __len__(self) -> int:
@@ -89,17 +94,18 @@ class SparseTable:
         """
         from dtf.row_kernels import shrink
 
-        ids = self._checked(ids)
+        ids, gradients = self._checked(ids), np.ascontiguousarray(gradients, self.dtype)
+        if gradients.shape != (len(ids), self.spec.width):
+            raise ValueError(f"gradients {gradients.shape} of {len(ids)} rows of {self.spec.width} numbers")
         lr *= self.rule.lr_factor
         shrinkage = self.rule.shrinkage(lr)
         positions = self._place(ids)
-        if shrinkage and self._since is None:
-            self._since = self._reserve(1, np.dtype(np.float64)).reshape(-1)
-            self._since[: self._count] = self.decayed
+        if shrinkage:
+            self._remember_decay()
         self.decayed += shrinkage
         if self._since is not None:
             shrink(self._records, self.spec.width, positions, self._since, self.decayed)
-        self.rule.step(self._records, positions, np.ascontiguousarray(gradients, self.dtype), factor, lr, step)
+        self.rule.step(self._records, positions, gradients, factor, lr, step)
 
     def export(self) -> Rows:
         """All that the table holds, by ascending id; copies."""
@@ -120,13 +126,14 @@ class SparseTable:
                 f"table {self.name}: states {_listed(states)} are not those of its row optimizer, {_listed(self._columns)}; choose the same sparse="
             )
         ids = self._checked(ids)
-        if DECAYED in states and self._since is None:
-            self._since = self._reserve(1, np.dtype(np.float64)).reshape(-1)
-            self._since[: self._count] = self.decayed
+        if len(unique(ids)[0]) < len(ids) or -1 in ids or rows.shape != (len(ids), self.spec.width):
+            raise DataError(f"table {self.name}: rows {rows.shape} are not one of {self.spec.width} numbers for each of {len(ids)} distinct ids")
+        if DECAYED in states:
+            self._remember_decay()
         positions = self._place(ids, draw=False)
         self._records[positions, : self.spec.width] = rows
         for name, columns in self._columns.items():
-            self._records[positions, columns] = states[name].reshape(len(ids), -1)
+            self._records[positions, columns] = states[name].reshape(len(ids), columns.stop - columns.start)
         if self._since is not None:
             self._since[positions] = states.get(DECAYED, self.decayed)
 
@@ -170,24 +177,18 @@ class SparseTable:
                 rows *= self.dtype.type(np.exp(self.decayed))
         return rows
 
-    def _reserve(self, stride: int, dtype: np.dtype) -> np.ndarray:
-        """Zeros (capacity, stride) that take memory when they are first written, in large pages where the system has them."""
-        size = max(1, self._capacity * stride) * dtype.itemsize
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        try:
-            memory = mmap.mmap(-1, size, flags=flags)
-        except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(f"table {self.name}: capacity={self._capacity} rows need {size / 2**30:.3g} GiB, which this host cannot give: {error}") from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return np.frombuffer(memory, dtype, self._capacity * stride).reshape(self._capacity, stride)
+    def _remember_decay(self) -> None:
+        """From now on know of each row which decay it has had; so far, all had all."""
+        if self._since is None:
+            self._since = _reserve(self._capacity, 1, np.dtype(np.float64)).reshape(-1)
+            self._since[: self._count] = self.decayed
 
 
 class _Direct:
-    """Ids below `size`: four bytes each, which take memory where they are used."""
+    """Ids below `size`: position + 1 of each, 0: none."""
 
     def __init__(self, size: int, kernels: ModuleType) -> None:
-        self.slots = np.zeros(size, np.int32)  # position + 1, 0: none
+        self.slots = _reserve(size, 1, np.dtype(np.int32 if size < 2**31 - 1 else np.int64)).reshape(-1)
         self._kernels = kernels
 
     def find(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
@@ -195,7 +196,7 @@ class _Direct:
         return positions, self._kernels.find_direct(self.slots, ids, positions)
 
     def insert(self, ids: np.ndarray, first: int) -> None:
-        self.slots[ids] = np.arange(first + 1, first + 1 + len(ids), dtype=np.int32)
+        self.slots[ids] = np.arange(first + 1, first + 1 + len(ids))
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         ids = np.flatnonzero(self.slots)
@@ -241,16 +242,28 @@ def unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def gather(rows: np.ndarray, inverse: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """out[i] = rows[inverse[i]]: rows (U, width) of `unique` ids for all n ids, into `out` (n, width), contiguous."""
+    """out[i] = rows[inverse[i]]: rows (U, width) of `unique` ids for all n ids, into `out` (n, width) of the same dtype."""
+    if out.shape != (len(inverse), rows.shape[1]):
+        raise ValueError(f"rows {rows.shape} for {len(inverse)} ids do not fit into {out.shape}")
     _kernels().gather(rows, inverse, out)
     return out
 
 
 def segment_sum(gradients: np.ndarray, inverse: np.ndarray, count: int) -> np.ndarray:
     """Sums (count, width) of the gradients (n, width) that belong to each unique id, added in their order."""
+    if len(gradients) != len(inverse):
+        raise ValueError(f"{len(gradients)} gradients of {len(inverse)} ids")
     sums = np.zeros((count, gradients.shape[1]), gradients.dtype)
     _kernels().segment_sum(np.ascontiguousarray(gradients), inverse, sums)
     return sums
+
+
+def _reserve(count: int, stride: int, dtype: np.dtype) -> np.ndarray:
+    """Zeros (count, stride) that take memory when they are first written, in large pages where the system has them. OSError where there is no room."""
+    memory = mmap.mmap(-1, count * stride * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(count, stride)
 
 
 def _kernels() -> ModuleType:

@@ -20,14 +20,14 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "vocabulary": "dtf errors registry trace values",
     "leaves: one thing each": "agreement answers budget classes collectives devices ema ending environment eventfile feed frozen gradients heartbeat layout "
-    "links lr manifest memory metrics network optimizer options partition patterns precision sampler schedules schema sections seeding slices strides "
-    "supervise tracking usage",
+    "id_kernels links lr manifest memory metrics network optimizer options partition patterns precision row_kernels row_optimizer sampler schedules schema "
+    "sections seeding slices sparse strides supervise table tracking usage",
     "formats of files": "commit located shards untrusted",
     "contracts": "job launcher observer recipe strategy",
     "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined profiler remat replicas screen seat "
     "sharded spmd stages update world",
     "engine": "checkpoint engine evidence weights",
-    "options, one registered class per file": "observers optimizers recipes strategies",
+    "options, one registered class per file": "observers optimizers recipes row_optimizers strategies",
     "the root config, typed": "settings",
     "front and ranks": "charts config describe examine explain export inference inherited overview page record report results run sources "
     "sweep trained trials tuning worker",
@@ -37,7 +37,7 @@ FLOORS = {
     "options that start runs": "jobs",
     "command line": "__main__",
 }
-SIBLINGS = ("dtf.jobs", "dtf.launchers", "dtf.observers", "dtf.optimizers", "dtf.recipes", "dtf.strategies")
+SIBLINGS = ("dtf.jobs", "dtf.launchers", "dtf.observers", "dtf.optimizers", "dtf.recipes", "dtf.row_optimizers", "dtf.strategies")
 NO_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
 OBJECT_COLLECTIVES = ("_object", "_object_list")
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
@@ -146,7 +146,12 @@ def test_dependencies_are_declared_and_explained() -> None:
     }
     modules = {"hydra-core": "hydra", "pillow": "PIL", "pyyaml": "yaml"}
     runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
-    extras = {"dtf.charts": {"matplotlib"}, "dtf.tuning": {"optuna"}}  # imported where the extra is known to be there
+    extras = {
+        "dtf.charts": {"matplotlib"},
+        "dtf.tuning": {"optuna"},
+        "dtf.id_kernels": {"numba", "llvmlite"},
+        "dtf.row_kernels": {"numba"},
+    }  # imported where the extra is known to be there
     for name, path in sources().items():
         for node in walk(tree(path)):
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -192,7 +197,7 @@ def test_registered_classes_import_without_torch() -> None:
         "import importlib, sys\n"
         f"for name in {names + front!r}:\n"
         "    importlib.import_module(name)\n"
-        "    heavy = {'torch', 'torchvision', 'numpy', 'tensorboard', 'safetensors'} & set(sys.modules)\n"
+        "    heavy = {'torch', 'torchvision', 'numpy', 'numba', 'tensorboard', 'safetensors'} & set(sys.modules)\n"
         "    if heavy: sys.exit(f'{name} imports {heavy}')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

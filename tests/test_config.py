@@ -49,6 +49,7 @@ def test_defaults_are_the_documented_ones(composer: Composer) -> None:
         "strategy": "ddp",
         "precision": "fp32",
         "optimizer": "sgd",
+        "sparse": "adagrad",
         "lr": composed.choices["lr"],
         "sampler": "shuffle",
         "checkpoint": "every",
