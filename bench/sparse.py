@@ -128,7 +128,8 @@ def main() -> None:
     tenth = len(ratios) // 10
     print(f"torch {torch.__version__} on {given.threads} threads, numpy {np.__version__}, {platform.machine()}")
     report = {
-        "ids": FIELDS * size, "batch": given.batch, "distinct": round(statistics.mean(distinct)), "rows": len(table), "table_mb": table.byte_count() >> 20,
+        "ids": FIELDS * size, "batch": given.batch, "distinct": round(statistics.mean(distinct)),
+        "table_rows": len(table), "table_mb": table.byte_count() >> 20,
         "table_ms": round(median["table"], 2), "torch_ms": round(median["torch"], 2), "ratio": round(statistics.median(ratios), 2),
         "ratio_10_90": [round(ratios[tenth], 2), round(ratios[-1 - tenth], 2)],
         "phases_ms": {phase: round(statistics.median(values[3:]) * 1e3, 3) for phase, values in phases.items()}, "rows_apart": apart,

@@ -15,7 +15,7 @@ from dtf.errors import ConfigError, DataError
 from dtf.row_optimizer import RowOptimizer
 from dtf.row_optimizers.adagrad import RowAdagrad
 from dtf.row_optimizers.sgd import RowSgd
-from dtf.seeding import _mix, seed_of
+from dtf.seeding import mix, seed_of
 from dtf.sparse import SparseTable, gather, segment_sum, unique
 from dtf.table import Table
 
@@ -35,8 +35,8 @@ def drawn(key: int, ids: np.ndarray, width: int, scale: float) -> np.ndarray:
     """What `draw` says it computes, with numpy's logarithm, sine and cosine."""
     golden, pairs = np.uint64(0x9E3779B97F4A7C15), np.arange((width + 1) // 2, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        start = _mix(ids.astype(np.uint64) * golden + np.uint64(key))[:, None]
-        first, second = (_mix(start + (np.uint64(2) * pairs + np.uint64(more)) * golden) >> np.uint64(11) for more in (1, 2))
+        start = mix(ids.astype(np.uint64) * golden + np.uint64(key))[:, None]
+        first, second = (mix(start + (np.uint64(2) * pairs + np.uint64(more)) * golden) >> np.uint64(11) for more in (1, 2))
     radius = scale * np.sqrt(-2.0 * np.log((first + np.uint64(1)) * 2.0**-53))
     turns = second * 2.0**-53 - 0.125
     return np.stack([radius * np.cos(2 * np.pi * turns), radius * np.sin(2 * np.pi * turns)], -1).reshape(len(ids), -1)[:, :width]
