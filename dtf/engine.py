@@ -34,6 +34,8 @@ class Batches(Protocol):
 
     def bad(self, epoch: int) -> int: ...  # rows of it that this rank could not read so far
 
+    def reading(self) -> dict[str, float]: ...  # how it went since the last call, where that is of interest
+
     def get(self, epoch: int, index: int) -> Batch | None: ...
     def ahead(self, keys: list[tuple[int, int]]) -> None: ...
 
@@ -144,7 +146,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 window = Window()
                 _refuse_divergence(loop, step)
                 values = {**loop.recipe.summarise(total[:width]), "grad_norm": _ratio(total[width], total[width + 1])}
-                shown = {**values, "lr": lr, "rows_per_s": rows / seconds.lap()}
+                shown = {**values, "lr": lr, "rows_per_s": rows / seconds.lap(), **train.reading()}
                 loop.report(Measured("train", step, step / loop.steps_per_epoch, seconds.total(), shown))
                 rows = 0
             case Poll(step):

@@ -105,7 +105,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`split`: `train` or `eval`. `values`: metric name -> value over all ranks; train adds `lr`, `grad_norm`, `rows_per_s`."""
+    """`split`: `train` or `eval`. `values`: metric name -> value over all ranks; train adds `lr`, `grad_norm`, `rows_per_s`, rank 0 its `Loader.reading`."""
 
     split: str
     step: int

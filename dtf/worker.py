@@ -106,10 +106,10 @@ def _train(
         raise ConfigError(
             f"sampler={config['sampler']['name']} shows rows several times, and the data of recipe={config['recipe']['name']} has one view of each"
         )
-    epochs = Epochs(settings.sampler, len(train_data), batch, settings.seed, train_data.groups())
+    epochs = Epochs(settings.sampler, len(train_data), batch, settings.seed, train_data.groups(), train_data.runs())
     if not epochs.batches:
         raise DataError(f"step.batch_size={batch} is more than the {len(train_data)} training rows, sampler.tail=drop leaves none; lower it")
-    eval_epochs = Epochs(Sequential(), len(eval_data), batch, settings.seed)
+    eval_epochs = Epochs(Sequential(), len(eval_data), batch, settings.seed, runs=eval_data.runs())
 
     def sample(rows: int) -> Any:
         return stand_ins(recipe.receive(train_data.fetch(np.arange(rows) % len(train_data), 0)[0]), recipe.tables())
