@@ -116,7 +116,9 @@ class SparseTable:
         DataError where the states are those of another rule.
         """
         if states.keys() - {DECAYED} != self._columns.keys():
-            raise DataError(f"table {self.name}: states {_listed(states)} are not those of its row optimizer, {_listed(self._columns)}; choose the same sparse=")
+            raise DataError(
+                f"table {self.name}: states {_listed(states)} are not those of its row optimizer, {_listed(self._columns)}; choose the same sparse="
+            )
         ids = self._checked(ids)
         if DECAYED in states and self._since is None:
             self._since = self._reserve(1, np.dtype(np.float64)).reshape(-1)

@@ -119,6 +119,7 @@ def _train(
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     check_used("recipe.model.freeze", recipe.fine_tuning.freeze, parameters)
     check_used("optimizer.lr_factors", settings.optimizer.lr_factors, parameters, frozen)
+    check_used("optimizer.weight_decays", settings.optimizer.weight_decays, parameters, frozen)
     weights, weights_digest, found = _weights(recipe, model, world)
     optimizer = averaged(settings.optimizer, settings.step.ema)
     program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights, settings.sparse), world)

@@ -24,8 +24,8 @@ FLOORS = {
     "supervise tracking usage",
     "formats of files": "commit located shards untrusted",
     "contracts": "job launcher observer recipe strategy",
-    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined profiler remat replicas screen seat "
-    "sharded spmd stages update world",
+    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined profiler ranking remat replicas screen "
+    "seat sharded spmd stages update world",
     "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes strategies",
     "the root config, typed": "settings",

@@ -82,8 +82,10 @@ class DataOptions(ABC):
 
 @dataclass(kw_only=True)
 class LogOptions(DataOptions):
+    root: str = option(default="", doc="folder in which `train`, `eval` and `test` are looked for; empty: the current one")
     train: str = option(default="", doc="files of the training split, plain or .gz: a file, a folder of them or a pattern such as 'day_*.gz'; must be given")
     eval: str = option(default="", doc="files of the evaluation split, likewise; must be given")
+    test: str = option(default="", doc="files that job=evaluate and job=predict take with job.split=test, likewise; empty: there are none")
     format: Format = option(
         default=Format.criteo,
         doc="`criteo` label, 13 integers, 26 hexadecimal categories, tabs between; `avazu` id, click, hour and 21 categories, with commas and the header; "
@@ -189,7 +191,7 @@ class LogOptions(DataOptions):
         text = getattr(self, split)
         if not text:
             raise ConfigError(f"recipe.data.{split} is not set; give a file, a folder or a pattern: recipe.data.{split}=PATH")
-        place = Path(text).expanduser()
+        place = Path(self.root).expanduser() / Path(text).expanduser()
         if place.is_dir():
             found = sorted(path for path in place.iterdir() if path.is_file() and not path.name.startswith((".", "_")))
         else:
