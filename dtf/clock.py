@@ -69,6 +69,7 @@ class Progress:
     best: float | None = None
     best_step: int = 0
     since_best: int = 0
+    fallen: float = 1.0  # what is left of the learning rate after evaluations without a new best
 
 
 STOP_REQUESTS, OVER_BUDGET, STEP_SECONDS = "stop_requests", "over_budget", "step_seconds"
@@ -112,6 +113,7 @@ class PlannedClock(Clock):
                     self._at.best, self._at.best_step, self._at.since_best = value, step, 0
                 else:
                     self._at.since_best += 1
+                    self._at.fallen *= self._schedule.fall(self._at.since_best)
 
     def state(self) -> dict:
         return asdict(self._at)
@@ -122,7 +124,7 @@ class PlannedClock(Clock):
 
     def _train(self, step: int) -> Train:
         epoch, index = divmod(step, self._epochs.batches)
-        return Train(step, epoch, index, self._epochs.size(index), self._schedule(step, self._plan.total))
+        return Train(step, epoch, index, self._epochs.size(index), self._schedule(step, self._plan.total) * self._at.fallen)
 
     def _course(self) -> Iterator[Ticket]:
         """Every rank yields the same: `values` handed to `done` are the same bits on all."""

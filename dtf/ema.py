@@ -40,8 +40,8 @@ class Averaged(Optimizer):
         average = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
         return {**self._optimizer.init(parameter), EMA: average, STEPS: counter(parameter)}
 
-    def decays(self, shape: Sequence[int]) -> bool:
-        return self._optimizer.decays(shape)
+    def decay_of(self, name: str, shape: Sequence[int]) -> float | None:
+        return self._optimizer.decay_of(name, shape)
 
     def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
         import torch

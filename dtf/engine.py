@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtf.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
 from dtf.errors import DataError, DivergedError, DtfError
-from dtf.recipe import Recipe
+from dtf.recipe import Peers, Recipe
 from dtf.strategy import Program
 from dtf.values import Batch, Evaluate, Event, Log, Measured, Poll, Save, Saved, State, StepOutput, Stop, Train
 
@@ -34,14 +34,10 @@ class Batches(Protocol):
 
     def bad(self, epoch: int) -> int: ...  # rows of it that this rank could not read so far
 
+    def reading(self) -> dict[str, float]: ...  # how it went since the last call, where that is of interest
+
     def get(self, epoch: int, index: int) -> Batch | None: ...
     def ahead(self, keys: list[tuple[int, int]]) -> None: ...
-
-
-class Agreement(Protocol):
-    """What the loop asks of other ranks: additive sums, the same bits on all. See `world.World`."""
-
-    def reduce(self, sums: Tensor) -> Tensor: ...
 
 
 class Saver(Protocol):
@@ -62,7 +58,7 @@ class Window:
         sums = torch.cat([output.sums, output.grad_norm.to(output.sums)])
         self._sums = sums if self._sums is None else self._sums.add_(sums)
 
-    def total(self, world: Agreement, width: int) -> list[float]:
+    def total(self, world: Peers, width: int) -> list[float]:
         """Sums over ranks, [metric sums (M), sum of norms, their number]; waits for the device. Collective."""
         mine = torch.zeros(width + 2, dtype=torch.float64)
         if self._sums is not None:
@@ -83,7 +79,7 @@ class Loop:
     evaluation: Batches
     evaluation_rows: int
     recipe: Recipe
-    world: Agreement
+    world: Peers
     saver: Saver | None
     see: Callable[[Event], None]
     scalars: dict[str, Any]  # what identifies the run in its checkpoints: seed, data, batch size
@@ -144,7 +140,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 window = Window()
                 _refuse_divergence(loop, step)
                 values = {**loop.recipe.summarise(total[:width]), "grad_norm": _ratio(total[width], total[width + 1])}
-                shown = {**values, "lr": lr, "rows_per_s": rows / seconds.lap()}
+                shown = {**values, "lr": lr, "rows_per_s": rows / seconds.lap(), **train.reading()}
                 loop.report(Measured("train", step, step / loop.steps_per_epoch, seconds.total(), shown))
                 rows = 0
             case Poll(step):
@@ -197,22 +193,25 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
     if loop.averages:
         loop.program.use_averages(True)
     total = torch.zeros(1 + len(loop.recipe.measures), dtype=torch.float64)
-    sums = None
+    sums, judge = None, loop.recipe.judge(loop.evaluation_rows)
     last = loop.evaluation.batches
     for index in range(last):
         loop.beat("evaluate", step)
         loop.evaluation.ahead([(0, i) for i in range(index, min(index + 1 + loop.evaluation.prefetch, last))])
         batch = loop.program.prepare(loop.evaluation.get(0, index))
-        more = loop.program.eval_step(batch)
+        more, rows = loop.program.eval_step(batch)
         sums = more if sums is None else sums + more
+        if judge is not None and rows is not None:
+            judge.add(rows)
     if sums is not None:
         total += sums.cpu()
     if loop.averages:
         loop.program.use_averages(False)
-    return counted(loop.world, total, loop.recipe, loop.evaluation_rows, loop.evaluation.bad(0), loop.evaluation.allowed)
+    values = counted(loop.world, total, loop.recipe, loop.evaluation_rows, loop.evaluation.bad(0), loop.evaluation.allowed)
+    return values | (judge.values(loop.world) if judge is not None else {})
 
 
-def counted(world: Agreement, sums: Tensor, recipe: Recipe, rows: int, bad: int, allowed: int) -> dict[str, float]:
+def counted(world: Peers, sums: Tensor, recipe: Recipe, rows: int, bad: int, allowed: int) -> dict[str, float]:
     """Metric values from this rank's sums (M,), once it is sure that the ranks together saw each of the rows once. Collective.
 
     `bad`: rows that this rank could not read; `allowed`: how many all ranks may.

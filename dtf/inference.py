@@ -32,7 +32,7 @@ from dtf.sampler import Epochs, Sequential
 from dtf.settings import Settings
 from dtf.slices import is_slice
 from dtf.strategy import Program, Task
-from dtf.values import Batch, Event, Measured
+from dtf.values import Batch, Evaluated, Event, Measured
 from dtf.weights import Weights, fitted, open_weights
 from dtf.world import World
 
@@ -110,8 +110,8 @@ class Inference:
         task = Task(recipe, unmoved, settings.precision, step, settings.seed, self._sample, self.weights, settings.sparse)
         self.program: Program = settings.strategy.setup(task, self.world)
 
-    def batches(self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]) -> Iterator[tuple[int, Tensor, list[Row]]]:
-        """Batch by batch from row `first` on: how many rows are done, metric sums (M,) of this rank, and on rank 0 the answers in order. Collective.
+    def batches(self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]) -> Iterator[tuple[int, Evaluated, list[Row]]]:
+        """Batch by batch from row `first` on: how many rows are done, what this rank measured, and on rank 0 the answers in order. Collective.
 
         Preempted on all ranks alike, after the batch that is under way, when one was asked to stop. DtfError when a row is lost.
         """
@@ -125,10 +125,10 @@ class Inference:
                 for index in range(loader.batches):
                     beat("evaluate", index)
                     loader.ahead([(0, i) for i in range(index, min(index + 1 + loader.prefetch, loader.batches))])
-                    sums = self.program.eval_step(self.program.prepare(loader.get(0, index)))
+                    measured = self.program.eval_step(self.program.prepare(loader.get(0, index)))
                     self.unread = loader.bad(0)
                     expected = range(done, min(done + self._batch, len(self.rows)))
-                    yield expected.stop, sums, self._gathered(expected, first)
+                    yield expected.stop, measured, self._gathered(expected, first)
                     done = expected.stop
                     if self.world.reduce(torch.tensor([float(stop())])).item() and done < len(self.rows):
                         raise Preempted(f"asked to stop after {done} of {len(self.rows)} rows; start again with the same run.dir to go on")
@@ -164,13 +164,17 @@ def evaluate(settings: Settings, folder: Path, place: Place, send: Callable[[Eve
     job: EvaluateJob = settings.job  # type: ignore[assignment]
     used = Inference(settings, place, job.model, lambda recipe: recipe.open_data(job.split.value, settings.seed).unaugmented(), top=1)
     pace, total, table = _Pace(send, len(used.rows)), None, Answers(used.names)
-    for done, sums, rows in used.batches(0, beat, stop):
+    judge = used.recipe.judge(len(used.rows))
+    for done, (sums, judged), rows in used.batches(0, beat, stop):
         total = sums if total is None else total + sums
+        if judge is not None and judged is not None:
+            judge.add(judged)
         table.add(rows)
         pace.tell(done)
     assert total is not None
     unread = int(used.world.reduce(torch.tensor([used.unread], dtype=torch.float64)).item())
     values = counted(used.world, total, used.recipe, len(used.rows), used.unread, used.rows.allowed)
+    values |= judge.values(used.world) if judge is not None else {}
     if used.world.rank == 0:
         found = {"model": used.weights.about, "digest": used.digest, "split": job.split.value, "rows": len(used.rows), "unread": unread, "metrics": values}
         replace_text(folder / "evaluation.json", json.dumps(found | {"classes": table.classes()}, indent=1) + "\n")

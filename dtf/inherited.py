@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from dtf.errors import ConfigError, DataError
-from dtf.located import located
+from dtf.located import is_checkpoint, located
 from dtf.run import flat
 from dtf.schema import show
 from dtf.untrusted import scan
@@ -36,7 +36,7 @@ def inherited(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -
     if "${" in model:
         raise ConfigError(f"job.model={model} holds an interpolation, and a config cannot be read from there; write the path")
     path = Path(model).expanduser()
-    file = config_of(located(path, "job.model")[0]) if model and path.is_dir() else None
+    file = config_of(located(path, "job.model")[0]) if model and is_checkpoint(path) else None
     if file is None:
         return []
     scan(file)

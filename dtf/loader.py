@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -12,23 +13,44 @@ from dtf.sampler import Epochs, cut, share
 from dtf.values import Batch, Shard
 
 
+class Reading:
+    """What came through the queue of a loader."""
+
+    def __init__(self) -> None:
+        self._rows, self._batches, self._ready, self._waited, self._started = 0, 0, 0, 0.0, time.perf_counter()
+
+    def got(self, rows: int, ready: int, waited_s: float) -> None:
+        """A batch was asked for: `ready` were there, it among them, and it came after so long."""
+        self._rows, self._batches, self._ready, self._waited = self._rows + rows, self._batches + 1, self._ready + ready, self._waited + waited_s
+
+    def close(self) -> dict[str, float]:
+        """`read_rows_per_s`, `queue_batches` that were ready on average when one was wanted, and `stalled`, the share of time spent waiting for one."""
+        passed = max(time.perf_counter() - self._started, 1e-9)
+        return {"read_rows_per_s": self._rows / passed, "queue_batches": self._ready / max(1, self._batches), "stalled": self._waited / passed}
+
+
 class Loader:
     """This rank's rows of global batches. `shard=None`: a rank that reads nothing gets None."""
 
     def __init__(self, dataset: Dataset, epochs: Epochs, shard: Shard | None, micro_batch_rows: int, pin: bool = False) -> None:
         self._dataset, self._epochs, self._shard, self._micro_batch_rows, self._pin = dataset, epochs, shard, micro_batch_rows, pin
-        self.prefetch = dataset.prefetch if shard is not None else 0
-        self._pool = ThreadPoolExecutor(1, "loader", initializer=torch.set_num_threads, initargs=(1,)) if self.prefetch else None
+        self.prefetch = 0 if shard is None else self._batches_of(dataset.queue_rows) if dataset.queue_rows else dataset.prefetch
+        self._pool = ThreadPoolExecutor(dataset.threads, "loader", initializer=torch.set_num_threads, initargs=(1,)) if self.prefetch else None
         self._pending: dict[tuple[int, int], Future[Batch]] = {}
         self._unread: dict[int, set[int]] = {}  # epoch -> rows
         self.batches = epochs.batches
+        self._reading = Reading()
 
     def get(self, epoch: int, index: int) -> Batch | None:
         """This rank's rows of global batch `index` of `epoch`; padding of weight 0 when it has none."""
         if self._shard is None:
             return None
         future = self._pending.pop((epoch, index), None)
-        return future.result() if future is not None else self._fetch(self._ids(epoch, index), epoch)
+        ready = sum(other.done() for other in self._pending.values()) + (future is not None and future.done())
+        started = time.perf_counter()
+        batch = future.result() if future is not None else self._fetch(self._ids(epoch, index), epoch)
+        self._reading.got(len(batch.ids), ready, time.perf_counter() - started)
+        return batch
 
     def ahead(self, keys: list[tuple[int, int]]) -> None:
         """Start fetching the (epoch, index) that are likely to come, and forget what is no longer among them."""
@@ -40,6 +62,11 @@ class Loader:
             if key not in self._pending:
                 # The order of an epoch is drawn here, not in the thread: Epochs keeps one epoch at a time.
                 self._pending[key] = self._pool.submit(self._fetch, self._ids(*key), key[0])
+
+    def reading(self) -> dict[str, float]:
+        """How reading went on this rank since it was asked last: see `Reading.close`. Empty for data that are not read through a queue."""
+        reading, self._reading = self._reading, Reading()
+        return reading.close() if self._dataset.queue_rows else {}
 
     def bad(self, epoch: int) -> int:
         """Rows of an epoch that this rank could not read so far, each counted once: ranks share out the rows of an epoch, so theirs add up."""
@@ -54,6 +81,11 @@ class Loader:
         """Stop the fetching thread."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+
+    def _batches_of(self, rows: int) -> int:
+        """Batches to be fetched ahead of one, so that there are `rows` of this rank in all."""
+        assert self._shard is not None
+        return max(1, rows // -(-self._epochs.size(0) // self._shard.count) - 1)
 
     def _ids(self, epoch: int, index: int) -> np.ndarray:
         assert self._shard is not None
@@ -70,8 +102,9 @@ class Loader:
         inputs, targets = self._dataset.fetch(rows, epoch)
         weight = torch.zeros(len(rows)) if padding else torch.ones(len(rows))
         if self._dataset.bad and not padding:
-            found = {int(row) for row in rows % len(self._dataset) if int(row) in self._dataset.bad}
-            weight[[int(row) in found for row in rows % len(self._dataset)]] = 0
+            unread = [row in self._dataset.bad for row in (rows % len(self._dataset)).tolist()]
+            found = set((rows % len(self._dataset))[unread].tolist())
+            weight[unread] = 0
             self._unread.setdefault(epoch, set()).update(found)
         if self._pin:
             inputs = {k: v.pin_memory() for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.pin_memory()

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step. No state: a schedule resumes by being asked."""
+"""Learning rate as a pure function of the step, and of evaluations that the clock remembers. No state: a schedule resumes by being asked."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ class Schedule(ABC):
     @abstractmethod
     def __call__(self, step: int, total: int) -> float:
         """Learning rate of the step after `step` finished ones, of `total`."""
+
+    def fall(self, waited: int) -> float:
+        """What the rate is multiplied by from here on, after `waited` evaluations in a row without a new best. Default: 1."""
+        return 1.0
 
     def check(self) -> None:
         """Raise ConfigError for values that make no schedule. Default: the ranges of the fields say all."""
@@ -52,6 +56,30 @@ class Constant(Schedule):
 
     def __call__(self, step: int, total: int) -> float:
         return self.peak * ramp(step, self.warmup)
+
+
+@register("lr", "plateau")
+class Plateau(Schedule):
+    """Warm up linearly to `peak`, then stay there until evaluations find no new best: the rate is multiplied by `factor` each time that happens.
+
+    The best is that of the run's objective, as for train.early_stop.
+    """
+
+    peak: float = option(default=0.1, doc="learning rate after warm-up")
+    warmup: int = option(default=0, doc="linear warm-up", unit="steps")
+    factor: float = option(default=0.1, doc="what the rate is multiplied by")
+    patience: int = option(default=1, least=1, doc="evaluations in a row without a new best that make the rate fall, and fall again", unit="evaluations")
+
+    def check(self) -> None:
+        check_peak(self.peak)
+        check_warmup(self.warmup)
+        require(0.0 < self.factor < 1.0, "factor", self.factor, "greater than 0 and less than 1, e.g. 0.1")
+
+    def __call__(self, step: int, total: int) -> float:
+        return self.peak * ramp(step, self.warmup)
+
+    def fall(self, waited: int) -> float:
+        return 1.0 if waited % self.patience else self.factor
 
 
 @register("lr", "cosine")

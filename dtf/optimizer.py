@@ -25,11 +25,12 @@ Combine = Callable[["Tensor"], "Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that all decay or all do not, and have one learning rate, with their state, as a kernel takes them."""
+    """Parameters with one weight decay and one learning rate, with their state, as a kernel takes them."""
 
     parameters: list[Tensor]
     slots: dict[str, list[Tensor]]  # key of the state -> its tensor for each parameter
-    decayed: bool
+    decayed: bool  # whether weight decay acts on them at all; a decay of 0 is one
+    weight_decay: float  # 0 where it does not
     combine: Combine | None
 
 
@@ -44,6 +45,13 @@ class Optimizer(ABC):
         doc="factors of the learning rate by name of a module or parameter, for all that lies in it: {fc:10,layer*:0.1}; `*` stands for characters "
         "between two dots, and factors of all patterns that cover a parameter are multiplied",
     )
+    weight_decays: dict[str, float] = option(
+        factory=dict,
+        least=0,
+        doc="weight decay of parts of the model in place of `weight_decay`, by name as in `lr_factors`: {table:0.05}; of all patterns that cover a parameter "
+        "the longest decides, whatever `decay_norm_and_bias` says",
+    )
+    weight_decay = 0.0
     decay_norm_and_bias = True
 
     def check(self) -> None:
@@ -61,6 +69,11 @@ class Optimizer(ABC):
     def decays(self, shape: Sequence[int]) -> bool:
         """Whether weight decay acts on a parameter of this global shape. Biases and normalisation scales have one axis."""
         return self.decay_norm_and_bias or len(shape) > 1
+
+    def decay_of(self, name: str, shape: Sequence[int]) -> float | None:
+        """The weight decay of a parameter; None: none acts on it."""
+        named = patterns.longest(self.weight_decays, name)
+        return named if named is not None else self.weight_decay if self.decays(shape) else None
 
     def bind(
         self,
@@ -98,20 +111,20 @@ class Bound:
         self.states = {name: optimizer.init(parameter) for name, parameter in parameters.items()}
         self._optimizer, self._parameters = optimizer, list(parameters.values())
         self._strides = [parameter.stride() for parameter in self._parameters]
-        decays = [optimizer.decays(shapes.get(name, parameter.shape)) for name, parameter in parameters.items()]
+        decays = [optimizer.decay_of(name, shapes.get(name, parameter.shape)) for name, parameter in parameters.items()]
         counted = [float(counts.get(name, True)) for name in parameters]
         states = list(self.states.values())
         kinds = [(decay, patterns.factor(optimizer.lr_factors, name)) for name, decay in zip(parameters, decays, strict=True)]
         self._groups: list[tuple[list[int], Group, float]] = []
-        for kind in sorted(set(kinds), reverse=True):
+        for kind in sorted(set(kinds), key=lambda kind: (kind[0] is None, kind)):
             chosen = [index for index, each in enumerate(kinds) if each == kind]
             slots = {key: [states[index][key] for index in chosen] for key in states[chosen[0]]}
             members = [self._parameters[index] for index in chosen]
             add = combine
             if combine is not None and not all(counted):
                 add = _Counting(combine, torch.tensor([counted[index] for index in chosen], device=members[0].device))
-            decayed, factor = kind
-            self._groups.append((chosen, Group(members, slots, decayed, add), factor))
+            decay, factor = kind
+            self._groups.append((chosen, Group(members, slots, decay is not None, decay or 0.0, add), factor))
 
     def apply(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
         """One step in place, gradients in the order of the bound parameters; they may be overwritten.

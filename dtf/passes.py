@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from dtf.errors import ConfigError
 from dtf.precision import Cast
 from dtf.strategy import Task
 from dtf.table import Table
-from dtf.values import Batch
+from dtf.values import Batch, Evaluated
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -55,6 +56,17 @@ class Passes:
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
         """Metric sums (M,)."""
         return self._recipe.measure(_detach(outputs), batch, loss.detach())
+
+    @torch.no_grad()
+    def evaluated(self, outputs: Any, batch: Batch, loss: Tensor) -> Evaluated:
+        """All that an evaluation asks of a micro-batch."""
+        return Evaluated(self.measure(outputs, batch, loss), self._recipe.judged(_detach(outputs), batch))
+
+
+def evaluated_together(parts: Sequence[Evaluated], device: torch.device) -> Evaluated:
+    """What several micro-batches left behind, on one device."""
+    sums, rows = ([part.to(device) for part in column if part is not None] for column in zip(*parts, strict=True))
+    return Evaluated(functools.reduce(torch.add, sums), torch.cat(rows) if rows else None)
 
 
 def rows_of(batch: Batch, first: int, last: int) -> Batch:

@@ -32,6 +32,12 @@ def factor(factors: Mapping[str, float], name: str) -> float:
     return product
 
 
+def longest(values: Mapping[str, float], name: str) -> float | None:
+    """The value of the longest pattern that covers the name; None: no pattern does."""
+    found = [pattern for pattern in values if covers(pattern, name)]
+    return values[max(found, key=lambda pattern: (len(pattern), pattern))] if found else None
+
+
 def check_used(key: str, patterns: Iterable[str], names: Iterable[str], frozen: Collection[str] = ()) -> None:
     """Raise ConfigError for a pattern of the config key `key` that covers none of a model's parameters, or only `frozen` ones."""
     known = list(names)

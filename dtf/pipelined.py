@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtf.links import Arrival, Form, Link
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
-from dtf.passes import Passes, draws_at_large, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
+from dtf.passes import Passes, draws_at_large, evaluated_together, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.schedules import Action, Schedule, answers, order
@@ -27,7 +27,7 @@ from dtf.sections import section
 from dtf.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task, Update
 from dtf.strides import axes, dense
-from dtf.values import Batch, State, StepOutput, Train
+from dtf.values import Batch, Evaluated, State, StepOutput, Train
 from dtf.world import World
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class Pipelined(Program):
         if self._tables is not None:
             batch = self._tables.look(batch, train=True)
         parts = [self._leaves(rows_of(batch, *ends)) for ends in pairwise(at)]
-        sums = self._run(parts, factor, enter, train=True)
+        sums, _ = self._run(parts, factor, enter, train=True)
         if self._tables is not None:
             self._tables.give(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
         for stage in self._stages.values():
@@ -213,7 +213,7 @@ class Pipelined(Program):
         return with_leaves(part, self._looked_up) if 0 in self._stages else part
 
     @torch.no_grad()
-    def eval_step(self, batch: Batch | None) -> Tensor:
+    def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
         if self._tables is not None:
             batch = self._tables.look(batch, train=False)
@@ -222,19 +222,19 @@ class Pipelined(Program):
         bounds = cut(len(batch.ids), -(-len(batch.ids) // len(self._line.ranks)))  # as many parts as there are ranks to work on them
         return self._run([rows_of(batch, *ends) for ends in pairwise(bounds)], self._one, lambda stage, j: None, train=False)
 
-    def _run(self, parts: list[Batch], factor: Tensor, enter: Callable[[Stage, int], None], train: bool) -> Tensor:
-        """Micro-batches through this rank's stages; returns the metric sums (M,) of those whose losses are computed here. Collective over the line."""
+    def _run(self, parts: list[Batch], factor: Tensor, enter: Callable[[Stage, int], None], train: bool) -> Evaluated:
+        """Micro-batches through this rank's stages; returns what is measured of those whose losses are computed here. Collective over the line."""
         actions = [action for action in self._order(len(parts)) if train or action.forward]
         mail = _Mail(self._line, actions, parts, self._answers(len(parts)) if train else None)
         held: dict[tuple[int, int], _Held] = {}
-        sums = self._nothing
+        found = [Evaluated(self._nothing, None)]
         for number, (forward, s, j) in enumerate(actions):
             mail.open(number)
             if forward:
                 enter(self._stages[s], j)
                 with section("forward"):
-                    kept, more = self._forward(s, j, parts[j], factor, mail)
-                sums = sums if more is None else sums + more
+                    kept, more = self._forward(s, j, parts[j], factor, mail, train)
+                found += [] if more is None else [more]
                 if train:
                     held[s, j] = kept
                 del kept  # activations live as long as the schedule says
@@ -243,9 +243,9 @@ class Pipelined(Program):
                     self._backward(s, j, held.pop((s, j)), mail)
         for link in (*self._line.forward, *self._line.backward):
             link.settle()
-        return sums
+        return evaluated_together(found, self._world.device)
 
-    def _forward(self, s: int, j: int, batch: Batch, factor: Tensor, mail: _Mail) -> tuple[_Held, Tensor | None]:
+    def _forward(self, s: int, j: int, batch: Batch, factor: Tensor, mail: _Mail, train: bool) -> tuple[_Held, Evaluated | None]:
         inputs = mail.inputs(s, j) if s else ()
         outputs = self._passes.forward(self._stages[s].model, *(inputs if s else (batch.inputs,)), cast=not s)
         if s < self._line.last:
@@ -253,7 +253,8 @@ class Pipelined(Program):
             return _Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None
         outputs, loss = self._passes.losses(outputs, batch)
         total, seed = self._passes.total(loss, batch, factor)
-        return _Held(inputs, (total,), seed), self._passes.measure(outputs, batch, loss)
+        measured = Evaluated(self._passes.measure(outputs, batch, loss), None) if train else self._passes.evaluated(outputs, batch, loss)
+        return _Held(inputs, (total,), seed), measured
 
     def _backward(self, s: int, j: int, kept: _Held, mail: _Mail) -> None:
         gradients = (kept.seed,) if kept.seed is not None else mail.gradients(s, j)

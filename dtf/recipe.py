@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dtf.errors import ConfigError
 from dtf.layout import Layout
@@ -21,11 +22,25 @@ if TYPE_CHECKING:
     from dtf.values import Batch
 
 
+class Split(Enum):
+    """Rows to train on, to choose the best model by and, where there are such, to judge that one by in the end."""
+
+    train = "train"
+    eval = "eval"
+    test = "test"
+
+
 class Dataset(ABC):
     """Rows by number. Lives in one rank; every rank can read every row."""
 
     prefetch: int = 2
     """Batches worth fetching ahead in a thread; 0 when a fetch costs less than handing it over (data in memory)."""
+
+    queue_rows: int = 0
+    """Rows, of this rank, that may be in memory ahead of the model: as many batches are fetched ahead, two at least. 0: `prefetch` batches are."""
+
+    threads: int = 1
+    """Batches that are fetched at the same time, each in a thread of its own; `fetch` must allow it."""
 
     repeats: bool = False
     """Whether `fetch` also takes ids from len(self) on: id k * len(self) + row is the k-th further view of a row, augmented differently."""
@@ -64,6 +79,26 @@ class Dataset(ABC):
         return str(len(self))
 
 
+class Peers(Protocol):
+    """What a judge asks of other ranks; see `dtf.world.World`. Each is collective."""
+
+    def reduce(self, sums: Tensor) -> Tensor: ...
+    def collect(self, rows: Tensor) -> Tensor | None: ...
+    def broadcast(self, value: Any) -> Any: ...
+
+
+class Judge(ABC):
+    """Rows of one evaluation on one rank, and the metrics that those of all ranks give together."""
+
+    @abstractmethod
+    def add(self, rows: Tensor) -> None:
+        """More of them, (R, K) as `Recipe.judged` gives them, on the device. No host synchronisation."""
+
+    @abstractmethod
+    def values(self, peers: Peers) -> dict[str, float]:
+        """By name; the same on all ranks. Collective."""
+
+
 class Recipe(ABC):
     """A model, its loss, its data and its metrics. Fields are the config node `recipe`; `recipe.model.*` and `recipe.data.*` are nested nodes.
 
@@ -73,7 +108,12 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def measures(self) -> tuple[str, ...]:
-        """Names of the metrics, in the order of `measure`'s sums after the first; `loss` is one of them."""
+        """Names of `measure`'s sums after the first, in their order; `loss` is one of them. They name metrics, unless `summarise` makes others of them."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics of an evaluation. Default: `measures`."""
+        return self.measures
 
     @property
     @abstractmethod
@@ -125,9 +165,12 @@ class Recipe(ABC):
         """Sparse tables, by the name of the input that holds their ids; inputs are then a dict. Default: none."""
         return {}
 
+    splits: tuple[Split, ...] = (Split.train, Split.eval)
+    """What `open_data` can open, by the values of these."""
+
     @abstractmethod
     def open_data(self, split: str, seed: int) -> Dataset:
-        """The `train` or `eval` split. `seed` is the run's, for augmentation. DataError when it cannot be read."""
+        """One of `splits`. `seed` is the run's, for augmentation. DataError when it cannot be read."""
 
     def receive(self, inputs: Any) -> Any:
         """The model's inputs from what the data set delivered, on the device: for what is cheaper there, as normalisation. Default: the same.
@@ -146,6 +189,20 @@ class Recipe(ABC):
 
         `loss` (B,) is `self.loss(outputs, batch.targets)`, detached. No host synchronisation.
         """
+
+    def judged(self, outputs: Any, batch: Batch) -> Tensor | None:
+        """What `judge` needs to know of each row of an evaluation, (B, K), `batch.weight` among it. Default: None, for there is no judge.
+
+        No host synchronisation.
+        """
+        return None
+
+    def judge(self, rows: int) -> Judge | None:
+        """For metrics that no sums give, as the area under a curve: what makes them of the rows of one evaluation, so many over all ranks.
+
+        Default: None, there are no such metrics.
+        """
+        return None
 
     def probabilities(self, outputs: Any) -> Tensor:
         """What the model says of each row: the probability of each class, (B, C), or of the one event that happens or not, (B,).

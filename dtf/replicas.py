@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtf.build import cast_model, draw_model
 from dtf.memory import Memory, byte_count
-from dtf.passes import draws_at_large, loss_dtype, received, rows_of, to_device
+from dtf.passes import draws_at_large, evaluated_together, loss_dtype, received, rows_of, to_device
 from dtf.placement import tables_of
 from dtf.sampler import cut, share
 from dtf.sections import section
@@ -18,7 +19,7 @@ from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task
 from dtf.table import Placement
 from dtf.update import LocalUpdate, whole
-from dtf.values import Batch, Shard, State, StepOutput, Train
+from dtf.values import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.world import World
 
 
@@ -84,20 +85,20 @@ class Replicas(Program):
         self._settled = False
         return StepOutput(_total([s for s in sums if s is not None], self._devices[0]), norms[0])
 
-    def eval_step(self, batch: Batch | None) -> Tensor:
+    def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
         count = len(self._replicas)
         batch = self._looked_up(batch, train=False)
         bounds = cut(len(batch.ids), -(-len(batch.ids) // count))
         parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
 
-        def part(i: int) -> Tensor | None:
+        def part(i: int) -> Evaluated | None:
             first, last = bounds[parts[i][0]], bounds[parts[i][1]]
             if first == last:
                 return None
             return self._replicas[i].evaluate(self._received(batch, first, last, i))
 
-        return _total([s for s in self._each(part) if s is not None], self._devices[0])
+        return evaluated_together([found for found in self._each(part) if found is not None], self._devices[0])
 
     def use_averages(self, on: bool) -> None:
         for update in self._updates:
@@ -173,7 +174,7 @@ class Replicas(Program):
             for other in others:
                 other.grad = p.grad.to(other.device, copy=True) if self._every and p.grad is not None else None
 
-    def _each(self, work: Callable[[int], Tensor | None], count: int | None = None) -> list:
+    def _each(self, work: Callable[[int], Any], count: int | None = None) -> list:
         """`work(i)` for each replica, each in its own thread; results in order."""
         if not self._threads:  # a single replica needs no thread of its own
             return [work(0)]

@@ -146,12 +146,17 @@ class Repeated(Sampler):
 class Epochs:
     """The global batches of a split. The order of the current epoch is kept; asking for another epoch draws it anew.
 
-    `groups`: as `Sampler.order`.
+    `groups`: as `Sampler.order`. `runs`: as `Dataset.runs`; the sampler then orders runs, whose rows stay together, and no list of all rows is made.
     """
 
-    def __init__(self, sampler: Sampler, rows: int, batch_size: int, seed: int, groups: np.ndarray | None = None) -> None:
-        self._sampler, self._rows, self._batch_size, self._seed, self._groups = sampler, rows, batch_size, seed, groups
-        self._epoch, self._order = -1, None
+    def __init__(self, sampler: Sampler, rows: int, batch_size: int, seed: int, groups: np.ndarray | None = None, runs: np.ndarray | None = None) -> None:
+        if runs is not None and not sampler.once:
+            raise ConfigError(
+                f"sampler={type(sampler).__name__.lower()} chooses single rows, and these data are read in runs of rows (recipe.data.mode=queue); "
+                "use sampler=shuffle, or recipe.data.mode=memory"
+            )
+        self._sampler, self._rows, self._batch_size, self._seed, self._groups, self._runs = sampler, rows, batch_size, seed, groups, runs
+        self._epoch, self._order, self._ends = -1, None, None
 
     @property
     def batches(self) -> int:
@@ -168,6 +173,8 @@ class Epochs:
         """Sample ids of one global batch, in order, int64."""
         import numpy as np
 
+        if self._runs is not None:
+            return self._ids_of_runs(self._runs, epoch, index)
         if epoch != self._epoch:
             order = self._sampler.order(self._rows, self._seed, epoch, self._groups)
             missing = -len(order) % self._batch_size
@@ -177,6 +184,18 @@ class Epochs:
             self._epoch, self._order = epoch, order
         assert self._order is not None
         return self._order[index * self._batch_size : (index + 1) * self._batch_size]
+
+    def _ids_of_runs(self, runs: np.ndarray, epoch: int, index: int) -> np.ndarray:
+        import numpy as np
+
+        if epoch != self._epoch:
+            order = self._sampler.order(len(runs) - 1, self._seed, epoch, None)
+            self._epoch, self._order, self._ends = epoch, order, np.cumsum(np.diff(runs)[order])
+        assert self._order is not None and self._ends is not None
+        first = index * self._batch_size
+        places = np.arange(first, first + self.size(index), dtype=np.int64) % self._rows  # tail=fill: the first rows again
+        number = np.searchsorted(self._ends, places, "right")
+        return runs[self._order[number] + 1] - self._ends[number] + places
 
 
 def cut(rows: int, micro_batch_rows: int) -> list[int]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import dtf
 from dtf.errors import ConfigError
+from dtf.lr import Schedule
 from dtf.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
 from dtf.recipe import Recipe
 from dtf.registry import groups, option, registered, suggest
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from dtf.checkpoint import Every
     from dtf.job import Job
     from dtf.launcher import Launcher
-    from dtf.lr import Schedule
     from dtf.observer import Observer
     from dtf.optimizer import Optimizer
     from dtf.precision import Precision
@@ -231,14 +231,16 @@ def _check_root(settings: Settings) -> None:
         raise KeyProblem(
             "train.early_stop", f"train.early_stop={train.early_stop} needs evaluations, train.eval_every=0 turns them off; use null or a number of steps"
         )
+    if type(settings.lr).fall is not Schedule.fall and train.eval_every == 0:
+        raise KeyProblem("lr", "lr=plateau falls when evaluations find no new best, train.eval_every=0 turns them off; use null or a number of steps")
     budget = settings.budget
     if budget.cost is not None and budget.cost_per_hour is None:
         raise KeyProblem("budget.cost", f"budget.cost={budget.cost:g} buys hours of a known price only; give budget.cost_per_hour=PRICE")
     if not _FOLDER.fullmatch(run.name) or run.name in (".", ".."):
         raise KeyProblem("run.name", f"run.name={show(run.name)} is no folder name; at most 128 letters, digits, '.', '_' and '-'")
-    measures = settings.recipe.measures
-    if run.objective and run.objective not in measures:
-        raise KeyProblem("run.objective", f"run.objective={show(run.objective)} is no metric of the recipe; {suggest(run.objective, measures)}")
+    metrics = settings.recipe.metrics
+    if run.objective and run.objective not in metrics:
+        raise KeyProblem("run.objective", f"run.objective={show(run.objective)} is no metric of the recipe; {suggest(run.objective, metrics)}")
 
 
 def _entry_point_modules() -> list[str]:

@@ -25,7 +25,7 @@ from dtf.slices import is_slice, local, offset
 from dtf.strategy import Program, Source, Task, Update
 from dtf.table import Placement
 from dtf.update import LocalUpdate, whole
-from dtf.values import Batch, Box, Shard, State, StepOutput, Train
+from dtf.values import Batch, Box, Evaluated, Shard, State, StepOutput, Train
 from dtf.world import World
 
 if TYPE_CHECKING:
@@ -164,12 +164,12 @@ class Replica:
         return Memory(parameters + buffers, gradients, optimizer, activations(self._trials, rows))
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
-        """Metric sums (M,) of a batch, with running statistics and without dropout."""
+    def evaluate(self, batch: Batch) -> Evaluated:
+        """A batch with running statistics and without dropout."""
         if self.model.training:
             self.model.eval()
         outputs, loss = self._passes.losses(self._passes.forward(self.model, batch.inputs), batch)
-        return self._passes.measure(outputs, batch, loss)
+        return self._passes.evaluated(outputs, batch, loss)
 
 
 class Spmd(Program):
@@ -233,11 +233,12 @@ class Spmd(Program):
             norm = self._update.apply(ticket.step, ticket.lr)
         return StepOutput(self._said(sums), norm if self._world.rank == 0 else self._unsaid)  # every rank knows the norm, one tells it
 
-    def eval_step(self, batch: Batch | None) -> Tensor:
+    def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
         if self._tables is not None:
             batch = self._tables.look(batch, train=False)
-        return self._said(self._replica.evaluate(batch))
+        sums, rows = self._replica.evaluate(batch)
+        return Evaluated(self._said(sums), rows if self._reads else None)
 
     def _said(self, sums: Tensor) -> Tensor:
         """Sums of rows that several ranks have are told by one of them."""

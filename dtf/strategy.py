@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dtf.errors import ConfigError
 from dtf.recipe import Recipe
-from dtf.values import Batch, Shard, State, StepOutput, Train
+from dtf.values import Batch, Evaluated, Shard, State, StepOutput, Train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,8 +105,8 @@ class Program(ABC):
         """One whole optimizer step over this rank's rows of the global batch. Collective; no host synchronisation."""
 
     @abstractmethod
-    def eval_step(self, batch: Batch | None) -> Tensor:
-        """Additive metric state (M,) of this rank's rows; see Recipe.measure. May be collective."""
+    def eval_step(self, batch: Batch | None) -> Evaluated:
+        """What this rank's rows say of the model; see Recipe.measure and Recipe.judged. May be collective."""
 
     def use_averages(self, on: bool) -> None:
         """Let the averages of the weights (`step.ema`) stand in for them until called again with False. After `settle`. May be collective.

@@ -8,6 +8,7 @@ from pathlib import Path
 from dtf.config import Composed
 from dtf.errors import ConfigError, DtfError, Exit
 from dtf.located import check_place
+from dtf.recipe import Recipe, Split
 from dtf.run import Run
 from dtf.values import Event, Failed, Measured, Note
 
@@ -54,6 +55,12 @@ def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path |
     if exit:
         raise Ended(exit)
     return run.folder if run.leader else None
+
+
+def check_split(recipe: Recipe, split: Split) -> None:
+    """Raise ConfigError for a split that the recipe's data do not have."""
+    if split not in recipe.splits:
+        raise ConfigError(f"job.split={split.value}: {type(recipe).__name__} has no such rows; use {' or '.join(each.value for each in recipe.splits)}")
 
 
 class Ended(Exception):

@@ -84,6 +84,13 @@ class StepOutput(NamedTuple):
     grad_norm: Tensor  # (2,) [global norm before clipping, 1] on one rank; [0, 0] on the others, and on all when an overflow hid it
 
 
+class Evaluated(NamedTuple):
+    """What one batch of an evaluation leaves behind, on the device."""
+
+    sums: Tensor  # (M,) additive metric state; zeros on a rank that owns no outputs
+    rows: Tensor | None  # (R, K) as Recipe.judged gives them, of rows that no other rank tells of; None: there are none, or none here
+
+
 class Box(NamedTuple):
     """An axis-aligned part of a named global tensor; what checkpoints are made of."""
 
@@ -105,7 +112,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`split`: `train` or `eval`. `values`: metric name -> value over all ranks; train adds `lr`, `grad_norm`, `rows_per_s`."""
+    """`split`: `train` or `eval`. `values`: metric name -> value over all ranks; train adds `lr`, `grad_norm`, `rows_per_s`, rank 0 its `Loader.reading`."""
 
     split: str
     step: int

@@ -18,7 +18,7 @@ from dtf.checkpoint import TORCH_DTYPES, Stored
 from dtf.ema import EMA
 from dtf.errors import ConfigError, DataError
 from dtf.layout import Split
-from dtf.located import check_place, located
+from dtf.located import check_place, is_checkpoint, located
 from dtf.recipe import Recipe
 from dtf.spmd import AVERAGED
 
@@ -88,7 +88,7 @@ def open_weights(place: str, key: str) -> Weights:
     """Weights at a path, which the config key `key` gave; nothing but names and shapes is read. DataError when it holds none."""
     check_place(place, key)
     path = Path(place).expanduser()
-    if path.is_dir():
+    if is_checkpoint(path):
         return _checkpoint(located(path, key)[0], place)
     try:
         if path.suffix == ".safetensors":

@@ -106,10 +106,10 @@ def _train(
         raise ConfigError(
             f"sampler={config['sampler']['name']} shows rows several times, and the data of recipe={config['recipe']['name']} has one view of each"
         )
-    epochs = Epochs(settings.sampler, len(train_data), batch, settings.seed, train_data.groups())
+    epochs = Epochs(settings.sampler, len(train_data), batch, settings.seed, train_data.groups(), train_data.runs())
     if not epochs.batches:
         raise DataError(f"step.batch_size={batch} is more than the {len(train_data)} training rows, sampler.tail=drop leaves none; lower it")
-    eval_epochs = Epochs(Sequential(), len(eval_data), batch, settings.seed)
+    eval_epochs = Epochs(Sequential(), len(eval_data), batch, settings.seed, runs=eval_data.runs())
 
     def sample(rows: int) -> Any:
         return stand_ins(recipe.receive(train_data.fetch(np.arange(rows) % len(train_data), 0)[0]), recipe.tables())
@@ -119,6 +119,7 @@ def _train(
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     check_used("recipe.model.freeze", recipe.fine_tuning.freeze, parameters)
     check_used("optimizer.lr_factors", settings.optimizer.lr_factors, parameters, frozen)
+    check_used("optimizer.weight_decays", settings.optimizer.weight_decays, parameters, frozen)
     weights, weights_digest, found = _weights(recipe, model, world)
     optimizer = averaged(settings.optimizer, settings.step.ema)
     program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights, settings.sparse), world)

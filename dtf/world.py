@@ -103,6 +103,20 @@ class World:
         dist.all_gather(parts, padded)
         return [_decode(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)] if self.rank == 0 else None
 
+    def collect(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """The rows of all ranks, CPU tensors (R, ...) of any R each, in order of rank on rank 0; None elsewhere. Collective."""
+        if self.size == 1:
+            return rows
+        counts = torch.zeros(self.size, dtype=torch.int64)
+        counts[self.rank] = len(rows)
+        dist.all_reduce(counts)
+        longest = int(counts.max())
+        padded = rows.new_zeros(longest, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in counts] if self.rank == 0 else None
+        dist.gather(padded, parts)
+        return torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)]) if parts is not None else None
+
 
 def _encode(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -24,8 +24,8 @@ FLOORS = {
     "sections seeding slices sparse strides supervise table tracking usage",
     "formats of files": "commit located shards untrusted",
     "contracts": "job launcher observer recipe strategy",
-    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined placement profiler remat replicas "
-    "screen seat sharded spmd stages tables update world",
+    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined placement profiler ranking remat "
+    "replicas screen seat sharded spmd stages tables update world",
     "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes row_optimizers strategies",
     "the root config, typed": "settings",

@@ -67,6 +67,9 @@ class FakeBatches:
     def bad(self, epoch: int) -> int:
         return self.unread
 
+    def reading(self) -> dict[str, float]:
+        return {}
+
 
 class Coordinator(Clock):
     """Grants what the test puts into the queue; a queue with nothing in it withholds."""

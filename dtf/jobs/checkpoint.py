@@ -37,7 +37,7 @@ class Checkpoint(Job):
     """Show what a checkpoint holds, or check that every byte of it is what was written."""
 
     action: Action = option(default=Action.inspect, doc="`inspect`: step, writer, tensors, scalars; `verify`: compare all digests, exit 65 when one differs")
-    path: str = option(default="", doc="a checkpoint, or a run folder, which means its newest one")
+    path: str = option(default="", doc="a checkpoint, a run folder, which means its newest one, or RUN/best")
     format: Output = option(default=Output.text, doc="`text` to read, `json` for programs")
 
     def run(self, composed: Composed) -> int:

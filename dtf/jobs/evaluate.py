@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.errors import Exit
 from dtf.job import Job
+from dtf.recipe import Split
 from dtf.registry import option, register
 from dtf.tracking import number_text, plain_text
 
@@ -16,11 +17,6 @@ if TYPE_CHECKING:
 
 SHOWN = 40
 """Classes in the printed table; of more, those with the lowest recall."""
-
-
-class Split(Enum):
-    train = "train"
-    eval = "eval"
 
 
 class Output(Enum):
@@ -36,15 +32,19 @@ class EvaluateJob(Job):
 
     model: str = option(
         default="",
-        doc="a run folder, which means its newest checkpoint, a checkpoint, or a .ckpt, .pth, .pt or .safetensors file; recipe, precision, step and seed are "
-        "the run's, but for keys given here; empty: recipe.model.weights",
+        doc="a run folder, which means its newest checkpoint, RUN/best, which means its best, a checkpoint, or a .ckpt, .pth, .pt or .safetensors file; "
+        "recipe, precision, step and seed are the run's, but for keys given here; empty: recipe.model.weights",
     )
-    split: Split = option(default=Split.eval, doc="which rows: `eval`, or `train`, which are looked at as in evaluation: no augmentation, no mixing")
+    split: Split = option(
+        default=Split.eval,
+        doc="which rows: `eval`, `train`, which are looked at as in evaluation: no augmentation, no mixing; or `test`, where the recipe has such rows",
+    )
     format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
 
     def run(self, composed: Composed) -> int:
-        from dtf.trained import Ended, launch
+        from dtf.trained import Ended, check_split, launch
 
+        check_split(composed.settings.recipe, self.split)
         try:
             folder = launch(composed)
         except Ended as ended:

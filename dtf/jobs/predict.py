@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING
 
 from dtf.errors import ConfigError, DataError, Exit
 from dtf.job import Job
+from dtf.recipe import Split
 from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from dtf.config import Composed
-
-
-class Split(Enum):
-    train = "train"
-    eval = "eval"
 
 
 class Form(Enum):
@@ -40,8 +36,9 @@ class PredictJob(Job):
     format: Form = option(default=Form.jsonl, doc="`jsonl`: a JSON object a line; `csv`: a table with a line of names")
 
     def run(self, composed: Composed) -> int:
-        from dtf.trained import Ended, launch
+        from dtf.trained import Ended, check_split, launch
 
+        check_split(composed.settings.recipe, self.split)
         if self.input and self.split is not Split.eval:
             raise ConfigError(f"job.input={self.input} and job.split={self.split.value} are two sources of rows; leave one of them out")
         if self.input and not Path(self.input).expanduser().exists():

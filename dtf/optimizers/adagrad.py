@@ -40,7 +40,7 @@ class Adagrad(Optimizer):
             fused=True,
             found_inf=skip,
             lr=lr,
-            weight_decay=self.weight_decay if group.decayed else 0.0,
+            weight_decay=group.weight_decay,
             lr_decay=self.lr_decay,
             eps=self.eps,
             maximize=False,

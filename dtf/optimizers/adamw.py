@@ -49,7 +49,7 @@ class AdamW(Optimizer):
             beta1=self.beta1,
             beta2=self.beta2,
             lr=lr,
-            weight_decay=self.weight_decay if group.decayed else 0.0,
+            weight_decay=group.weight_decay,
             eps=self.eps,
             maximize=False,
         )

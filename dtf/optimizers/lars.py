@@ -38,8 +38,8 @@ class Lars(Optimizer):
 
         if group.decayed:
             squares = self.squares(group.parameters, gradients)
-            ratios = self.ratios(group.combine(squares) if group.combine else squares)
-            moves = torch._foreach_add(gradients, group.parameters, alpha=self.weight_decay)
+            ratios = self.ratios(group.combine(squares) if group.combine else squares, group.weight_decay)
+            moves = torch._foreach_add(gradients, group.parameters, alpha=group.weight_decay)
             torch._foreach_mul_(moves, (ratios * lr).unbind())
         else:
             moves = torch._foreach_mul(gradients, lr)
@@ -54,10 +54,10 @@ class Lars(Optimizer):
         norms = torch._foreach_norm([*parameters, *gradients], 2, dtype=wide)
         return torch.stack(norms).square().view(2, -1)
 
-    def ratios(self, squares: Tensor) -> Tensor:
+    def ratios(self, squares: Tensor, weight_decay: float) -> Tensor:
         """The ratio of each tensor, shape (n,), from the squared norms of whole tensors."""
         import torch
 
         parameter, gradient = squares.sqrt()
-        ratio = self.trust_coefficient * parameter / (gradient + self.weight_decay * parameter + self.eps)
+        ratio = self.trust_coefficient * parameter / (gradient + weight_decay * parameter + self.eps)
         return torch.where((parameter > 0) & (gradient > 0), ratio, 1.0)

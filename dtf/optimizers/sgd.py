@@ -37,4 +37,4 @@ class Sgd(Optimizer):
 
     def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
         momenta = group.slots["momentum"] if self.momentum else None
-        sgd_step(group.parameters, gradients, momenta, skip, lr, self.momentum, self.weight_decay if group.decayed else 0.0, self.nesterov)
+        sgd_step(group.parameters, gradients, momenta, skip, lr, self.momentum, group.weight_decay, self.nesterov)

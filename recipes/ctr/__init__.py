@@ -1,0 +1,1 @@
+"""Click-through rate: readers of click logs, a log that is generated, and models of who clicks."""

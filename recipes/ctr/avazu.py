@@ -1,0 +1,57 @@
+"""Lines of an Avazu log: id, click, hour and 21 categories, commas between, under a header. Of the hour the hour of the day is kept, the id is left out."""
+
+from __future__ import annotations
+
+from numba import njit
+
+from dtf.recipes.ctr.hashing import MISSING, key_of, value_of
+from dtf.recipes.ctr.lines import COMMA, GOOD, LABEL, LONG, NEWLINE, NOT_TEXT, NUL, SHORT, ZERO, find, first_look, is_text, without_return
+
+CATEGORIES = 22
+"""`hour` and what follows it."""
+
+
+@njit(cache=True, nogil=True)
+def parse(buffer, first, labels, numbers, keys, why):
+    """As `criteo.parse`; `numbers` (B, 0), `keys` (B, 22): hash(column, bytes)."""
+    for row in range(len(labels)):
+        if first >= len(buffer):
+            return row
+        end = find(buffer, NEWLINE, first, len(buffer))
+        why[row] = _line(buffer, first, without_return(buffer, first, end), labels, keys, row)
+        first = end + 1
+    return len(labels)
+
+
+@njit(cache=True, nogil=True)
+def _line(buffer, first, last, labels, keys, row):
+    reason = first_look(buffer, first, last)
+    if reason != GOOD:
+        return reason
+    if find(buffer, 0, first, last) < last:
+        return NUL
+    if not is_text(buffer, first, last):
+        return NOT_TEXT
+    column = 0
+    while True:
+        end = find(buffer, COMMA, first, last)
+        if column == 1:
+            if end != first + 1 or not ZERO <= buffer[first] <= ZERO + 1:
+                return LABEL
+            labels[row] = buffer[first] - ZERO
+        elif 1 < column <= 1 + CATEGORIES:
+            start = max(first, end - 2) if column == 2 else first  # 14102100: of the hour its last two digits
+            keys[row, column - 2] = MISSING if first == end else key_of(column - 2, value_of(buffer, start, end))
+        elif column:
+            return LONG
+        column += 1
+        if end >= last:
+            return GOOD if column == 2 + CATEGORIES else SHORT
+        first = end + 1
+
+
+HEADER = (
+    "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,device_model,device_type,"
+    "device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
+)
+"""The first line of each file."""

@@ -1,0 +1,71 @@
+"""What is made of a log once, in a folder that may be deleted at any time: made by one process while others wait, then mapped by all."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtf.errors import DataError
+
+FORMAT = 1  # of all that is kept; part of every key
+_log = logging.getLogger(__name__)
+
+
+def stamp(paths: Sequence[Path]) -> list[list[Any]]:
+    """What changes when one of the files does: names, sizes and modification times."""
+    return [[os.path.realpath(path), (status := path.stat()).st_size, status.st_mtime_ns] for path in paths]
+
+
+def kept(cache: Path, key: Any, make: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+    """The folder in `cache` that belongs to `key` (JSON), and what `make` said of it.
+
+    When there is none, or its files are damaged, `make` fills a new one with files and returns JSON. DataError when it cannot be written.
+    """
+    folder = cache / hashlib.sha256(json.dumps([FORMAT, key]).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with open(f"{folder}.lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # the kernel lets go of it when the process dies
+            found = _intact(folder)
+            if found is not None:
+                return folder, found
+            if folder.exists():
+                _log.warning("%s is damaged and made anew", folder)
+            building = folder.with_name(f"{folder.name}.tmp")
+            for stale in (building, folder):
+                if stale.exists():
+                    shutil.rmtree(stale)
+            building.mkdir()
+            try:
+                said = make(building)
+            except BaseException:
+                shutil.rmtree(building, ignore_errors=True)
+                raise
+            digests = {path.name: _crc32(path) for path in sorted(building.iterdir())}
+            (building / "meta.json").write_text(json.dumps({"said": said, "digests": digests}))
+            building.rename(folder)
+            return folder, said
+    except OSError as error:
+        raise DataError(f"recipe.data.cache={cache}: {error.strerror or error}; set recipe.data.cache=DIR to a folder with free space") from error
+
+
+def _intact(folder: Path) -> dict[str, Any] | None:
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        return meta["said"] if all(_crc32(folder / name) == digest for name, digest in meta["digests"].items()) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _crc32(path: Path) -> int:
+    return zlib.crc32(np.memmap(path, np.uint8, "r").data) if path.stat().st_size else 0

@@ -1,0 +1,323 @@
+"""Where the rows of a click recipe come from, and what becomes of them: the config node `recipe.data`. Imports without torch, numpy and numba."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import math
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtf.errors import ConfigError, DataError
+from dtf.registry import option
+
+if TYPE_CHECKING:
+    from dtf.recipe import Dataset
+    from dtf.recipes.ctr.clicks import Generated
+    from dtf.recipes.ctr.encode import Encoder
+    from dtf.recipes.ctr.log import Log
+
+MOST_ROWS = 1 << 40
+
+
+class Format(Enum):
+    criteo = "criteo"
+    avazu = "avazu"
+    libsvm = "libsvm"
+    parquet = "parquet"
+
+
+class Mode(Enum):
+    memory = "memory"
+    queue = "queue"
+
+
+class Integers(Enum):
+    log = "log"
+    bucket = "bucket"
+    raw = "raw"
+
+
+class Ids(Enum):
+    hash = "hash"
+    raw = "raw"
+    vocabulary = "vocabulary"
+    given = "given"
+
+
+BadRecords = Enum("BadRecords", {"raise": "raise", "skip": "skip"})
+
+
+@dataclass(kw_only=True)
+class DataOptions(ABC):
+    """What a model must know of its rows; see `dtf.recipes.ctr.clicklog.Clicks` for the rows themselves."""
+
+    @property
+    @abstractmethod
+    def fields(self) -> int:
+        """Categories of a row: `ids` is (B, fields)."""
+
+    @property
+    @abstractmethod
+    def integers_count(self) -> int:
+        """Numbers of a row: `dense` is (B, integers_count), and missing where it is 0."""
+
+    @property
+    @abstractmethod
+    def table_rows(self) -> int:
+        """Ids are 0 to table_rows - 1; 0: any from 0 to 2**63 - 1. Reads the training split when the ids are those of a vocabulary not yet made."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise ConfigError or DataError for what can be seen before launch. Torch-free."""
+
+    @abstractmethod
+    def open(self, split: str, seed: int) -> Dataset:
+        """The `train` or `eval` split."""
+
+
+@dataclass(kw_only=True)
+class LogOptions(DataOptions):
+    root: str = option(default="", doc="folder in which `train`, `eval` and `test` are looked for; empty: the current one")
+    train: str = option(default="", doc="files of the training split, plain or .gz: a file, a folder of them or a pattern such as 'day_*.gz'; must be given")
+    eval: str = option(default="", doc="files of the evaluation split, likewise; must be given")
+    test: str = option(default="", doc="files that job=evaluate and job=predict take with job.split=test, likewise; empty: there are none")
+    format: Format = option(
+        default=Format.criteo,
+        doc="`criteo` label, 13 integers, 26 hexadecimal categories, tabs between; `avazu` id, click, hour and 21 categories, with commas and the header; "
+        "`libsvm` label and an `id:1` per field (also libfm); `parquet` columns by name",
+    )
+    mode: Mode = option(
+        default=Mode.memory,
+        doc="`memory` parses all rows once into `cache`, which the ranks of a host share, and shuffles rows; `queue` parses blocks of the files as they are "
+        "wanted, in every epoch anew, and shuffles blocks",
+    )
+    integers: Integers = option(
+        default=Integers.log,
+        doc="what becomes of an integer x: `log` sign(x) log(1 + |x|), `raw` x itself, missing ones 0 under both; `bucket` a further category, floor(log(x)^2) "
+        "or x up to 2",
+    )
+    ids: Ids = option(
+        default=Ids.hash,
+        doc="which row of the table a value has: `hash` hash(field, value) modulo `table_size`; `raw` the hash itself, of 63 bits; `vocabulary` its number "
+        "among the values that the training split has `min_count` times, and one number per field for all others; `given` (libsvm) the id in the file",
+    )
+    table_size: int = option(
+        default=0, least=0, most=1 << 62, doc="rows of the table: for ids=hash, where 0 means 2**20, and for ids=given, where it must be given", unit="rows"
+    )
+    min_count: int = option(
+        default=1, least=1, most=1 << 40, doc="for ids=vocabulary: occurrences of a value in the training split that make it one of its own"
+    )
+    pairs: int = option(default=0, least=0, most=100_000, doc="for format=libsvm: `id:1` pairs of each line, which are its fields")
+    label: str = option(default="label", doc="for format=parquet: the column that is 1 for a click, else 0")
+    numbers: list[str] = option(factory=list, doc="for format=parquet: columns of integers")
+    categories: list[str] = option(factory=list, doc="for format=parquet: columns of categories, texts or integers")
+    queue_rows: int = option(default=16_384, least=1, most=MOST_ROWS, doc="rows ready ahead of the model, on each rank; two batches at least", unit="rows")
+    block_rows: int = option(
+        default=0,
+        least=0,
+        most=MOST_ROWS,
+        doc="for mode=queue: rows that stay together when blocks are shuffled, 0 means 4096; those of .gz files have about 4 MiB of text, those of Parquet "
+        "files are row groups",
+        unit="rows",
+    )
+    threads: int = option(
+        default=0, least=0, most=1024, doc="threads that read, on each rank; 0: as many as the rank computes with, in mode=memory all cores", unit="threads"
+    )
+    cache: str = option(
+        default="", doc="folder for what is made of the files once, which may be deleted at any time; empty: $XDG_CACHE_HOME/dtf/clicks or ~/.cache/dtf/clicks"
+    )
+    bad_records: BadRecords = option(
+        default=BadRecords["raise"], doc="lines that cannot be parsed: `raise` ends the run, `skip` names each in the log and counts it not"
+    )
+    bad_share: float = option(
+        default=0.001, above=0, most=1, doc="share of a split that may be skipped, over all ranks; more ends the run", unit="share of the rows"
+    )
+
+    @property
+    def fields(self) -> int:
+        given = {Format.criteo: 26, Format.avazu: 22, Format.libsvm: self.pairs, Format.parquet: len(self.categories)}[self.format]
+        return given + (self._numbers if self.integers is Integers.bucket else 0)
+
+    @property
+    def integers_count(self) -> int:
+        return 0 if self.integers is Integers.bucket else self._numbers
+
+    @property
+    def table_rows(self) -> int:
+        if self.ids is Ids.vocabulary:
+            vocabulary = self._encoder().vocabulary
+            assert vocabulary is not None
+            return len(vocabulary)
+        return {Ids.raw: 0, Ids.given: self.table_size}.get(self.ids, self.table_size or 1 << 20)
+
+    def check(self) -> None:
+        for key, default, holds, where in (
+            ("pairs", 0, self.format is Format.libsvm, "format=libsvm"),
+            ("label", "label", self.format is Format.parquet, "format=parquet"),
+            ("numbers", [], self.format is Format.parquet, "format=parquet"),
+            ("categories", [], self.format is Format.parquet, "format=parquet"),
+            ("table_size", 0, self.ids in (Ids.hash, Ids.given), "ids=hash and ids=given"),
+            ("min_count", 1, self.ids is Ids.vocabulary, "ids=vocabulary"),
+            ("block_rows", 0, self.mode is Mode.queue, "mode=queue"),
+        ):
+            value = getattr(self, key)
+            if value != default and not holds:
+                raise ConfigError(f"recipe.data.{key}={value} has a meaning for recipe.data.{where} only; leave it out")
+        if self.format is Format.libsvm and not self.pairs:
+            raise ConfigError("recipe.data.format=libsvm needs recipe.data.pairs: how many `id:1` each line has")
+        if self.format is Format.parquet and not self.categories:
+            raise ConfigError("recipe.data.format=parquet needs recipe.data.categories, the names of columns; recipe.data.numbers may name columns of integers")
+        if not self._numbers and self.integers is not Integers.log:
+            raise ConfigError(f"recipe.data.integers={self.integers.name}: recipe.data.format={self.format.name} has no integers; leave it out")
+        if self.ids is Ids.given and self.format is not Format.libsvm:
+            raise ConfigError(f"recipe.data.ids=given: recipe.data.format={self.format.name} has no ids; use hash, raw or vocabulary, or format=libsvm")
+        if self.ids is Ids.given and not self.table_size:
+            raise ConfigError("recipe.data.ids=given needs recipe.data.table_size: one more than the largest id")
+        for package, extra, needed in (("numba", "ctr", True), ("pyarrow", "parquet", self.format is Format.parquet)):
+            if needed and importlib.util.find_spec(package) is None:
+                raise ConfigError(f"recipe.data reads click logs with {package}, which is not installed; pip install 'dtf[{extra}]'")
+        for split in ("train", "eval"):
+            self.paths(split)
+        if not _can_write(self._cache):
+            raise DataError(f"recipe.data.cache={self._cache} cannot be written; set recipe.data.cache=DIR")
+
+    def paths(self, split: str) -> list[Path]:
+        """The files of a split, in the order of their names. ConfigError or DataError when there are none."""
+        text = getattr(self, split)
+        if not text:
+            raise ConfigError(f"recipe.data.{split} is not set; give a file, a folder or a pattern: recipe.data.{split}=PATH")
+        place = Path(self.root).expanduser() / Path(text).expanduser()
+        if place.is_dir():
+            found = sorted(path for path in place.iterdir() if path.is_file() and not path.name.startswith((".", "_")))
+        else:
+            found = [place] if place.exists() else [Path(name) for name in sorted(glob.glob(str(place))) if Path(name).is_file()]
+        if not found:
+            raise DataError(f"recipe.data.{split}={text}: there is no such file; give a file, a folder of files or a pattern")
+        for path in found:
+            if not os.access(path, os.R_OK):
+                raise DataError(f"recipe.data.{split}: {path} may not be read")
+        return found
+
+    def open(self, split: str, seed: int) -> Dataset:
+        import torch
+
+        from dtf.recipes.ctr.cache import kept, stamp
+        from dtf.recipes.ctr.clicklog import Columns, Queued, cores
+
+        paths, encoder, threads = self.paths(split), self._encoder(), self.threads or torch.get_num_threads()
+
+        def allowed(rows: int) -> int:
+            return math.ceil(self.bad_share * rows) if self.bad_records is BadRecords["skip"] else 0
+
+        if self.mode is Mode.queue:
+            log = self._log(paths, threads)
+            return Queued(log, encoder, allowed(log.rows), self.queue_rows, threads, self.block_rows or 4096)
+        small = self.ids is not Ids.raw and self.table_rows <= 1 << 31
+
+        def make(folder: Path) -> dict[str, Any]:
+            return Columns.make(folder, self._log(paths, self.threads), encoder, small, self.threads or cores())
+
+        folder, said = kept(self._cache, ["columns", stamp(paths), *self._shape, encoder.about()], make)
+        return Columns(folder, said, allowed(said["places"]["starts"][-1]), self.queue_rows)
+
+    @property
+    def _numbers(self) -> int:
+        return {Format.criteo: 13, Format.parquet: len(self.numbers)}.get(self.format, 0)
+
+    @property
+    def _cache(self) -> Path:
+        return Path(self.cache or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/dtf/clicks").expanduser()
+
+    @property
+    def _shape(self) -> list[Any]:
+        """What decides how a file is parsed, and what its ids may be."""
+        limit = self.table_size if self.ids is Ids.given else 0
+        return [self.format.name, self.pairs, self.label, self.numbers, self.categories, limit]
+
+    def _log(self, paths: list[Path], threads: int) -> Log:
+        """`threads=0`: one for each core."""
+        from dtf.recipes.ctr import log
+        from dtf.recipes.ctr.clicklog import cores
+
+        threads = threads or cores()
+        if self.format is Format.parquet:
+            from dtf.recipes.ctr.parquet import ParquetLog
+
+            return ParquetLog(paths, self.label, self.numbers, self.categories, threads)
+        if self.format is Format.libsvm:
+            text = log.libsvm_text(self.pairs, self.table_size if self.ids is Ids.given else 0)
+        else:
+            text = log.criteo_text() if self.format is Format.criteo else log.avazu_text()
+        return log.TextLog(paths, text, self._cache, threads)
+
+    def _encoder(self) -> Encoder:
+        from dtf.recipes.ctr.cache import kept, stamp
+        from dtf.recipes.ctr.clicklog import cores, keys_of
+        from dtf.recipes.ctr.encode import Encoder
+        from dtf.recipes.ctr.vocabulary import Vocabulary, count
+
+        plain = Encoder(self.integers.name, self.table_rows if self.ids is Ids.hash else 0)
+        if self.ids is not Ids.vocabulary:
+            return plain
+        paths = self.paths("train")
+
+        def make(folder: Path) -> dict[str, Any]:
+            return count(keys_of(self._log(paths, self.threads), plain, self.threads or cores()), self.fields, self.min_count).save(folder)
+
+        folder, _ = kept(self._cache, ["vocabulary", stamp(paths), *self._shape, self.integers.name, self.min_count], make)
+        return Encoder(self.integers.name, 0, Vocabulary.load(folder))
+
+
+def _can_write(folder: Path) -> bool:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+@dataclass(kw_only=True)
+class ClicksOptions(DataOptions):
+    """Rows that are generated; see `dtf.recipes.ctr.clicks.World`."""
+
+    train_rows: int = option(default=1_000_000, least=1, most=MOST_ROWS, doc="training rows to generate", unit="rows")
+    eval_rows: int = option(default=100_000, least=1, most=MOST_ROWS, doc="evaluation rows to generate", unit="rows")
+    categories: int = option(default=26, least=1, most=1000, doc="categories of a row; there are 13 integers besides")
+    values: int = option(default=5000, least=1, most=1 << 40, doc="values of all categories together, which are the ids 0 to values - 1")
+    skew: float = option(default=1.1, least=0, most=4, doc="the k-th most frequent value of a category occurs k^-skew times as often as the first")
+    seed: int = option(default=0, least=0, doc="of the generated rows; the run's own seed does not change them")
+
+    @property
+    def fields(self) -> int:
+        return self.categories
+
+    @property
+    def integers_count(self) -> int:
+        return 13
+
+    @property
+    def table_rows(self) -> int:
+        return self.values
+
+    def check(self) -> None:
+        if self.values < 2 * self.categories:
+            raise ConfigError(
+                f"recipe.data.values={self.values} must be at least {2 * self.categories}, two for each of recipe.data.categories={self.categories}"
+            )
+        if importlib.util.find_spec("numba") is None:
+            raise ConfigError("recipe.data generates clicks with numba, which is not installed; pip install 'dtf[ctr]'")
+
+    def open(self, split: str, seed: int) -> Generated:
+        import torch
+
+        from dtf.recipes.ctr.clicks import Generated, World
+
+        world = World.make(self.seed, self.categories, self.values, self.skew)
+        return Generated(world, self.train_rows if split == "train" else self.eval_rows, self.seed, split, torch.get_num_threads())
+
+    def ceiling(self) -> dict[str, float]:
+        """The best AUC and log loss to be expected over the evaluation rows."""
+        return self.open("eval", 0).ceiling()

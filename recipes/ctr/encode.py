@@ -1,0 +1,83 @@
+"""From rows as they stand in a log to what a model takes: transformed integers, and ids of table rows. Reads no files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from dtf.recipes.ctr.hashing import key_of, look_up, to_range
+from dtf.recipes.ctr.lines import NONE
+from dtf.recipes.ctr.log import Parsed
+from dtf.recipes.ctr.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """`integers`: `log`, `raw` or `bucket`. Ids: the vocabulary's, else keys modulo `table_size`, else, where it is 0, the keys themselves."""
+
+    integers: str
+    table_size: int
+    vocabulary: Vocabulary | None = None
+
+    def encode(self, parsed: Parsed) -> tuple[np.ndarray | None, np.ndarray]:
+        """`dense` (B, D) float32, None where D is 0, and `ids` (B, F) int64."""
+        keys = self.keys(parsed)
+        ids = keys if not self.table_size and self.vocabulary is None else np.empty_like(keys)
+        if self.vocabulary is not None:
+            look_up(keys, self.vocabulary.table, self.vocabulary.numbers, self.vocabulary.rare, ids)
+        elif self.table_size:
+            to_range(keys, self.table_size, ids)
+        if self.integers == "bucket" or not parsed.numbers.shape[1]:
+            return None, ids
+        dense = np.empty(parsed.numbers.shape, np.float32)
+        (log_of if self.integers == "log" else plain_of)(parsed.numbers, dense)
+        return dense, ids
+
+    def about(self) -> str:
+        """Text that differs when the numbers it makes do."""
+        ids = f"vocabulary {self.vocabulary.digest}" if self.vocabulary else f"hashed to {self.table_size}" if self.table_size else "as they are"
+        return f"integers {self.integers}, ids {ids}"
+
+    def keys(self, parsed: Parsed) -> np.ndarray:
+        """Keys of all categories (B, F); with `bucket` those of the integers come first."""
+        if self.integers != "bucket" or not parsed.numbers.shape[1]:
+            return parsed.keys
+        integers = parsed.numbers.shape[1]
+        keys = np.empty((len(parsed.keys), integers + parsed.keys.shape[1]), np.int64)
+        keys[:, integers:] = parsed.keys
+        bucket_keys(parsed.numbers, keys)
+        return keys
+
+
+@njit(cache=True, nogil=True)
+def log_of(numbers, dense):
+    """sign(x) log(1 + |x|), 0 where there is no number."""
+    for i in range(numbers.shape[0]):
+        for d in range(numbers.shape[1]):
+            x = numbers[i, d]
+            value = math.log1p(abs(np.float64(x)))
+            dense[i, d] = 0.0 if x == NONE else (-value if x < 0 else value)
+
+
+@njit(cache=True, nogil=True)
+def plain_of(numbers, dense):
+    """The number, 0 where there is none."""
+    for i in range(numbers.shape[0]):
+        for d in range(numbers.shape[1]):
+            dense[i, d] = 0.0 if numbers[i, d] == NONE else numbers[i, d]
+
+
+@njit(cache=True, nogil=True)
+def bucket_keys(numbers, keys):
+    """Column d of `keys` is that of hash(d, floor(log(x)^2)) for x > 2 and of x itself below, as the winners of Kaggle's Criteo challenge 2014 had it."""
+    for i in range(numbers.shape[0]):
+        for d in range(numbers.shape[1]):
+            x = numbers[i, d]
+            if x == NONE:
+                keys[i, d] = -1
+            else:
+                bucket = np.int64(math.floor(math.log(np.float64(x)) ** 2)) if x > 2 else x - 3  # 1 and more; -1 and less
+                keys[i, d] = key_of(d, np.uint64(bucket))

@@ -1,0 +1,91 @@
+"""Lines of libsvm and libfm files in which each row has the same fields: a label 1, 0 or -1, then an `id:1` for each field, spaces between."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from dtf.recipes.ctr.hashing import key_of
+from dtf.recipes.ctr.lines import (
+    COLON,
+    GOOD,
+    LABEL,
+    LONG,
+    MINUS,
+    NEWLINE,
+    NONE,
+    PAIR,
+    PLUS,
+    RANGE,
+    SHORT,
+    SPACE,
+    VALUE,
+    ZERO,
+    find,
+    first_look,
+    integer,
+    why_not,
+    without_return,
+)
+
+
+@njit(cache=True, nogil=True)
+def parse(buffer, first, labels, numbers, keys, why):
+    """As `criteo.parse`; `numbers` (B, 0), `keys` (B, fields): the ids as they are."""
+    for row in range(len(labels)):
+        if first >= len(buffer):
+            return row
+        end = find(buffer, NEWLINE, first, len(buffer))
+        why[row] = _line(buffer, first, without_return(buffer, first, end), labels, keys, row)
+        first = end + 1
+    return len(labels)
+
+
+@njit(cache=True, nogil=True)
+def finish(keys, why, limit):
+    """Ids from `limit` on make a line bad; where it is 0, hash(field, id) replaces the ids."""
+    for row in range(len(why)):
+        if why[row] == GOOD:
+            for field in range(keys.shape[1]):
+                if limit == 0:
+                    keys[row, field] = key_of(field, np.uint64(keys[row, field]))
+                elif keys[row, field] >= limit:
+                    why[row] = RANGE
+
+
+@njit(cache=True, nogil=True)
+def _line(buffer, first, last, labels, keys, row):
+    reason = first_look(buffer, first, last)
+    if reason != GOOD:
+        return reason
+    end = find(buffer, SPACE, first, last)
+    signed = end == first + 2 and (buffer[first] == MINUS or buffer[first] == PLUS) and buffer[end - 1] == ZERO + 1
+    if not (signed or (end == first + 1 and ZERO <= buffer[first] <= ZERO + 1)):
+        return why_not(buffer, first, end, LABEL)
+    labels[row] = buffer[end - 1] - ZERO if buffer[first] != MINUS else 0
+    field = 0
+    while end < last:
+        first = end + 1
+        end = find(buffer, SPACE, first, last)
+        if first == end:  # one space more, or at the end
+            continue
+        colon = find(buffer, COLON, first, end)
+        number, good = integer(buffer, first, colon)
+        if not good or number == NONE or number < 0 or colon + 1 >= end:
+            return why_not(buffer, first, end, PAIR)
+        if not _is_one(buffer, colon + 1, end):
+            return why_not(buffer, first, end, VALUE)
+        if field == keys.shape[1]:
+            return LONG
+        keys[row, field] = number
+        field += 1
+    return GOOD if field == keys.shape[1] else SHORT
+
+
+@njit(cache=True, nogil=True)
+def _is_one(buffer, first, last):
+    """Whether [first, last) is 1, 1.0, 1.00 and so on."""
+    good = buffer[first] == ZERO + 1 and last != first + 2
+    for i in range(first + 1, last):
+        good = good and buffer[i] == (46 if i == first + 1 else ZERO)
+    return good

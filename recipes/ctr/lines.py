@@ -1,0 +1,163 @@
+"""Lines and fields of a text buffer: where they end, what numbers they hold, and why a line is bad. Kernels that never look beyond the bounds they get."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+NONE = np.iinfo(np.int64).min
+"""An integer column without a value."""
+
+LONGEST = 1 << 16
+"""Bytes of a line; longer ones are bad, and no number or category needs so many."""
+
+(GOOD, BLANK, TOO_LONG, MARK, NUL, NOT_TEXT, LABEL, SHORT, LONG, INTEGER, HEX, PAIR, VALUE, RANGE) = range(14)
+REASONS = (
+    "",
+    "the line is blank",
+    f"the line is longer than {LONGEST} bytes",
+    "it begins with a byte order mark",
+    "it holds a zero byte",
+    "it holds bytes that are no UTF-8 text",
+    "the label is neither 0 nor 1",
+    "columns are missing",
+    "there are too many columns",
+    "an integer column holds something else",
+    "a category is no hexadecimal number of up to 16 digits",
+    "an `id:value` pair is malformed",
+    "a value is not 1",
+    "an id is not below recipe.data.table_size",
+)
+"""By the numbers above; they complete `FILE:LINE: `."""
+
+NEWLINE, RETURN, TAB, COMMA, SPACE, COLON, MINUS, PLUS, ZERO = 10, 13, 9, 44, 32, 58, 45, 43, 48
+
+
+@njit(cache=True, nogil=True)
+def count_newlines(buffer):
+    found = 0
+    for i in range(len(buffer)):
+        found += buffer[i] == NEWLINE
+    return found
+
+
+@njit(cache=True, nogil=True)
+def after_newlines(buffer, count):
+    """Position after the first `count` newlines; the end of the buffer when it has fewer."""
+    i = 0
+    while count > 0 and i < len(buffer):
+        count -= buffer[i] == NEWLINE
+        i += 1
+    return i
+
+
+@njit(cache=True, nogil=True)
+def find(buffer, byte, first, last):
+    """Position of the first such byte in [first, last), or `last`."""
+    i = first
+    while i < last and buffer[i] != byte:
+        i += 1
+    return i
+
+
+@njit(cache=True, nogil=True)
+def without_return(buffer, first, last):
+    """The end of a line that may end with a carriage return."""
+    return last - 1 if last > first and buffer[last - 1] == RETURN else last
+
+
+@njit(cache=True, nogil=True)
+def first_look(buffer, first, last):
+    """Why the line [first, last) is bad whatever its format, or GOOD."""
+    if first == last:
+        return BLANK
+    if last - first > LONGEST:
+        return TOO_LONG
+    if last - first >= 3 and buffer[first] == 0xEF and buffer[first + 1] == 0xBB and buffer[first + 2] == 0xBF:
+        return MARK
+    return GOOD
+
+
+@njit(cache=True, nogil=True)
+def why_not(buffer, first, last, reason):
+    """The more telling reason for bytes [first, last) that are not what `reason` says they should be."""
+    for i in range(first, last):
+        if buffer[i] == 0:
+            return NUL
+    return reason if is_text(buffer, first, last) else NOT_TEXT
+
+
+@njit(cache=True, nogil=True)
+def is_text(buffer, first, last):
+    """Whether bytes [first, last) are UTF-8 as RFC 3629 has it."""
+    i = first
+    while i < last:
+        byte = buffer[i]
+        i += 1
+        if byte < 0x80:
+            continue
+        if 0xC2 <= byte <= 0xDF:
+            more = 1
+        elif 0xE0 <= byte <= 0xEF:
+            more = 2
+        elif 0xF0 <= byte <= 0xF4:
+            more = 3
+        else:
+            return False
+        if i + more > last:
+            return False
+        low, high = 0x80, 0xBF  # of the second byte: no overlong forms, no surrogates, nothing beyond U+10FFFF
+        if byte == 0xE0:
+            low = 0xA0
+        elif byte == 0xED:
+            high = 0x9F
+        elif byte == 0xF0:
+            low = 0x90
+        elif byte == 0xF4:
+            high = 0x8F
+        if not low <= buffer[i] <= high:
+            return False
+        for k in range(1, more):
+            if not 0x80 <= buffer[i + k] <= 0xBF:
+                return False
+        i += more
+    return True
+
+
+@njit(cache=True, nogil=True)
+def integer(buffer, first, last):
+    """The integer written in [first, last), NONE where it is empty, and whether it is one: a minus sign at most, and 1 to 18 digits."""
+    if first == last:
+        return NONE, True
+    negative = buffer[first] == MINUS
+    i = first + negative
+    if not 0 < last - i <= 18:
+        return NONE, False
+    value = 0
+    while i < last:
+        digit = np.int64(buffer[i]) - ZERO
+        if not 0 <= digit <= 9:
+            return NONE, False
+        value = value * 10 + digit
+        i += 1
+    return (-value if negative else value), True
+
+
+@njit(cache=True, nogil=True)
+def hexadecimal(buffer, first, last):
+    """The number written in [first, last), not empty, as uint64, and whether it is one: 1 to 16 digits."""
+    value = np.uint64(0)
+    if last - first > 16:
+        return value, False
+    for i in range(first, last):
+        byte = np.int64(buffer[i])
+        if ZERO <= byte <= 57:
+            digit = byte - ZERO
+        elif 97 <= byte <= 102:
+            digit = byte - 87
+        elif 65 <= byte <= 70:
+            digit = byte - 55
+        else:
+            return value, False
+        value = (value << np.uint64(4)) | np.uint64(digit)
+    return value, True

@@ -1,0 +1,209 @@
+"""A click log: rows by number, parsed from files. Says nothing about what becomes of them."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dtf.errors import DataError
+from dtf.recipes.ctr import avazu, criteo, libsvm, lines
+from dtf.recipes.ctr.cache import kept, stamp
+from dtf.recipes.ctr.files import CHUNK, Plain, Source, opened
+from dtf.recipes.ctr.hashing import MISSING
+
+PIECE = 1 << 16
+"""Bytes of text whose newlines are counted together."""
+
+_FARTHEST = 64 << 20
+"""Bytes between two newlines: beyond, the file is taken for something else than a log."""
+
+Parser = Callable[[np.ndarray, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray], int]
+
+
+class Parsed(NamedTuple):
+    """Rows as they stand in a log. A bad row has label 0 and nothing else."""
+
+    labels: np.ndarray  # (B,) float32, 0 or 1
+    numbers: np.ndarray  # (B, D) int64, `lines.NONE` where there is none
+    keys: np.ndarray  # (B, F) int64, MISSING where there is none
+    why: np.ndarray  # (B,) uint8, `lines.GOOD` or the place of the reason in `lines.REASONS`
+
+    @staticmethod
+    def empty(rows: int, integers: int, fields: int) -> Parsed:
+        numbers, keys = np.empty((rows, integers), np.int64), np.empty((rows, fields), np.int64)
+        return Parsed(np.empty(rows, np.float32), numbers, keys, np.zeros(rows, np.uint8))
+
+    def blanked(self) -> Parsed:
+        """Itself, nothing left of bad rows."""
+        bad = np.flatnonzero(self.why)
+        if len(bad):
+            self.labels[bad], self.numbers[bad], self.keys[bad] = 0, lines.NONE, MISSING
+        return self
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the rows of several files are, for people."""
+
+    paths: list[str]
+    starts: list[int]  # the first row of each file, and the number of all rows
+    first: int  # the number of a file's first row, as people count
+    unit: str = ":"  # between the file's name and the number
+
+    def __getitem__(self, row: int) -> str:
+        number = bisect.bisect_right(self.starts, row) - 1
+        return f"{self.paths[number]}{self.unit}{row - self.starts[number] + self.first}"
+
+
+class Log(ABC):
+    """Several threads may parse at once."""
+
+    digest: str
+    """Text that differs when the content of the files does."""
+
+    places: Places
+
+    @property
+    def rows(self) -> int:
+        return self.places.starts[-1]
+
+    @abstractmethod
+    def parse(self, first: int, last: int) -> Parsed:
+        """Rows [first, last), 0 <= first < last <= rows."""
+
+    @abstractmethod
+    def blocks(self, rows: int) -> np.ndarray:
+        """Bounds, int64, from 0 to all rows, of blocks of about so many that are best read as a whole."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """How the lines of a text format are read. `header`: the first line of each file, if it has one."""
+
+    parse: Parser
+    integers: int
+    fields: int
+    header: str = ""
+
+
+def criteo_text() -> Text:
+    return Text(criteo.parse, criteo.INTEGERS, criteo.CATEGORIES)
+
+
+def avazu_text() -> Text:
+    return Text(avazu.parse, 0, avazu.CATEGORIES, avazu.HEADER)
+
+
+def libsvm_text(fields: int, limit: int) -> Text:
+    """The ids as they are where they are below `limit`, those beyond are bad; limit 0: their hashes."""
+
+    def parse(*buffers: Any) -> int:
+        rows = libsvm.parse(*buffers)
+        libsvm.finish(buffers[-2], buffers[-1], limit)
+        return rows
+
+    return Text(parse, 0, fields)
+
+
+class TextLog(Log):
+    """Lines of text files, in the order of the files. All that is kept of a file is how many newlines its pieces hold.
+
+    The first opening of plain files counts them in `threads`, later ones find that in `cache`; compressed files are read whole at each opening.
+    """
+
+    def __init__(self, paths: Sequence[Path], text: Text, cache: Path, threads: int) -> None:
+        self._text, self._sources = text, [opened(path, threads + 1) for path in paths]
+        if all(isinstance(source, Plain) for source in self._sources):
+            folder, said = kept(cache, ["newlines", stamp(paths)], lambda folder: self._keep(folder, threads))
+            counts = np.split(np.load(folder / "newlines.npy", allow_pickle=False), np.cumsum([-(-size // PIECE) for size in said["sizes"]])[:-1])
+        else:
+            counts, said = self._count(threads)
+        self._newlines = [np.concatenate([[0], np.cumsum(count, dtype=np.int64)]) for count in counts]  # before each piece
+        self._head = bool(text.header)
+        for source, newlines in zip(self._sources, self._newlines, strict=True):
+            self._look_over(source, newlines)
+        lengths = [max(0, int(newlines[-1]) + rest - self._head) for newlines, rest in zip(self._newlines, said["rests"], strict=True)]
+        self._starts = [0, *itertools.accumulate(lengths)]
+        self.places = Places([str(path) for path in paths], self._starts, 1 + self._head)
+        self.digest = f"{zlib.crc32(str([said['digests'], said['sizes']]).encode()):08x}"
+
+    def parse(self, first: int, last: int) -> Parsed:
+        out = Parsed.empty(last - first, self._text.integers, self._text.fields)
+        number, done = bisect.bisect_right(self._starts, first) - 1, 0
+        while done < last - first:
+            start, end = self._starts[number], self._starts[number + 1]
+            rows = min(last, end) - first - done
+            if rows:
+                self._parse(number, first + done - start, rows, [part[done : done + rows] for part in out])
+            done, number = done + rows, number + 1
+        return out.blanked()
+
+    def blocks(self, rows: int) -> np.ndarray:
+        bounds = [np.zeros(1, np.int64)]
+        for number, source in enumerate(self._sources):
+            start, end = self._starts[number], self._starts[number + 1]
+            if points := source.starts():  # a segment's rows are those whose line begins in it
+                inside = np.array([self._newlines_before(source, number, point) for point in points[1:]], np.int64) + 1 - self._head
+                bounds.append(start + inside[(inside > 0) & (inside < end - start)])
+            else:
+                bounds.append(np.arange(start, end, rows))
+            bounds.append(np.array([end]))
+        return np.unique(np.concatenate(bounds))
+
+    def _parse(self, number: int, first: int, rows: int, out: list[np.ndarray]) -> None:
+        """Rows of one file into views of the output."""
+        source, newlines = self._sources[number], self._newlines[number]
+        before, after = first + self._head, first + rows + self._head  # newlines in front of the first row, and up to the end of the last
+        piece = max(0, int(np.searchsorted(newlines, before)) - 1)
+        buffer = source.read(piece * PIECE, int(np.searchsorted(newlines, after)) * PIECE)
+        found = self._text.parse(buffer, lines.after_newlines(buffer, before - newlines[piece]), *out)
+        if found != rows:
+            raise DataError(f"{source.path} is not the file it was when the run began; leave it alone while it is read")
+
+    def _newlines_before(self, source: Source, number: int, position: int) -> int:
+        piece = position // PIECE
+        return int(self._newlines[number][piece]) + int(lines.count_newlines(source.read(piece * PIECE, position)))
+
+    def _look_over(self, source: Source, newlines: np.ndarray) -> None:
+        """DataError for what is no log of this format at all."""
+        changes = np.concatenate([[0], np.flatnonzero(np.diff(newlines)), [len(newlines) - 1]])
+        if np.diff(changes).max() * PIECE > _FARTHEST:
+            raise DataError(f"{source.path} has a line of more than {_FARTHEST >> 20} MiB; it is no log of one click a line")
+        if self._text.header and len(newlines) > 1:
+            found = bytes(source.read(0, len(self._text.header) + 2)).split(b"\n")[0].rstrip(b"\r")
+            if found != self._text.header.encode():
+                raise DataError(f"{source.path}:1: the first line must be {self._text.header}")
+
+    def _keep(self, folder: Path, threads: int) -> dict[str, Any]:
+        counts, said = self._count(threads)
+        np.save(folder / "newlines.npy", np.concatenate(counts))
+        return said
+
+    def _count(self, threads: int) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """Newlines of each piece of each file, and of each file its size, digest and whether a line without newline ends it."""
+
+        def look(chunk: np.ndarray) -> tuple[np.ndarray, int, int, int]:
+            counts = np.array([lines.count_newlines(chunk[at : at + PIECE]) for at in range(0, len(chunk), PIECE)], np.uint32)
+            return counts, len(chunk), zlib.crc32(chunk.data), int(chunk[-1] != lines.NEWLINE)
+
+        counts, said = [], {"sizes": [], "digests": [], "rests": []}
+        with ThreadPoolExecutor(threads, "count") as pool:
+            for futures in [source.scan(look, pool) for source in self._sources]:
+                found = [one for future in futures for one in future.result()]
+                counts.append(np.concatenate([np.zeros(0, np.uint32), *(one[0] for one in found)]))
+                said["sizes"].append(sum(one[1] for one in found))
+                said["digests"].append(zlib.crc32(np.array([one[2] for one in found], np.uint32).data))
+                said["rests"].append(found[-1][3] if found else 0)
+        return counts, said
+
+
+assert CHUNK % PIECE == 0

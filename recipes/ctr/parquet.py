@@ -1,0 +1,119 @@
+"""Click logs in Parquet files: columns by name, row groups as blocks. The one file that imports pyarrow."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numba import njit
+
+from dtf.errors import DataError
+from dtf.recipes.ctr.hashing import MISSING, key_of, values_of
+from dtf.recipes.ctr.lines import GOOD, LABEL, NONE
+from dtf.recipes.ctr.log import Log, Parsed, Places
+
+
+class ParquetLog(Log):
+    """Rows of Parquet files. A row group is decoded as a whole, and the last few are kept: files whose row groups have 100,000 rows or fewer suit."""
+
+    def __init__(self, paths: Sequence[Path], label: str, numbers: Sequence[str], categories: Sequence[str], threads: int) -> None:
+        self._label, self._numbers, self._categories, self._kept = label, list(numbers), list(categories), threads + 1
+        self._files, self._groups = [str(path) for path in paths], list[tuple[int, int]]()
+        lengths, sizes, starts = [], [], [0]
+        for number, path in enumerate(self._files):
+            try:
+                meta = pq.read_metadata(path)
+                names = set(pq.read_schema(path).names)
+            except (pa.ArrowException, OSError) as error:
+                raise DataError(f"{path} is no readable Parquet file: {error}") from error
+            for key, wanted in (("label", [label]), ("numbers", numbers), ("categories", categories)):
+                if lost := [name for name in wanted if name not in names]:
+                    raise DataError(f"recipe.data.{key}: {path} has no column {lost[0]}; it has {', '.join(sorted(names)[:60])}")
+            lengths += [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
+            sizes += [[meta.row_group(group).total_byte_size, str(_statistics(meta.row_group(group)))] for group in range(meta.num_row_groups)]
+            self._groups += [(number, group) for group in range(meta.num_row_groups)]
+            starts.append(sum(lengths))
+        self._bounds = np.array([0, *itertools.accumulate(lengths)], np.int64)
+        self.places = Places(self._files, starts, 1, " row ")
+        self.digest = f"{zlib.crc32(str([lengths, sizes, label, numbers, categories]).encode()):08x}"
+        self._cached: OrderedDict[int, Parsed] = OrderedDict()
+        self._lock, self._locks = threading.Lock(), [threading.Lock() for _ in self._groups]
+
+    def parse(self, first: int, last: int) -> Parsed:
+        parts = []
+        while first < last:
+            group = int(np.searchsorted(self._bounds, first, "right")) - 1
+            start = int(self._bounds[group])
+            found = self._decoded(group)
+            parts.append([column[first - start : last - start] for column in found])
+            first = min(last, int(self._bounds[group + 1]))
+        return Parsed(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    def blocks(self, rows: int) -> np.ndarray:
+        return np.unique(self._bounds)
+
+    def _decoded(self, group: int) -> Parsed:
+        with self._locks[group]:
+            with self._lock:
+                if group in self._cached:
+                    self._cached.move_to_end(group)
+                    return self._cached[group]
+            number, inside = self._groups[group]
+            path = self._files[number]
+            try:
+                table = pq.ParquetFile(path).read_row_group(inside, [self._label, *self._numbers, *self._categories], use_threads=False)
+                found = self._columns(table)
+            except (pa.ArrowException, OSError) as error:
+                raise DataError(f"{path}, row group {inside}: {error}") from error
+            with self._lock:
+                self._cached[group] = found
+                while len(self._cached) > self._kept:
+                    self._cached.popitem(last=False)
+            return found
+
+    def _columns(self, table: pa.Table) -> Parsed:
+        out = Parsed.empty(len(table), len(self._numbers), len(self._categories))
+        labels = table.column(self._label).cast(pa.float64()).to_numpy()
+        out.why[:] = np.where((labels == 0) | (labels == 1), GOOD, LABEL)  # null is NaN
+        out.labels[:] = np.where(out.why == GOOD, labels, 0)
+        for d, name in enumerate(self._numbers):
+            out.numbers[:, d] = table.column(name).cast(pa.int64()).fill_null(NONE).to_numpy()
+        for field, name in enumerate(self._categories):
+            out.keys[:, field] = _keys(table.column(name).combine_chunks(), len(self._numbers) + field)
+        return out.blanked()
+
+
+def _keys(column: pa.Array, field: int) -> np.ndarray:
+    """hash(field, value) of each row: of an integer itself, of a text its bytes."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pa.types.is_integer(column.type):
+        values = column.fill_null(0).cast(pa.int64()).to_numpy(zero_copy_only=False).view(np.uint64)
+    else:
+        binary = column.cast(pa.large_binary())
+        bounds = np.frombuffer(binary.buffers()[1], np.int64)[binary.offset : binary.offset + len(binary) + 1]
+        content = binary.buffers()[2]
+        values = np.empty(len(binary), np.uint64)
+        values_of(np.frombuffer(content, np.uint8) if content is not None else np.zeros(0, np.uint8), bounds, values)
+    keys = np.empty(len(values), np.int64)
+    _hash(values, field, keys)
+    keys[column.is_null().to_numpy(zero_copy_only=False)] = MISSING
+    return keys
+
+
+@njit(cache=True, nogil=True)
+def _hash(values, field, keys):
+    for i in range(len(values)):
+        keys[i] = key_of(field, values[i])
+
+
+def _statistics(group: pq.RowGroupMetaData) -> list[object]:
+    columns = [group.column(i) for i in range(group.num_columns)]
+    return [(column.path_in_schema, column.total_uncompressed_size) for column in columns]
