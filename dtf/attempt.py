@@ -236,7 +236,10 @@ class Attempt:
     def _act(self, now: float) -> None:
         if self.stop.count and not self._stopping_since:
             self._stopping_since = now
-            self._signal(signal.SIGTERM)
+            if self.others or not all(self._starting(rank) for rank in self._ranks):
+                self._signal(signal.SIGTERM)
+            else:  # nothing to save, and importing or meeting may take longer than the grace
+                self._kill(now)
         if any(rank.silent_since and now - rank.silent_since > _REAP_S for rank in self._alive()):
             self._lose_server()
         elif self._killed_since:
@@ -256,6 +259,9 @@ class Attempt:
                 self._kill(now)
         else:
             self._look_for_hang(now)
+
+    def _starting(self, rank: _Rank) -> bool:
+        return self._board.read(rank.place.rank).phase == "start"
 
     def _look_for_hang(self, now: float) -> None:
         alive = self._alive()
@@ -357,5 +363,5 @@ class Attempt:
         endings = []
         for rank in self._ranks:
             step = self._board.read(rank.place.rank).step
-            endings.append(Ending(rank.place.rank, step, rank.status or 0, rank.killed, rank.failed, rank.at, rank.printed()))
+            endings.append(Ending(rank.place.rank, step, self._starting(rank), rank.status or 0, rank.killed, rank.failed, rank.at, rank.printed()))
         return outcome(endings, self._hang, self.stop.count, self.others.failed if self.others else None)

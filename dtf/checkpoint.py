@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dtf import commit
 from dtf.errors import BusyError, DataError, DtfError, Exit, SaveError
+from dtf.located import located
 from dtf.manifest import ITEM_BYTES, Manifest, Objective, StoredBox, StoredFile, StoredTensor, exact_json, intersect, parse_json, volume
 from dtf.registry import option, register
 from dtf.schema import KeyProblem
@@ -52,18 +53,6 @@ class Every:
             raise KeyProblem("checkpoint.resume", "checkpoint.resume is empty; use auto, never or the path of a checkpoint or run folder")
         if self.resume not in ("auto", "never"):
             located(self.resume, "checkpoint.resume")
-
-
-def located(path: str | Path, key: str) -> list[Path]:
-    """Checkpoints that `path` means, newest first: itself, or those of a run folder. Looks at names only. DataError when there is none."""
-    folder = Path(path)
-    if commit.step_of(folder.name) is not None or (folder / commit.MANIFEST).is_file():
-        found = [folder] if folder.is_dir() else []
-    else:
-        found = commit.checkpoints(folder / "checkpoints") or commit.checkpoints(folder)
-    if not found:
-        raise DataError(f"{key}={path} holds no checkpoint; give a folder like RUN/checkpoints/step_000120, or a run folder that has one")
-    return found
 
 
 class Peers(Protocol):

@@ -72,7 +72,8 @@ class Progress:
 
 
 STOP_REQUESTS, OVER_BUDGET, STEP_SECONDS = "stop_requests", "over_budget", "step_seconds"
-"""Keys of a Poll's values: how many ranks were told to stop, how many know that the budget is spent, and the mean time of a step since the last Poll."""
+"""Keys of a Poll's values: how many ranks were told to stop, how many know that the budget is spent, and the mean time of a step since
+the last Poll, infinite where there was none."""
 
 POLL_S = 2.0
 """Ranks ask each other so often whether to stop: a small part of the grace that schedulers give, and no cost per step."""
@@ -84,7 +85,7 @@ class PlannedClock(Clock):
     def __init__(self, plan: Plan, epochs: Epochs, schedule: Schedule, state: Mapping | None = None) -> None:
         self._plan, self._epochs, self._schedule = plan, epochs, schedule
         self._at = Progress(**state) if state else Progress()
-        self._told, self._poll_at = "", self._at.step + 1
+        self._told, self._poll_at = "", 0
         self._tickets = self._course()
 
     def __next__(self) -> Ticket:
@@ -129,10 +130,15 @@ class PlannedClock(Clock):
         if plan.patience and at.since_best >= plan.patience and at.step < plan.end:  # it was saved when it stopped early
             yield Stop(at.step, "early_stop")
             return
+        if at.step < plan.end:
+            yield Poll(at.step)
+            if self._told:  # while it started: what there is was saved before
+                yield Stop(at.step, self._told)
+                return
         while at.step < plan.end:
             yield self._train(at.step)
             step, last, whole = at.step, at.step == plan.end, at.step == plan.total  # stopping short of the whole leaves no trace but a checkpoint
-            if step >= self._poll_at:
+            if step >= self._poll_at or last or not step % self._epochs.batches:  # unreadable rows are judged by the epoch
                 yield Poll(step)
             if _due(step, plan.log_every) or (whole and plan.log_every):
                 yield Log(step)

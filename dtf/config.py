@@ -18,12 +18,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from dtf.errors import ConfigError
 from dtf.explain import explain, hinted, key_for_number, origin, parse
 from dtf.job import Job
+from dtf.located import check_place
 from dtf.registry import registered, suggest
 from dtf.schema import RESERVED, KeyProblem, make_option, show, unset
 from dtf.settings import EXPERIMENT, GROUPS, Settings, fit_config, load_parts, typed_fitted
@@ -84,7 +85,7 @@ class Composed:
             settings.check()
             if data:
                 settings.recipe.check()
-            settings.recipe.fine_tuning.check_weights()
+            check_place(settings.recipe.fine_tuning.weights, "recipe.model.weights")
             settings.optimizer.check()
             settings.lr.check()
             settings.checkpoint.check()
@@ -154,8 +155,23 @@ class Composer:
         return self.finish(config, given, reads)
 
     def load(self, overrides: list[str]) -> tuple[DictConfig, dict[str, Read]]:
-        """What Hydra composes, not yet checked, and the files it read for it."""
-        return self.with_plugins(overrides, lambda: self._load(overrides))
+        """What Hydra composes, not yet checked, and the files it read for it: where the job uses a run's model, over what that run's config says."""
+        parsed = parse(overrides, self.loader)
+        chosen = {each.key_or_group: str(each.value()) for each in parsed if not each.is_delete() and not each.is_sweep_override()}
+        first = overrides
+        if _uses_model(chosen.get("job")):  # which run it is must be found without keys that only the run's recipe may have
+            first = [text for text, each in zip(overrides, parsed, strict=True) if "." not in each.key_or_group or each.key_or_group.startswith("job.")]
+        config, reads = self.with_plugins(overrides, lambda: self._load(first))
+        job = OmegaConf.to_container(config.job) if OmegaConf.is_dict(config.get("job")) else {}
+        if not isinstance(job, dict) or not _uses_model(job.get("name")):
+            return config, reads
+        from dtf.inherited import inherited
+
+        behind = inherited(str(job.get("model", "")), chosen, self._plugins)
+        config, reads = self.with_plugins(overrides, lambda: self._load([*behind, *overrides]))
+        with read_write(config.hydra.overrides):
+            config.hydra.overrides.task = list(config.hydra.overrides.task)[len(behind) :]  # what was typed, for titles of trials
+        return config, reads
 
     def with_plugins(self, overrides: Sequence[str], action: Callable[[], T]) -> tuple[T, dict[str, Read]]:
         """The result of `action` and the files Hydra read for it, once every plugin that they or `overrides` name is imported.
@@ -298,6 +314,11 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     if sum(asked) > 1:
         parser.error("only one of --run, --multirun, --cfg, --info and --shell-completion at a time")
     return flags
+
+
+def _uses_model(job: Any) -> bool:
+    known = registered("job").get(str(job))
+    return known is not None and known.uses_model  # type: ignore[attr-defined]
 
 
 def _may_choose(value: Any) -> bool:

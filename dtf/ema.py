@@ -49,8 +49,7 @@ class Averaged(Optimizer):
         self._optimizer.step(group, gradients, lr, skip)
         averages, steps = group.slots[EMA], group.slots[STEPS]
         done = 1.0 if skip is None else 1.0 - skip
-        weight = (1 - decay_at(self._decay, steps[0].double())) * done
-        moves = torch._foreach_sub([p.to(average.dtype) for p, average in zip(group.parameters, averages, strict=True)], averages)
-        torch._foreach_mul_(moves, weight)
-        torch._foreach_add_(averages, moves)
+        weight = ((1 - decay_at(self._decay, steps[0].double())) * done).to(averages[0].dtype)
+        for parameter, average in zip(group.parameters, averages, strict=True):  # one by one: a list of differences would take as much memory as they
+            average.lerp_(parameter.to(average.dtype), weight.to(average.dtype))
         torch._foreach_add_(steps, done)

@@ -19,6 +19,7 @@ class Ending:
 
     rank: int
     step: int  # optimizer steps it had finished, from its last heartbeat
+    starting: bool  # it had not begun its work
     status: int  # as of os.waitpid
     killed: bool  # by the launching process
     failed: Failed | None  # its own last words
@@ -80,7 +81,8 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int, elsew
     words = sorted(spoke, key=lambda ending: (ending.failed is not None and ending.failed.exit == Exit.PEER, ending.at))
     if any(ending.signal != signal.SIGABRT for ending in deaths) or (deaths and not words):
         return _death(next((ending for ending in deaths if ending.signal != signal.SIGABRT), deaths[0]))
-    if stop_signals > 1 and any(ending.killed for ending in endings):
+    starting = all(ending.starting for ending in endings)
+    if stop_signals > 1 and not starting and any(ending.killed for ending in endings):
         return _lost(endings, "stopped at once by a second signal")
     if words and words[0].failed:
         cause = words[0].failed
@@ -94,8 +96,10 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int, elsew
     silent = [ending for ending in own if not ending.signal]
     if silent:
         return _gone(silent[0], f"ended with exit status {silent[0].code} without saying why")
-    if any(ending.signal == signal.SIGTERM for ending in own):  # its handler was not set yet: it had not begun to train
-        return Outcome(Exit.PREEMPTED, Failed(own[0].rank, own[0].step, int(Exit.PREEMPTED), "asked to stop before training began; nothing is lost", ""))
+    if any(ending.signal == signal.SIGTERM for ending in own) or (stop_signals and starting):  # its handler was not set yet, or it was killed
+        first = own[0] if own else endings[0]
+        text = "asked to stop while ranks were starting; nothing is lost; start again with the same run.dir to go on"
+        return Outcome(Exit.PREEMPTED, Failed(first.rank, first.step, int(Exit.PREEMPTED), text, ""))
     if any(ending.killed for ending in endings):
         return _lost(endings, "asked to stop, but not done within launcher.grace_s")
     orderly = [ending for ending in endings if ending.code in ORDERLY]

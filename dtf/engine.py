@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -152,7 +153,8 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 loop.beat("log", step)
                 _refuse_divergence(loop, step)
                 now = time.perf_counter()
-                told = [loop.stop_requested(), loop.over_budget(), 1.0, (now - polled) / max(1, since_poll), train.bad(epoch)]
+                took = (now - polled) / since_poll if since_poll else math.inf
+                told = [loop.stop_requested(), loop.over_budget(), 1.0, took, train.bad(epoch)]
                 polled, since_poll = now, 0
                 stop, over, ranks, pace, bad = loop.world.reduce(torch.tensor(told, dtype=torch.float64)).tolist()
                 _refuse_bad(bad, train.allowed, "training")

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from dtf.checkpoint import located
 from dtf.commit import read_manifest
 from dtf.errors import DataError
+from dtf.located import located
 
 FP64_BOUND = 1e-10  # max|a - b| / max|a| of loss, gradient norm and every tensor
 FP32_BOUND = 1e-5  # |a - b| / |a|, L2 over all parameters at once
 ROUNDING = 1e-6
+TABLES = "table/"
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -81,11 +82,17 @@ def _tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     for name, stored in sorted(read_manifest(checkpoint).tensors.items()):
         if name.startswith("share_"):
             continue  # what one share of the rows has averaged so far: another number of shares has others
-        found[name] = np.full(stored.shape, np.nan)
+        found[name] = np.full(stored.shape, np.nan) if not name.endswith("/ids") else np.empty(stored.shape, np.int64)
         for box in stored.boxes:
             with safe_open(checkpoint / box.file, framework="numpy") as file:
                 found[name][tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))] = file.get_tensor(box.key)
-    return found
+    return in_order(found)
+
+
+def in_order(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Sparse tables in order of ids: ranks that hold different rows save them one rank after the other."""
+    orders = {name.removesuffix("ids"): np.argsort(ids) for name, ids in tensors.items() if name.startswith(TABLES) and name.endswith("/ids")}
+    return {name: tensor[orders[table]] if (table := name.rpartition("/")[0] + "/") in orders else tensor for name, tensor in tensors.items()}
 
 
 def compare(reference: Evidence, run: Evidence, exact: bool) -> Verdict:
@@ -93,7 +100,7 @@ def compare(reference: Evidence, run: Evidence, exact: bool) -> Verdict:
     floors = _floors(reference.tensors)
     tensors = {name: relative(reference.tensors[name], run.tensors[name], floors.get(name, 0.0)) for name in reference.tensors.keys() & run.tensors.keys()}
     worst = max(sorted(tensors), key=lambda name: tensors[name], default="")
-    parameters = [name for name in sorted(tensors) if name.startswith("model/") and not name.endswith(STATISTICS)]
+    parameters = [name for name in sorted(tensors) if _is_parameter(name)]
     steps = sorted(reference.metrics)
     verdict = Verdict(
         bound=FP64_BOUND if exact else FP32_BOUND,
@@ -114,6 +121,11 @@ def compare(reference: Evidence, run: Evidence, exact: bool) -> Verdict:
     return verdict
 
 
+def _is_parameter(name: str) -> bool:
+    """Whether a tensor of a checkpoint is what the model computes with, and learnt."""
+    return (name.startswith("model/") and not name.endswith(STATISTICS)) or (name.startswith(TABLES) and name.endswith("/rows"))
+
+
 def numbers_differ(verdict: Verdict, exact: bool) -> bool:
     """Whether the law's bound is broken; a NaN breaks it."""
     if exact:
@@ -128,10 +140,15 @@ def _floors(tensors: dict[str, np.ndarray]) -> dict[str, float]:
     """
     kinds: dict[str, float] = {}
     for name, tensor in tensors.items():
-        if name.startswith("optimizer/") and tensor.size:
+        if _is_state(name) and tensor.size:
             kind = name.rpartition("/")[2]
             kinds[kind] = max(kinds.get(kind, 0.0), float(np.abs(tensor).max()))
-    return {name: ROUNDING * kinds[kind] for name in tensors if name.startswith("optimizer/") and (kind := name.rpartition("/")[2]) in kinds}
+    return {name: ROUNDING * kinds[kind] for name in tensors if _is_state(name) and (kind := name.rpartition("/")[2]) in kinds}
+
+
+def _is_state(name: str) -> bool:
+    """Whether a tensor of a checkpoint is an optimizer's."""
+    return name.startswith("optimizer/") or (name.startswith(TABLES) and not name.endswith(("/ids", "/rows")))
 
 
 def relative(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> float:
@@ -140,6 +157,8 @@ def relative(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> float:
         return float("inf")
     if not a.size:
         return 0.0
+    if a.dtype == np.int64:  # ids of rows are the same or not
+        return 0.0 if np.array_equal(a, b) else float("inf")
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return 0.0 if np.array_equal(a, b, equal_nan=True) else float("inf")
     difference, scale = np.abs(a - b).max(), max(np.abs(a).max(), floor)

@@ -177,7 +177,8 @@ def _no_override(text: str) -> str:
         jobs = registered("job")
         meant = f"job={text}" if text in jobs else f"key=value, or -{'-' * (len(text) > 1)}{text}" if text in ("help", "h") else "key=value"
         return f"{show(text)} is no override; write {meant}"
-    return f"{show(text)} cannot be read; quote a value with special characters: 'key=\"a, b\"'; set {COMMAND_LINE}"
+    example = '["a, b"]' if text.partition("=")[2].startswith("[") else '"a, b"'
+    return f"{show(text)} cannot be read; quote a value with special characters: 'key={example}'; set {COMMAND_LINE}"
 
 
 def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> ConfigError:

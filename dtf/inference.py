@@ -23,6 +23,7 @@ from dtf.errors import BusyError, DataError, DtfError, Preempted
 from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.options import Remat
+from dtf.passes import stand_ins
 from dtf.precision import set_switches
 from dtf.recipe import Dataset, Recipe
 from dtf.registry import lookup
@@ -106,7 +107,7 @@ class Inference:
         vars(recipe)["measure"] = self._record.measure  # type: ignore[index]
         step = replace(settings.step, ema=0.0, micro_batch_rows=0, remat=Remat.none)
         unmoved = lookup("optimizer", "sgd")(momentum=0.0)  # without state
-        task = Task(recipe, unmoved, settings.precision, step, settings.seed, self._sample, self.weights)
+        task = Task(recipe, unmoved, settings.precision, step, settings.seed, self._sample, self.weights, settings.sparse)
         self.program: Program = settings.strategy.setup(task, self.world)
 
     def batches(self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]) -> Iterator[tuple[int, Tensor, list[Row]]]:
@@ -144,7 +145,7 @@ class Inference:
         return [found[id] for id in expected]
 
     def _sample(self, rows: int) -> Any:
-        return self.recipe.receive(self.rows.fetch(np.arange(rows) % len(self.rows), 0)[0])
+        return stand_ins(self.recipe.receive(self.rows.fetch(np.arange(rows) % len(self.rows), 0)[0]), self.recipe.tables())
 
 
 def weights_of(settings: Settings, model: str) -> Weights:
@@ -161,7 +162,7 @@ def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:
 def evaluate(settings: Settings, folder: Path, place: Place, send: Callable[[Event], None], beat: Callable[[str, int], None], stop: Callable[[], bool]) -> None:
     """Write evaluation.json: metrics over a split, each row once, and a table of classes."""
     job: EvaluateJob = settings.job  # type: ignore[assignment]
-    used = Inference(settings, place, job.model, lambda recipe: recipe.open_data(job.split.value, settings.seed), top=1)
+    used = Inference(settings, place, job.model, lambda recipe: recipe.open_data(job.split.value, settings.seed).unaugmented(), top=1)
     pace, total, table = _Pace(send, len(used.rows)), None, Answers(used.names)
     for done, sums, rows in used.batches(0, beat, stop):
         total = sums if total is None else total + sums
@@ -183,7 +184,7 @@ def predict(settings: Settings, folder: Path, place: Place, send: Callable[[Even
 
     def data(recipe: Recipe) -> Dataset:
         if not job.input:
-            rows = recipe.open_data(job.split.value, settings.seed)
+            rows = recipe.open_data(job.split.value, settings.seed).unaugmented()
             rows.allowed = 0  # evaluation may leave a row out, predictions may not
             return rows
         names, rows = recipe.open_inputs(Path(job.input).expanduser())
@@ -209,7 +210,10 @@ def predict(settings: Settings, folder: Path, place: Place, send: Callable[[Even
 def _begin(path: Path, file: Any, begun: dict[str, Any]) -> tuple[int, str]:
     """Rank 0's part: the first row to predict, or what else the folder holds predictions of."""
     if path.exists():
-        before = json.loads(path.read_text())
+        try:
+            before = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"{path} cannot be read, so what {file.path.name} answers is not known; move both away, or choose another run.dir") from error
         other = [key for key in begun if before.get(key) != begun[key]]
         if other:
             return 0, f"other {' and '.join(other)}"

@@ -15,6 +15,9 @@ class Job(ABC):
     trains = False
     """Whether it needs the length of a run."""
 
+    uses_model = False
+    """Whether it has a key `model` that may name a run, whose config then stands behind the command line; see `dtf.inherited`."""
+
     @abstractmethod
     def run(self, composed: Composed) -> int:
         """Do it; return the exit code. DtfErrors are printed and turned into exit codes by the caller."""

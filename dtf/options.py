@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
-from dtf.errors import DataError
 from dtf.registry import option
 
 # Upper ends are far beyond use: at a millisecond each, 10**12 steps take 30 years. They stop slips of the keyboard, which end in overflows otherwise.
@@ -56,6 +54,10 @@ class StepOptions:
         "(1 + n) / (10 + n), and evaluate it in place of them; 0: no average",
     )
 
+    def parts_pairs(self, micro_batch_rows: int) -> bool:
+        """Whether micro-batches of so many rows part rows 2k and 2k + 1 of a global batch."""
+        return micro_batch_rows % 2 == 1 and micro_batch_rows < self.batch_size
+
     def rows_each(self, count: int) -> int:
         """Rows of a micro-batch: `micro_batch_rows`, or where it is 0 those that cut a whole global batch into at most `count`."""
         return self.micro_batch_rows or -(-self.batch_size // count)
@@ -67,7 +69,7 @@ class FineTuning:
 
     weights: str = option(
         default="",
-        doc="start from these numbers: a torchvision .pth or .pt file, a .safetensors file, a checkpoint, or a run folder, which means its newest one; "
+        doc="start from these numbers: a .pth, .pt, .ckpt or .safetensors file, a checkpoint, or a run folder, which means its newest one; "
         "the last layer is drawn anew when it has another number of classes; empty: all are drawn",
     )
     freeze: list[str] = option(
@@ -75,11 +77,6 @@ class FineTuning:
         doc="modules and parameters that do not learn, by name, with all that lies in them: [conv1, bn1, layer1], ['layer[123]']; `*` stands for "
         "characters between two dots. Their batch normalisation keeps the running averages it has",
     )
-
-    def check_weights(self) -> None:
-        """Raise DataError when there is nothing at the place of the weights."""
-        if self.weights and not Path(self.weights).expanduser().exists():
-            raise DataError(f"recipe.model.weights={self.weights} does not exist; give a .pth, .pt or .safetensors file, a checkpoint or a run folder")
 
 
 @dataclass(kw_only=True)

@@ -16,6 +16,7 @@ from dtf.sampler import cut
 from dtf.schema import show, to_plain
 from dtf.settings import Settings
 from dtf.strategy import Program
+from dtf.tracking import count_text
 from dtf.world import World
 
 
@@ -45,12 +46,12 @@ def overview(
     threads = world.place.threads
     return {
         "recipe": f"{config['recipe']['name']}: {parameters:,} parameters{frozen}, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
-        "strategy": f"{' '.join(words)} on {devices} x {world.device.type}, {threads} thread{'s' if threads > 1 else ''} a process",
+        "strategy": f"{' '.join(words)} on {devices} x {world.device.type}, {count_text(threads, 'thread')} a process",
         "precision": f"{precision.param.value} parameters, {precision.compute.value} arithmetic{how}",
-        "batch": f"{batch} rows a step = {len(bounds) - 1} micro-batches of {bounds[1]} over {shares} {kind}{'s' if shares > 1 else ''}",
+        "batch": f"{count_text(batch, 'row')} a step = {count_text(len(bounds) - 1, 'micro-batch')} of {bounds[1]} over {count_text(shares, kind)}",
         **program.about(),
         **(table_row(planned) if planned else {}),
-        "length": f"{plan.total:,} steps",
+        "length": count_text(plan.total, "step"),
         "run folder": str(folder),
         "versions": f"dtf {__version__}, torch {torch.__version__}",
     }

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Literal
 
 from dtf.errors import ConfigError
+from dtf.tracking import count_text
 
 InFlight = Callable[[int], int] | Sequence[int]
 """Stage -> micro-batches whose forward pass is done and whose backward pass is not, at most."""
@@ -116,7 +117,7 @@ def table(
         [
             *lines,
             f"imbalance {imbalance(costs, bounds):.1%} (largest stage over the mean), predicted bubble {bubble:.1%} "
-            f"with {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}",
+            f"with {count_text(micro_batches, 'micro-batch')}",
             f"largest block {largest.name} with {largest.work / total:.1%}"
             + (f": no cut into {stages} stages has an imbalance below {bound:.1%}" if bound else ""),
         ]

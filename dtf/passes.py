@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from dtf.build import DTYPES
 from dtf.errors import ConfigError
 from dtf.precision import Cast
 from dtf.strategy import Task
+from dtf.table import Table
 from dtf.values import Batch
 
 HALF = (torch.bfloat16, torch.float16)
@@ -61,6 +62,25 @@ def rows_of(batch: Batch, first: int, last: int) -> Batch:
     inputs = batch.inputs
     inputs = {k: v[first:last] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[first:last]
     return Batch(inputs, batch.targets[first:last], batch.weight[first:last], batch.ids[first:last])
+
+
+def with_leaves(batch: Batch, names: Iterable[str]) -> Batch:
+    """The batch with inputs of these names as leaves of a graph of their own, which get gradients."""
+    inputs = batch.inputs
+    return batch._replace(inputs=inputs | {name: inputs[name].detach().requires_grad_() for name in names}) if names else batch
+
+
+def leaf_gradients(parts: Sequence[Batch], names: Iterable[str]) -> dict[str, Tensor]:
+    """Gradients of the leaves of parts of a batch, as one tensor by name; zeros where the model did not use one. None of no parts."""
+    leaves = {name: [part.inputs[name] for part in parts] for name in names if parts}
+    return {name: torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in found]) for name, found in leaves.items()}
+
+
+def stand_ins(inputs: Any, tables: Mapping[str, Table]) -> Any:
+    """Inputs as the model gets them, with zeros for rows of sparse tables."""
+    if not tables:
+        return inputs
+    return inputs | {name: torch.zeros(*inputs[name].shape, table.width, device=inputs[name].device) for name, table in tables.items()}
 
 
 def to_device(batch: Batch, device: torch.device, task: Task) -> Batch:

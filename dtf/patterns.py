@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from dtf.errors import ConfigError
@@ -32,10 +32,15 @@ def factor(factors: Mapping[str, float], name: str) -> float:
     return product
 
 
-def check_used(key: str, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Raise ConfigError for a pattern of the config key `key` that covers none of a model's parameters."""
+def check_used(key: str, patterns: Iterable[str], names: Iterable[str], frozen: Collection[str] = ()) -> None:
+    """Raise ConfigError for a pattern of the config key `key` that covers none of a model's parameters, or only `frozen` ones."""
     known = list(names)
     for pattern in patterns:
-        if not any(covers(pattern, name) for name in known):
+        found = [name for name in known if covers(pattern, name)]
+        if found and all(name in frozen for name in found):
+            raise ConfigError(
+                f"{key} names {pattern!r}, which covers only parameters that recipe.model.freeze keeps from learning; leave it out of one of them"
+            )
+        if not found:
             heads = {".".join(name.split(".")[: pattern.count(".") + 1]) for name in known}
             raise ConfigError(f"{key} names {pattern!r}, which covers no parameter of the model; {suggest(pattern, heads)}")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtf.links import Arrival, Form, Link
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
-from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, received, rows_of, to_device
+from dtf.passes import Passes, draws_at_large, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.schedules import Action, Schedule, answers, order
@@ -29,6 +29,9 @@ from dtf.strategy import Program, Source, Task, Update
 from dtf.strides import axes, dense
 from dtf.values import Batch, State, StepOutput, Train
 from dtf.world import World
+
+if TYPE_CHECKING:
+    from dtf.tables import Tables
 
 AHEAD = 2
 """Messages that a rank is ready to receive before it needs them, so that they travel while it computes."""
@@ -89,11 +92,25 @@ class _Held(NamedTuple):
 
 
 class Pipelined(Program):
-    """One or more stages on every rank, an update for the parameters of these. `table`: the stages, for people."""
+    """One or more stages on every rank, an update for the parameters of these. `table`: the stages, for people.
+
+    `tables`: those of the update.
+    """
 
     def __init__(
-        self, stages: list[Stage], line: Line, schedule: Schedule, update: Update, task: Task, world: World, seat: Seat, micro_batch_rows: int, table: str
+        self,
+        stages: list[Stage],
+        line: Line,
+        schedule: Schedule,
+        update: Update,
+        task: Task,
+        world: World,
+        seat: Seat,
+        micro_batch_rows: int,
+        table: str,
+        tables: Tables | None,
     ) -> None:
+        self._tables, self._looked_up = tables, tuple(task.recipe.tables())
         self._stages = {stage.index: stage for stage in stages}
         self._line, self._update, self._task, self._world, self._seat = line, update, task, world, seat
         self.shard = seat.share if seat.feed.reads else None
@@ -118,6 +135,8 @@ class Pipelined(Program):
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
+        if self._tables is not None:
+            batch = self._tables.look(batch, train=False)
         with ExitStack() as stack:
             for stage in self._stages.values():
                 stack.enter_context(buffers_kept(stage, self.shares > 1, "strategy.degree=0"))
@@ -133,7 +152,7 @@ class Pipelined(Program):
             stage.masks.enter(0, 0)
             seeded[:] = [stage.masks.state()]
 
-        for part in (rows_of(batch, 0, 2), rows_of(batch, 0, 4)):
+        for part in (self._leaves(rows_of(batch, 0, 2)), self._leaves(rows_of(batch, 0, 4))):
             try:
                 with Footprint() as footprint:
                     self._run([part], torch.zeros_like(self._one), enter, train=True)
@@ -176,7 +195,12 @@ class Pipelined(Program):
             stage.masks.enter(ticket.step, first + j)
             stage.statistics.enter(j)
 
-        sums = self._run([rows_of(batch, *ends) for ends in pairwise(at)], factor, enter, train=True)
+        if self._tables is not None:
+            batch = self._tables.look(batch, train=True)
+        parts = [self._leaves(rows_of(batch, *ends)) for ends in pairwise(at)]
+        sums = self._run(parts, factor, enter, train=True)
+        if self._tables is not None:
+            self._tables.give(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
         for stage in self._stages.values():
             stage.statistics.end()
         self._settled = False
@@ -184,9 +208,15 @@ class Pipelined(Program):
             norm = self._update.apply(ticket.step, ticket.lr)
         return StepOutput(sums, norm if self._world.rank == 0 else self._unsaid)  # every rank knows the norm, one tells it
 
+    def _leaves(self, part: Batch) -> Batch:
+        """Rows of a batch with gradients for rows of sparse tables, where the first layers are."""
+        return with_leaves(part, self._looked_up) if 0 in self._stages else part
+
     @torch.no_grad()
     def eval_step(self, batch: Batch | None) -> Tensor:
         assert batch is not None
+        if self._tables is not None:
+            batch = self._tables.look(batch, train=False)
         for stage in self._stages.values():
             stage.train(False)
         bounds = cut(len(batch.ids), -(-len(batch.ids) // len(self._line.ranks)))  # as many parts as there are ranks to work on them

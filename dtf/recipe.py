@@ -36,9 +36,6 @@ class Dataset(ABC):
     repeats: bool = False
     """Whether `fetch` also takes ids from len(self) on: id k * len(self) + row is the k-th further view of a row, augmented differently."""
 
-    pairs: bool = False
-    """Whether rows 2k and 2k + 1 of a global batch belong together and must be fetched by one rank."""
-
     bad: Mapping[int, str] = MappingProxyType({})
     """Rows that could not be read so far -> why. `fetch` delivers something for them, and they count for nothing."""
 
@@ -55,6 +52,10 @@ class Dataset(ABC):
         On CPU. A pure function: randomness (augmentation) comes from hash(seed, epoch, sample id), see `dtf.seeding.draws`,
         so that the same row has the same pixels on whichever rank and after whatever restart.
         """
+
+    def unaugmented(self) -> Dataset:
+        """The same rows, each as an evaluation sees it, with its plain target. Default: self, for data that training sees no other way."""
+        return self
 
     def groups(self) -> np.ndarray | None:
         """Class of each row, (N,) int64, for samplers that balance. Default: None, rows have none."""
@@ -94,6 +95,11 @@ class Recipe(ABC):
     def training_rows(self) -> int | None:
         """Rows of the training split, where the config alone tells. Default: None, the data will tell."""
         return None
+
+    @property
+    def pairs(self) -> bool:
+        """Whether rows 2k and 2k + 1 of a global batch of training belong together, and must be in one micro-batch. Default: False."""
+        return False
 
     def direction(self, metric: str) -> str:
         """`max` or `min`: which values of a metric are better. Default: `min` for the loss, the objective's own for the objective, else `max`."""

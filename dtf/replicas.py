@@ -11,12 +11,15 @@ from torch import Tensor
 from dtf.build import cast_model, draw_model
 from dtf.memory import Memory, byte_count
 from dtf.passes import draws_at_large, loss_dtype, received, rows_of, to_device
+from dtf.placement import tables_of
 from dtf.sampler import cut, share
 from dtf.sections import section
 from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task
+from dtf.table import Placement
 from dtf.update import LocalUpdate, whole
 from dtf.values import Batch, Shard, State, StepOutput, Train
+from dtf.world import World
 
 
 class Replicas(Program):
@@ -26,7 +29,7 @@ class Replicas(Program):
     Gradients are summed in order of replicas, so results do not depend on which thread is faster.
     """
 
-    def __init__(self, task: Task, devices: list[torch.device], threads: int, every: bool) -> None:
+    def __init__(self, task: Task, world: World, devices: list[torch.device], threads: int, every: bool) -> None:
         self.shard, self.shares = Shard(0, 1), len(devices)
         self.micro_batch_rows = task.step.rows_each(len(devices))
         if len(devices) == 1 and devices[0].type == "cpu":
@@ -38,18 +41,20 @@ class Replicas(Program):
         ]
         self._replicas: list[Replica] = []
         self._updates: list[LocalUpdate] = []
+        self._tables = tables_of(task, world, Placement.replicated)
         for device in devices:
             model = draw_model(task.recipe, task.seed, task.weights)
             masters = cast_model(model, task.precision, device)
             self._replicas.append(Replica(model, task, device))
             if every or not self._updates:
-                self._updates.append(LocalUpdate(whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale))
+                options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
+                self._updates.append(LocalUpdate(whole(model, masters), *options, tables=self._tables, leads=not self._updates))
         self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
         self._settled = True
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
-        part = self._received(batch, 0, 4, 0)
+        part = self._received(self._looked_up(batch, train=False), 0, 4, 0)
         if self._replicas[0].rehearse(part, spread=self.shares > 1) and self.shares > 1:
             raise draws_at_large("dp", "and replicas share one generator")
 
@@ -65,11 +70,13 @@ class Replicas(Program):
         assert batch is not None
         count = len(self._replicas)
         bounds = cut(ticket.rows, self.micro_batch_rows)
+        batch = self._looked_up(batch, train=True)
         factor = self._updates[0].scale(torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0]))
         parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
         sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
         with section("communication"):
             self._sum_gradients()
+            self._give([i for i, own in enumerate(parts) if own[0] < own[1]])
         with section("optimizer"):
             norms = self._each(lambda i: self._updates[i].apply(ticket.step, ticket.lr), len(self._updates))
         with section("communication"):
@@ -80,6 +87,7 @@ class Replicas(Program):
     def eval_step(self, batch: Batch | None) -> Tensor:
         assert batch is not None
         count = len(self._replicas)
+        batch = self._looked_up(batch, train=False)
         bounds = cut(len(batch.ids), -(-len(batch.ids) // count))
         parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
 
@@ -145,6 +153,15 @@ class Replicas(Program):
             return None
         part = self._received(batch, bounds[own[0]], bounds[own[1]], i)
         return replica.accumulate(ticket, part, bounds, own, shard, factor.to(self._devices[i]))
+
+    def _looked_up(self, batch: Batch, train: bool) -> Batch:
+        return batch if self._tables is None else self._tables.look(batch, train)
+
+    def _give(self, computed: list[int]) -> None:
+        """Gradients of rows of sparse tables, from the replicas that computed some of the batch."""
+        if self._tables is not None:
+            found = [self._replicas[i].row_gradients for i in computed]
+            self._tables.give({name: torch.cat([gradients[name].cpu() for gradients in found]) for name in found[0]})
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:

@@ -10,7 +10,7 @@ from dtf import page
 from dtf.charts import Axes, Bar, Chart, Line, svg
 from dtf.results import Point, Result, differences
 from dtf.trace import WORK
-from dtf.tracking import bytes_text, number_text, setting_text, time_text
+from dtf.tracking import bytes_text, count_text, number_text, setting_text, time_text
 
 _OF_TRAINING = ("lr", "grad_norm", "rows_per_s")
 _HEAD = ("split", "step", "epoch", "seconds")
@@ -48,7 +48,7 @@ def html(results: Sequence[Result], charts: Sequence[Chart], now: str) -> str:
     if len(results) > 1:
         sections.append(("How the configs differ", _differences(results)))
     recipes = ", ".join(dict.fromkeys(str(result.config["recipe.name"]) for result in results))
-    return page.page(f"{recipes}: {len(results)} run{'s' if len(results) > 1 else ''}", f"dtf report of {now}", sections)
+    return page.page(f"{recipes}: {count_text(len(results), 'run')}", f"dtf report of {now}", sections)
 
 
 # ---------------------------------------------------------------- charts

@@ -6,13 +6,13 @@ import glob
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dtf.budget import spent_s
 from dtf.errors import ConfigError, DataError
 from dtf.run import flat
 from dtf.trace import Shares
@@ -71,9 +71,8 @@ class Result:
 
     @property
     def wall_s(self) -> float | None:
-        """Of the last launch, from its start to its end."""
-        began, ended = (self.record.get(key) for key in ("started", "ended"))
-        return (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds() if began and ended else None
+        """Over all its launches; so far, of a run that is under way or was killed."""
+        return self.record.get("seconds") or spent_s(self.folder) or None
 
     @property
     def devices(self) -> list[str]:
@@ -109,7 +108,7 @@ def read(patterns: Sequence[str]) -> list[Result]:
     """The runs in folders, or of glob patterns, in this order; those of one pattern by time. ConfigError where there is none."""
     folders: dict[Path, None] = {}
     for pattern in patterns:
-        found = [Path(name) for name in glob.glob(pattern)]
+        found = [Path(pattern)] if Path(pattern).exists() else [Path(name) for name in glob.glob(pattern)]  # a folder may be called a[1]
         runs = [folder for folder in found if (folder / "run.json").is_file()]
         if not runs:
             why = "holds no run.json, so it is no run folder" if found else "matches nothing"

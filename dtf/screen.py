@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dtf.tracking import Course, Pace, memory_text, number_text, plain_text, setting_text, time_text
+from dtf.tracking import Course, Pace, count_text, memory_text, number_text, plain_text, setting_text, time_text
 from dtf.values import Ended, Event, Failed, Measured, Note, Saved, Started
 
 _REDRAWS_PER_SECOND = 10  # at most, however fast measurements come
@@ -131,7 +131,7 @@ class Screen:
         grid.add_row("wall time", time_text(time.monotonic() - self._bar.opened))
         grid.add_row("run folder", Text(self._here()))
         colour = _COLOURS.get(event.reason, "yellow")
-        title = Text(f"{event.reason.replace('_', ' ')} after {event.step:,} steps", style=f"bold {colour}")
+        title = Text(f"{event.reason.replace('_', ' ')} after {count_text(event.step, 'step')}", style=f"bold {colour}")
         return Panel(grid, title=title, title_align="left", border_style=colour, expand=False)
 
 

@@ -26,13 +26,14 @@ def draws(seed: int, epoch: int, ids: np.ndarray, count: int) -> np.ndarray:
 
     with np.errstate(over="ignore"):
         key = np.uint64(seed_of(seed, "augment", epoch))
-        x = _mix(ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key)
+        x = mix(ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key)
         columns = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        x = _mix(x[:, None] + columns)
+        x = mix(x[:, None] + columns)
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
+    """The bits of uint64 numbers stirred, one to one; source as of `draws`."""
     import numpy as np
 
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

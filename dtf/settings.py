@@ -208,6 +208,12 @@ def _check_root(settings: Settings) -> None:
         raise KeyProblem("train.steps", "train.steps=null and train.epochs=null leave the run without a length; give train.steps=N or train.epochs=N")
     if step.micro_batch_rows > step.batch_size:
         raise KeyProblem("step.micro_batch_rows", f"step.micro_batch_rows={step.micro_batch_rows} must be 0 to step.batch_size={step.batch_size}")
+    if settings.job.trains and settings.recipe.pairs and step.parts_pairs(step.micro_batch_rows):
+        raise KeyProblem(
+            "step.micro_batch_rows",
+            f"step.micro_batch_rows={step.micro_batch_rows} parts the pairs of rows that the recipe mixes; use an even number, or the whole batch of "
+            f"{step.batch_size} rows",
+        )
     rows = settings.recipe.training_rows()
     if settings.sampler.tail is Tail.drop and rows and rows < step.batch_size:
         raise KeyProblem(

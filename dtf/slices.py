@@ -30,3 +30,14 @@ def offset(tensor: Tensor) -> tuple[int, ...]:
             if placement.is_shard():
                 start[placement.dim] = bounds(tensor.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))[0]
     return tuple(start)
+
+
+def deal(sizes: dict[str, int], count: int) -> list[frozenset[str]]:
+    """Names dealt to `count` owners, the largest first to the one with least so far; the same on every rank."""
+    shares: list[set[str]] = [set() for _ in range(count)]
+    loads = [0] * count
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        owner = loads.index(min(loads))
+        shares[owner].add(name)
+        loads[owner] += size
+    return [frozenset(part) for part in shares]

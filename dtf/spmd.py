@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,21 @@ from dtf.errors import ConfigError
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import SMOOTH, Masks, RunningStatistics
 from dtf.misfits import misfits_named
-from dtf.passes import Passes, draws_at_large, lone_row, loss_dtype, received, rows_of, to_device
+from dtf.passes import Passes, draws_at_large, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
+from dtf.placement import tables_of
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.seat import Seat
 from dtf.sections import section
 from dtf.slices import is_slice, local, offset
 from dtf.strategy import Program, Source, Task, Update
+from dtf.table import Placement
 from dtf.update import LocalUpdate, whole
 from dtf.values import Batch, Box, Shard, State, StepOutput, Train
 from dtf.world import World
+
+if TYPE_CHECKING:
+    from dtf.tables import Tables
 
 SHARE = "share_"
 """Tensors under `share_<index>/` belong to one share of the rows; all others to the run."""
@@ -56,6 +61,8 @@ class Replica:
         self.masks = Masks(model, task.seed, device)
         rematerialise(model, divisible(task.recipe, task.step.remat), task.step.remat, self.masks)
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._looked_up = tuple(task.recipe.tables())
+        self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
         self._trials: list[tuple[int, Footprint]] = []  # of the rehearsal's passes, with their rows
         self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
         model.train()
@@ -72,17 +79,19 @@ class Replica:
         """Forward and backward over the micro-batches [own) of a global batch cut at `bounds`; gradients add up in the parameters.
 
         `batch` holds the rows of these micro-batches. The gradient is that of `factor` x (sum of loss over rows), and NaN
-        everywhere when the loss is not finite. Returns the metric sums (M,).
+        everywhere when the loss is not finite. Returns the metric sums (M,), and leaves gradients of rows of sparse tables in `row_gradients`.
         """
         first, last = own
         if not self.model.training:
             self.model.train()
         self.statistics.begin(last - first, len(bounds) - 1, shard.count)
         if first == last:  # padding rows: collectives in the backward pass need a pass, the gradient is zero
-            sums = [self._pass(batch, factor, True)]
+            parts = [with_leaves(batch, self._looked_up)]
+            sums = [self._pass(parts[0], factor, True)]
         else:
             at = [bound - bounds[first] for bound in bounds[first : last + 1]]
             parts = [rows_of(batch, *ends) for ends in pairwise(at)] if last - first > 1 else [batch]
+            parts = [with_leaves(part, self._looked_up) for part in parts]
             if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):  # another rank has one more
                 self.statistics.pad()
                 self._pass(parts[0]._replace(weight=torch.zeros_like(parts[0].weight)), factor, False)
@@ -92,6 +101,7 @@ class Replica:
                 self.statistics.enter(j)
                 sums.append(self._pass(part, factor, j == len(parts) - 1))
         self.statistics.end()
+        self.row_gradients = leaf_gradients(parts, self._looked_up)
         return sum(sums[1:], start=sums[0])
 
     def sit_out(self, micro_batches: int, shares: int) -> None:
@@ -111,8 +121,9 @@ class Replica:
                 total.backward(seed)
             else:
                 # Not backward(): hooks that sum gradients over ranks must see each parameter once a step (DDP with a static graph counts).
-                gradients = torch.autograd.grad(total, self._trained, seed, allow_unused=True)
-                for parameter, gradient in zip(self._trained, gradients, strict=True):
+                wanted = [*self._trained, *(batch.inputs[name] for name in self._looked_up)]
+                gradients = torch.autograd.grad(total, wanted, seed, allow_unused=True)
+                for parameter, gradient in zip(wanted, gradients, strict=True):
                     if gradient is not None:
                         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return self._passes.measure(outputs, batch, loss)
@@ -127,7 +138,7 @@ class Replica:
         state, self._trials = None, []
         try:
             with buffers_kept(self, spread, "launcher.processes=1"):
-                for part in (rows_of(batch, 0, 2), batch):
+                for part in (with_leaves(rows, self._looked_up) for rows in (rows_of(batch, 0, 2), batch)):
                     self.masks.enter(0, 0)
                     state = self.masks.state()
                     with Footprint() as footprint:
@@ -165,10 +176,13 @@ class Spmd(Program):
     """A replica on every rank and an update that makes them agree; the wrapped forward does the talking, if any.
 
     `seat`: where several ranks are one replica; then gradients come summed over replicas, else averaged over ranks, as torch does.
-    `exchange`: bytes of what is on its way between ranks, see Memory.
+    `exchange`: bytes of what is on its way between ranks, see Memory. `tables`: those of the update.
     """
 
-    def __init__(self, replica: Replica, update: Update, task: Task, world: World, seat: Seat | None = None, exchange: int = 0) -> None:
+    def __init__(
+        self, replica: Replica, update: Update, task: Task, world: World, seat: Seat | None = None, exchange: int = 0, tables: Tables | None = None
+    ) -> None:
+        self._tables = tables
         self._share = seat.share if seat else Shard(world.rank, world.size)
         self._reads = seat is None or seat.feed.reads
         self.shard = self._share if self._reads else None
@@ -189,6 +203,8 @@ class Spmd(Program):
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
+        if self._tables is not None:
+            batch = self._tables.look(batch, train=False)
         if self._seat is None:
             self._replica.rehearse(rows_of(batch, 0, 4), spread=self.shares > 1)
             return
@@ -206,8 +222,12 @@ class Spmd(Program):
         bounds = cut(ticket.rows, self.micro_batch_rows)
         own = share(len(bounds) - 1, self._share)
         self._update.begin()
+        if self._tables is not None:
+            batch = self._tables.look(batch, train=True)
         factor = self._update.scale(self._factor / ticket.rows)
         sums = self._replica.accumulate(ticket, batch, bounds, own, self._share, factor)
+        if self._tables is not None:
+            self._tables.give(self._replica.row_gradients)
         self._settled = False
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
@@ -215,6 +235,8 @@ class Spmd(Program):
 
     def eval_step(self, batch: Batch | None) -> Tensor:
         assert batch is not None
+        if self._tables is not None:
+            batch = self._tables.look(batch, train=False)
         return self._said(self._replica.evaluate(batch))
 
     def _said(self, sums: Tensor) -> Tensor:
@@ -250,8 +272,9 @@ def alone(task: Task, world: World) -> Program:
     """The program of one rank: with nothing to divide, the bare model is the same under every strategy."""
     model = draw_model(task.recipe, task.seed, task.weights)
     masters = cast_model(model, task.precision, world.device)
-    update = LocalUpdate(whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale)
-    return Spmd(Replica(model, task, world.device), update, task, world)
+    tables = tables_of(task, world, Placement.replicated)
+    update = LocalUpdate(whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale, tables=tables)
+    return Spmd(Replica(model, task, world.device), update, task, world, tables=tables)
 
 
 class Part(Protocol):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dtf.optimizer import Optimizer
     from dtf.options import StepOptions
     from dtf.precision import Precision
+    from dtf.row_optimizer import RowOptimizer
     from dtf.world import World
 
 
@@ -31,6 +32,10 @@ class Weights(Protocol):
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """The part at `offset` of `shape` (default: all), on CPU, in the format it is stored in; memory of its own. DataError when it cannot be read."""
+        ...
+
+    def source(self) -> Source | None:
+        """The checkpoint they come from, which may hold sparse tables too; None for files of other programs."""
         ...
 
 
@@ -48,6 +53,9 @@ class Task:
 
     weights: Weights | None = None
     """Numbers to start from, in place of drawn ones."""
+
+    rows: RowOptimizer | None = None
+    """How rows of sparse tables learn; only recipes that have some need it."""
 
 
 class Source(Protocol):

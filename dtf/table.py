@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +17,12 @@ class Table:
     size: int  # ids are 0 to size - 1; 0: any from 0 to 2**63 - 1
     capacity: int  # rows it may come to hold, over all ranks
     scale: float
+
+
+class Placement(Enum):
+    """Who holds a table's rows."""
+
+    replicated = "replicated"  # every rank all of them
+    rows = "rows"  # each rank those that a hash of their id gives it
+    columns = "columns"  # each rank some columns of all rows
+    tables = "tables"  # each rank whole tables

@@ -86,6 +86,11 @@ def setting_text(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else number_text(value)
 
 
+def count_text(number: int, noun: str) -> str:
+    """`1 step`, `5,120 steps`, `2 processes`."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
 def bytes_text(size: int) -> str:
     """`213 MB`, `1.2 GB`; powers of ten."""
     scale, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB")) if size >= pair[0]), (1e3, "kB"))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 NAME = "optuna"
 _FILE = "proposals.json"
+_LARGEST_SEED = 2**32 - 1  # of numpy's generators
 _DIGITS = 4  # of a number that is drawn: more would make long names of folders and no better model
 
 
@@ -53,6 +54,8 @@ class Tuner:
             raise ConfigError("hydra/sweeper=optuna needs the package optuna; install it: python -m pip install 'optuna>=4'") from error
         if options.n_trials < 1:
             raise ConfigError(f"hydra.sweeper.n_trials={options.n_trials} must be 1 or more")
+        if not 0 <= options.seed <= _LARGEST_SEED - options.n_trials:  # each trial has its own
+            raise ConfigError(f"hydra.sweeper.seed={options.seed} must be 0 to {_LARGEST_SEED - options.n_trials}")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna, self._options, self._direction = optuna, options, direction
         self._space = {each.get_key_element(): self._distribution(each) for each in overrides if each.is_sweep_override()}
@@ -104,7 +107,14 @@ class Tuner:
     def _read(self) -> list[dict[str, Any]]:
         if not self._path.exists():
             return []
-        kept = json.loads(self._path.read_text())
-        if kept["space"] != self._described():
+        try:
+            kept = json.loads(self._path.read_text())
+            space, proposals = dict(kept["space"]), list(kept["proposals"])
+            same = space == self._described()
+            for chosen in proposals if same else []:
+                self._optuna.trial.create_trial(params=chosen, distributions=self._space, value=0.0)  # as `run` will
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BusyError(f"{self._path} cannot be read ({type(error).__name__}: {error}); remove it, or choose another run.dir") from error
+        if not same:
             raise BusyError(f"{self._path} holds a search over other values; choose another run.dir")
-        return kept["proposals"]
+        return proposals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from dtf.precision import Precision
 from dtf.slices import local
 from dtf.strategy import Source, Update
 from dtf.values import Box, State
+
+if TYPE_CHECKING:
+    from dtf.tables import Tables
 
 GROWTH_INTERVAL = 2000  # steps without overflow before the loss scale doubles; as in Micikevicius et al. 2018, section 3.2
 
@@ -80,7 +83,8 @@ class LocalUpdate(Update):
     `writes`: whether this rank writes its pieces, which other ranks may hold too. What several ranks do together, all in place and collective:
     `reduce` adds up gradients that arrived on this rank alone; `combine` adds up sums per parameter, the last axis, over the ranks that hold the
     other slices of the same parameters; `gather` makes the norms (n,) of these parameters those of the whole model's (N,). `like`: has the device
-    and the format of the model's parameters, where this rank may hold none of them.
+    and the format of the model's parameters, where this rank may hold none of them. `tables`: the task's sparse tables, whose gradients are there
+    before `apply`; of several updates of the same tables only one `leads`, and steps them.
     """
 
     def __init__(
@@ -96,7 +100,10 @@ class LocalUpdate(Update):
         reduce: Callable[[list[Tensor]], None] | None = None,
         gather: Combine | None = None,
         like: Tensor | None = None,
+        tables: Tables | None = None,
+        leads: bool = True,
     ) -> None:
+        self._tables, self._leads = tables, leads
         self._clip, self._after, self._writes = clip_norm, after, writes
         self._combine, self._reduce, self._gather = combine, reduce, gather
         self._pieces = {name: piece for name, piece in pieces.items() if piece.parameter.requires_grad}
@@ -110,7 +117,7 @@ class LocalUpdate(Update):
         shapes, counts = ({name: getattr(self._pieces[name], key) for name in own} for key in ("shape", "counts"))
         self._bound = optimizer.bind(masters, shapes, combine, counts)
         self._trained = list(self._pieces.values())
-        self._aside: dict[str, Tensor] = {}  # the weights, while averages stand in for them
+        self._aside: dict[str, Tensor] = {}  # weights of a narrower format than their averages, while these stand in for them
         self._copies = [(self._pieces[name].local, master) for name, master in masters.items() if self._pieces[name].local is not master]
         like = next(iter(pieces.values())).local if like is None else like
         device, self._norm_dtype = like.device, _norm_dtype([like])
@@ -136,6 +143,8 @@ class LocalUpdate(Update):
         if self._combine is not None:
             norms = self._combine(norms.square() if self._counts is None else norms.square() * self._counts).sqrt()
         norm = torch.linalg.vector_norm(norms if self._gather is None else self._gather(norms))
+        if self._tables is not None:
+            norm = torch.hypot(norm, self._tables.norm.to(norm))
         if self._scale is not None:
             norm = norm / self._scale
         factor = None
@@ -148,11 +157,14 @@ class LocalUpdate(Update):
             finite = math.isfinite(norm.item())
             if finite:
                 self._step(gradients, factor, lr, None)
+                self._step_tables(factor, lr, step)
             self._count(not finite)
         else:
             skip = torch.isfinite(norm).logical_not_().to(torch.float32)
             self._step(gradients, factor, lr, skip)
             self._count_device(skip)
+            if self._tables is not None and not skip.item():  # tables lie in host memory, which has to wait for their gradients anyway
+                self._step_tables(factor, lr, step)
         for piece in self._trained:
             piece.parameter.grad = None
         known = torch.ones_like(norm)
@@ -174,6 +186,10 @@ class LocalUpdate(Update):
         if self._after is not None:
             self._after()
 
+    def _step_tables(self, factor: Tensor | None, lr: float, step: int) -> None:
+        if self._tables is not None and self._leads:
+            self._tables.step(1.0 if factor is None else factor.item(), lr, step)
+
     def _count(self, skipped: bool) -> None:
         assert isinstance(self._skipped, int)
         if self._scale is None:
@@ -194,10 +210,16 @@ class LocalUpdate(Update):
     @torch.no_grad()
     def use_averages(self, on: bool) -> None:
         for name in self._own:
-            master = self._pieces[name].master
-            if on:
+            master, average = self._pieces[name].master, self._bound.states[name][EMA]
+            if master.dtype is average.dtype:  # they change places, one by one: a copy of all weights might not fit
+                weights = master.clone()
+                master.copy_(average)
+                average.copy_(weights)
+            elif on:  # the average would not survive the weights' format
                 self._aside[name] = master.clone()
-            master.copy_(self._bound.states[name][EMA] if on else self._aside.pop(name))
+                master.copy_(average)
+            else:
+                master.copy_(self._aside.pop(name))
         for here, master in self._copies:
             here.copy_(master)
         if self._after is not None:
@@ -210,7 +232,8 @@ class LocalUpdate(Update):
         pieces, trained = [*self._pieces.values(), *self._frozen.values()], [piece.local for piece in self._trained]
         parameters = [piece.local for piece in pieces] + [piece.master for piece in pieces if piece.master is not piece.local]
         gradients = trained + [master for _, master in self._copies]  # converted before the step
-        return byte_count(parameters), byte_count(gradients), byte_count(tensor for state in self._bound.states.values() for tensor in state.values())
+        rows = self._tables.byte_count() if self._tables is not None and self._leads else 0
+        return byte_count(parameters) + rows, byte_count(gradients), byte_count(tensor for state in self._bound.states.values() for tensor in state.values())
 
     def held(self) -> dict[str, Tensor]:
         pieces = {**self._pieces, **self._frozen}
@@ -223,6 +246,8 @@ class LocalUpdate(Update):
         if self._writes or self._divided:
             kept = ((name, self._pieces[name], state) for name, state in self._bound.states.items())
             boxes += [box for name, piece, state in kept if piece.counts for box in _boxes(name, piece, state)]
+        if self._tables is not None and self._leads:
+            boxes += self._tables.boxes()
         boxes = [box for box in boxes if box.tensor.numel()]
         scalars: dict = {"skipped": self.skipped()}
         if self._scale is not None:
@@ -240,6 +265,8 @@ class LocalUpdate(Update):
             for key, tensor in state.items():
                 offset = piece.offset if tensor.dim() else ()
                 tensor.copy_(source.read(f"optimizer/{name}/{key}", offset, tuple(tensor.shape)))
+        if self._tables is not None and self._leads:
+            self._tables.load(source)
         if self._scale is not None and "loss_scale" in source.scalars:
             scale, growth = source.scalars["loss_scale"]
             self._scale.fill_(scale)

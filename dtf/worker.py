@@ -31,6 +31,7 @@ from dtf.loader import Loader
 from dtf.memory import Memory, Meter
 from dtf.observer import Probes
 from dtf.overview import overview
+from dtf.passes import stand_ins
 from dtf.patterns import check_used
 from dtf.precision import set_switches
 from dtf.recipe import Recipe
@@ -111,18 +112,20 @@ def _train(
     eval_epochs = Epochs(Sequential(), len(eval_data), batch, settings.seed, runs=eval_data.runs())
 
     def sample(rows: int) -> Any:
-        return recipe.receive(train_data.fetch(np.arange(rows) % len(train_data), 0)[0])
+        return stand_ins(recipe.receive(train_data.fetch(np.arange(rows) % len(train_data), 0)[0]), recipe.tables())
 
     model = sketch(recipe)
-    check_used("recipe.model.freeze", recipe.fine_tuning.freeze, dict(model.named_parameters()))
-    check_used("optimizer.lr_factors", settings.optimizer.lr_factors, dict(model.named_parameters()))
+    parameters = dict(model.named_parameters())
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    check_used("recipe.model.freeze", recipe.fine_tuning.freeze, parameters)
+    check_used("optimizer.lr_factors", settings.optimizer.lr_factors, parameters, frozen)
     weights, weights_digest, found = _weights(recipe, model, world)
     optimizer = averaged(settings.optimizer, settings.step.ema)
-    program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights), world)
-    if train_data.pairs and program.micro_batch_rows % 2:
+    program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights, settings.sparse), world)
+    if recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
         raise ConfigError(
-            f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} rows part them; "
-            "set step.micro_batch_rows to an even number"
+            f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} rows, as strategy="
+            f"{config['strategy']['name']} chooses them, part them; set step.micro_batch_rows to an even number"
         )
     loaders = [
         Loader(data, split, program.shard, micro, pin=kind == "cuda")
@@ -211,7 +214,7 @@ def _train(
     see(Ended(ended.step, ended.reason, {**evaluated, **best}, meter.summary(planned, peaks) if peaks else {}))
     beat("stop", ended.step)
     world.leave()
-    kept = "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
+    kept = "nothing is lost" if ended.step == start else "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
     if ended.reason == "budget":
         raise BudgetError(f"the budget is spent after step {ended.step}; {kept}; raise {budget.key(settings.budget)} and start again to go on")
     if ended.reason == "preempted":

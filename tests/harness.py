@@ -17,10 +17,12 @@ from dtf.checkpoint import Checkpointer, Every
 from dtf.clock import Plan, PlannedClock
 from dtf.ema import averaged
 from dtf.engine import Loop, fit
+from dtf.evidence import in_order
 from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.lr import Constant
 from dtf.options import FineTuning, Remat, StepOptions
+from dtf.passes import stand_ins
 from dtf.precision import Cast, Format, Precision
 from dtf.registry import lookup, registered
 from dtf.sampler import Epochs, Sequential, Shuffle, Tail
@@ -31,7 +33,8 @@ from dtf.values import Measured, Saved
 from dtf.weights import fitted, open_weights
 from dtf.world import World
 from tests.ranks import ranks
-from tests.toy import Toy  # noqa: F401 (registers itself)
+from tests.tabled import Tabled  # noqa: F401 (registers itself)
+from tests.toy import Toy  # noqa: F401
 
 PRECISIONS = {
     "fp64": Precision(param=Format.fp64, compute=Format.fp64),
@@ -73,6 +76,7 @@ def train(
     freeze: list[str] | None = None,
     weights: str = "",
     lr_factors: dict[str, float] | None = None,
+    sparse: str = "adagrad",
 ) -> dict[str, Any]:
     """All `steps` of a run, from the checkpoint `start` if given; saves to `folder` if given; `halt`: dies after the first save.
 
@@ -87,11 +91,11 @@ def train(
     step = StepOptions(batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm, remat=Remat(remat), ema=ema)
     start_from = fitted(open_weights(weights, "weights"), toy, sketch(toy), "weights")[0] if weights else None
     stepper = averaged(lookup("optimizer", optimizer)(lr_factors=lr_factors or {}), ema)
-    task = Task(toy, stepper, PRECISIONS[precision], step, 0, weights=start_from)
+    task = Task(toy, stepper, PRECISIONS[precision], step, 0, weights=start_from, rows=lookup("sparse", sparse)())
     chosen = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options or {}))
     world = World(Place(rank=rank, size=size, slots=slots or size))
     training, evaluation = toy.open_data("train", 0), toy.open_data("eval", 0)
-    task = replace(task, sample=lambda rows: training.fetch(np.arange(rows), 0)[0])
+    task = replace(task, sample=lambda rows: stand_ins(training.fetch(np.arange(rows), 0)[0], toy.tables()))
     chosen.check(task, slots or size, "cpu")
     program = chosen.setup(task, world)
     epochs = Epochs(Shuffle(tail=Tail[tail]), len(training), 24, 0)
@@ -136,7 +140,7 @@ def train(
         fit(loop)
     program.settle()
     for box in program.state().boxes:
-        result["tensors"][box.name] = [[list(box.shape), list(box.offset), box.tensor.double().tolist()]]
+        result["tensors"][box.name] = [[list(box.shape), list(box.offset), (box.tensor if box.name.endswith("/ids") else box.tensor.double()).tolist()]]
     return result
 
 
@@ -184,14 +188,14 @@ def _whole(results: list[dict[str, Any]]) -> dict[str, Any]:
             parts.setdefault(name, []).extend(boxes)
     tensors = {}
     for name, boxes in parts.items():
-        whole, times = np.zeros(boxes[0][0]), np.zeros(boxes[0][0])
+        whole, times = np.zeros(boxes[0][0], np.int64 if name.endswith("/ids") else np.float64), np.zeros(boxes[0][0])
         for _, offset, value in boxes:
             place = tuple(slice(at, at + size) for at, size in zip(offset, np.shape(value), strict=True))
             whole[place] = value
             times[place] += 1
         assert (times == 1).all(), name
-        tensors[name] = whole.tolist()
-    return results[0] | {"tensors": tensors}
+        tensors[name] = whole
+    return results[0] | {"tensors": {name: tensor.tolist() for name, tensor in in_order(tensors).items()}}
 
 
 @lru_cache(maxsize=32)

@@ -22,14 +22,14 @@ FLOORS = {
     "leaves: one thing each": "agreement answers budget classes collectives devices ema ending environment eventfile feed frozen gradients heartbeat layout "
     "links lr manifest memory metrics network optimizer options partition patterns precision sampler schedules schema sections seeding slices strides "
     "supervise tracking usage",
-    "formats of files": "commit shards untrusted",
+    "formats of files": "commit located shards untrusted",
     "contracts": "job launcher observer recipe strategy",
     "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined profiler remat replicas screen seat "
     "sharded spmd stages update world",
     "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes strategies",
     "the root config, typed": "settings",
-    "front and ranks": "charts config describe examine explain export inference overview page record report results run sources "
+    "front and ranks": "charts config describe examine explain export inference inherited overview page record report results run sources "
     "sweep trained trials tuning worker",
     "processes": "attempt elastic forkserver hosts rank warm watched",
     "what the fork server imports": "preload",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -54,7 +56,9 @@ def test_a_meter_warns_once_and_marks_the_end(tmp_path: Path, hasty: None, elsew
     assert not warnings or warnings[0] == "80% of budget.cost=100 is spent; at 100% the state is saved and the ranks stop"
 
 
-def test_a_run_ends_with_its_budget_and_goes_on_with_more(tmp_path: Path, hasty: None, run_dtf: Callable[..., Result]) -> None:
+def test_a_run_ends_with_its_budget_and_goes_on_with_more(tmp_path: Path, hasty: None, monkeypatch: pytest.MonkeyPatch, run_dtf: Callable[..., Result]) -> None:
+    looks = count()
+    monkeypatch.setattr(budget, "is_spent", lambda folder: next(looks) > 0 and is_spent(folder))  # not yet before the first step, however long it took
     folder = tmp_path / "run"
     first = run_dtf(*TOY, *INLINE, *ENDLESS, SHORT, folder=folder)
     assert first.code == Exit.BUDGET, first.err
@@ -71,12 +75,19 @@ def test_a_run_ends_with_its_budget_and_goes_on_with_more(tmp_path: Path, hasty:
     assert record["seconds"] > spent and [one["exit"] for one in record["earlier"]] == [Exit.BUDGET, Exit.BUDGET]
 
 
+def test_a_budget_that_the_start_takes_buys_no_step(tmp_path: Path, hasty: None, run_dtf: Callable[..., Result]) -> None:
+    done = run_dtf(*TOY, *INLINE, *ENDLESS, "budget.hours=1e-9", folder=tmp_path / "run")
+    assert done.code == Exit.BUDGET and "the budget is spent after step 0; nothing is lost; raise budget.hours=1e-09" in done.err
+    assert not [*(tmp_path / "run/checkpoints").glob("step_*")]
+
+
 def test_all_ranks_end_alike(monkeypatch: pytest.MonkeyPatch, run_dtf: Callable[..., Result]) -> None:
     monkeypatch.setattr(budget, "_TICK_S", 0.02)
     result = run_dtf(*TOY, "strategy=ddp", "launcher.processes=2", *ENDLESS, SHORT)
     assert result.code == Exit.BUDGET, result.err
     assert result.err.count("error[E_BUDGET]") == 1
-    assert all("the state is saved" in (result.folder / f"rank_{rank}.log").read_text() for rank in range(2))
+    logs = [(result.folder / f"rank_{rank}.log").read_text() for rank in range(2)]
+    assert len({re.findall(r"the budget is spent after step \d+; .*", log)[0] for log in logs}) == 1
 
 
 def test_a_sweep_ends_with_the_budget_of_all_its_trials(capsys: pytest.CaptureFixture[str], hasty: None, elsewhere: Path) -> None:

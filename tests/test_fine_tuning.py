@@ -18,6 +18,7 @@ from dtf.errors import ConfigError, DataError
 from dtf.optimizers.sgd import Sgd
 from dtf.options import FineTuning
 from dtf.patterns import check_used, covers, factor
+from dtf.update import LocalUpdate, whole
 from dtf.weights import fitted, open_weights
 from tests.harness import difference, reference, spread, variants
 from tests.toy import Toy
@@ -129,6 +130,21 @@ def test_averages_of_bf16_parameters_are_kept_in_fp32() -> None:
     assert bound.states["w"]["ema"].dtype is torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_and_averages_come_back_from_an_evaluation_bit_for_bit(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
+    update = LocalUpdate(whole(model, {"weight": model.weight.data}), Averaged(Sgd(), 0.9), clip_norm=0.0, loss_scale=0.0)
+    for step in range(3):
+        model.weight.grad = torch.full_like(model.weight, 0.37)
+        update.apply(step, 0.1)
+    before = [box.tensor.clone() for box in update.state().boxes]
+    (average,) = (box.tensor.clone() for box in update.state().boxes if box.name.endswith("/ema"))
+    update.use_averages(True)
+    assert torch.equal(model.weight, average.to(dtype)) and not torch.equal(model.weight, before[0])
+    update.use_averages(False)
+    assert all(torch.equal(box.tensor, old) for box, old in zip(update.state().boxes, before, strict=True))
+
+
 @pytest.mark.parametrize(
     ("pattern", "name", "expected"),
     [
@@ -150,6 +166,9 @@ def test_factors_multiply_and_unused_patterns_are_refused() -> None:
     assert factor({"fc": 10.0, "*.bias": 0.5, "conv1": 3.0}, "fc.bias") == 5.0
     with pytest.raises(ConfigError, match="recipe.model.freeze names 'layr1', which covers no parameter of the model; did you mean layer1"):
         check_used("recipe.model.freeze", ["fc", "layr1"], ["fc.weight", "layer1.0.weight"])
+    check_used("optimizer.lr_factors", {"*": 2.0}, ["fc.weight", "layer1.0.weight"], {"layer1.0.weight"})
+    with pytest.raises(ConfigError, match="optimizer.lr_factors names 'layer1', which covers only parameters that recipe.model.freeze"):
+        check_used("optimizer.lr_factors", {"fc": 10.0, "layer1": 0.1}, ["fc.weight", "layer1.0.weight"], {"layer1.0.weight"})
 
 
 # ---------------------------------------------------------------- files of weights
@@ -177,15 +196,22 @@ def take(place: str, whole: bool = False) -> tuple[dict[str, Tensor], Any]:
     return {name: weights.read(name) for name in fit.kept}, fit
 
 
-@pytest.mark.parametrize("wrap", ["plain", "state_dict", "model", "module."])
-def test_files_as_training_scripts_write_them(wrap: str, made: Made) -> None:
+@pytest.mark.parametrize("prefix", ["", "module.", "model.", "_orig_mod.", "model._orig_mod."])
+@pytest.mark.parametrize("wrap", ["plain", "state_dict", "model", "safetensors"])
+def test_files_as_training_scripts_write_them(wrap: str, prefix: str, made: Made) -> None:
+    """And as Lightning writes its checkpoints; what wrappers put before all names is left out, and said."""
+    tensors = {prefix + name: tensor for name, tensor in made.tensors.items()}
     wrapped: dict[str, Any] = {
-        "plain": made.tensors,
-        "state_dict": {"epoch": 3, "state_dict": made.tensors},
-        "model": {"model": made.tensors, "args": [1]},
-        "module.": {f"module.{name}": tensor for name, tensor in made.tensors.items()},
+        "plain": tensors,
+        "state_dict": {"epoch": 3, "state_dict": tensors, "hyper_parameters": {"lr": 0.1}},
+        "model": {"model": tensors, "args": [1]},
     }
-    found, fit = take(made.file("file.pth", wrapped[wrap]), whole=True)
+    if wrap == "safetensors":
+        save_file(tensors, made.folder / "file.safetensors")
+    place = str(made.folder / "file.safetensors") if wrap == "safetensors" else made.file("file.ckpt", wrapped[wrap])
+    weights, _ = fitted(open_weights(place, "job.model"), Toy(), sketch(Toy()), "job.model", whole=True)
+    assert weights.about == (f"{place} (names without {prefix!r})" if prefix else place)
+    found, fit = take(place, whole=True)
     assert set(found) == {name for name in made.tensors if not name.endswith("num_batches_tracked")}
     assert all(torch.equal(found[name], made.tensors[name]) for name in found)
     assert fit.text() == f"{len(found)} tensors kept"
@@ -220,7 +246,7 @@ def test_a_head_of_other_classes_is_drawn_anew_and_said(made: Made) -> None:
     found, fit = take(made.file("file.pth", made.tensors))
     assert "9.weight" not in found and "9.bias" not in found
     assert fit.text().endswith("drawn anew: 9.weight (7x16 there, 4x16 here), 9.bias (7 there, 4 here)")
-    with pytest.raises(ConfigError, match="9.weight is 7x16 in the file and 4x16 in the model"):
+    with pytest.raises(ConfigError, match="9.weight is 7x16 in the file and 4x16 in the model.*; choose the recipe.model that it was made with"):
         take(made.file("file.pth", made.tensors), whole=True)
 
 
@@ -237,8 +263,10 @@ def test_a_file_without_a_head(made: Made) -> None:
         ({"4.weight": None}, "4.weight is not in the file"),
         ({"9.bias": None}, "9.bias is not in the file"),
         ({"12.weight": torch.zeros(2)}, r"12.weight \(2\) is not in the model"),
+        ({"0.weight": torch.zeros(16, 8, dtype=torch.int8)}, "0.weight is int8 in the file, and the model has real numbers there"),
+        ({"1.running_mean": torch.zeros(16, dtype=torch.bool)}, "1.running_mean is bool in the file"),
     ],
-    ids=["shape", "width of the head", "missing", "half a head", "extra"],
+    ids=["shape", "width of the head", "missing", "half a head", "extra", "integers", "truth values"],
 )
 def test_what_does_not_fit_is_refused_by_name_and_shape(change: dict[str, Tensor | None], told: str, made: Made) -> None:
     tensors = {name: tensor for name, tensor in (made.tensors | change).items() if tensor is not None}
@@ -257,6 +285,18 @@ def test_files_run_no_code(made: Made, capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(DataError, match="dtf runs no code from files"):
         take(made.file("file.pth", {"0.weight": Evil()}))
     assert "ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_other_formats_of_real_numbers_become_that_of_the_run(suffix: str, made: Made) -> None:
+    """Whether whole tensors are read, or parts of them."""
+    tensors = {name: tensor.to(torch.float16) if tensor.is_floating_point() else tensor for name, tensor in made.tensors.items()}
+    halves, wide = made.folder / f"halves.{suffix}", made.folder / "wide.pth"
+    save_file(tensors, halves) if suffix == "safetensors" else torch.save(tensors, halves)
+    torch.save({name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}, wide)
+    for strategy in ("ddp", "fsdp"):
+        found = [spread(strategy, 2, steps=1, precision="fp32", weights=str(file))["tensors"] for file in (halves, wide)]
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("name", "content"), [("file.pth", b"nothing"), ("file.safetensors", b"nothing"), ("file.txt", b""), ("absent.pth", None)])

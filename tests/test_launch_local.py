@@ -196,9 +196,11 @@ def test_a_stop_signal_reaches_ranks_which_save(start: Start, capsys: pytest.Cap
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_stop_signal_before_training_ends_the_run_at_once(start: Start) -> None:
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_stop_signal_before_training_ends_the_run_at_once(start: Start, deaf: bool) -> None:
     begun = time.monotonic()
-    assert start("told_before_it_listens").code == Exit.PREEMPTED
+    done = start("told_before_it_listens", config={"deaf": deaf})
+    assert done.code == Exit.PREEMPTED and "while ranks were starting; nothing is lost" in done.of(Failed)[0].message
     assert time.monotonic() - begun < 10
 
 

@@ -13,9 +13,11 @@ from dtf.supervise import supervise
 from dtf.values import Failed, Note
 
 
-def ending(rank: int, status: int = 0, *, killed: bool = False, exit: Exit | None = None, at: float = 0.0, words: str = "it broke") -> Ending:
+def ending(
+    rank: int, status: int = 0, *, killed: bool = False, exit: Exit | None = None, at: float = 0.0, words: str = "it broke", starting: bool = False
+) -> Ending:
     failed = None if exit is None else Failed(rank, 7, int(exit), words, "")
-    return Ending(rank, 7, status, killed, failed, at, "its log")
+    return Ending(rank, 7, starting, status, killed, failed, at, "its log")
 
 
 def exited(rank: int, exit: Exit, at: float = 0.0, words: str = "it broke") -> Ending:
@@ -26,8 +28,8 @@ def signalled(rank: int, number: int, **more) -> Ending:
     return ending(rank, number, **more)
 
 
-def killed(rank: int) -> Ending:
-    return ending(rank, signal.SIGKILL, killed=True)
+def killed(rank: int, **more) -> Ending:
+    return ending(rank, signal.SIGKILL, killed=True, **more)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,9 @@ def killed(rank: int) -> Ending:
         pytest.param([exited(0, Exit.PREEMPTED), exited(1, Exit.PREEMPTED)], 0, Exit.PREEMPTED, 0, False, id="one rank was asked to stop"),
         pytest.param([exited(0, Exit.BUDGET), exited(1, Exit.BUDGET)], 0, Exit.BUDGET, 0, False, id="the budget is spent"),
         pytest.param([killed(0), signalled(1, signal.SIGTERM)], 1, Exit.PREEMPTED, 1, False, id="asked to stop before training"),
+        pytest.param([killed(0, starting=True), killed(1, starting=True)], 2, Exit.PREEMPTED, 0, False, id="killed while starting"),
+        pytest.param([killed(0, starting=True), killed(1)], 1, Exit.PEER, 0, False, id="one of them had begun"),
+        pytest.param([killed(0, starting=True), ending(1, 2 << 8, exit=Exit.CONFIG, starting=True)], 1, Exit.CONFIG, 1, False, id="a mistake found meanwhile"),
         pytest.param([killed(0), signalled(1, signal.SIGTERM)], 0, Exit.PEER, 1, True, id="SIGTERM from outside before training"),
         pytest.param([exited(0, Exit.PREEMPTED), killed(1)], 1, Exit.PEER, 0, False, id="not in time"),
         pytest.param([killed(0), killed(1)], 2, Exit.PEER, 0, False, id="second signal"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import count
 from queue import SimpleQueue
@@ -202,6 +203,11 @@ def test_divergence_is_found_before_a_save() -> None:
     assert loop.saver.saved == []
 
 
+def agreed(ticket: Ticket, step_seconds: float, told_at: float = math.inf) -> dict[str, float]:
+    """What ranks find out at a ticket of a run that starts at step 0."""
+    return {"stop_requests": float(ticket.step >= told_at), "over_budget": 0.0, "step_seconds": step_seconds if ticket.step else math.inf}
+
+
 def planned(**changes: Any) -> list[Ticket]:
     options: dict[str, Any] = {"total": 6, "log_every": 2, "eval_every": 3, "save_every": 4} | changes
     plan = Plan(**options)
@@ -209,7 +215,7 @@ def planned(**changes: Any) -> list[Ticket]:
     tickets = []
     for ticket in clock:
         tickets.append(ticket)
-        clock.done(ticket, {"loss": float(ticket.step), "stop_requests": 0.0, "over_budget": 0.0, "step_seconds": 9.0})
+        clock.done(ticket, {"loss": float(ticket.step), **agreed(ticket, 9.0)})
     return [ticket for ticket in tickets if not isinstance(ticket, Poll)]
 
 
@@ -231,19 +237,33 @@ def test_the_best_evaluation_is_saved_although_no_save_is_due() -> None:
 
 
 def polled(told_at: int, step_seconds: float, log_every: int = 0) -> list[Ticket]:
-    clock = PlannedClock(Plan(100, log_every, 0, 50), Epochs(Sequential(), 7, 2, 0), Constant())
+    clock = PlannedClock(Plan(100, log_every, 0, 50), Epochs(Sequential(), 1000, 2, 0), Constant())
     tickets = []
     for ticket in clock:
         tickets.append(ticket)
-        clock.done(ticket, {"stop_requests": float(ticket.step >= told_at), "over_budget": 0.0, "step_seconds": step_seconds})
+        clock.done(ticket, agreed(ticket, step_seconds, told_at))
     return tickets
 
 
 def test_a_request_to_stop_is_heard_within_two_seconds_without_any_report() -> None:
     tickets = polled(told_at=12, step_seconds=0.5)
-    assert [t.step for t in tickets if isinstance(t, Poll)] == [1, 5, 9, 13], "a poll every two seconds, once the pace is known"
+    assert [t.step for t in tickets if isinstance(t, Poll)] == [0, 1, 5, 9, 13], "a poll every two seconds, once the pace is known"
     assert tickets[-2:] == [Save(13), Stop(13, "preempted")]
     assert polled(told_at=12, step_seconds=30.0)[-3:] == [Poll(12), Save(12), Stop(12, "preempted")], "slow steps: a poll each"
+
+
+def test_a_request_to_stop_while_it_starts_is_heard_before_the_first_step() -> None:
+    assert polled(told_at=0, step_seconds=0.5) == [Poll(0), Stop(0, "preempted")]
+
+
+def test_ranks_agree_at_each_end_of_an_epoch_and_at_the_last_step() -> None:
+    """Rows that cannot be read are counted by the epoch, and a run may be shorter than the time between two polls."""
+    clock = PlannedClock(Plan(6, 0, 0, 0), Epochs(Sequential(), 7, 2, 0), Constant())
+    polls = []
+    for ticket in clock:
+        polls += [ticket.step] if isinstance(ticket, Poll) else []
+        clock.done(ticket, agreed(ticket, 0.001))
+    assert polls == [0, 1, 4, 6]
 
 
 def test_the_pace_counts_the_steps_of_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console as Terminal
 from torch import Tensor, nn
 
 from dtf.build import draw_model
+from dtf.ema import averaged
 from dtf.launcher import Place
 from dtf.layout import Layout, Split
 from dtf.loader import Loader
@@ -94,25 +95,28 @@ class Wide(Toy):
         return Layout(tuple((name,) for name in names), dict(zip(names, cycle([Split.column, Split.row]), strict=False)))
 
 
-def made(recipe: Any, rank: int, size: int, strategy: str, optimizer: str, options: dict[str, Any], rows: int, micro: int) -> tuple[Any, Any]:
+def made(recipe: Any, rank: int, size: int, strategy: str, optimizer: str, options: dict[str, Any], rows: int, micro: int, ema: float = 0.0) -> tuple[Any, Any]:
     """A program after its rehearsal, and a batch of so many rows."""
     torch.set_num_threads(1)
     data = recipe.open_data("train", 0)
-    step = StepOptions(batch_size=rows, micro_batch_rows=micro)
-    task = Task(recipe, lookup("optimizer", optimizer)(), Precision(), step, 0, sample=lambda count: data.fetch(np.arange(count), 0)[0])
+    step = StepOptions(batch_size=rows, micro_batch_rows=micro, ema=ema)
+    task = Task(recipe, averaged(lookup("optimizer", optimizer)(), ema), Precision(), step, 0, sample=lambda count: data.fetch(np.arange(count), 0)[0])
     program = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options)).setup(task, World(Place(rank=rank, size=size, slots=size)))
     batch = program.prepare(Loader(data, Epochs(Sequential(), rows, rows, 0), program.shard, program.micro_batch_rows).get(0, 0))
     program.rehearse(batch)
     return program, batch
 
 
-def take(rank: int, size: int, strategy: str, optimizer: str, options: dict[str, Any], micro: int) -> dict[str, int]:
-    """Two steps; planned bytes by kind, and the peak."""
+def take(rank: int, size: int, strategy: str, optimizer: str, options: dict[str, Any], micro: int, ema: float = 0.0) -> dict[str, int]:
+    """Two steps and an evaluation; planned bytes by kind, and the peak."""
     load_parts([])
     meter = Meter("cpu")
-    program, batch = made(Wide(rows=ROWS), rank, size, strategy, optimizer, options, ROWS, micro)
+    program, batch = made(Wide(rows=ROWS), rank, size, strategy, optimizer, options, ROWS, micro, ema)
     for step in range(2):
         program.step(Train(step, 0, 0, ROWS, 0.1), batch)
+    program.settle()
+    for on in (True, False) if ema else ():
+        program.use_averages(on)
     planned = program.memory()
     assert planned is not None
     return {**planned._asdict(), "peak": meter.peak()}
@@ -149,6 +153,15 @@ def test_the_plan_is_near_the_peak(strategy: str, processes: int, optimizer: str
     for found in ranks(count, "tests.test_memory:take", strategy=strategy, optimizer=optimizer, options=options, micro=micro):
         peak = found.pop("peak")
         assert sum(found.values()) == pytest.approx(peak, rel=0.25)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_averages_of_the_weights_need_no_more_than_the_optimizer_state_says(strategy: str) -> None:
+    """Neither to keep them nor to evaluate them: a second copy, 100 MB on each of two ranks even if only for a moment, would show beside the libraries."""
+    load_parts([])
+    for found in ranks(2, "tests.test_memory:take", strategy=strategy, optimizer="sgd", options={}, micro=0, ema=0.9):
+        peak = found.pop("peak")
+        assert peak < sum(found.values()) + 110e6
 
 
 @register("recipe", "tall")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -265,12 +266,15 @@ def test_jitter_follows_torchvision() -> None:
 
 
 @pytest.mark.parametrize("policy", ["trivial", "rand"])
-def test_policies_reach_every_operation(policy: str) -> None:
+def test_policies_reach_every_operation(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, operate = set(), augment._operate
+    monkeypatch.setattr(augment, "_operate", lambda image, name, *rest, **wide: (reached.add(name), operate(image, name, *rest, **wide))[1])
     image = torch.from_numpy(picture(32, 32)).permute(2, 0, 1)
     found = [augment.apply_policy(image, policy, row) for row in draws(0, 0, np.arange(150), augment.POLICY_DRAWS)]
     assert all(one.shape == image.shape and one.dtype is torch.uint8 for one in found)
     assert len({one.numpy().tobytes() for one in found}) > 30
-    assert any(torch.equal(one, image) for one in found) == (policy == "trivial") or policy == "rand"
+    assert reached == {*augment._OPERATIONS}
+    assert 0 < sum(torch.equal(one, image) for one in found) < 30, "only the identity, and an operation without strength, leave an image as it is"
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 1.0, 4.0])
@@ -346,6 +350,19 @@ def test_the_classes_must_fit(tmp_path: Path) -> None:
 
 
 def test_photos_say_what_they_need(tmp_path: Path) -> None:
-    mixed = recipe(tree(tmp_path / "t"), mixup=0.2).open_data("train", 0)
-    assert isinstance(mixed, Photos) and mixed.pairs and mixed.repeats and mixed.groups().tolist() == [0] * 4 + [1] * 4
-    assert not recipe(tmp_path / "t").open_data("train", 0).pairs
+    mixing = recipe(tree(tmp_path / "t"), mixup=0.2)
+    mixed = mixing.open_data("train", 0)
+    assert isinstance(mixed, Photos) and mixed.repeats and mixed.groups().tolist() == [0] * 4 + [1] * 4
+    assert mixing.pairs and not recipe(tmp_path / "t").pairs
+
+
+def test_training_rows_without_augmentation_are_those_of_an_evaluation(tmp_path: Path) -> None:
+    """However training looks at them: the pixels that the same file has in val/, and plain classes."""
+    root = tree(tmp_path / "t")
+    shutil.copytree(root / "train", root / "val", dirs_exist_ok=True)
+    options = recipe(root, **EVERYTHING)
+    train = options.open_data("train", 0)
+    seen, labels = train.unaugmented().fetch(np.arange(8), 0)
+    expected, plain = options.open_data("eval", 0).fetch(np.arange(8), 0)
+    assert seen.keys() == expected.keys() and all(torch.equal(seen[key], expected[key]) for key in expected) and torch.equal(labels, plain)
+    assert "mix" in train.fetch(np.arange(8), 0)[0], "what training sees is left alone"

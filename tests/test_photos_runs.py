@@ -55,8 +55,11 @@ def test_a_run_on_photos_is_evaluated_used_and_exported(tmp_path: Path, run_dtf:
     assert done.code == 0, done.err
     lines = [json.loads(line) for line in (done.folder / "predictions.jsonl").read_text().splitlines()]
     assert [line["row"] for line in lines] == list(range(10))
+    done = run_dtf("job=evaluate", *common, "job.split=train")
+    assert done.code == 0, done.err
+    assert [one["rows"] for one in json.loads((done.folder / "evaluation.json").read_text())["classes"]] == [4, 4], "although training mixed them"
     (root / "val/c0/2.jpg").write_bytes(b"no image")
-    skip = ["recipe=resnet_photos", "recipe.data.bad_records=skip"]
+    skip = ["recipe.data.bad_records=skip"]
     done = run_dtf("job=evaluate", *common, *skip)
     assert done.code == 0, done.err
     found = json.loads((done.folder / "evaluation.json").read_text())
@@ -93,7 +96,11 @@ def test_mixing_needs_even_micro_batches(tmp_path: Path, run_dtf: Any) -> None:
     root = tree(tmp_path / "t")
     common = [*SHORT, f"recipe.data.root={root}", f"recipe.data.cache={tmp_path}/cache", "train.steps=1", "launcher=inline", "recipe.data.mixup=0.2"]
     done = run_dtf(*common, "step.micro_batch_rows=3")
-    assert done.code == 2 and "mixes pairs of rows, and micro-batches of 3 rows part them" in done.err
+    assert done.code == 2 and "step.micro_batch_rows=3 parts the pairs of rows" in done.err and not done.folder.exists()
+    done = run_dtf(*common, "step.batch_size=6", "strategy=dp", "launcher.processes=2")
+    assert done.code == 2 and "micro-batches of 3 rows, as strategy=dp chooses them, part them" in done.err
+    done = run_dtf(*common, "step.batch_size=3")
+    assert done.code == 0, done.err
     done = run_dtf(*common, "sampler=repeated", "recipe.data.cutmix=1", "recipe.data.policy=rand")
     assert done.code == 0, done.err
 

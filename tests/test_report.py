@@ -27,7 +27,7 @@ def run_folder(folder: Path, strategy: str = "ddp", processes: int = 2, rate: fl
     folder.mkdir(parents=True)
     config = {"seed": 0, "recipe": {"name": "shapes"}, "strategy": {"name": strategy}, "lr": {"name": "cosine", "peak": 0.1}, "step": {"batch_size": 100}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config | {"run": {"name": "", "dir": str(folder)}} | changes))
-    record = {"started": "2025-01-01T12:00:00+00:00", "ended": "2025-01-01T12:01:05+00:00", "exit": 0, "cause": "finished"}
+    record = {"started": "2025-01-01T12:00:00+00:00", "ended": "2025-01-01T12:01:05+00:00", "exit": 0, "cause": "finished", "seconds": 125.0}
     (folder / "run.json").write_text(json.dumps(record | {"world": {"processes": processes, "devices": "cpu"}}))
     lines = []
     for step in range(5, 21, 5):
@@ -91,7 +91,7 @@ class Page(HTMLParser):
 
 def test_what_a_run_says(runs):
     (run,) = results.read([str(runs / "a")])
-    assert run.name == "a" and run.rows_per_s == 750.0 and run.wall_s == 65
+    assert run.name == "a" and run.rows_per_s == 750.0 and run.wall_s == 125  # over two launches
     assert run.epochs == [(1, pytest.approx(2.0)), (2, pytest.approx(1.0))]  # 1,000 rows at 500 and at 1,000 a second
     assert run.curve("train", "top1") == [(1.0, 0.5), (1.5, 0.75), (2.0, 1.0)]  # a value that was not finite is no point
     assert run.utilisation == 84.5 and run.memory == 10**9 + 9
@@ -113,6 +113,22 @@ def test_runs_are_named_by_what_differs(runs):
     run_folder(runs / "d")
     assert [run.name for run in results.read([str(runs / "d"), str(runs / "a")])] == ["#1", "#2"]
     assert [run.folder.name for run in results.read([str(runs / "d"), str(runs / "*")])] == ["d", "a", "b", "c <i>"]  # each once
+
+
+def test_the_time_of_a_run_under_way(tmp_path):
+    folder = run_folder(tmp_path / "a")
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record | {"ended": None, "seconds": None}))
+    assert results.read([str(folder)])[0].wall_s is None
+    (folder / "seconds").write_text("40.5\n")
+    assert results.read([str(folder)])[0].wall_s == 40.5
+
+
+def test_a_folder_is_found_under_its_name_whatever_a_pattern_would_mean_by_it(tmp_path):
+    run_folder(tmp_path / "a[1]")
+    run_folder(tmp_path / "a1")
+    assert [run.folder.name for run in results.read([str(tmp_path / "a[1]")])] == ["a[1]"]
+    assert [run.folder.name for run in results.read([str(tmp_path / "a[0-9]")])] == ["a1"]
 
 
 def test_what_is_no_run_is_refused(runs):
@@ -139,7 +155,7 @@ def test_a_page_that_is_complete_in_itself(runs, run_dtf):
     assert "<b>0.3" not in text and "<i>" not in text
     for heading in ("Runs", "Side by side", "Curves", "Speed", "Devices", "Where the time of a step goes", "How the configs differ"):
         assert heading in page.texts
-    for word in ("published, time per epoch", "1,786 s", "dp, 8 cards", "84 %", "strategy.name", "time per epoch", "01:05", "CPU utilisation, %"):
+    for word in ("published, time per epoch", "1,786 s", "dp, 8 cards", "84 %", "strategy.name", "time per epoch", "02:05", "CPU utilisation, %"):
         assert word in page.texts, word
     for variable in re.findall(r"var\((--[\w-]+)\)", text):
         assert text.count(f"{variable}:") >= 2, variable  # for light and for dark
@@ -163,6 +179,17 @@ def test_refusals(runs, run_dtf, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else known(name, *rest))
     done = run_dtf("job=report", f"job.runs=['{runs}/a']")
     assert done.code == 2 and "-m pip install 'matplotlib>=3.8'" in done.err and not done.folder.exists()
+
+
+def test_a_report_that_cannot_be_made_leaves_nothing(runs, run_dtf, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("dtf.report.html", lambda *parts: 1 / 0)
+    done = run_dtf("job=report", f"job.runs=['{runs}/a']")
+    assert done.code == 1 and not done.folder.exists()
+    monkeypatch.undo()
+    done.folder.write_text("a file")
+    done = run_dtf("job=report", f"job.runs=['{runs}/a']", folder=done.folder)
+    assert done.code == 2 and "cannot be written: File exists; choose another run.dir" in done.err
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")

@@ -78,6 +78,32 @@ def test_another_search_is_not_mixed_with_it(tmp_path: Path) -> None:
         search(tmp_path, Parabola(), space=["lr.peak=interval(1,2)"])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"spa',
+        "[]",
+        '{"space": {}}',
+        '{"space": SPACE, "proposals": [{}]}',
+        '{"space": SPACE, "proposals": [{"lr.peak": 3.0}]}',
+        '{"space": SPACE, "proposals": [7]}',
+    ],
+)
+def test_damaged_proposals_are_refused(tmp_path: Path, text: str) -> None:
+    space = ["lr.peak=interval(1,2)"]
+    search(tmp_path, Parabola(), trials=1, space=space)
+    path = tmp_path / "proposals.json"
+    path.write_text(text.replace("SPACE", json.dumps(json.loads(path.read_text())["space"])))
+    with pytest.raises(BusyError, match=r"proposals.json cannot be read \(.*\); remove it, or choose another run.dir"):
+        search(tmp_path, Parabola(), space=space)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32 - 12])
+def test_a_seed_that_numpy_does_not_take_is_refused(tmp_path: Path, seed: int) -> None:
+    with pytest.raises(ConfigError, match=f"hydra.sweeper.seed={seed} must be 0 to 4294967283"):
+        Tuner(OptunaOptions(n_trials=12, seed=seed), parse(SPACE), "min", tmp_path)
+
+
 @pytest.mark.parametrize("bad", ["interval(2,1)", "tag(log,interval(0,1))"])
 def test_what_cannot_be_searched_is_refused(tmp_path: Path, bad: str) -> None:
     with pytest.raises(ConfigError, match="is no interval to search"):

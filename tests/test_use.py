@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dtf.errors import ConfigError
 from tests.conftest import Result
 
 Run = Callable[..., Result]
@@ -87,6 +88,28 @@ def test_predictions_are_in_order_and_go_on_where_they_stopped(trained: Path, im
     (images / "zz.png").write_bytes((images / "00.jpg").read_bytes())
     assert "other rows and inputs" in run_dtf(*command, folder=result.folder).err
     assert "holds a run with job.top=3" in run_dtf(*command, "job.top=2", folder=result.folder).err
+    for damage in ("{", "3", '["rows"]'):
+        (result.folder / "predictions.json").write_text(damage)
+        damaged = run_dtf(*command, folder=result.folder)
+        assert damaged.code == 65 and f"{result.folder / 'predictions.json'} cannot be read" in damaged.err and "choose another run.dir" in damaged.err
+
+
+def test_the_config_of_the_run_stands_behind_the_command_line(trained: Path, tmp_path: Path, run_dtf: Run) -> None:
+    """Its recipe's keys need no recipe=NAME beside them, wherever the job and the model are named; what is shown is what is done."""
+    from dtf.config import compose
+
+    given = [f"job.model={trained}", "recipe.data.eval_rows=20"]
+    composed = compose(["job=evaluate", *given])
+    assert composed.config["recipe"]["data"] | {"eval_rows": 50} == compose(["job=evaluate", f"job.model={trained}"]).config["recipe"]["data"]
+    assert (composed.config["recipe"]["model"]["width"], composed.config["step"]["ema"], composed.config["recipe"]["data"]["eval_rows"]) == (8, 0.9, 20)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "judge.yaml").write_text(f"# @package _global_\ndefaults:\n  - override /job: evaluate\njob:\n  model: {trained}\n")
+    assert compose([f"--config-dir={tmp_path}", "experiment=judge", "recipe.data.eval_rows=20"]).config["recipe"] == composed.config["recipe"]
+    assert "\n    eval_rows: 20\n" in run_dtf("job=evaluate", *given, "--cfg", "job").out
+    with pytest.raises(ConfigError, match="job.model=.* holds an interpolation"):
+        compose(["job=evaluate", "job.model=${run.dir}"])
+    swept = run_dtf("-m", "job=evaluate", f"job.model={trained}", "recipe.data.eval_rows=3", "launcher=inline", folder=Path(f"{tmp_path}/a,{tmp_path}/b"))
+    assert (swept.code, swept.out.count("eval split, 3 rows"), f"trial 1 of 2: run.dir={tmp_path}/a\n" in swept.out) == (0, 2, True), swept.out + swept.err
 
 
 def test_predictions_as_a_table(trained: Path, run_dtf: Run) -> None:
@@ -143,6 +166,10 @@ def test_exported_files_say_what_the_model_says(trained: Path, images: Path, run
         (("job=predict", "job.model={run}", "job.input=.", "job.split=train"), 2, "two sources of rows"),
         (("job=export", "job.model={run}", "launcher.processes=3"), 2, "job=export is the work of one process"),
         (("job=evaluate", "job.model={run}", "recipe.model.width=16"), 2, "in the file and"),
+        (("job=evaluate", "job.model={run}", "recipe.model.classes=5"), 2, "set recipe.model.classes=8"),
+        (("job=evaluate", "job.model={run}/config.yaml"), 65, "config.yaml is no file of weights; give a .ckpt, .pth"),
+        (("recipe.model.weights={run}/checkpoints/nothing",), 65, "nothing does not exist"),
+        (("recipe.model.weights={run}/run.json",), 65, "run.json is no file of weights"),
         (("recipe.model.weights=nowhere.pth",), 65, "recipe.model.weights=nowhere.pth does not exist"),
         (("recipe.model.freeze=[layr1]",), 2, "did you mean layer1"),
         (("optimizer.lr_factors={head:2}",), 2, "optimizer.lr_factors names 'head'"),

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf import commit
-from dtf.checkpoint import STATE, located, read_scalars
+from dtf.checkpoint import STATE, read_scalars
 from dtf.errors import ConfigError, DataError, Exit
 from dtf.job import Job
+from dtf.located import located
 from dtf.manifest import ITEM_BYTES, Manifest, volume
 from dtf.registry import option, register
 from dtf.shards import slots

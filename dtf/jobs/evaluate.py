@@ -32,19 +32,21 @@ class Output(Enum):
 class EvaluateJob(Job):
     """Evaluate a run, a checkpoint or a file of weights: metrics and a table of classes, printed and kept in evaluation.json in a run folder."""
 
+    uses_model = True
+
     model: str = option(
         default="",
-        doc="a run folder, which means its newest checkpoint, a checkpoint, or a .pth, .pt or .safetensors file; the recipe is that of the run, unless it "
-        "is chosen anew; empty: recipe.model.weights",
+        doc="a run folder, which means its newest checkpoint, a checkpoint, or a .ckpt, .pth, .pt or .safetensors file; recipe, precision, step and seed are "
+        "the run's, but for keys given here; empty: recipe.model.weights",
     )
-    split: Split = option(default=Split.eval, doc="which rows: `eval`, or `train` as training sees them, augmentation included")
+    split: Split = option(default=Split.eval, doc="which rows: `eval`, or `train`, which are looked at as in evaluation: no augmentation, no mixing")
     format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
 
     def run(self, composed: Composed) -> int:
-        from dtf.trained import Ended, continued, launch
+        from dtf.trained import Ended, launch
 
         try:
-            folder = launch(continued(composed, self.model))
+            folder = launch(composed)
         except Ended as ended:
             return ended.exit
         if folder is None:

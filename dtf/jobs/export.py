@@ -27,19 +27,21 @@ class ExportJob(Job):
     model.json holds class names, preprocessing, shapes and where the numbers come from; both files hold it too. One process does it.
     """
 
+    uses_model = True
+
     model: str = option(default="", doc="as in job=evaluate: a run folder, a checkpoint or a file of weights; empty: recipe.model.weights")
     input: str = option(default="", doc="inputs to try the exported model on, as in job=predict; empty: rows of the evaluation split")
     forms: list[Form] = option(factory=lambda: [Form.pt2, Form.safetensors], doc="which files to write")
 
     def run(self, composed: Composed) -> int:
-        from dtf.trained import Ended, continued, launch
+        from dtf.trained import Ended, launch
 
         if not self.forms:
             raise ConfigError("job.forms=[] must hold at least one; use pt2 or safetensors")
         if self.input and not Path(self.input).expanduser().exists():
             raise DataError(f"job.input={self.input} does not exist")
         try:
-            folder = launch(continued(composed, self.model), data=not self.input, alone=True)
+            folder = launch(composed, data=not self.input, alone=True)
         except Ended as ended:
             return ended.exit
         if folder is None:

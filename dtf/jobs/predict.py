@@ -31,21 +31,23 @@ class PredictJob(Job):
     Killed and started again with the same run.dir, under any strategy and number of processes, it goes on after the last line.
     """
 
+    uses_model = True
+
     model: str = option(default="", doc="as in job=evaluate: a run folder, a checkpoint or a file of weights; empty: recipe.model.weights")
     input: str = option(default="", doc="a folder of images, or whatever else the recipe opens, taken in order of names; empty: job.split")
-    split: Split = option(default=Split.eval, doc="which rows of the recipe's data, without job.input; `train` as training sees them")
+    split: Split = option(default=Split.eval, doc="which rows of the recipe's data, without job.input; as in job=evaluate")
     top: int = option(default=5, least=1, most=1000, doc="most probable classes to write for each row")
     format: Form = option(default=Form.jsonl, doc="`jsonl`: a JSON object a line; `csv`: a table with a line of names")
 
     def run(self, composed: Composed) -> int:
-        from dtf.trained import Ended, continued, launch
+        from dtf.trained import Ended, launch
 
         if self.input and self.split is not Split.eval:
             raise ConfigError(f"job.input={self.input} and job.split={self.split.value} are two sources of rows; leave one of them out")
         if self.input and not Path(self.input).expanduser().exists():
             raise DataError(f"job.input={self.input} does not exist")
         try:
-            folder = launch(continued(composed, self.model), data=not self.input)
+            folder = launch(composed, data=not self.input)
         except Ended as ended:
             return ended.exit
         if folder is not None:

@@ -12,6 +12,7 @@ from dtf.errors import ConfigError, Exit
 from dtf.job import Job
 from dtf.registry import option, register
 from dtf.run import unique_id
+from dtf.tracking import count_text
 
 if TYPE_CHECKING:
     from dtf.config import Composed
@@ -32,21 +33,21 @@ class Report(Job):
             raise ConfigError("job.runs=[] names nothing to report on; give run folders or patterns, job.runs=[outputs/resnet_shapes/*]")
         if importlib.util.find_spec("matplotlib") is None:
             raise ConfigError(f"job=report draws with matplotlib, which is not installed; {sys.executable} -m pip install 'matplotlib>=3.8'")
+        from dtf.charts import png
         from dtf.report import charts_of, html
         from dtf.results import read
 
         results = read(self.runs)
+        charts = charts_of(results, self.published, self.published_by)
+        text = html(results, charts, f"{datetime.now():%Y-%m-%d %H:%M}")
         run = composed.config["run"]
         folder = Path(run["dir"] or Path("outputs", run["name"] or "report", unique_id())).absolute()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for chart in charts:
+                png(chart, [result.name for result in results], folder / f"{chart.file}.png")
+            (folder / "report.html").write_text(text, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"run.dir={folder} cannot be made: {error.strerror}; choose another run.dir") from error
-        from dtf.charts import png
-
-        charts = charts_of(results, self.published, self.published_by)
-        for chart in charts:
-            png(chart, [result.name for result in results], folder / f"{chart.file}.png")
-        (folder / "report.html").write_text(html(results, charts, f"{datetime.now():%Y-%m-%d %H:%M}"), encoding="utf-8")
-        print(f"{len(results)} run{'s' if len(results) > 1 else ''}, {len(charts)} charts: {folder / 'report.html'}")
+            raise ConfigError(f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir") from error
+        print(f"{count_text(len(results), 'run')}, {count_text(len(charts), 'chart')}: {folder / 'report.html'}")
         return Exit.OK

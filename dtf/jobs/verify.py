@@ -19,6 +19,7 @@ from dtf.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.job import Job
 from dtf.registry import option, register, suggest
 from dtf.run import unique_id
+from dtf.tracking import count_text
 
 if TYPE_CHECKING:
     from dtf.config import Composed
@@ -245,7 +246,7 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
     """Strategies by number of processes; the worst of all micro-batch sizes, by the measure that the precision is judged by."""
     measures = {EXACT: "tensor", "fp32": "parameters"}
     columns = sorted({row["processes"] for row in rows})
-    lines = ["| strategy | precision | " + " | ".join(f"{n} process{'es' if n > 1 else ''}" for n in columns) + " |", "| --- " * (len(columns) + 2) + "|"]
+    lines = ["| strategy | precision | " + " | ".join(count_text(n, "process") for n in columns) + " |", "| --- " * (len(columns) + 2) + "|"]
     for strategy, precision in sorted({(row["strategy"], row["precision"]) for row in rows}, key=lambda key: (key[1] != EXACT, key)):
         cells = []
         for n in columns:

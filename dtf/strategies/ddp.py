@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dtf.errors import ConfigError
 from dtf.registry import option, register
 from dtf.strategy import Program, Strategy, Task
+from dtf.table import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +59,10 @@ class Ddp(Strategy):
     powersgd_rank: int = option(default=2, least=1, doc="rank of the PowerSGD approximation")
     powersgd_start: int = option(default=10, least=2, doc="plain all-reduce before PowerSGD begins, whose state needs two such steps", unit="steps")
     backend: Backend = option(default=Backend.auto, doc="torch.distributed backend; auto: nccl on CUDA, gloo on CPU")  # type: ignore[assignment]
+    tables: Placement = option(
+        default=Placement.replicated,
+        doc="who holds the rows of sparse tables: every rank all of them, or each some: `rows` by a hash of their id, `columns` of all rows, or whole `tables`",
+    )
     shard_optimizer: bool = option(default=False, doc="divide the optimizer's state among ranks (ZeRO stage 1, arXiv:1910.02054)")
 
     def check(self, task: Task, processes: int, devices: str) -> None:
@@ -86,6 +91,8 @@ class Ddp(Strategy):
 
         from dtf.build import cast_model, draw_model
         from dtf.memory import byte_count
+        from dtf.placement import tables_of
+        from dtf.slices import deal
         from dtf.spmd import Replica, Spmd, workload
         from dtf.update import LocalUpdate, whole
 
@@ -107,12 +114,12 @@ class Ddp(Strategy):
             exchange = self._exchange([byte_count([p]) for p in model.parameters() if p.requires_grad], workload(task, world.size)[0])
         owned, after = None, None
         if self.shard_optimizer and world.size > 1:
-            shares = divide({name: p.numel() for name, p in model.named_parameters() if p.requires_grad}, world.size)
+            shares = deal({name: p.numel() for name, p in model.named_parameters() if p.requires_grad}, world.size)
             owned, after = shares[world.rank], _broadcaster(dict(model.named_parameters()), shares)
-        update = LocalUpdate(
-            whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale, owned=owned, after=after, writes=world.rank == 0
-        )
-        return Spmd(Replica(model, task, world.device, forward), update, task, world, exchange=exchange)
+        tables = tables_of(task, world, self.tables, share=1 / world.size)
+        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
+        update = LocalUpdate(whole(model, masters), *options, owned=owned, after=after, writes=world.rank == 0, tables=tables)
+        return Spmd(Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables)
 
     def _exchange(self, sizes: list[int], micro_batches: int) -> int:
         """Bytes beside buckets that are the gradients: those on their way into a bucket, or parameters as they are sent around."""
@@ -131,17 +138,6 @@ class Ddp(Strategy):
             case CommHook.powersgd:
                 state = powerSGD_hook.PowerSGDState(None, self.powersgd_rank, start_powerSGD_iter=self.powersgd_start + 2)  # the rehearsal's passes count
                 model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
-def divide(sizes: dict[str, int], count: int) -> list[frozenset[str]]:
-    """Names dealt to `count` owners, the largest first to the one with least so far; the same on every rank."""
-    shares: list[set[str]] = [set() for _ in range(count)]
-    loads = [0] * count
-    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        owner = loads.index(min(loads))
-        shares[owner].add(name)
-        loads[owner] += size
-    return [frozenset(part) for part in shares]
 
 
 def _broadcaster(parameters: dict[str, Parameter], shares: list[frozenset[str]]) -> Callable[[], None]:

@@ -78,4 +78,4 @@ class Dp(Strategy):
             ids = [owner, *(i for i in ids if i != owner)]
             devices = [torch.device("cuda", i) for i in ids]
         threads = self.threads or max(1, torch.get_num_threads() // count)
-        return Replicas(task, devices, threads, every=self.reduce is Reduce.all)
+        return Replicas(task, world, devices, threads, every=self.reduce is Reduce.all)

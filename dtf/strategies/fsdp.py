@@ -10,6 +10,7 @@ from dtf.errors import ConfigError
 from dtf.precision import Cast
 from dtf.registry import option, register
 from dtf.strategy import Program, Strategy, Task, check_divides
+from dtf.table import Placement
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,10 @@ class Fsdp(Strategy):
         default=1, least=1, doc="copies of the sharded model (hybrid sharding): gradients are reduce-scattered within a copy, all-reduced between copies"
     )
     offload: bool = option(default=False, doc="keep parameters, gradients and optimizer state in host memory; the update runs there")
+    tables: Placement = option(
+        default=Placement.rows,
+        doc="who holds the rows of sparse tables: each rank some, `rows` by a hash of their id, `columns` of all rows or whole `tables`; or every rank all",
+    )
     prefetch: int = option(
         default=1, least=0, doc="units gathered ahead of the one that computes; 0: torch's own choice, the next one in backward on CUDA", unit="units"
     )
@@ -70,6 +75,7 @@ class Fsdp(Strategy):
 
         from dtf.build import layout_of, sketch
         from dtf.memory import byte_count
+        from dtf.placement import tables_of
         from dtf.spmd import Replica, Spmd, alone, workload
         from dtf.update import LocalUpdate
 
@@ -113,8 +119,10 @@ class Fsdp(Strategy):
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
         writes = mesh["replicate"].get_local_rank() == 0
         reshard = functools.partial(_reshard, model) if task.step.ema else None  # what is gathered is out of date when averages stand in
-        update = LocalUpdate(found, *options, writes=writes, combine=combine, reduce=average if at else None, after=reshard)
-        return Spmd(Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync), update, task, world, exchange=exchange)
+        tables = tables_of(task, world, self.tables, share=1 / world.size)
+        update = LocalUpdate(found, *options, writes=writes, combine=combine, reduce=average if at else None, after=reshard, tables=tables)
+        replica = Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync)
+        return Spmd(replica, update, task, world, exchange=exchange, tables=tables)
 
     def _exchange(self, sizes: list[int], micro_batches: int) -> int:
         """Bytes of units that are there in whole: their parameters; two copies of a gradient, as computed and as sent; all gradients, if they add up."""

@@ -10,6 +10,7 @@ from dtf.errors import ConfigError
 from dtf.registry import option, register
 from dtf.schedules import Schedule, bubble, in_flight
 from dtf.strategy import Program, Strategy, Task, check_divides, check_layout
+from dtf.table import Placement
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,10 @@ class Pipeline(Strategy):
     Sources: Huang et al. 2019 (arXiv:1811.06965); Narayanan et al. 2019, 2021 (arXiv:1806.03377, arXiv:2104.04473).
     """
 
+    tables: Placement = option(
+        default=Placement.rows,
+        doc="who holds the rows of sparse tables: each rank some, `rows` by a hash of their id, `columns` of all rows or whole `tables`; or every rank all",
+    )
     degree: int = option(default=0, least=0, doc="ranks in a pipeline; it divides launcher.processes, the quotient divides the rows; 0: all ranks")
     schedule: Schedule = option(  # type: ignore[valid-type]
         default=Schedule["1f1b"],
@@ -79,6 +84,7 @@ class Pipeline(Strategy):
             return alone(task, world)
 
         from dtf.pipelined import Line, Pipelined, Stage, links
+        from dtf.placement import tables_of
         from dtf.sampler import cut
         from dtf.seat import Seat
         from dtf.sharded import cast_sketch, draw, lay_out, pieces
@@ -119,7 +125,8 @@ class Pipeline(Strategy):
 
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
         like = torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)
-        update = LocalUpdate(found, *options, writes=seat.share.index == 0, reduce=seat.reduce, gather=gather, like=like)
+        tables = tables_of(task, world, self.tables, gives=seat.feed.reads)
+        update = LocalUpdate(found, *options, writes=seat.share.index == 0, reduce=seat.reduce, gather=gather, like=like, tables=tables)
         line = Line(seat.lines[seat.share.index], seat.place, stages, *links(seat.lines, stages, world.rank, world.device))
         parts = [Stage(s, segment, task, world.device) for s, segment in segments.items()]
-        return Pipelined(parts, line, self.schedule, update, task, world, seat, rows, table)
+        return Pipelined(parts, line, self.schedule, update, task, world, seat, rows, table, tables)

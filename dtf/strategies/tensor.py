@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dtf.errors import ConfigError
 from dtf.registry import option, register
 from dtf.strategy import Program, Strategy, Task, check_divides, check_layout
+from dtf.table import Placement
 
 if TYPE_CHECKING:
     from dtf.world import World
@@ -28,6 +29,10 @@ class Tensor(Strategy):
     all-reduced tensor and (n - 1) / n of the others through each of n ranks. Source: Shoeybi et al. 2019 (arXiv:1909.08053).
     """
 
+    tables: Placement = option(
+        default=Placement.rows,
+        doc="who holds the rows of sparse tables: each rank some, `rows` by a hash of their id, `columns` of all rows or whole `tables`; or every rank all",
+    )
     degree: int = option(default=0, least=0, doc="ranks that divide each layer; it divides launcher.processes, the quotient divides the rows; 0: all ranks")
 
     def check(self, task: Task, processes: int, devices: str) -> None:
@@ -49,6 +54,7 @@ class Tensor(Strategy):
             return alone(task, world)
 
         from dtf.divided import divide
+        from dtf.placement import tables_of
         from dtf.seat import Seat
         from dtf.sharded import cast_sketch, draw, lay_out, pieces
         from dtf.update import LocalUpdate
@@ -58,6 +64,7 @@ class Tensor(Strategy):
         divide(model, splits, seat.mesh)
         masters = lay_out(model, task.precision, world.device)
         draw(model, task, masters)
+        tables = tables_of(task, world, self.tables, gives=seat.feed.reads)
         update = LocalUpdate(
             pieces(model, masters, first=seat.feed.reads),
             task.optimizer,
@@ -66,5 +73,6 @@ class Tensor(Strategy):
             writes=seat.share.index == 0,
             combine=seat.total,
             reduce=seat.reduce,
+            tables=tables,
         )
-        return Spmd(Replica(model, task, world.device), update, task, world, seat)
+        return Spmd(Replica(model, task, world.device), update, task, world, seat, tables=tables)

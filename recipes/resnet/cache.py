@@ -74,27 +74,27 @@ def decoded(root: Path, pixels: int, cache: Path, split: str) -> Decoded:
     found = glance(folder, pixels)
     if found and _intact(found, split):
         return found
+    with written(cache, folder.name):
+        found = glance(folder, pixels)  # another rank may have been first
+        if found and _intact(found, split):
+            return found
+        if folder.exists():
+            _log.warning("decoded images in %s are damaged; decoding %s again", folder, root)
+        return _decode(root, pixels, folder)
+
+
+@contextlib.contextmanager
+def written(cache: Path, name: str) -> Iterator[None]:
+    """One process at a time makes `name` in the cache; the kernel lets go of the lock when the process dies. DataError for whatever cannot be written."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with locked(cache / f"{folder.name}.lock"):
-            found = glance(folder, pixels)  # another rank may have been first
-            if found and _intact(found, split):
-                return found
-            if folder.exists():
-                _log.warning("decoded images in %s are damaged; decoding %s again", folder, root)
-            return _decode(root, pixels, folder)
+        with open(cache / f"{name}.lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
     except OSError as error:
         raise DataError(
             f"recipe.data.cache={cache} cannot be written: {error.strerror or error}; set recipe.data.cache=DIR to a folder with free space"
         ) from error
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file; the kernel lets go of it when the process dies."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _intact(found: Decoded, split: str) -> bool:

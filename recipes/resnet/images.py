@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Sequence
 
@@ -53,6 +54,11 @@ class Images(Dataset):
         lines = torch.from_numpy(pixels).view(count, height, width * channels).float()
         inputs = lines.sub_(self._mean).mul_(self._scale).view(count, height, width, channels).permute(0, 3, 1, 2)
         return inputs, torch.from_numpy(self._labels[ids])
+
+    def unaugmented(self) -> Images:
+        plain = copy.copy(self)
+        plain._crop_pad, plain._flip = 0, False
+        return plain
 
     def fingerprint(self) -> str:
         """Rows, size and crc32 of the bytes and labels."""

@@ -71,7 +71,8 @@ def decode(content: bytes, header: Header, part: Part, least: int, fast: bool = 
     """
     scale = next((s for s in (8, 4, 2) if min(part.height, part.width) >= s * least), 1)
     height, data = header.height, content
-    bottom = -(-(part.top + part.height) // _MCU + -1) * _MCU
+    end = part.top + part.height
+    bottom = (-(-end // _MCU) + 1) * _MCU
     if header.height_at and bottom < height:
         height, data = bottom, bytearray(content)
         data[header.height_at], data[header.height_at + 1] = height >> 8, height & 255

@@ -103,6 +103,10 @@ class ResnetPhotos(Classification):
         root, cache = self.data.places()
         self.data.check_against(read_index(root, cache).tree, self.model.classes)
 
+    @property
+    def pairs(self) -> bool:
+        return bool(self.data.mixup or self.data.cutmix)
+
     def open_data(self, split: str, seed: int) -> Photos:
         import numpy as np
         import torch

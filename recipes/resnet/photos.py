@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import zlib
@@ -58,7 +59,6 @@ class Photos(Dataset):
         self._threads, self.allowed = threads, allowed
         self.bad: dict[int, str] = {}
         self._mix = augment.Mix(look.mixup, look.cutmix) if look is not None and (look.mixup or look.cutmix) else None
-        self.pairs = self._mix is not None
         self._pool: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
@@ -85,6 +85,11 @@ class Photos(Dataset):
             pair = [i, i ^ 1] if i ^ 1 < len(rows) else [i]
             how[pair], targets[pair, 2] = torch.tensor([1.0, 0, 0, 0, 0]), 1.0
         return inputs | {"mix": how}, targets
+
+    def unaugmented(self) -> Photos:
+        plain = copy.copy(self)
+        plain._look = plain._mix = None
+        return plain
 
     def fingerprint(self) -> str:
         """Rows, names of the files and classes: contents are not read for it."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from dtf.errors import DataError
-from dtf.recipes.resnet.cache import locked
+from dtf.recipes.resnet.cache import written
 from dtf.recipes.resnet.tree import READ_ERRORS, SPLITS, Tree, is_archive, members, read_tree, stamp, tree_of
 
 FORMAT = 1  # of the index below; part of the key
@@ -82,22 +82,16 @@ def read_index(root: Path, cache: Path) -> Index:
     kept, plain = cache / f"{key}.json", root if _is_plain(root) else cache / f"{key}.tar"
     if (found := _load(kept, plain, root)) is not None:
         return found
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with locked(cache / f"{key}.lock"):
-            if (found := _load(kept, plain, root)) is not None:  # another rank was first
-                return found
-            if plain != root:
-                _unpack(root, plain)
-            listed = {name: (member.offset_data, member.size) for name, member, _ in members(plain)}
-            tree_of(listed, root)
-            building = kept.with_suffix(".tmp")
-            building.write_text(json.dumps(listed), errors="surrogateescape")
-            building.rename(kept)
-    except OSError as error:
-        raise DataError(
-            f"recipe.data.cache={cache} cannot be written: {error.strerror or error}; set recipe.data.cache=DIR to a folder with free space"
-        ) from error
+    with written(cache, key):
+        if (found := _load(kept, plain, root)) is not None:  # another rank was first
+            return found
+        if plain != root:
+            _unpack(root, plain)
+        listed = {name: (member.offset_data, member.size) for name, member, _ in members(plain)}
+        tree_of(listed, root)
+        building = kept.with_suffix(".tmp")
+        building.write_text(json.dumps(listed), errors="surrogateescape")
+        building.rename(kept)
     found = _load(kept, plain, root)
     assert found is not None
     return found

@@ -49,8 +49,6 @@ def stamp(root: Path) -> str:
 
 def read_tree(root: Path) -> Tree:
     """List and check the images below `root`. DataError when they do not form `{train,val}/<class>/<image>`."""
-    if not root.exists():
-        raise DataError(f"recipe.data.root={root} does not exist; give a folder or a .tar, .tar.gz archive that holds {SHAPE}")
     return tree_of(_archive_names(root) if is_archive(root) else _folder_names(root), root)
 
 

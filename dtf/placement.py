@@ -1,0 +1,77 @@
+"""Where the rows of sparse tables lie. Imports what keeps them only for recipes that have some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dtf.build import DTYPES
+from dtf.errors import ConfigError
+from dtf.slices import bounds, deal
+from dtf.strategy import Task
+from dtf.table import Placement, Table
+from dtf.world import World
+
+if TYPE_CHECKING:
+    from dtf.tables import Spread, Tables
+
+
+def tables_of(task: Task, world: World, placement: Placement, gives: bool = True, share: float = 1.0) -> Tables | None:
+    """The task's sparse tables over all ranks; None when it has none. Collective.
+
+    `gives`: whether this rank's gradients count: of several ranks that compute the same rows, one. `share`: the factor of ranks' gradients in their sum.
+    """
+    specs = task.recipe.tables()
+    if not specs:
+        return None
+    if task.step.ema:
+        raise ConfigError("step.ema averages all weights, and the rows of a sparse table are too many for that; use step.ema=0, or a dense table")
+    if task.rows is None:
+        raise ConfigError(f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME")
+
+    from dtf.sparse import SparseTable
+    from dtf.tables import Dealt, Everywhere, OnOne, Sliced, Tables
+
+    flags = torch.zeros(world.size, dtype=torch.int64)
+    flags[world.rank] = int(gives)
+    givers = [bool(flag) for flag in world.reduce(flags).tolist()]
+    kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
+    placement = Placement.replicated if world.size == 1 else placement
+    _check(task, specs, placement, world.size)
+    owners = deal({name: spec.width * (spec.size or spec.capacity) for name, spec in specs.items()}, world.size)
+    spread: dict[str, Spread] = {}
+    for name, spec in specs.items():
+        columns = bounds(spec.width, world.size, world.rank) if placement is Placement.columns else (0, spec.width)
+        store = SparseTable(spec, task.rows, task.seed, name, kind, columns)
+        match placement:
+            case Placement.replicated:
+                spread[name] = Everywhere(store, world, givers)
+            case Placement.rows:
+                spread[name] = Dealt(store, world, givers)
+            case Placement.columns:
+                spread[name] = Sliced(store, world, givers)
+            case Placement.tables:
+                spread[name] = OnOne(store, world, givers, next(rank for rank, own in enumerate(owners) if name in own))
+    tables = Tables(spread, world, share)
+    source = task.weights.source() if task.weights is not None else None
+    if source is not None:
+        tables.load(source)
+    return tables
+
+
+def _check(task: Task, specs: Mapping[str, Table], placement: Placement, size: int) -> None:
+    """Raise ConfigError for tables that cannot lie so."""
+    if placement is Placement.tables and len(specs) == 1:
+        raise ConfigError(f"strategy.tables=tables puts whole tables on ranks, and {type(task.recipe).__name__} has one; use strategy.tables=rows")
+    if placement is not Placement.columns:
+        return
+    for name, spec in specs.items():
+        if len([rank for rank in range(size) if bounds(spec.width, size, rank)[0] < spec.width]) < size:
+            raise ConfigError(f"strategy.tables=columns: table {name} has {spec.width} columns, too few for {size} ranks; use strategy.tables=rows")
+        assert task.rows is not None
+        whole = [state for state, (count, _) in task.rows.states(spec.width).items() if count != spec.width]
+        if whole:
+            raise ConfigError(f"strategy.tables=columns divides rows, and {type(task.rows).__name__} keeps {whole[0]} of whole ones; use strategy.tables=rows")

@@ -1,0 +1,39 @@
+"""The contract of row optimizers: how the rows of sparse tables that a step touched learn from their gradients. Torch-free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dtf.registry import option
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(kw_only=True)
+class RowOptimizer(ABC):
+    """Fields are the config node `sparse`. Modules import numpy and numba only inside methods."""
+
+    lr_factor: float = option(default=1.0, above=0, most=1_000_000, doc="learning rate of sparse tables, as a multiple of the schedule's")
+
+    def check(self) -> None:
+        """Raise ConfigError for values that do not go together."""
+        return
+
+    def shrinkage(self, lr: float) -> float:
+        """Logarithm of what a step multiplies every row by, touched or not; the table catches up on it when it next needs a row. Default: 0."""
+        return 0.0
+
+    @abstractmethod
+    def states(self, width: int) -> dict[str, tuple[int, float]]:
+        """What is kept for a row of `width` numbers: name -> (how many numbers, their first value), in the order of the columns below."""
+
+    @abstractmethod
+    def step(self, records: np.ndarray, positions: np.ndarray, gradients: np.ndarray, factor: float, lr: float, step: int) -> None:
+        """One step in place on the rows at `positions` (U,) int64, distinct; -1 stands for none.
+
+        `records` (rows, width + states) float32 or float64, row and states side by side; `gradients` (U, width) of the same dtype, to be multiplied
+        by `factor`; `lr` holds lr_factor already; `step` counts finished steps. Threads call this for disjoint positions.
+        """

@@ -1,0 +1,32 @@
+"""FTRL-Proximal: per-coordinate learning rates, and weights that are exactly zero."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtf.registry import option, register
+from dtf.row_optimizer import RowOptimizer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@register("sparse", "ftrl")
+class Ftrl(RowOptimizer):
+    """Follow the regularised leader; alpha is the learning rate. A row that was not drawn at 0 starts where it was drawn.
+
+    Source: McMahan et al. 2013, "Ad click prediction: a view from the trenches", algorithm 1 (doi:10.1145/2487575.2488200).
+    """
+
+    beta: float = option(default=1.0, above=0, doc="added to the root of the summed squared gradients; tames the first steps")
+    l1: float = option(default=0.0, least=0, doc="strength of the L1 penalty, which makes weights 0")
+    l2: float = option(default=0.0, least=0, doc="strength of the L2 penalty")
+
+    def states(self, width: int) -> dict[str, tuple[int, float]]:
+        return {"z": (width, 0.0), "n": (width, 0.0)}
+
+    def step(self, records: np.ndarray, positions: np.ndarray, gradients: np.ndarray, factor: float, lr: float, step: int) -> None:
+        from dtf.row_kernels import ftrl
+
+        real = records.dtype.type
+        ftrl(records, positions, gradients, real(factor), real(lr), real(self.beta), real(self.l1), real(self.l2))

@@ -1,0 +1,42 @@
+"""Laws, for recipes with sparse tables: the same numbers under every strategy, one checkpoint, and a step that touches nothing but its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dtf.registry import registered
+from tests.harness import difference, meshes, reference, spread, variants
+
+ANY: dict[str, Any] = {"name": "tabled", "rows": 100, "scale": 2**54 + 1}  # ids of up to 62 bits
+RANGE: dict[str, Any] = {"name": "tabled", "rows": 100, "size": 150}
+
+
+@pytest.mark.parametrize("recipe", [ANY, RANGE], ids=["any id", "range"])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", sorted({name for name, _ in variants()}))
+def test_every_strategy_follows_the_reference_in_fp64(strategy: str, processes: int, recipe: dict[str, Any]) -> None:
+    assert difference(reference(recipe=recipe), spread(strategy, processes, recipe=recipe)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [*meshes(), ("pipeline", {"virtual": 2}), ("ddp", {"shard_optimizer": True}), ("dp", {"reduce": "all"})], ids=str
+)
+def test_every_way_to_combine_strategies(strategy: str, options: dict) -> None:
+    processes = 2 if "virtual" in options else 4
+    assert difference(reference(recipe=ANY), spread(strategy, processes, options=options, recipe=ANY)) <= 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("rule", sorted(name for name, cls in registered("sparse").items()) or ["adagrad"])
+def test_with_every_row_optimizer(strategy: str, rule: str) -> None:
+    assert difference(reference(recipe=ANY, sparse=rule), spread(strategy, 3, recipe=ANY, sparse=rule)) <= 1e-10
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params"])
+@pytest.mark.parametrize("strategy", ["ddp", "tensor"])
+def test_other_precisions_stay_close(strategy: str, precision: str) -> None:
+    bound = 1e-4 if precision == "fp32" else 0.3 if precision == "bf16_params" else 0.1
+    a, b = reference(recipe=ANY, precision=precision), spread(strategy, 2, recipe=ANY, precision=precision)
+    assert difference(a, b, () if precision == "fp32" else ("optimizer/", "table/")) <= bound
