@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -89,3 +93,15 @@ def test_two_values_are_the_least_of_a_category() -> None:
     with pytest.raises(ConfigError, match="recipe.data.values=51 must be at least 52"):
         ClicksOptions(values=51).check()
     ClicksOptions(values=52).check()
+
+
+@pytest.mark.parametrize("rows", [100_000, pytest.param(2_000_000, marks=pytest.mark.slow)])
+def test_a_queue_takes_the_same_memory_however_long_the_log_is(rows: int, tmp_path: Path) -> None:
+    """2,000,000 rows are 500 MB; `bench/logs.py` is the process that reads them."""
+    log = tmp_path / "log.tsv"
+    write_criteo(Generated(World.make(0, 26, 1_000_000, 1.1), rows, 0, "train", 1), log)
+    command = [sys.executable, "bench/logs.py", "read", str(log), "--rounds", "1", "--cache", str(tmp_path)]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=300, check=True)
+    found = re.search(r"opened ([0-9,]+) rows.*peak ([0-9]+) MiB", done.stdout, re.DOTALL)
+    assert found is not None and found[1] == f"{rows:,}" and int(found[2]) < 1000, done.stdout
