@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import os
-import resource
+import re
 import shutil
 import statistics
 import tempfile
@@ -53,7 +53,7 @@ def tell(name: str, data: Dataset, args: argparse.Namespace) -> None:
     found = [passed_through(data, args.batch, args.ranks, args.batches) for _ in range(args.rounds)]
     rates = [rows / wall for rows, wall, _ in found]
     cpu = statistics.median(used / rows * 1e6 for rows, _, used in found)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    peak = int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0]) >> 10  # getrusage's may be that of the process before exec
     print(f"{name}: {statistics.median(rates):,.0f} rows/s ({min(rates):,.0f} to {max(rates):,.0f}), {cpu:.2f} s of CPU per million, peak {peak} MiB")
 
 
