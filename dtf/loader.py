@@ -17,10 +17,11 @@ class Reading:
     """What came through the queue of a loader."""
 
     def __init__(self) -> None:
-        self._rows, self._batches, self._ready, self._waited, self._started = 0, 0, 0, 0.0, time.perf_counter()
+        self._rows, self._batches, self._ready, self._waited, self._started = 0, 0, 0, 0.0, 0.0
 
     def got(self, rows: int, ready: int, waited_s: float) -> None:
         """A batch was asked for: `ready` were there, it among them, and it came after so long."""
+        self._started = self._started or time.perf_counter() - waited_s  # what comes before the first one is no reading
         self._rows, self._batches, self._ready, self._waited = self._rows + rows, self._batches + 1, self._ready + ready, self._waited + waited_s
 
     def close(self) -> dict[str, float]:

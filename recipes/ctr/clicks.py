@@ -12,9 +12,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from dtf.id_kernels import mix
 from dtf.recipe import Dataset
 from dtf.recipes.ctr.encode import log_of
-from dtf.recipes.ctr.hashing import mix
 from dtf.recipes.ctr.lines import NONE
 from dtf.seeding import seed_of
 

@@ -30,30 +30,24 @@ def _line(buffer, first, last, labels, numbers, keys, row):
     reason = first_look(buffer, first, last)
     if reason != GOOD:
         return reason
-    column = 0
-    while True:
-        end = find(buffer, TAB, first, last)
-        if column == 0:
-            if end != first + 1 or not ZERO <= buffer[first] <= ZERO + 1:
-                return why_not(buffer, first, end, LABEL)
-            labels[row] = buffer[first] - ZERO
-        elif column <= INTEGERS:
-            number, good = integer(buffer, first, end)
-            if not good:
-                return why_not(buffer, first, end, INTEGER)
-            numbers[row, column - 1] = number
-        elif column <= INTEGERS + CATEGORIES:
-            field = column - 1 - INTEGERS
-            if first == end:
-                keys[row, field] = MISSING
-            else:
-                value, good = hexadecimal(buffer, first, end)
-                if not good:
-                    return why_not(buffer, first, end, HEX)
-                keys[row, field] = key_of(INTEGERS + field, value)
-        else:
-            return LONG
-        column += 1
-        if end >= last:
-            return GOOD if column == 1 + INTEGERS + CATEGORIES else SHORT
-        first = end + 1
+    if not ZERO <= buffer[first] <= ZERO + 1 or (first + 1 < last and buffer[first + 1] != TAB):
+        return why_not(buffer, first, find(buffer, TAB, first, last), LABEL)
+    labels[row] = buffer[first] - ZERO
+    at = first + 1  # the tab before the next column, or the end
+    for column in range(INTEGERS):
+        if at == last:
+            return SHORT
+        number, end = integer(buffer, at + 1, last, TAB)
+        if end < 0:
+            return why_not(buffer, at + 1, find(buffer, TAB, at + 1, last), INTEGER)
+        numbers[row, column] = number
+        at = end
+    for column in range(CATEGORIES):
+        if at == last:
+            return SHORT
+        value, end = hexadecimal(buffer, at + 1, last, TAB)
+        if end < 0:
+            return why_not(buffer, at + 1, find(buffer, TAB, at + 1, last), HEX)
+        keys[row, column] = MISSING if end == at + 1 else key_of(INTEGERS + column, value)
+        at = end
+    return GOOD if at == last else LONG

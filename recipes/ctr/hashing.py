@@ -5,20 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from dtf.id_kernels import mix
+
 MISSING = -1
 """Key and table id of a field without a value."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _FNV_START, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
-
-
-@njit(cache=True, nogil=True)
-def mix(x):
-    """A bijection of 64 bits in which each bit of the result depends on all of `x`: the output function of SplitMix64 (doi:10.1145/2714064.2660195)."""
-    x = (x ^ (x >> np.uint64(30))) * _M1
-    x = (x ^ (x >> np.uint64(27))) * _M2
-    return x ^ (x >> np.uint64(31))
 
 
 @njit(cache=True, nogil=True)

@@ -13,7 +13,6 @@ from dtf.recipes.ctr.lines import (
     LONG,
     MINUS,
     NEWLINE,
-    NONE,
     PAIR,
     PLUS,
     RANGE,
@@ -70,8 +69,8 @@ def _line(buffer, first, last, labels, keys, row):
         if first == end:  # one space more, or at the end
             continue
         colon = find(buffer, COLON, first, end)
-        number, good = integer(buffer, first, colon)
-        if not good or number == NONE or number < 0 or colon + 1 >= end:
+        number, stop = integer(buffer, first, colon, COLON)
+        if stop < 0 or number < 0 or colon + 1 >= end:
             return why_not(buffer, first, end, PAIR)
         if not _is_one(buffer, colon + 1, end):
             return why_not(buffer, first, end, VALUE)

@@ -30,6 +30,8 @@ REASONS = (
 )
 """By the numbers above; they complete `FILE:LINE: `."""
 
+_DIGITS = np.array([int(chr(byte), 16) if chr(byte) in "0123456789abcdefABCDEF" else 255 for byte in range(256)], np.uint8)
+
 NEWLINE, RETURN, TAB, COMMA, SPACE, COLON, MINUS, PLUS, ZERO = 10, 13, 9, 44, 32, 58, 45, 43, 48
 
 
@@ -125,39 +127,37 @@ def is_text(buffer, first, last):
 
 
 @njit(cache=True, nogil=True)
-def integer(buffer, first, last):
-    """The integer written in [first, last), NONE where it is empty, and whether it is one: a minus sign at most, and 1 to 18 digits."""
-    if first == last:
-        return NONE, True
+def integer(buffer, first, last, end):
+    """The integer that begins at `first`: its value, NONE where it is empty or none, and the position of the byte `end`, or `last`, that ends it.
+
+    A minus sign at most, and 1 to 18 digits; the position is -1 where something else stands there.
+    """
+    if first == last or buffer[first] == end:
+        return NONE, first
     negative = buffer[first] == MINUS
-    i = first + negative
-    if not 0 < last - i <= 18:
-        return NONE, False
+    start = i = first + negative
     value = 0
     while i < last:
         digit = np.int64(buffer[i]) - ZERO
         if not 0 <= digit <= 9:
-            return NONE, False
+            break
         value = value * 10 + digit
         i += 1
-    return (-value if negative else value), True
+    if not 0 < i - start <= 18 or (i < last and buffer[i] != end):
+        return NONE, -1
+    return (-value if negative else value), i
 
 
 @njit(cache=True, nogil=True)
-def hexadecimal(buffer, first, last):
-    """The number written in [first, last), not empty, as uint64, and whether it is one: 1 to 16 digits."""
-    value = np.uint64(0)
-    if last - first > 16:
-        return value, False
-    for i in range(first, last):
-        byte = np.int64(buffer[i])
-        if ZERO <= byte <= 57:
-            digit = byte - ZERO
-        elif 97 <= byte <= 102:
-            digit = byte - 87
-        elif 65 <= byte <= 70:
-            digit = byte - 55
-        else:
-            return value, False
+def hexadecimal(buffer, first, last, end):
+    """The number that begins at `first`, of 0 to 16 digits, as uint64; the position as in `integer`."""
+    value, i = np.uint64(0), first
+    while i < last:
+        digit = _DIGITS[buffer[i]]
+        if digit > 15:
+            break
         value = (value << np.uint64(4)) | np.uint64(digit)
-    return value, True
+        i += 1
+    if i - first > 16 or (i < last and buffer[i] != end):
+        return value, -1
+    return value, i

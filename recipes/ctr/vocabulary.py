@@ -14,7 +14,10 @@ from dtf.recipes.ctr.hashing import MISSING, count_keys, fill_table
 
 
 class Vocabulary:
-    """Field f has the ids from `rare[f]`, which stands for all of its values that are not in `keys`, to before `rare[f + 1]`."""
+    """Field f has the ids from `rare[f]`, which stands for all of its values that are not in `keys`, to before `rare[f + 1]`.
+
+    Keys of different fields differ.
+    """
 
     def __init__(self, keys: np.ndarray, rare: np.ndarray) -> None:
         """`keys`: those of each field in turn, ascending; `rare` (F + 1,), the last being the number of ids."""
