@@ -146,17 +146,13 @@ def test_dependencies_are_declared_and_explained() -> None:
     }
     modules = {"hydra-core": "hydra", "pillow": "PIL", "pyyaml": "yaml"}
     runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
-<<<<<<< HEAD
     extras = {
         "dtf.charts": {"matplotlib"},
         "dtf.tuning": {"optuna"},
         "dtf.id_kernels": {"numba", "llvmlite"},
         "dtf.row_kernels": {"numba"},
     }  # imported where the extra is known to be there
-=======
-    extras = {"dtf.charts": {"matplotlib"}, "dtf.tuning": {"optuna"}}  # imported where the extra is known to be there
     extras |= {name: {"numba"} for name in sources() if name.startswith("dtf.recipes.ctr.")} | {"dtf.recipes.ctr.parquet": {"numba", "pyarrow"}}
->>>>>>> logs
     for name, path in sources().items():
         for node in walk(tree(path)):
             if isinstance(node, ast.Import | ast.ImportFrom):
