@@ -43,7 +43,7 @@ def content(first: int, last: int) -> bytes:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seams everywhere, in logs of a few kB."""
-    for module, name, value in ((files, "CHUNK", 4096), (log_module, "PIECE", 512), (files, "SEGMENT", 8192), (files, "_INPUT", 256)):
+    for module, name, value in ((files, "CHUNK", 4096), (log_module, "PIECE", 512), (files, "SEGMENT", 8192), (files, "MARGIN", 512), (files, "_INPUT", 256)):
         monkeypatch.setattr(module, name, value)
 
 

@@ -25,6 +25,9 @@ CHUNK = 1 << 22
 SEGMENT = 1 << 22
 """Bytes of text, about, between the places where reading a compressed file can begin."""
 
+MARGIN = 1 << 16
+"""Bytes that a segment is begun before and kept beyond, so that who reads somewhat around its lines needs no other."""
+
 SEGMENTS = 1024
 """Such places in a file, at most about: each costs 50 kB of memory, so a larger file has fewer per MiB."""
 
@@ -127,10 +130,10 @@ class Zipped(Source):
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     def starts(self) -> list[int]:
-        return [point[0] for point in self._points]
+        return [0, *(point[0] + MARGIN for point in self._points[1:] if point[0] + MARGIN < self._size)]
 
     def _segment(self, number: int) -> np.ndarray:
-        """The text between two points; decompressed by one thread, while others that want it wait."""
+        """The text from a point to beyond the next; decompressed by one thread, while others that want it wait."""
         with self._lock:
             lock = self._locks.setdefault(number, threading.Lock())
         with lock:
@@ -139,7 +142,8 @@ class Zipped(Source):
                     self._cached.move_to_end(number)
                     return self._cached[number]
             start, at, state = self._points[number]
-            size = (self._points[number + 1][0] if number + 1 < len(self._points) else self._size) - start
+            end = self._points[number + 1][0] + 3 * MARGIN if number + 1 < len(self._points) else self._size
+            size = min(end, self._size) - start
             text = bytearray()
             for data, _, _ in self._inflate(at, state.copy()):
                 text += data
