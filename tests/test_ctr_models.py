@@ -184,7 +184,7 @@ def test_every_strategy_follows_the_reference(strategy: str, chosen: dict, kind:
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
-@pytest.mark.parametrize("kind", [kind.name for kind in Kind if kind is not Kind.deepfm])
+@pytest.mark.parametrize("kind", [pytest.param(kind.name, marks=() if kind in (Kind.dcnv2, Kind.dlrm) else pytest.mark.slow) for kind in Kind])
 def test_every_model_can_be_divided(kind: str, strategy: str) -> None:
     case = CASE | {"recipe": {"name": "ctr_toy", "rows": 100, "kind": kind}}
     assert difference(reference(**case), spread(strategy, 2, **case)) <= 1e-10

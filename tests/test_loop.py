@@ -16,10 +16,10 @@ import torch
 from dtf.clock import Clock, Plan, PlannedClock
 from dtf.engine import Loop, fit
 from dtf.errors import DataError, DivergedError, DtfError
-from dtf.lr import Constant
+from dtf.lr import Constant, Plateau
 from dtf.sampler import Epochs, Sequential
 from dtf.strategy import Program, Source
-from dtf.values import Batch, Evaluate, Log, Poll, Save, Shard, State, StepOutput, Stop, Ticket, Train
+from dtf.values import Batch, Evaluate, Evaluated, Log, Poll, Save, Shard, State, StepOutput, Stop, Ticket, Train
 from tests.toy import Toy
 
 
@@ -36,9 +36,9 @@ class FakeProgram(Program):
         self.steps.append((ticket.step, ticket.lr, batch.ids.tolist()))
         return StepOutput(torch.tensor([2.0, 1.0, 1.0]), torch.tensor([3.0, 1.0]))
 
-    def eval_step(self, batch: Batch | None) -> torch.Tensor:
+    def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
-        return torch.tensor([len(batch.ids), 1.0, 1.0])
+        return Evaluated(torch.tensor([len(batch.ids), 1.0, 1.0]), None)
 
     def settle(self) -> None:
         self.settled += 1
@@ -229,6 +229,27 @@ def test_early_stop_saves_and_stops_at_the_same_step_everywhere() -> None:
     assert tickets[-3:] == [Evaluate(6), Save(6), Stop(6, "finished")]
     tickets = planned(patience=1, eval_every=2)
     assert [t for t in tickets if not isinstance(t, Train | Log)] == [Evaluate(2), Evaluate(4), Save(4), Stop(4, "early_stop")]
+
+
+def test_the_rate_falls_where_evaluations_find_no_new_best_and_a_resumed_run_goes_on_from_there() -> None:
+    losses = {2: 1.0, 4: 2.0, 6: 0.5, 8: 0.6, 10: 0.7}
+    epochs, plan = Epochs(Sequential(), 7, 2, 0), Plan(12, 0, 2, 0)
+
+    def rates(clock: PlannedClock, until: int) -> dict[int, float]:
+        found = {}
+        for ticket in clock:
+            if isinstance(ticket, Train):
+                found[ticket.step] = ticket.lr
+            clock.done(ticket, {"loss": losses.get(ticket.step, 0.0), **agreed(ticket, 9.0)})
+            if isinstance(ticket, Evaluate) and ticket.step == until:
+                break
+        return found
+
+    whole = rates(PlannedClock(plan, epochs, Plateau(peak=8.0, factor=0.5)), 12)
+    assert list(whole.values()) == [8.0] * 4 + [4.0] * 4 + [2.0] * 2 + [1.0] * 2
+    broken = PlannedClock(plan, epochs, Plateau(peak=8.0, factor=0.5))
+    first = rates(broken, 8)
+    assert first | rates(PlannedClock(plan, epochs, Plateau(peak=8.0, factor=0.5), broken.state()), 12) == whole
 
 
 def test_the_best_evaluation_is_saved_although_no_save_is_due() -> None:

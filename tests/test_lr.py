@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtf.errors import ConfigError
-from dtf.lr import Constant, Cosine, OneCycle, Schedule, Step
+from dtf.lr import Constant, Cosine, OneCycle, Plateau, Schedule, Step
 from dtf.registry import lookup, registered
 
 NAMES = list(registered("lr"))
@@ -24,6 +24,7 @@ SCHEDULES = {
     "constant": st.builds(Constant, peak=peaks, warmup=warmups),
     "cosine": st.builds(lambda peak, share, warmup: Cosine(peak=peak, floor=peak * share, warmup=warmup), peaks, st.one_of(st.just(0.0), shares), warmups),
     "step": st.builds(Step, peak=peaks, warmup=warmups, boundaries=st.lists(shares, max_size=4, unique=True).map(sorted), factor=shares),
+    "plateau": st.builds(Plateau, peak=peaks, warmup=warmups, factor=shares, patience=st.integers(1, 5)),
     "onecycle": st.builds(OneCycle, peak=peaks, rise=st.one_of(st.just(0.0), shares), start=shares, final=shares),
 }
 
@@ -68,6 +69,12 @@ def test_warm_up_is_a_line_to_the_peak(schedule: Constant | Cosine | Step, extra
     expected = [schedule.peak * (step + 1) / schedule.warmup for step in range(schedule.warmup)]
     assert rates(schedule, total)[: schedule.warmup] == pytest.approx(expected, rel=1e-12)
     assert schedule(schedule.warmup, max(total, schedule.warmup + 3)) == pytest.approx(schedule.peak, rel=1e-12)
+
+
+def test_a_plateau_falls_each_time_its_patience_ends() -> None:
+    schedule = Plateau(factor=0.5, patience=2)
+    assert [schedule.fall(waited) for waited in range(1, 6)] == [1.0, 0.5, 1.0, 0.5, 1.0]
+    assert Constant().fall(3) == 1.0
 
 
 @given(schedule=SCHEDULES["cosine"], length=st.integers(1, 500))

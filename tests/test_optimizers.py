@@ -73,6 +73,12 @@ TWINS = {
         {"beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.3},
         lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3),
     ),
+    "adam": ("adam", {}, lambda groups: torch.optim.Adam(groups)),
+    "adam-options": (
+        "adam",
+        {"beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.3},
+        lambda groups: torch.optim.Adam(groups, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3),
+    ),
     "adagrad": ("adagrad", {}, lambda groups: torch.optim.Adagrad(groups)),
     "adagrad-options": (
         "adagrad",
@@ -193,7 +199,7 @@ def test_state_is_by_name_and_restarts_the_run(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "slots"), [("sgd", ["momentum"]), ("adamw", ["mean", "square", "step"]), ("adagrad", ["sum", "step"]), ("lars", ["momentum"])]
+    ("name", "slots"), [("sgd", ["momentum"]), ("adam", ["mean", "square", "step"]), ("adamw", ["mean", "square", "step"]), ("adagrad", ["sum", "step"]), ("lars", ["momentum"])]
 )
 def test_state_names_are_the_checkpoint_format(name: str, slots: list[str]) -> None:
     assert list(make(name).init(torch.zeros(2, 2))) == slots
@@ -329,3 +335,17 @@ def test_where_the_fused_kernel_is_wrong_the_plain_one_steps(name: str, skip: fl
         found.append(parameters["w"])
     torch.testing.assert_close(found[0], found[1])
     assert bool((found[1] == 1).all()) == (skip == 1.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weight_decay_by_name(name: str) -> None:
+    """Each tensor moves as it does alone under an optimizer with its decay; the longest pattern decides."""
+    optimizer = make(name, weight_decay=0.1, decay_norm_and_bias=False, weight_decays={"conv": 0.5, "*": 0.2, "norm.bias": 0.0})
+    assert [optimizer.decay_of(key, shape) for key, shape in SHAPES.items()] == [0.5, 0.2, 0.0, 0.2, 0.2]
+    assert make(name, weight_decay=0.1, decay_norm_and_bias=False).decay_of("norm.bias", (4,)) is None
+    parameters = draw(0, torch.float64)
+    optimizer.bind(parameters).apply(list(draw(1, torch.float64).values()), 0.1, None)
+    for key, decay in {"conv.weight": 0.5, "fc.weight": 0.2, "norm.bias": 0.0}.items():
+        alone = {key: draw(0, torch.float64)[key]}
+        make(name, weight_decay=decay, decay_norm_and_bias=True).bind(alone).apply([draw(1, torch.float64)[key]], 0.1, None)
+        torch.testing.assert_close(parameters[key], alone[key], rtol=1e-12, atol=0)
