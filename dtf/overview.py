@@ -11,12 +11,12 @@ from torch import nn
 from dtf import __version__
 from dtf.clock import Plan
 from dtf.memory import Memory, table_row
-from dtf.precision import Cast
+from dtf.precision import Cast, Format
 from dtf.sampler import cut
 from dtf.schema import show, to_plain
 from dtf.settings import Settings
 from dtf.strategy import Program
-from dtf.tracking import count_text
+from dtf.tracking import bytes_text, count_text
 from dtf.world import World
 
 
@@ -51,7 +51,19 @@ def overview(
         "batch": f"{count_text(batch, 'row')} a step = {count_text(len(bounds) - 1, 'micro-batch')} of {bounds[1]} over {count_text(shares, kind)}",
         **program.about(),
         **(table_row(planned) if planned else {}),
+        **_sparse(settings, config),
         "length": count_text(plan.total, "step"),
         "run folder": str(folder),
         "versions": f"dtf {__version__}, torch {torch.__version__}",
     }
+
+
+def _sparse(settings: Settings, config: dict[str, Any]) -> dict[str, str]:
+    """Sparse tables, which lie beside the model and grow as rows are met; over all ranks, one copy of them."""
+    item = 8 if settings.precision.param is Format.fp64 else 4
+    texts = []
+    for name, spec in settings.recipe.tables().items():
+        numbers = spec.width + sum(count for count, _ in settings.sparse.states(spec.width).values())
+        rows = min(spec.capacity, spec.size or spec.capacity)
+        texts.append(f"{name}: up to {rows:,} rows of {spec.width} numbers, {bytes_text(rows * numbers * item)} with the state of {config['sparse']['name']}")
+    return {"sparse tables": "; ".join(texts)} if texts else {}

@@ -144,8 +144,11 @@ def _train(
         "recipe.model.weights": weights_digest,
         "recipe.model.freeze": recipe.fine_tuning.freeze,
         "averaged weights (step.ema)": bool(settings.step.ema),
+        "sparse": config["sparse"]["name"] if recipe.tables() else "",
     }
-    course = {group: config[group] for group in ("precision", "optimizer", "lr", "step")} | {"train": {"steps": plan.total}}  # may change on the way
+    course = {group: config[group] for group in ("precision", "optimizer", "lr", "step", *(("sparse",) if recipe.tables() else ()))} | {
+        "train": {"steps": plan.total}
+    }  # may change on the way
     course["step"] = course["step"] | {"micro_batch_rows": program.micro_batch_rows}  # 0 is another number under another strategy
     see = send if world.rank == 0 else _nobody
     checkpointer = Checkpointer(

@@ -199,7 +199,8 @@ def test_state_is_by_name_and_restarts_the_run(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "slots"), [("sgd", ["momentum"]), ("adam", ["mean", "square", "step"]), ("adamw", ["mean", "square", "step"]), ("adagrad", ["sum", "step"]), ("lars", ["momentum"])]
+    ("name", "slots"),
+    [("sgd", ["momentum"]), ("adam", ["mean", "square", "step"]), ("adamw", ["mean", "square", "step"]), ("adagrad", ["sum", "step"]), ("lars", ["momentum"])],
 )
 def test_state_names_are_the_checkpoint_format(name: str, slots: list[str]) -> None:
     assert list(make(name).init(torch.zeros(2, 2))) == slots
