@@ -19,10 +19,14 @@ from dtf.errors import ConfigError, DataError, DtfError
 from dtf.inference import names_of, weights_of
 from dtf.launcher import Place
 from dtf.passes import cast_floating
+from dtf.placement import tables_of
 from dtf.precision import set_switches
 from dtf.run import replace_text
 from dtf.settings import Settings
+from dtf.strategy import Task
+from dtf.table import Placement
 from dtf.values import Event
+from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.jobs.export import ExportJob
@@ -50,6 +54,12 @@ def export(settings: Settings, folder: Path, place: Place, send: Callable[[Event
     weights = weights_of(settings, job.model)
     model = draw_model(recipe, settings.seed, weights)
     cast_model(model, settings.precision, device)
+    task = Task(recipe, settings.optimizer, settings.precision, settings.step, settings.seed, None, weights, settings.sparse)
+    tables = tables_of(task, World(place), Placement.replicated)
+    if tables is not None:
+        from dtf.served import Served
+
+        model = Served.of(model, tables)
     model.eval()
     dtype = next(t.dtype for t in model.parameters() if t.dtype.is_floating_point)
     inputs = cast_floating(recipe.receive(rows.fetch(np.arange(ROWS) % len(rows), 0)[0]), dtype)
@@ -73,7 +83,7 @@ def export(settings: Settings, folder: Path, place: Place, send: Callable[[Event
         beat("start", 0)
         name = f"model.{form.value}"
         work = _pt2 if form.value == "pt2" else _safetensors
-        again = work(folder / f".{name}.new", model, inputs, text, lambda: _bare(settings))
+        again = work(folder / f".{name}.new", model, inputs, text, lambda: _bare(settings, model))
         found[name] = max(_difference(expected, again(inputs)), _difference(_first(expected), again(_first(inputs))))
         if not found[name] <= BOUND:
             raise DtfError(f"{name} says something else than the model, by {found[name]:.1e} relative to the largest output; please report this")
@@ -111,9 +121,10 @@ def _safetensors(path: Path, model: nn.Module, inputs: Any, metadata: str, bare:
     return _quiet(again.eval())
 
 
-def _bare(settings: Settings) -> nn.Module:
-    """A model with other numbers, but for what no file holds."""
-    return draw_model(settings.recipe, settings.seed + 1)
+def _bare(settings: Settings, model: nn.Module) -> nn.Module:
+    """A model like `model` with other numbers, but for what no file holds."""
+    other = draw_model(settings.recipe, settings.seed + 1)
+    return model.bare(other) if hasattr(model, "bare") else other  # type: ignore[operator]
 
 
 def _quiet(model: Call) -> Call:

@@ -86,6 +86,11 @@ class Tables:
                 }
                 store.put(some[mine], read.pop("rows"), read)
 
+    def learnt(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Ids (n,), ascending, and rows (n, width) that this rank holds, as evaluation sees them; copies, by name. Not collective."""
+        found = {name: table.store.export().ids for name, table in self._tables.items()}
+        return {name: (torch.from_numpy(ids), torch.from_numpy(self._tables[name].store.lookup(ids, False))) for name, ids in found.items()}
+
     def byte_count(self) -> int:
         """Memory of all rows and their optimizer state on this rank."""
         return sum(table.store.byte_count() for table in self._tables.values())
