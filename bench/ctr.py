@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from ctr_rivals import DIM, LR, RIVALS, SCALE, Case, Run, draw, hand, timed, tower
+from ctr_rivals import DIM, FIELDS, LR, NUMBERS, RIVALS, SCALE, Case, Run, draw, hand, timed
 from ctr_rivals import Log as Rows
 from torch import Tensor, nn
 
@@ -43,6 +44,7 @@ from dtf.optimizers.adagrad import Adagrad
 from dtf.options import StepOptions
 from dtf.precision import Cast, Format, Precision
 from dtf.recipe import Dataset, Recipe
+from dtf.recipes.ctr.model import DNN, Inputs, Tower
 from dtf.row_optimizers.adagrad import RowAdagrad
 from dtf.sampler import Epochs, Sequential
 from dtf.strategies.ddp import Ddp
@@ -76,15 +78,6 @@ class Clicks(Dataset):
         return {"ids": self.ids[rows], "dense": self.dense[rows]}, self.clicks[rows]
 
 
-class Perceptron(nn.Module):
-    def __init__(self, hidden: Sequence[int]) -> None:
-        super().__init__()
-        self.mlp = tower(hidden)
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self.mlp(torch.cat([inputs["dense"], inputs["ids"].flatten(1)], 1))[:, 0]
-
-
 class Deep(Recipe):
     """A multilayer perceptron over numbers and rows of a sparse table."""
 
@@ -106,7 +99,7 @@ class Deep(Recipe):
         return {"ids": Table(DIM, self.size, self.size, SCALE)}
 
     def build_model(self) -> nn.Module:
-        return Perceptron(self.hidden)
+        return DNN(Inputs(FIELDS, NUMBERS, 0), DIM, Tower(self.hidden, batch_norm=False, dropout=0.0))
 
     def open_data(self, split: str, seed: int) -> Dataset:
         return self.data
@@ -280,6 +273,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--warm", type=int, default=100, help="steps before the first turn")
     given = parser.parse_args()
+    if given.rivals and not shutil.which(given.rivals):
+        parser.error(f"--rivals={given.rivals} is no program; give the interpreter of an environment that has the others")
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
     torch.set_num_threads(given.threads)
     log = draw(given.ids, given.batch, given.warm + given.rounds * given.steps)
