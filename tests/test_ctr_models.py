@@ -47,16 +47,15 @@ def looked_up(model: nn.Module, ids: Tensor) -> np.ndarray:
 
 
 def linear(model: nn.Module, name: str, x: np.ndarray) -> np.ndarray:
-    layer = model.get_submodule(name)
-    weight, bias = layer.weight.detach().numpy(), layer.bias  # type: ignore[union-attr]
-    return weight.reshape(weight.shape[0], -1) @ x + (0 if bias is None else bias.detach().numpy())
+    tensors = {key: tensor.detach().numpy() for key, tensor in model.get_submodule(name).named_parameters()}
+    return tensors["weight"].reshape(len(tensors["weight"]), -1) @ x + tensors.get("bias", 0)
 
 
 def perceptron(model: nn.Module, name: str, x: np.ndarray) -> np.ndarray:
     for i in range(len(model.get_submodule(name))):  # type: ignore[arg-type]
         x = linear(model, f"{name}.{i}.linear", x)
         norm = model.get_submodule(f"{name}.{i}.norm")
-        mean, var, weight, bias = (getattr(norm, key).detach().numpy() for key in ("running_mean", "running_var", "weight", "bias"))
+        mean, var, weight, bias = (norm.state_dict()[key].numpy() for key in ("running_mean", "running_var", "weight", "bias"))
         x = np.maximum((x - mean) / np.sqrt(var + 1e-5) * weight + bias, 0)
     return x
 
