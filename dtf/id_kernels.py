@@ -148,6 +148,22 @@ def insert(slots, ids, first):
 
 
 @njit(cache=True, nogil=True)
+def squares(values):
+    """Sum of the squares of (n,) in float64, in an order that is the same on every machine."""
+    lanes = np.zeros(8)
+    whole = len(values) // 8 * 8
+    for i in range(0, whole, 8):
+        for j in range(8):
+            lanes[j] += np.float64(values[i + j]) * np.float64(values[i + j])
+    total = 0.0
+    for j in range(8):
+        total += lanes[j]
+    for i in range(whole, len(values)):
+        total += np.float64(values[i]) * np.float64(values[i])
+    return total
+
+
+@njit(cache=True, nogil=True)
 def rehash(old, new):
     """Move all ids into larger slots."""
     mask = np.uint64(len(new) - 1)

@@ -131,7 +131,10 @@ class Pipelined(Program):
         return {"stages": self._table}
 
     def prepare(self, batch: Batch | None) -> Batch | None:
-        return received(self._seat.feed(None if batch is None else to_device(batch, self._world.device, self._task)), self._task)
+        batch = received(self._seat.feed(None if batch is None else to_device(batch, self._world.device, self._task)), self._task)
+        if self._tables is not None:
+            self._tables.ahead(batch)
+        return batch
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None

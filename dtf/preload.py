@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 
@@ -17,4 +18,5 @@ from dtf.settings import load_parts
 
 load_parts([])
 for found in pkgutil.walk_packages(dtf.recipes.__path__, "dtf.recipes."):
-    importlib.import_module(found.name)
+    with contextlib.suppress(ModuleNotFoundError):  # of an extra that is not installed; a recipe that needs it says so
+        importlib.import_module(found.name)

@@ -272,6 +272,11 @@ def _reserve(count: int, stride: int, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(memory, dtype).reshape(count, stride)
 
 
+def squares(values: np.ndarray) -> float:
+    """Sum of the squares of all elements in float64, the same bits on every machine."""
+    return float(_kernels().squares(np.ascontiguousarray(values).reshape(-1)))
+
+
 def _kernels() -> ModuleType:
     try:
         from dtf import id_kernels

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from dtf.seeding import mix
 from dtf.slices import bounds
-from dtf.sparse import DECAYED, SparseTable, gather, segment_sum, unique
+from dtf.sparse import DECAYED, SparseTable, gather, segment_sum, squares, unique
 from dtf.strategy import Source
 from dtf.values import Batch, Box
 from dtf.world import World
@@ -36,7 +37,14 @@ class Tables:
     def __init__(self, tables: Mapping[str, Spread], world: World, share: float) -> None:
         self._tables, self._world, self._share = tables, world, share
         self._asked: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # ids that are there, and which of them each position had, -1 for none
+        self._begun: dict[str, tuple[Tensor, Future[tuple[np.ndarray, np.ndarray]]]] = {}
+        self._pool = ThreadPoolExecutor(1, "tables")
         self.norm = torch.zeros((), dtype=torch.float64)
+
+    def ahead(self, batch: Batch) -> None:
+        """Begin to find the distinct ids of a batch that will be looked up next. Not collective."""
+        ids = {name: batch.inputs[name] for name in self._tables if not batch.inputs[name].is_meta}
+        self._begun = {name: (tensor, self._pool.submit(_distinct, tensor)) for name, tensor in ids.items()}
 
     def look(self, batch: Batch, train: bool) -> Batch:
         """The batch with rows (B, F, width), which want gradients in training, in place of ids (B, F). Evaluation makes no new rows."""
@@ -47,18 +55,19 @@ class Tables:
 
     def give(self, gradients: Mapping[str, Tensor]) -> None:
         """Take the gradients (B, F, width) of what `look` gave for training; only names of inputs that this rank has."""
-        squares = torch.zeros(1, dtype=torch.float64)
+        total = torch.zeros(1, dtype=torch.float64)
         for name, table in self._tables.items():
             ids, inverse = self._asked.pop(name)
-            summed = np.zeros((len(ids), table.width), table.store.dtype)
-            if name in gradients and len(ids):
+            if name in gradients:
                 flat = gradients[name].detach().cpu().numpy().reshape(-1, table.width).astype(table.store.dtype, copy=False)
                 summed = segment_sum(flat, inverse, len(ids))
                 summed[ids < 0] = 0
-            squares += table.merge(summed)
+            else:
+                summed = np.zeros((len(ids), table.width), table.store.dtype)
+            total += table.merge(summed)
         if self._world.size > 1 and any(table.by_rows or table.by_columns for table in self._tables.values()):
-            self._world.reduce(squares)
-        self.norm = squares.sqrt()[0] * self._share
+            self._world.reduce(total)
+        self.norm = total.sqrt()[0] * self._share
 
     def step(self, factor: float, lr: float, step: int) -> None:
         """One step of the rows that were looked up; their gradients times `factor`."""
@@ -99,7 +108,8 @@ class Tables:
         if ids.is_meta:  # of a rank that computes none of the first layers
             found, inverse = np.empty(0, np.int64), np.empty(0, np.int32)
         else:
-            found, inverse = unique(ids.cpu().numpy().reshape(-1))
+            tensor, begun = self._begun.pop(name, (None, None))
+            found, inverse = begun.result() if begun is not None and tensor is ids else _distinct(ids)
         rows = table.look(found, train)
         if train:
             self._asked[name] = found, inverse
@@ -158,7 +168,7 @@ class Everywhere(Spread):
             ids, gradients = self._together(ids if self._givers[self._world.rank] else ids[:0], gradients)
             self.store.lookup(ids, True)  # other ranks have met rows that this one has not
         self._merged = ids, gradients
-        return float(np.square(gradients, dtype=np.float64).sum())
+        return squares(gradients)
 
     def own(self, ids: np.ndarray) -> np.ndarray:
         return np.ones(len(ids), bool)
@@ -217,7 +227,7 @@ class Dealt(Spread):
         received = _exchange(gradients[order] if gives[self._world.rank] else gradients[:0], send * gives[self._world.rank], receive * gives)
         summed = segment_sum(received, at[np.repeat(gives, receive)], len(distinct))
         self._merged = distinct, summed
-        return float(np.square(summed, dtype=np.float64).sum())
+        return squares(summed)
 
     def own(self, ids: np.ndarray) -> np.ndarray:
         return self._owner(ids) == self._world.rank
@@ -268,7 +278,7 @@ class Sliced(Spread):
         received = _exchange(parts, len(mine) * widths, asked_by * gives * self.store.width).reshape(-1, self.store.width)
         summed = segment_sum(received, at[np.repeat(gives, asked_by)], len(distinct))
         self._merged = distinct, summed
-        return float(np.square(summed, dtype=np.float64).sum())
+        return squares(summed)
 
     def own(self, ids: np.ndarray) -> np.ndarray:
         return np.ones(len(ids), bool)
@@ -282,6 +292,10 @@ def _exchange(parts: np.ndarray, send: np.ndarray, receive: np.ndarray) -> np.nd
     out = np.empty((int(receive.sum()), *parts.shape[1:]), parts.dtype)
     dist.all_to_all_single(torch.from_numpy(out), torch.from_numpy(np.ascontiguousarray(parts)), receive.tolist(), send.tolist())
     return out
+
+
+def _distinct(ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    return unique(ids.cpu().numpy().reshape(-1))
 
 
 def _boxes(name: str, table: Spread, world: World) -> list[Box]:

@@ -30,10 +30,14 @@ def composer() -> Composer:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("+optimizer.lrr=1", "optimizer.lrr=1 is no known key; choices: decay_norm_and_bias, lr_factors, momentum, nesterov, weight_decay, weight_decays" + HERE),
+        (
+            "+optimizer.lrr=1",
+            "optimizer.lrr=1 is no known key; choices: decay_norm_and_bias, lr_factors, momentum, nesterov, weight_decay, weight_decays" + HERE,
+        ),
         (
             "optimizer.momentun=1",
-            "optimizer.momentun=1 is no known key; did you mean momentum? choices: decay_norm_and_bias, lr_factors, momentum, nesterov, weight_decay, weight_decays" + HERE,
+            "optimizer.momentun=1 is no known key; did you mean momentum? choices: decay_norm_and_bias, lr_factors, momentum, nesterov, weight_decay, "
+            "weight_decays" + HERE,
         ),
         ("strategy=ddpp", "strategy=ddpp is no option; did you mean ddp? choices: "),
         ("observer=[consol]", "observer=consol is no option; did you mean console? choices: "),

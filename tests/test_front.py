@@ -205,7 +205,7 @@ def test_completion(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("defaults: [schema/resnet_shapes@_here_]\n")
     assert {"strategy=ddp", "strategy=dp"} <= set(complete("dtf strategy=", capsys, monkeypatch))
-    assert complete("dtf seed=1 optimizer=ada", capsys, monkeypatch) == ["optimizer=adagrad", "optimizer=adamw"]
+    assert complete("dtf seed=1 optimizer=ada", capsys, monkeypatch) == ["optimizer=adagrad", "optimizer=adam", "optimizer=adamw"]
     assert "optimizer.momentum=" in complete("dtf optimizer.m", capsys, monkeypatch)
     assert not [word for word in complete("dtf s", capsys, monkeypatch) if "schema" in word]
     assert "recipe=mine" in complete(f"dtf --config-dir {tmp_path / 'conf'} recipe=", capsys, monkeypatch)

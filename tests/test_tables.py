@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,22 @@ import pytest
 from dtf.registry import registered
 from tests.harness import difference, meshes, reference, spread, variants
 
+slow = pytest.mark.slow
 ANY: dict[str, Any] = {"name": "tabled", "rows": 100, "scale": 2**54 + 1}  # ids of up to 62 bits
 RANGE: dict[str, Any] = {"name": "tabled", "rows": 100, "size": 150}
 
 
-@pytest.mark.parametrize("recipe", [ANY, RANGE], ids=["any id", "range"])
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", sorted({name for name, _ in variants()}))
+def cases() -> list[Any]:
+    """All strategies, numbers of processes and kinds of ids; those on three processes, and ranges of ids under ddp, run by default."""
+    strategies = sorted({name for name, _ in variants()})
+    found = []
+    for strategy, processes, kind in product(strategies, (1, 2, 3, 4), ("any", "range")):
+        usual = processes == 3 and (kind == "any" or strategy == "ddp")
+        found.append(pytest.param(strategy, processes, ANY if kind == "any" else RANGE, id=f"{strategy}-{processes}-{kind}", marks=() if usual else slow))
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "processes", "recipe"), cases())
 def test_every_strategy_follows_the_reference_in_fp64(strategy: str, processes: int, recipe: dict[str, Any]) -> None:
     assert difference(reference(recipe=recipe), spread(strategy, processes, recipe=recipe)) <= 1e-10
 
@@ -29,14 +39,14 @@ def test_every_way_to_combine_strategies(strategy: str, options: dict) -> None:
     assert difference(reference(recipe=ANY), spread(strategy, processes, options=options, recipe=ANY)) <= 1e-10
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=slow)])
 @pytest.mark.parametrize("rule", sorted(name for name, cls in registered("sparse").items()) or ["adagrad"])
 def test_with_every_row_optimizer(strategy: str, rule: str) -> None:
     assert difference(reference(recipe=ANY, sparse=rule), spread(strategy, 3, recipe=ANY, sparse=rule)) <= 1e-10
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params"])
-@pytest.mark.parametrize("strategy", ["ddp", "tensor"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("tensor", marks=slow)])
 def test_other_precisions_stay_close(strategy: str, precision: str) -> None:
     bound = 1e-4 if precision == "fp32" else 0.3 if precision == "bf16_params" else 0.1
     a, b = reference(recipe=ANY, precision=precision), spread(strategy, 2, recipe=ANY, precision=precision)
@@ -44,7 +54,7 @@ def test_other_precisions_stay_close(strategy: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("tables", ["replicated", "rows", "columns", "tables"])
-@pytest.mark.parametrize("strategy", ["ddp", "tensor", "pipeline"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=slow), "tensor", pytest.param("pipeline", marks=slow)])
 def test_wherever_the_rows_lie(strategy: str, tables: str) -> None:
     """Width 2 of the second table: two ranks have a column each."""
     assert difference(reference(recipe=ANY), spread(strategy, 2, options={"tables": tables}, recipe=ANY)) <= 1e-10
@@ -67,7 +77,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("rule", ["sgd", "lazy_adam"])
+@pytest.mark.parametrize("rule", ["sgd", pytest.param("lazy_adam", marks=slow)])
 @pytest.mark.parametrize(("first", "second"), [*zip(WAYS, [*list(WAYS)[1:], "dp"], strict=True), ("rows", "rows")])
 def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(first: str, second: str, rule: str, tmp_path: Path) -> None:
     """Eight steps, the last five of them elsewhere, with weight decay that acts on rows nobody touches."""

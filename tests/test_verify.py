@@ -78,7 +78,7 @@ def test_a_planted_fault_is_found_and_named(verify: Any, fault: str, named: str)
         ("tensor degree=2 degree=1", "job.strategies has 'tensor degree=2 degree=1', which gives degree twice"),
         ("tensor degre=2", "job.strategies has 'tensor degre=2', but degre is no option of tensor; did you mean degree?"),
         ("fsdp replicate=x", "job.strategies has 'fsdp replicate=x': strategy.replicate=x is not of type int"),
-        ("tensor launcher.processes=3", "launcher.processes is no option of tensor; choices: degree; numbers of processes are in job.processes"),
+        ("tensor launcher.processes=3", "launcher.processes is no option of tensor; choices: degree, tables; numbers of processes are in job.processes"),
         (
             "tensor degree=3",
             "nothing to compare: none of job.strategies=['tensor degree=3'] runs on job.processes=[2, 4]: strategy.degree=3 does not divide job.",
