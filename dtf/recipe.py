@@ -74,6 +74,10 @@ class Dataset(ABC):
         """Bounds (R + 1,) int64 of runs of rows that are read one after the other, as a log's blocks are. Default: None, in any order."""
         return None
 
+    def ceiling(self) -> dict[str, float]:
+        """The best values of metrics that any model can be expected to reach on these rows. Default: unknown."""
+        return {}
+
     def fingerprint(self) -> str:
         """Text that differs when the data differs; saved in checkpoints. Default: the number of rows."""
         return str(len(self))

@@ -34,7 +34,7 @@ from dtf.overview import overview
 from dtf.passes import stand_ins
 from dtf.patterns import check_used
 from dtf.precision import set_switches
-from dtf.recipe import Recipe
+from dtf.recipe import Dataset, Recipe
 from dtf.record import Record
 from dtf.run import flat
 from dtf.sampler import Epochs, Sequential
@@ -177,6 +177,7 @@ def _train(
             plan.total,
             epochs.batches,
             overview(settings, config, folder, model, program, world, plan, planned, len(train_data), len(eval_data))
+            | _ceiling(eval_data, world)
             | ({"weights": f"{weights.about}, {weights_digest[:19]}: {found.text()}"} if weights and found else {}),
             place.attempt,
             recent,
@@ -237,6 +238,12 @@ def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | 
     if other is not None:
         raise DataError(f"{key}={place} is another file on rank {other} than on rank 0; copy one to all hosts")
     return weights, digest, found
+
+
+def _ceiling(rows: Dataset, world: World) -> dict[str, str]:
+    """For the start-up table, which rank 0 shows."""
+    best = rows.ceiling() if world.rank == 0 else {}
+    return {"best possible": " ".join(f"{name}={value:.4f}" for name, value in best.items())} if best else {}
 
 
 def _versions(kind: str) -> dict[str, str]:
