@@ -131,10 +131,7 @@ class Pipelined(Program):
         return {"stages": self._table}
 
     def prepare(self, batch: Batch | None) -> Batch | None:
-        batch = received(self._seat.feed(None if batch is None else to_device(batch, self._world.device, self._task)), self._task)
-        if self._tables is not None:
-            self._tables.ahead(batch)
-        return batch
+        return received(self._seat.feed(None if batch is None else to_device(batch, self._world.device, self._task)), self._task)
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None

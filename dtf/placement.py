@@ -56,9 +56,11 @@ def tables_of(task: Task, world: World, placement: Placement, gives: bool = True
             case Placement.tables:
                 spread[name] = OnOne(store, world, givers, next(rank for rank, own in enumerate(owners) if name in own))
     tables = Tables(spread, world, share)
-    source = task.weights.source() if task.weights is not None else None
-    if source is not None:
-        tables.load(source)
+    if task.weights is not None:
+        source = task.weights.source()
+        if source is None:
+            raise ConfigError(f"{task.weights.place} holds no sparse tables, and {type(task.recipe).__name__} has some; give a run or a checkpoint of dtf")
+        tables.load(source, resume=False)
     return tables
 
 

@@ -139,8 +139,9 @@ class Replicas(Program):
         return self._updates[0].skipped()
 
     def _received(self, batch: Batch, first: int, last: int, i: int) -> Batch:
-        """Rows [first, last) as the model of replica i gets them."""
-        return received(to_device(rows_of(batch, first, last), self._devices[i], self._task), self._task)
+        """Rows [first, last) as the model of replica i gets them, after `_looked_up`."""
+        part = to_device(rows_of(batch, first, last), self._devices[i], self._task)
+        return received(part, self._task) if self._tables is None else part
 
     def _share_parameters(self) -> None:
         """Give the first replica's parameters to those that do not update their own."""
@@ -156,7 +157,8 @@ class Replicas(Program):
         return replica.accumulate(ticket, part, bounds, own, shard, factor.to(self._devices[i]))
 
     def _looked_up(self, batch: Batch, train: bool) -> Batch:
-        return batch if self._tables is None else self._tables.look(batch, train)
+        """The batch with rows in place of ids, and then as the model gets it, where there are sparse tables."""
+        return batch if self._tables is None else self._tables.look(received(batch, self._task), train)
 
     def _give(self, computed: list[int]) -> None:
         """Gradients of rows of sparse tables, from the replicas that computed some of the batch."""

@@ -18,8 +18,9 @@ class Served(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module, tables: Tables) -> Served:
-        """With copies of all rows."""
-        return cls(model, tables.learnt())
+        """With copies of all rows, in the format that the model computes in."""
+        like = next(parameter for parameter in model.parameters())
+        return cls(model, {name: (ids, rows.to(like.dtype)) for name, (ids, rows) in tables.learnt().items()})
 
     def bare(self, model: nn.Module) -> Served:
         """The same around another model, with tables of the same sizes that know nothing."""
@@ -38,9 +39,11 @@ class _Known(nn.Module):
     def __init__(self, ids: Tensor, rows: Tensor) -> None:
         super().__init__()
         self.register_buffer("ids", ids)
-        self.register_buffer("rows", torch.cat([rows, rows.new_zeros(1, rows.shape[1])]))  # of all others
+        self.register_buffer("rows", torch.cat([rows, rows.new_zeros(1, rows.shape[1])]))  # the last one of all other ids
 
     def forward(self, ids: Tensor) -> Tensor:
         last = len(self.rows) - 1
-        at = torch.searchsorted(self.ids, ids).clamp(max=max(last - 1, 0))
+        if not last:
+            return self.rows[torch.zeros_like(ids)]
+        at = torch.searchsorted(self.ids, ids).clamp(max=last - 1)
         return self.rows[torch.where(self.ids[at] == ids, at, last)]

@@ -122,11 +122,14 @@ class SparseTable:
             states[DECAYED] = self._since[positions]
         return Rows(ids, self._records[positions, : self.width], states)
 
-    def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray]) -> None:
+    def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray] | None) -> None:
         """Set rows and states of distinct ids (n,), as `export` gave them; any part of them, in any order. Errors as of `lookup`.
 
-        DataError where the states are those of another rule.
+        `states=None`: those of rows that no step has touched. DataError where the states are those of another rule.
         """
+        if states is None:
+            firsts = {name: (columns.stop - columns.start, self._firsts[name]) for name, columns in self._columns.items()}
+            states = {name: np.full((len(ids), count), first) for name, (count, first) in firsts.items()}
         if states.keys() - {DECAYED} != self._columns.keys():
             raise DataError(
                 f"table {self.name}: states {_listed(states)} are not those of its row optimizer, {_listed(self._columns)}; choose the same sparse="
@@ -159,7 +162,7 @@ class SparseTable:
             return positions
         first, last = self._count, self._count + absent
         if last > self._capacity:
-            raise ConfigError(f"table {self.name} is full: capacity={self._capacity} rows, {last} are wanted; set a larger capacity, or hash ids into fewer")
+            raise full(self.name, self._capacity, last)
         new = np.flatnonzero((positions < 0) & (ids >= 0))
         fresh = ids[new]
         self._index.insert(fresh, first)
@@ -188,6 +191,11 @@ class SparseTable:
         if self._since is None:
             self._since = _reserve(self._capacity, 1, np.dtype(np.float64)).reshape(-1)
             self._since[: self._count] = self.decayed
+
+
+def full(name: str, capacity: int, rows: int) -> ConfigError:
+    """The refusal of more rows than a table may hold."""
+    return ConfigError(f"table {name} is full: capacity={capacity} rows, {rows} are wanted; set a larger capacity, or hash ids into fewer")
 
 
 class _Direct:

@@ -199,12 +199,7 @@ class Spmd(Program):
             batch = to_device(batch, self._world.device, self._task)
         if self._seat:
             batch = self._seat.feed(batch)
-        if batch is None:
-            return None
-        batch = received(batch, self._task)
-        if self._tables is not None:
-            self._tables.ahead(batch)
-        return batch
+        return None if batch is None else received(batch, self._task)
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None

@@ -38,6 +38,11 @@ class Weights(Protocol):
         """The checkpoint they come from, which may hold sparse tables too; None for files of other programs."""
         ...
 
+    @property
+    def place(self) -> str:
+        """Where they are, as it was given."""
+        ...
+
 
 @dataclass(frozen=True)
 class Task:

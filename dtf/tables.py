@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -16,13 +15,13 @@ from torch import Tensor
 
 from dtf.seeding import mix
 from dtf.slices import bounds
-from dtf.sparse import DECAYED, SparseTable, gather, segment_sum, squares, unique
+from dtf.sparse import DECAYED, SparseTable, full, gather, segment_sum, squares, unique
 from dtf.strategy import Source
 from dtf.values import Batch, Box
 from dtf.world import World
 
-DECAY = "decay"
-"""In a checkpoint, `SparseTable.decayed`."""
+COUNT, DECAY = "count", "decay"
+"""In a checkpoint: rows over all ranks; `SparseTable.decayed`."""
 
 PIECE = 1 << 18
 """Rows of a table that are read from a checkpoint at once."""
@@ -37,25 +36,18 @@ class Tables:
     def __init__(self, tables: Mapping[str, Spread], world: World, share: float) -> None:
         self._tables, self._world, self._share = tables, world, share
         self._asked: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # ids that are there, and which of them each position had, -1 for none
-        self._begun: dict[str, tuple[Tensor, Future[tuple[np.ndarray, np.ndarray]]]] = {}
-        self._pool = ThreadPoolExecutor(1, "tables")
         self.norm = torch.zeros((), dtype=torch.float64)
 
-    def ahead(self, batch: Batch) -> None:
-        """Begin to find the distinct ids of a batch that will be looked up next. Not collective."""
-        ids = {name: batch.inputs[name] for name in self._tables if not batch.inputs[name].is_meta}
-        self._begun = {name: (tensor, self._pool.submit(_distinct, tensor)) for name, tensor in ids.items()}
-
     def look(self, batch: Batch, train: bool) -> Batch:
-        """The batch with rows (B, F, width), which want gradients in training, in place of ids (B, F). Evaluation makes no new rows."""
+        """The batch with rows (B, F, width) in place of ids (B, F). Evaluation makes no new rows."""
         inputs = dict(batch.inputs)
         for name, table in self._tables.items():
-            inputs[name] = self._rows(name, table, batch.inputs[name], train).requires_grad_(train)
+            inputs[name] = self._rows(name, table, batch.inputs[name], train)
         return batch._replace(inputs=inputs)
 
     def give(self, gradients: Mapping[str, Tensor]) -> None:
         """Take the gradients (B, F, width) of what `look` gave for training; only names of inputs that this rank has."""
-        total = torch.zeros(1, dtype=torch.float64)
+        total = torch.zeros(1 + len(self._tables), dtype=torch.float64)  # squares of the gradient, rows of each table
         for name, table in self._tables.items():
             ids, inverse = self._asked.pop(name)
             if name in gradients:
@@ -64,10 +56,14 @@ class Tables:
                 summed[ids < 0] = 0
             else:
                 summed = np.zeros((len(ids), table.width), table.store.dtype)
-            total += table.merge(summed)
-        if self._world.size > 1 and any(table.by_rows or table.by_columns for table in self._tables.values()):
+            total[0] += table.merge(summed)
+        total[1:] = torch.tensor([len(table.store) for table in self._tables.values()])
+        if any(table.by_rows or table.by_columns for table in self._tables.values()):
             self._world.reduce(total)
-        self.norm = total.sqrt()[0] * self._share
+        for (name, table), rows in zip(self._tables.items(), total[1:].tolist(), strict=True):
+            if table.by_rows and rows > table.store.spec.capacity:
+                raise full(name, table.store.spec.capacity, int(rows))
+        self.norm = total[0].sqrt() * self._share
 
     def step(self, factor: float, lr: float, step: int) -> None:
         """One step of the rows that were looked up; their gradients times `factor`."""
@@ -78,22 +74,28 @@ class Tables:
         """This rank's part of the tables for a checkpoint."""
         return [box for name, table in self._tables.items() for box in _boxes(name, table, self._world)]
 
-    def load(self, source: Source) -> None:
+    def load(self, source: Source, resume: bool = True) -> None:
+        """Take this rank's part from a checkpoint; without `resume` the rows alone, as evaluation sees them, for another run. DataError where it has none."""
         for name, table in self._tables.items():
             prefix, store = f"table/{name}/", table.store
-            ids = source.read(f"{prefix}ids").numpy()
-            states = dict(table.wide)
-            if f"{prefix}{DECAYED}" in source.names():
-                store.decayed, states[DECAYED] = float(source.read(f"{prefix}{DECAY}")), False
-            at, end = store.columns
-            for first in range(0, len(ids), PIECE):
-                some = ids[first : first + PIECE]
-                mine = table.own(some)
+            count, names = int(source.read(f"{prefix}{COUNT}")), source.names()
+            decay = float(source.read(f"{prefix}{DECAY}")) if f"{prefix}{DECAYED}" in names else None
+            parts = {"rows": True, **(table.wide if resume else {}), **({DECAYED: False} if decay is not None else {})}
+            if resume and decay is not None:
+                store.decayed = decay
+            first, last = store.columns
+            for at in range(0, count, PIECE):
+                size = min(PIECE, count - at)
+                ids = source.read(f"{prefix}ids", (at,), (size,)).numpy()
+                mine = table.own(ids)
                 read = {
-                    key: source.read(prefix + key, *(((first, at), (len(some), end - at)) if wide else ((first,), (len(some),)))).numpy()[mine]
-                    for key, wide in {"rows": True, **states}.items()
+                    key: source.read(prefix + key, *(((at, first), (size, last - first)) if wide else ((at,), (size,)))).numpy()[mine]
+                    for key, wide in parts.items()
                 }
-                store.put(some[mine], read.pop("rows"), read)
+                rows = read.pop("rows")
+                if not resume and decay is not None:
+                    rows = rows * np.exp(decay - read.pop(DECAYED))[:, None]
+                store.put(ids[mine], rows, read if resume else None)
 
     def learnt(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Ids (n,), ascending, and rows (n, width) that this rank holds, as evaluation sees them; copies, by name. Not collective."""
@@ -108,8 +110,7 @@ class Tables:
         if ids.is_meta:  # of a rank that computes none of the first layers
             found, inverse = np.empty(0, np.int64), np.empty(0, np.int32)
         else:
-            tensor, begun = self._begun.pop(name, (None, None))
-            found, inverse = begun.result() if begun is not None and tensor is ids else _distinct(ids)
+            found, inverse = unique(ids.cpu().numpy().reshape(-1))
         rows = table.look(found, train)
         if train:
             self._asked[name] = found, inverse
@@ -165,7 +166,8 @@ class Everywhere(Spread):
     def merge(self, gradients: np.ndarray) -> float:
         ids = self._ids
         if self._world.size > 1:
-            ids, gradients = self._together(ids if self._givers[self._world.rank] else ids[:0], gradients)
+            real = (ids >= 0) & self._givers[self._world.rank]
+            ids, gradients = self._together(ids[real], gradients[real])
             self.store.lookup(ids, True)  # other ranks have met rows that this one has not
         self._merged = ids, gradients
         return squares(gradients)
@@ -294,10 +296,6 @@ def _exchange(parts: np.ndarray, send: np.ndarray, receive: np.ndarray) -> np.nd
     return out
 
 
-def _distinct(ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    return unique(ids.cpu().numpy().reshape(-1))
-
-
 def _boxes(name: str, table: Spread, world: World) -> list[Box]:
     """Ids, rows and their state, as this rank holds them: after those of the ranks before it, where ranks hold different rows."""
     counts = torch.zeros(world.size, dtype=torch.int64)
@@ -309,7 +307,9 @@ def _boxes(name: str, table: Spread, world: World) -> list[Box]:
     before, total = (int(counts[: world.rank].sum()), int(counts.sum())) if table.by_rows else (0, len(table.store))
     ids, rows, states = table.store.export()
     first = world.rank == 0
-    boxes = [Box(f"table/{name}/{DECAY}", torch.tensor(table.store.decayed, dtype=torch.float64), (), ())] if first and DECAYED in states else []
+    boxes = [Box(f"table/{name}/{COUNT}", torch.tensor(total), (), ())] if first else []
+    if first and DECAYED in states:
+        boxes.append(Box(f"table/{name}/{DECAY}", torch.tensor(table.store.decayed, dtype=torch.float64), (), ()))
     for key, array in {"ids": ids, "rows": rows, **states}.items():
         if key == "rows" or table.wide.get(key):
             part = torch.from_numpy(array.reshape(len(ids), table.store.width))

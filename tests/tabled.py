@@ -25,6 +25,8 @@ class Tabled(Recipe):
     rows: int = option(default=96, doc="training rows", unit="rows")
     size: int = option(default=0, doc="ids of the first table; 0: any")
     scale: int = option(default=1, doc="all ids of a table without a size are times this")
+    capacity: int = option(default=1000, doc="rows that the first table may hold")
+    unmet: bool = option(default=False, doc="whether the ids of the second table are missing in all training rows")
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -38,7 +40,7 @@ class Tabled(Recipe):
         pass
 
     def tables(self) -> dict[str, Table]:
-        return {"ids": Table(WIDTH, self.size, 1000, 0.5), "who": Table(2, 40, 40, 0.1)}
+        return {"ids": Table(WIDTH, self.size, self.capacity, 0.5), "who": Table(2, 40, 40, 0.1)}
 
     def build_model(self) -> nn.Module:
         from torch import nn
@@ -61,7 +63,7 @@ class Tabled(Recipe):
         return Layout((("first", "norm"), ("drop",), ("second",), ("last",)), splits)
 
     def open_data(self, split: str, seed: int) -> Dataset:
-        return Clicks(self.rows if split == "train" else 50, split, self.size, self.scale)
+        return Clicks(self.rows if split == "train" else 50, split, self.size, self.scale, self.unmet)
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         from torch.nn.functional import mse_loss
@@ -77,13 +79,13 @@ class Clicks(Dataset):
 
     prefetch = 0
 
-    def __init__(self, rows: int, split: str, size: int, scale: int) -> None:
+    def __init__(self, rows: int, split: str, size: int, scale: int, unmet: bool) -> None:
         import numpy as np
 
         random = np.random.default_rng(len(split))
         self._ids = np.floor((size or 200) * random.random((rows, FIELDS)) ** 3).astype(np.int64) * (1 if size else scale)
         self._ids[random.random((rows, FIELDS)) < 0.1] = -1
-        self._who = random.integers(0, 40, (rows, 1))
+        self._who = np.full((rows, 1), -1) if unmet else random.integers(0, 40, (rows, 1))
         self._dense, self._targets = random.random(rows), random.random(rows)
 
     def __len__(self) -> int:

@@ -39,6 +39,27 @@ def test_every_way_to_combine_strategies(strategy: str, options: dict) -> None:
     assert difference(reference(recipe=ANY), spread(strategy, processes, options=options, recipe=ANY)) <= 1e-10
 
 
+@pytest.mark.parametrize(("strategy", "options"), [("ddp", {}), ("tensor", {"degree": 2, "tables": "replicated"})], ids=str)
+def test_tables_so_small_that_all_rows_are_summed_as_one_tensor(strategy: str, options: dict) -> None:
+    """Twelve rows on four ranks; the last of them and missing ids are met, and three ranks of a tensor's four tell no gradient."""
+    recipe = RANGE | {"size": 12}
+    assert difference(reference(recipe=recipe), spread(strategy, 4, options=options, recipe=recipe)) <= 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_full_table_is_refused(strategy: str) -> None:
+    with pytest.raises(AssertionError, match="table ids is full: capacity=100"):
+        spread(strategy, 2, recipe=ANY | {"capacity": 100})
+
+
+def test_a_table_that_met_no_id_yet_is_saved(tmp_path: Path) -> None:
+    recipe = ANY | {"unmet": True}
+    spread("fsdp", 2, folder=str(tmp_path), save_every=3, halt=True, recipe=recipe)
+    whole = reference(recipe=recipe)
+    assert difference(whole, whole | {"tensors": spread("ddp", 2, start=str(tmp_path / "step_000003"), recipe=recipe)["tensors"]}) <= 1e-10
+    )
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=slow)])
 @pytest.mark.parametrize("rule", sorted(name for name, cls in registered("sparse").items()) or ["adagrad"])
 def test_with_every_row_optimizer(strategy: str, rule: str) -> None:
