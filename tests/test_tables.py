@@ -57,7 +57,6 @@ def test_a_table_that_met_no_id_yet_is_saved(tmp_path: Path) -> None:
     spread("fsdp", 2, folder=str(tmp_path), save_every=3, halt=True, recipe=recipe)
     whole = reference(recipe=recipe)
     assert difference(whole, whole | {"tensors": spread("ddp", 2, start=str(tmp_path / "step_000003"), recipe=recipe)["tensors"]}) <= 1e-10
-    )
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=slow)])
