@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import itertools
 import math
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from dtf.recipes.ctr.data import BadRecords, Format, Ids, Integers, LogOptions, 
 from dtf.recipes.ctr.encode import Encoder
 from dtf.recipes.ctr.hashing import key_of
 from dtf.recipes.ctr.log import Parsed
-from dtf.recipes.ctr.vocabulary import count
+from dtf.recipes.ctr.vocabulary import Vocabulary, count
 from dtf.registry import registered
 from dtf.sampler import Epochs, Shuffle, Tail
 from dtf.values import Shard
@@ -204,6 +206,18 @@ def test_batches_of_a_queue_are_cut_from_the_seeded_order_of_blocks(tmp_path: Pa
     assert visited(data, 2, 64, [(0, k) for k in range(16)]) == [rows[k * 64 : (k + 1) * 64] for k in range(16)]
 
 
+def test_data_that_would_come_in_another_order_or_as_other_ids_have_another_fingerprint(tmp_path: Path) -> None:
+    root = written(tmp_path, content(0, ROWS))
+    sizes = (600, 700)  # two blocks each
+    blocks = [options(root, mode=Mode.queue, block_rows=rows).open("train", 0) for rows in (*sizes, sizes[0])]
+    assert blocks[0].fingerprint() == blocks[2].fingerprint() != blocks[1].fingerprint()
+    (root / "pairs").write_text("1 3:1 4:1\n" * 9)
+    pairs: dict[str, Any] = {"train": str(root / "pairs"), "format": Format.libsvm, "pairs": 2, "integers": Integers.log}
+    for mode in Mode:
+        raw, given = (options(root, mode=mode, **pairs | more).open("train", 0) for more in ({"ids": Ids.raw}, {"ids": Ids.given, "table_size": 9}))
+        assert raw.fingerprint() != given.fingerprint()
+
+
 @pytest.mark.parametrize("tail", Tail)
 def test_runs_of_single_rows_are_the_order_of_rows(tail: Tail) -> None:
     plain, runs = (Epochs(Shuffle(tail=tail), 50, 12, 3, None, bounds) for bounds in (None, np.arange(51)))
@@ -309,6 +323,30 @@ def test_the_vocabulary_is_that_of_the_training_split(tmp_path: Path) -> None:
     assert "vocabulary" in made.open("train", 0).fingerprint()
     other = options(tmp_path, ids=Ids.vocabulary, min_count=2).open("train", 0)
     assert other.fingerprint() != made.open("train", 0).fingerprint()
+
+
+def test_checking_a_recipe_reads_no_log_and_needs_no_torch(tmp_path: Path) -> None:
+    written(tmp_path, content(0, 9))
+    code = (
+        "import sys\n"
+        "from dtf.recipes.ctr.data import Ids, LogOptions\n"
+        "from dtf.recipes.ctr.recipe import ClickLog\n"
+        f"data = LogOptions(train={str(tmp_path / 'train')!r}, eval={str(tmp_path / 'train')!r}, cache={str(tmp_path / 'cache')!r}, ids=Ids.vocabulary)\n"
+        "ClickLog(data=data).check()\n"
+        "print(sorted({'torch', 'numpy', 'numba'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_process_takes_a_vocabulary_from_its_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = options(written(tmp_path, content(0, 100)), ids=Ids.vocabulary)
+    assert made.table_rows == 26 + 100 + 24 * 50
+    with monkeypatch.context() as patch:
+        patch.setattr(Vocabulary, "load", lambda folder: pytest.fail("loaded again"))
+        assert made.table_rows == len(made._encoder().vocabulary or ()) == 26 + 100 + 24 * 50
+    written(tmp_path, content(0, 200))
+    assert made.table_rows == 26 + 200 + 24 * 50
 
 
 @pytest.mark.parametrize(

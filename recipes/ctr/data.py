@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 import math
 import os
 from abc import ABC, abstractmethod
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
     from dtf.recipes.ctr.clicks import Generated
     from dtf.recipes.ctr.encode import Encoder
     from dtf.recipes.ctr.log import Log
+    from dtf.recipes.ctr.vocabulary import Vocabulary
 
 MOST_ROWS = 1 << 40
+
+_vocabularies: dict[str, Vocabulary] = {}
+"""The last one that this process took from its cache: tables, model and splits ask for it in turn."""
 
 
 class Format(Enum):
@@ -70,6 +75,11 @@ class DataOptions(ABC):
     @abstractmethod
     def table_rows(self) -> int:
         """Ids are 0 to table_rows - 1; 0: any from 0 to 2**63 - 1. Reads the training split when the ids are those of a vocabulary not yet made."""
+
+    @property
+    def any_ids(self) -> bool:
+        """Whether `table_rows` is 0. Reads nothing."""
+        return False
 
     @abstractmethod
     def check(self) -> None:
@@ -154,6 +164,10 @@ class LogOptions(DataOptions):
             assert vocabulary is not None
             return len(vocabulary)
         return {Ids.raw: 0, Ids.given: self.table_size}.get(self.ids, self.table_size or 1 << 20)
+
+    @property
+    def any_ids(self) -> bool:
+        return self.ids is Ids.raw
 
     def check(self) -> None:
         for key, default, holds, where in (
@@ -261,7 +275,7 @@ class LogOptions(DataOptions):
         from dtf.recipes.ctr.encode import Encoder
         from dtf.recipes.ctr.vocabulary import Vocabulary, count
 
-        plain = Encoder(self.integers.name, self.table_rows if self.ids is Ids.hash else 0)
+        plain = Encoder(self.integers.name, self.table_rows if self.ids is Ids.hash else 0, given=self.ids is Ids.given)
         if self.ids is not Ids.vocabulary:
             return plain
         paths = self.paths("train")
@@ -269,8 +283,13 @@ class LogOptions(DataOptions):
         def make(folder: Path) -> dict[str, Any]:
             return count(keys_of(self._log(paths, self.threads), plain, self.threads or cores()), self.fields, self.min_count).save(folder)
 
-        folder, _ = kept(self._cache, ["vocabulary", stamp(paths), *self._shape, self.integers.name, self.min_count], make)
-        return Encoder(self.integers.name, 0, Vocabulary.load(folder))
+        key = ["vocabulary", stamp(paths), *self._shape, self.integers.name, self.min_count]
+        name = json.dumps([str(self._cache), key])
+        if name not in _vocabularies:
+            folder, _ = kept(self._cache, key, make)
+            _vocabularies.clear()
+            _vocabularies[name] = Vocabulary.load(folder)
+        return Encoder(self.integers.name, 0, _vocabularies[name])
 
 
 def _can_write(folder: Path) -> bool:
