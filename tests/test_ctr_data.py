@@ -244,6 +244,14 @@ def test_a_queue_holds_no_more_rows_than_it_may(tmp_path: Path) -> None:
     assert said["read_rows_per_s"] > 0 and 0 <= said["queue_batches"] <= 6 and 0 <= said["stalled"] <= 1
 
 
+@pytest.mark.parametrize("mode", Mode)
+def test_small_batches_are_not_fetched_ahead_by_the_thousand(mode: Mode, tmp_path: Path) -> None:
+    data = options(written(tmp_path, content(0, ROWS)), mode=mode, queue_rows=1 << 40).open("train", 0)
+    loader = Loader(data, Epochs(Shuffle(), ROWS, 4, 7, None, data.runs()), Shard(0, 2), 2)
+    loader.close()
+    assert loader.prefetch == 64
+
+
 # ---------------------------------------------------------------- bad lines
 
 

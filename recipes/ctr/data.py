@@ -126,7 +126,7 @@ class LogOptions(DataOptions):
     label: str = option(default="label", doc="for format=parquet: the column that is 1 for a click, else 0")
     numbers: list[str] = option(factory=list, doc="for format=parquet: columns of integers")
     categories: list[str] = option(factory=list, doc="for format=parquet: columns of categories, texts or integers")
-    queue_rows: int = option(default=16_384, least=1, most=MOST_ROWS, doc="rows ready ahead of the model, on each rank; two batches at least", unit="rows")
+    queue_rows: int = option(default=16_384, least=1, most=MOST_ROWS, doc="rows ready ahead of the model, on each rank; two batches at least, 65 at most", unit="rows")
     block_rows: int = option(
         default=0,
         least=0,
