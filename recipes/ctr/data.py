@@ -126,12 +126,14 @@ class LogOptions(DataOptions):
     label: str = option(default="label", doc="for format=parquet: the column that is 1 for a click, else 0")
     numbers: list[str] = option(factory=list, doc="for format=parquet: columns of integers")
     categories: list[str] = option(factory=list, doc="for format=parquet: columns of categories, texts or integers")
-    queue_rows: int = option(default=16_384, least=1, most=MOST_ROWS, doc="rows ready ahead of the model, on each rank; two batches at least, 65 at most", unit="rows")
+    queue_rows: int = option(
+        default=16_384, least=1, most=MOST_ROWS, doc="rows ready ahead of the model, on each rank; two batches at least, 65 at most", unit="rows"
+    )
     block_rows: int = option(
         default=0,
         least=0,
         most=MOST_ROWS,
-        doc="for mode=queue: rows that stay together when blocks are shuffled, 0 means 4096; those of .gz files have about 4 MiB of text, those of Parquet "
+        doc="for mode=queue: rows that stay together when blocks are shuffled, 0 means 4096; those of .gz files have 4 MiB of text or more, those of Parquet "
         "files are row groups",
         unit="rows",
     )
@@ -195,7 +197,7 @@ class LogOptions(DataOptions):
         for package, extra, needed in (("numba", "ctr", True), ("pyarrow", "parquet", self.format is Format.parquet)):
             if needed and importlib.util.find_spec(package) is None:
                 raise ConfigError(f"recipe.data reads click logs with {package}, which is not installed; pip install 'dtf[{extra}]'")
-        for split in ("train", "eval"):
+        for split in ("train", "eval", *(["test"] if self.test else [])):
             self.paths(split)
         if not _can_write(self._cache):
             raise DataError(f"recipe.data.cache={self._cache} cannot be written; set recipe.data.cache=DIR")
@@ -262,7 +264,7 @@ class LogOptions(DataOptions):
         if self.format is Format.parquet:
             from dtf.recipes.ctr.parquet import ParquetLog
 
-            return ParquetLog(paths, self.label, self.numbers, self.categories, threads)
+            return ParquetLog(paths, self.label, self.numbers, self.categories, self._cache, threads)
         if self.format is Format.libsvm:
             text = log.libsvm_text(self.pairs, self.table_size if self.ids is Ids.given else 0)
         else:
