@@ -12,6 +12,9 @@ from dtf.recipe import Dataset
 from dtf.sampler import Epochs, cut, share
 from dtf.values import Batch, Shard
 
+MOST_AHEAD = 64
+"""Batches fetched ahead of one, however small they are: each step looks at all of them."""
+
 
 class Reading:
     """What came through the queue of a loader."""
@@ -47,7 +50,7 @@ class Loader:
         if self._shard is None:
             return None
         future = self._pending.pop((epoch, index), None)
-        ready = sum(other.done() for other in self._pending.values()) + (future is not None and future.done())
+        ready = sum(other.done() for other in self._pending.values()) + (future is not None and future.done())  # of at most MOST_AHEAD
         started = time.perf_counter()
         batch = future.result() if future is not None else self._fetch(self._ids(epoch, index), epoch)
         self._reading.got(len(batch.ids), ready, time.perf_counter() - started)
@@ -57,7 +60,8 @@ class Loader:
         """Start fetching the (epoch, index) that are likely to come, and forget what is no longer among them."""
         if self._pool is None:
             return
-        for key in [key for key in self._pending if key not in keys]:
+        wanted = set(keys)
+        for key in [key for key in self._pending if key not in wanted]:
             self._pending.pop(key).cancel()
         for key in keys:
             if key not in self._pending:
@@ -86,7 +90,7 @@ class Loader:
     def _batches_of(self, rows: int) -> int:
         """Batches to be fetched ahead of one, so that there are `rows` of this rank in all."""
         assert self._shard is not None
-        return max(1, rows // -(-self._epochs.size(0) // self._shard.count) - 1)
+        return min(max(1, rows // -(-self._epochs.size(0) // self._shard.count) - 1), MOST_AHEAD)
 
     def _ids(self, epoch: int, index: int) -> np.ndarray:
         assert self._shard is not None

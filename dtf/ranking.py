@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,16 +30,20 @@ def auc(scores: np.ndarray, clicked: np.ndarray) -> float:
 
 def grouped_auc(scores: np.ndarray, clicked: np.ndarray, groups: np.ndarray) -> float:
     """The mean of the AUC of each group that has one, weighted by its rows. Source: Zhu et al. 2017, eq. 5 (arXiv:1703.02091)."""
-    if np.isnan(scores).any():
+    if np.isnan(scores).any() or not len(scores):
         return float("nan")
     order = np.lexsort((scores, groups))
-    scores, clicked, groups = scores[order], clicked[order], groups[order]
-    total, rows = 0.0, 0
-    for first, last in pairwise([*_starts(groups).tolist(), len(groups)]):
-        area = auc(scores[first:last], clicked[first:last])
-        if area == area:
-            total, rows = total + area * (last - first), rows + last - first
-    return total / rows if rows else float("nan")
+    scores, groups = scores[order], groups[order]
+    starts = np.union1d(_starts(scores), _starts(groups))  # of rows of a group that tie
+    hits, misses = _counts(clicked[order], starts)
+    firsts = _starts(groups[starts])  # of each group, among these
+    clicks, others = np.add.reduceat(hits, firsts), np.add.reduceat(misses, firsts)
+    below = np.cumsum(misses) - misses
+    below -= np.repeat(below[firsts], np.diff(np.r_[firsts, len(starts)]))
+    won = np.add.reduceat(hits * (2 * below + misses), firsts) / 2
+    known = clicks * others > 0
+    rows = (clicks + others)[known]
+    return float(won[known] / (clicks * others)[known] @ rows / rows.sum()) if known.any() else float("nan")
 
 
 def _starts(values: np.ndarray) -> np.ndarray:

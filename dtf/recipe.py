@@ -37,7 +37,7 @@ class Dataset(ABC):
     """Batches worth fetching ahead in a thread; 0 when a fetch costs less than handing it over (data in memory)."""
 
     queue_rows: int = 0
-    """Rows, of this rank, that may be in memory ahead of the model: as many batches are fetched ahead, two at least. 0: `prefetch` batches are."""
+    """Rows, of this rank, that may be in memory ahead of the model: as many batches are fetched ahead, two at least, 65 at most. 0: `prefetch` batches are."""
 
     threads: int = 1
     """Batches that are fetched at the same time, each in a thread of its own; `fetch` must allow it."""

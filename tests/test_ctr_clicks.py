@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -95,11 +97,16 @@ def test_two_values_are_the_least_of_a_category() -> None:
     ClicksOptions(values=52).check()
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
 @pytest.mark.parametrize("rows", [100_000, pytest.param(2_000_000, marks=pytest.mark.slow)])
-def test_a_queue_takes_the_same_memory_however_long_the_log_is(rows: int, tmp_path: Path) -> None:
+def test_a_queue_takes_the_same_memory_however_long_the_log_is(rows: int, packed: bool, tmp_path: Path) -> None:
     """2,000,000 rows are 500 MB; `bench/logs.py` is the process that reads them."""
     log = tmp_path / "log.tsv"
     write_criteo(Generated(World.make(0, 26, 1_000_000, 1.1), rows, 0, "train", 1), log)
+    if packed:
+        log = tmp_path / "log.gz"
+        with open(tmp_path / "log.tsv", "rb") as file, gzip.open(log, "wb", compresslevel=1) as out:
+            shutil.copyfileobj(file, out, 1 << 20)
     command = [sys.executable, "bench/logs.py", "read", str(log), "--rounds", "1", "--cache", str(tmp_path)]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=300, check=True)

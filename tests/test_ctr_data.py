@@ -1,167 +1,33 @@
-"""Data sets of click logs: every row once, the same rows however they are read, and what is refused."""
+"""Data sets of click logs: every row once, in which order and as which ids; bad lines; what is refused."""
 
 from __future__ import annotations
 
 import gzip
 import itertools
 import math
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from dtf.errors import ConfigError, DataError
 from dtf.loader import Loader
 from dtf.recipe import Dataset
-from dtf.recipes.ctr import files, lines
+from dtf.recipes.ctr import lines
 from dtf.recipes.ctr import log as log_module
-from dtf.recipes.ctr.data import BadRecords, Format, Ids, Integers, LogOptions, Mode
+from dtf.recipes.ctr.data import BadRecords, Format, Ids, Integers, Mode
 from dtf.recipes.ctr.encode import Encoder
 from dtf.recipes.ctr.hashing import key_of
 from dtf.recipes.ctr.log import Parsed
-from dtf.recipes.ctr.vocabulary import count
+from dtf.recipes.ctr.vocabulary import Vocabulary, count
 from dtf.registry import registered
 from dtf.sampler import Epochs, Shuffle, Tail
 from dtf.values import Shard
-
-ROWS = 1000
-
-
-def line(number: int) -> bytes:
-    """A row of a Criteo log that tells its number: in its first integer, and as its first category."""
-    rest = [b"%d" % (number % 7 - 2) if number % 5 else b""] * 12
-    return b"\t".join([b"%d" % (number % 3 == 0), b"%d" % number, *rest, b"%x" % number, *[b"%08x" % (number % 50)] * 24, b""])
-
-
-def content(first: int, last: int) -> bytes:
-    return b"".join(line(i) + b"\n" for i in range(first, last))
-
-
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seams everywhere, in logs of a few kB."""
-    for module, name, value in ((files, "CHUNK", 4096), (log_module, "PIECE", 512), (files, "SEGMENT", 8192), (files, "MARGIN", 512), (files, "_INPUT", 256)):
-        monkeypatch.setattr(module, name, value)
-
-
-def options(root: Path, **values: Any) -> LogOptions:
-    defaults: dict[str, Any] = {"train": str(root / "train"), "eval": str(root / "train"), "cache": str(root / "cache"), "integers": Integers.raw, "threads": 2}
-    made = LogOptions(**defaults | values)
-    made.check()
-    return made
-
-
-def written(root: Path, *parts: bytes, suffix: str = ".tsv") -> Path:
-    (root / "train").mkdir(exist_ok=True)
-    for i, part in enumerate(parts):
-        (root / "train" / f"part_{i}{suffix}").write_bytes(part)
-    return root
-
-
-def numbers(data: Dataset, ids: np.ndarray | None = None) -> list[int]:
-    return data.fetch(np.arange(len(data)) if ids is None else ids, 0)[0]["dense"][:, 0].int().tolist()
-
-
-# ---------------------------------------------------------------- reading
-
-
-LAYOUTS = {
-    "one file": [content(0, ROWS)],
-    "several, one empty": [content(0, 10), b"", content(10, 700), content(700, ROWS)],
-    "CRLF, no newline at the end": [content(0, 600).replace(b"\n", b"\r\n"), content(600, ROWS)[:-1]],
-}
-
-
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("mode", Mode)
-@pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gz"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_are_those_of_the_files_in_order(layout: str, zipped: bool, mode: Mode, tmp_path: Path) -> None:
-    parts = [gzip.compress(part) if zipped else part for part in LAYOUTS[layout]]
-    data = options(written(tmp_path, *parts, suffix=".tsv.gz" if zipped else ".tsv"), mode=mode).open("train", 0)
-    assert numbers(data) == list(range(ROWS))
-    some = np.random.default_rng(0).integers(0, ROWS, 300)
-    assert numbers(data, some) == some.tolist()
-    inputs, targets = data.fetch(np.arange(6), 0)
-    assert targets.tolist() == [1, 0, 0, 1, 0, 0] and targets.dtype == torch.float32
-    assert inputs["ids"].shape == (6, 26) and inputs["ids"].dtype == torch.int64 and inputs["dense"].dtype == torch.float32
-    assert (inputs["ids"][:, 25] == -1).all() and int(inputs["ids"][3, 0]) == key_of(13, np.uint64(3)) % (1 << 20)
-    assert inputs["dense"][5, 1:].eq(0).all() and inputs["dense"][6 - 3, 1:].eq(3 - 2).all()
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_gzip_of_several_members_can_be_entered_anywhere(tmp_path: Path) -> None:
-    parts = gzip.compress(content(0, 400)) + gzip.compress(b"") + gzip.compress(content(400, ROWS)) + bytes(700)
-    data = options(written(tmp_path, parts, suffix=".gz"), mode=Mode.queue).open("train", 0)
-    bounds = data.runs()
-    assert bounds is not None and len(bounds) > 10 and bounds[-1] == ROWS
-    for first, last in reversed(list(itertools.pairwise(bounds))):
-        assert numbers(data, np.arange(first, last)) == list(range(first, last))
-
-
-@pytest.mark.parametrize("mode", Mode)
-@pytest.mark.parametrize("damage", [lambda c: c[:-9], lambda c: c[:200] + b"\0" + c[201:], lambda c: c + b"more", lambda c: b"label\t1\n"])
-def test_a_damaged_gzip_file_is_named(damage: Any, mode: Mode, tmp_path: Path) -> None:
-    made = options(written(tmp_path, damage(gzip.compress(content(0, ROWS))), suffix=".gz"), mode=mode)
-    with pytest.raises(DataError, match=r"part_0\.gz is no intact gzip file"):
-        made.open("train", 0)
-
-
-def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: Path) -> None:
-    data = options(written(tmp_path, content(0, ROWS)), mode=Mode.queue).open("train", 0)
-    (tmp_path / "train" / "part_0.tsv").write_bytes(content(0, 500))
-    with pytest.raises(DataError, match="is not the file it was"):
-        numbers(data)
-
-
-def test_columns_are_made_once_and_again_when_damaged_or_when_the_log_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = options(written(tmp_path, content(0, ROWS)))
-    first = made.open("train", 0)
-    [columns] = [path.parent for path in (tmp_path / "cache").glob("*/ids.npy")]
-    before = (columns / "meta.json").stat().st_mtime_ns
-    assert made.open("train", 0).fingerprint() == first.fingerprint() and (columns / "meta.json").stat().st_mtime_ns == before
-    del first
-    with open(columns / "ids.npy", "r+b") as file:
-        file.seek(500)
-        file.write(b"\xff")
-    assert numbers(made.open("train", 0)) == list(range(ROWS)) and "damaged" in caplog.text
-    written(tmp_path, content(5, ROWS))
-    assert numbers(made.open("train", 0)) == list(range(5, ROWS))
-
-
-def test_parquet_is_read_by_the_names_of_columns(tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    words = [None if i % 9 == 0 else f"word {i % 20}" for i in range(ROWS)]
-    table = {
-        "click": [None if i == 77 else i % 2 for i in range(ROWS)],
-        "n": [None if i % 4 == 0 else i for i in range(ROWS)],
-        "word": words,
-        "again": pa.array(words).dictionary_encode(),
-        "place": [i // 10 for i in range(ROWS)],
-    }
-    (tmp_path / "train").mkdir()
-    pq.write_table(pa.table(table), tmp_path / "train" / "a.parquet", row_group_size=300)
-    columns = {"label": "click", "numbers": ["n"], "categories": ["word", "again", "place"], "bad_records": BadRecords["skip"], "format": Format.parquet}
-    found = {}
-    for mode in Mode:
-        data = options(tmp_path, mode=mode, ids=Ids.raw, **columns).open("train", 0)
-        inputs, targets = data.fetch(np.arange(250, 900), 0)
-        assert targets.tolist() == [i % 2 for i in range(250, 900)]
-        assert inputs["dense"][:, 0].int().tolist() == [0 if i % 4 == 0 else i for i in range(250, 900)]
-        found[mode] = inputs["ids"].numpy()
-        numbers(data)
-        assert data.bad == {77: f"{tmp_path}/train/a.parquet row 78: the label is neither 0 nor 1"}
-        assert data.runs() is None if mode is Mode.memory else data.runs().tolist() == [0, 300, 600, 900, 1000]  # type: ignore[union-attr]
-    ids = found[Mode.queue]
-    assert np.array_equal(ids, found[Mode.memory])
-    assert [row < 0 for row in ids[:, 0]] == [words[i] is None for i in range(250, 900)] and len(set(ids[:, 0])) == 21
-    assert (ids[:, 0] != ids[:, 1])[ids[:, 0] >= 0].all() and ids[3, 2] == key_of(3, np.uint64(25))
-    with pytest.raises(DataError, match="has no column clicks; it has again, click"):
-        options(tmp_path, **columns | {"label": "clicks"}).open("train", 0)
-
+from tests.ctr_log import ROWS, content, numbers, options, written
 
 # ---------------------------------------------------------------- order
 
@@ -204,6 +70,18 @@ def test_batches_of_a_queue_are_cut_from_the_seeded_order_of_blocks(tmp_path: Pa
     assert visited(data, 2, 64, [(0, k) for k in range(16)]) == [rows[k * 64 : (k + 1) * 64] for k in range(16)]
 
 
+def test_data_that_would_come_in_another_order_or_as_other_ids_have_another_fingerprint(tmp_path: Path) -> None:
+    root = written(tmp_path, content(0, ROWS))
+    sizes = (600, 700)  # two blocks each
+    blocks = [options(root, mode=Mode.queue, block_rows=rows).open("train", 0) for rows in (*sizes, sizes[0])]
+    assert blocks[0].fingerprint() == blocks[2].fingerprint() != blocks[1].fingerprint()
+    (root / "pairs").write_text("1 3:1 4:1\n" * 9)
+    pairs: dict[str, Any] = {"train": str(root / "pairs"), "format": Format.libsvm, "pairs": 2, "integers": Integers.log}
+    for mode in Mode:
+        raw, given = (options(root, mode=mode, **pairs | more).open("train", 0) for more in ({"ids": Ids.raw}, {"ids": Ids.given, "table_size": 9}))
+        assert raw.fingerprint() != given.fingerprint()
+
+
 @pytest.mark.parametrize("tail", Tail)
 def test_runs_of_single_rows_are_the_order_of_rows(tail: Tail) -> None:
     plain, runs = (Epochs(Shuffle(tail=tail), 50, 12, 3, None, bounds) for bounds in (None, np.arange(51)))
@@ -228,6 +106,14 @@ def test_a_queue_holds_no_more_rows_than_it_may(tmp_path: Path) -> None:
     said = loader.reading()
     loader.close()
     assert said["read_rows_per_s"] > 0 and 0 <= said["queue_batches"] <= 6 and 0 <= said["stalled"] <= 1
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_small_batches_are_not_fetched_ahead_by_the_thousand(mode: Mode, tmp_path: Path) -> None:
+    data = options(written(tmp_path, content(0, ROWS)), mode=mode, queue_rows=1 << 40).open("train", 0)
+    loader = Loader(data, Epochs(Shuffle(), ROWS, 4, 7, None, data.runs()), Shard(0, 2), 2)
+    loader.close()
+    assert loader.prefetch == 64
 
 
 # ---------------------------------------------------------------- bad lines
@@ -311,10 +197,35 @@ def test_the_vocabulary_is_that_of_the_training_split(tmp_path: Path) -> None:
     assert other.fingerprint() != made.open("train", 0).fingerprint()
 
 
+def test_checking_a_recipe_reads_no_log_and_needs_no_torch(tmp_path: Path) -> None:
+    written(tmp_path, content(0, 9))
+    code = (
+        "import sys\n"
+        "from dtf.recipes.ctr.data import Ids, LogOptions\n"
+        "from dtf.recipes.ctr.recipe import ClickLog\n"
+        f"data = LogOptions(train={str(tmp_path / 'train')!r}, eval={str(tmp_path / 'train')!r}, cache={str(tmp_path / 'cache')!r}, ids=Ids.vocabulary)\n"
+        "ClickLog(data=data).check()\n"
+        "print(sorted({'torch', 'numpy', 'numba'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_process_takes_a_vocabulary_from_its_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = options(written(tmp_path, content(0, 100)), ids=Ids.vocabulary)
+    assert made.table_rows == 26 + 100 + 24 * 50
+    with monkeypatch.context() as patch:
+        patch.setattr(Vocabulary, "load", lambda folder: pytest.fail("loaded again"))
+        assert made.table_rows == len(made._encoder().vocabulary or ()) == 26 + 100 + 24 * 50
+    written(tmp_path, content(0, 200))
+    assert made.table_rows == 26 + 200 + 24 * 50
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"train": ""}, "recipe.data.train is not set"),
+        ({"test": "nowhere*"}, r"recipe.data.test=nowhere\*: there is no such file"),
         ({"pairs": 3}, "recipe.data.pairs=3 has a meaning for recipe.data.format=libsvm only"),
         ({"categories": ["a"]}, "recipe.data.format=parquet only"),
         ({"label": "click"}, "recipe.data.format=parquet only"),
@@ -329,7 +240,7 @@ def test_the_vocabulary_is_that_of_the_training_split(tmp_path: Path) -> None:
     ],
 )
 def test_contradictory_options_are_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, DataError), match=message):
         options(written(tmp_path, content(0, 9)), **values)
 
 

@@ -58,6 +58,18 @@ def test_groups_count_by_their_rows(rows: tuple[np.ndarray, np.ndarray, np.ndarr
     assert grouped_auc(scores, clicked, groups) == pytest.approx(mean, abs=1e-12, nan_ok=True)
 
 
+def test_groups_cost_no_call_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    scores, clicked, groups = random.standard_normal(20_000), random.random(20_000) < 0.3, random.integers(0, 5000, 20_000)
+    known = [(expected(scores[groups == g], clicked[groups == g]), int((groups == g).sum())) for g in range(300)]
+    inside = groups < 300
+    calls, counts = [], ranking._counts
+    monkeypatch.setattr(ranking, "_counts", lambda *arguments: calls.append(1) or counts(*arguments))
+    found = grouped_auc(scores[inside], clicked[inside], groups[inside])
+    some = [(area, rows) for area, rows in known if area == area]
+    assert found == pytest.approx(sum(area * rows for area, rows in some) / sum(rows for _, rows in some), abs=1e-12) and len(calls) == 1
+
+
 @given(ROWS)
 def test_a_histogram_is_within_the_bound_it_tells(rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     scores, clicked, _ = rows

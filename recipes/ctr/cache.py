@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dtf.errors import DataError
+from dtf.recipes.ctr.files import status
 
 FORMAT = 1  # of all that is kept; part of every key
 _log = logging.getLogger(__name__)
@@ -23,40 +24,56 @@ _log = logging.getLogger(__name__)
 
 def stamp(paths: Sequence[Path]) -> list[list[Any]]:
     """What changes when one of the files does: names, sizes and modification times."""
-    return [[os.path.realpath(path), (status := path.stat()).st_size, status.st_mtime_ns] for path in paths]
+    return [[os.path.realpath(path), (found := status(path)).st_size, found.st_mtime_ns] for path in paths]
 
 
 def kept(cache: Path, key: Any, make: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
     """The folder in `cache` that belongs to `key` (JSON), and what `make` said of it.
 
-    When there is none, or its files are damaged, `make` fills a new one with files and returns JSON. DataError when it cannot be written.
+    When there is none, or its files are damaged, `make` fills a new one with files and returns JSON. DataError when it cannot be written: what `make` reads
+    it must have errors of its own for.
     """
     folder = cache / hashlib.sha256(json.dumps([FORMAT, key]).encode("utf-8", "surrogateescape")).hexdigest()[:24]
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with open(f"{folder}.lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # the kernel lets go of it when the process dies
-            found = _intact(folder)
-            if found is not None:
+        while True:
+            seen = _identity(folder)
+            if (found := _intact(folder)) is not None:  # ranks read the files at the same time, so without the lock
                 return folder, found
-            if folder.exists():
-                _log.warning("%s is damaged and made anew", folder)
-            building = folder.with_name(f"{folder.name}.tmp")
-            for stale in (building, folder):
-                if stale.exists():
-                    shutil.rmtree(stale)
-            building.mkdir()
-            try:
-                said = make(building)
-            except BaseException:
-                shutil.rmtree(building, ignore_errors=True)
-                raise
-            digests = {path.name: _crc32(path) for path in sorted(building.iterdir())}
-            (building / "meta.json").write_text(json.dumps({"said": said, "digests": digests}))
-            building.rename(folder)
-            return folder, said
+            with open(f"{folder}.lock", "w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # the kernel lets go of it when the process dies
+                if _identity(folder) == seen:  # nobody has made it meanwhile
+                    return folder, _made(folder, make)
     except OSError as error:
         raise DataError(f"recipe.data.cache={cache}: {error.strerror or error}; set recipe.data.cache=DIR to a folder with free space") from error
+
+
+def _made(folder: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    if folder.exists():
+        _log.warning("%s is damaged and made anew", folder)
+    building = folder.with_name(f"{folder.name}.tmp")
+    for stale in (building, folder):
+        if stale.exists():
+            shutil.rmtree(stale)
+    building.mkdir()
+    try:
+        said = make(building)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    digests = {path.name: _crc32(path) for path in sorted(building.iterdir())}
+    (building / "meta.json").write_text(json.dumps({"said": said, "digests": digests}))
+    building.rename(folder)
+    return said
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Another one for a folder that has been made anew; None: there is none."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_ctime_ns
 
 
 def _intact(folder: Path) -> dict[str, Any] | None:

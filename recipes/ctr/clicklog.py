@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -77,8 +78,8 @@ class Queued(Clicks):
         return self._bounds
 
     def fingerprint(self) -> str:
-        blocks = len(self._bounds) - 1
-        return f"{len(self)} clicks {self._source.digest} in {blocks} blocks, {self._encoder.about()}"
+        blocks = f"{len(self._bounds) - 1} blocks {zlib.crc32(self._bounds.data):08x}"
+        return f"{len(self)} clicks {self._source.digest} in {blocks}, {self._encoder.about()}"
 
 
 class Columns(Clicks):

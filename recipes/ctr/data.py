@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 import math
 import os
 from abc import ABC, abstractmethod
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
     from dtf.recipes.ctr.clicks import Generated
     from dtf.recipes.ctr.encode import Encoder
     from dtf.recipes.ctr.log import Log
+    from dtf.recipes.ctr.vocabulary import Vocabulary
 
 MOST_ROWS = 1 << 40
+
+_vocabularies: dict[str, Vocabulary] = {}
+"""The last one that this process took from its cache: tables, model and splits ask for it in turn."""
 
 
 class Format(Enum):
@@ -71,6 +76,11 @@ class DataOptions(ABC):
     def table_rows(self) -> int:
         """Ids are 0 to table_rows - 1; 0: any from 0 to 2**63 - 1. Reads the training split when the ids are those of a vocabulary not yet made."""
 
+    @property
+    def any_ids(self) -> bool:
+        """Whether `table_rows` is 0. Reads nothing."""
+        return False
+
     @abstractmethod
     def check(self) -> None:
         """Raise ConfigError or DataError for what can be seen before launch. Torch-free."""
@@ -116,12 +126,14 @@ class LogOptions(DataOptions):
     label: str = option(default="label", doc="for format=parquet: the column that is 1 for a click, else 0")
     numbers: list[str] = option(factory=list, doc="for format=parquet: columns of integers")
     categories: list[str] = option(factory=list, doc="for format=parquet: columns of categories, texts or integers")
-    queue_rows: int = option(default=16_384, least=1, most=MOST_ROWS, doc="rows ready ahead of the model, on each rank; two batches at least", unit="rows")
+    queue_rows: int = option(
+        default=16_384, least=1, most=MOST_ROWS, doc="rows ready ahead of the model, on each rank; two batches at least, 65 at most", unit="rows"
+    )
     block_rows: int = option(
         default=0,
         least=0,
         most=MOST_ROWS,
-        doc="for mode=queue: rows that stay together when blocks are shuffled, 0 means 4096; those of .gz files have about 4 MiB of text, those of Parquet "
+        doc="for mode=queue: rows that stay together when blocks are shuffled, 0 means 4096; those of .gz files have 4 MiB of text or more, those of Parquet "
         "files are row groups",
         unit="rows",
     )
@@ -155,6 +167,10 @@ class LogOptions(DataOptions):
             return len(vocabulary)
         return {Ids.raw: 0, Ids.given: self.table_size}.get(self.ids, self.table_size or 1 << 20)
 
+    @property
+    def any_ids(self) -> bool:
+        return self.ids is Ids.raw
+
     def check(self) -> None:
         for key, default, holds, where in (
             ("pairs", 0, self.format is Format.libsvm, "format=libsvm"),
@@ -181,7 +197,7 @@ class LogOptions(DataOptions):
         for package, extra, needed in (("numba", "ctr", True), ("pyarrow", "parquet", self.format is Format.parquet)):
             if needed and importlib.util.find_spec(package) is None:
                 raise ConfigError(f"recipe.data reads click logs with {package}, which is not installed; pip install 'dtf[{extra}]'")
-        for split in ("train", "eval"):
+        for split in ("train", "eval", *(["test"] if self.test else [])):
             self.paths(split)
         if not _can_write(self._cache):
             raise DataError(f"recipe.data.cache={self._cache} cannot be written; set recipe.data.cache=DIR")
@@ -248,7 +264,7 @@ class LogOptions(DataOptions):
         if self.format is Format.parquet:
             from dtf.recipes.ctr.parquet import ParquetLog
 
-            return ParquetLog(paths, self.label, self.numbers, self.categories, threads)
+            return ParquetLog(paths, self.label, self.numbers, self.categories, self._cache, threads)
         if self.format is Format.libsvm:
             text = log.libsvm_text(self.pairs, self.table_size if self.ids is Ids.given else 0)
         else:
@@ -261,7 +277,7 @@ class LogOptions(DataOptions):
         from dtf.recipes.ctr.encode import Encoder
         from dtf.recipes.ctr.vocabulary import Vocabulary, count
 
-        plain = Encoder(self.integers.name, self.table_rows if self.ids is Ids.hash else 0)
+        plain = Encoder(self.integers.name, self.table_rows if self.ids is Ids.hash else 0, given=self.ids is Ids.given)
         if self.ids is not Ids.vocabulary:
             return plain
         paths = self.paths("train")
@@ -269,8 +285,13 @@ class LogOptions(DataOptions):
         def make(folder: Path) -> dict[str, Any]:
             return count(keys_of(self._log(paths, self.threads), plain, self.threads or cores()), self.fields, self.min_count).save(folder)
 
-        folder, _ = kept(self._cache, ["vocabulary", stamp(paths), *self._shape, self.integers.name, self.min_count], make)
-        return Encoder(self.integers.name, 0, Vocabulary.load(folder))
+        key = ["vocabulary", stamp(paths), *self._shape, self.integers.name, self.min_count]
+        name = json.dumps([str(self._cache), key])
+        if name not in _vocabularies:
+            folder, _ = kept(self._cache, key, make)
+            _vocabularies.clear()
+            _vocabularies[name] = Vocabulary.load(folder)
+        return Encoder(self.integers.name, 0, _vocabularies[name])
 
 
 def _can_write(folder: Path) -> bool:

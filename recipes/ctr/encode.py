@@ -16,11 +16,15 @@ from dtf.recipes.ctr.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Encoder:
-    """`integers`: `log`, `raw` or `bucket`. Ids: the vocabulary's, else keys modulo `table_size`, else, where it is 0, the keys themselves."""
+    """`integers`: `log`, `raw` or `bucket`. Ids: the vocabulary's, else keys modulo `table_size`, else, where it is 0, the keys themselves.
+
+    `given`: these are no hashes, but ids that the log holds.
+    """
 
     integers: str
     table_size: int
     vocabulary: Vocabulary | None = None
+    given: bool = False
 
     def encode(self, parsed: Parsed) -> tuple[np.ndarray | None, np.ndarray]:
         """`dense` (B, D) float32, None where D is 0, and `ids` (B, F) int64."""
@@ -38,8 +42,8 @@ class Encoder:
 
     def about(self) -> str:
         """Text that differs when the numbers it makes do."""
-        ids = f"vocabulary {self.vocabulary.digest}" if self.vocabulary else f"hashed to {self.table_size}" if self.table_size else "as they are"
-        return f"integers {self.integers}, ids {ids}"
+        hashed = "given" if self.given else f"hashed to {self.table_size or 'any'}"
+        return f"integers {self.integers}, ids {f'vocabulary {self.vocabulary.digest}' if self.vocabulary else hashed}"
 
     def keys(self, parsed: Parsed) -> np.ndarray:
         """Keys of all categories (B, F); with `bucket` those of the integers come first."""

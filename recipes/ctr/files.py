@@ -8,7 +8,7 @@ import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import TypeVar
@@ -28,8 +28,11 @@ SEGMENT = 1 << 22
 MARGIN = 1 << 16
 """Bytes that a segment is begun before and kept beyond, so that who reads somewhat around its lines needs no other."""
 
-SEGMENTS = 1024
-"""Such places in a file, at most about: each costs 50 kB of memory, so a larger file has fewer per MiB."""
+STATES = 4096
+"""Such places in all files of a log: each costs 40 kB of memory, so a longer log has fewer per MiB."""
+
+SEGMENTS_BYTES = 64 << 20
+"""Bytes of the last segments read that are kept, of all files of a log; two segments at least, however large."""
 
 _INPUT = 1 << 14
 
@@ -65,7 +68,7 @@ class Plain(Source):
         self._lock = threading.Lock()
 
     def scan(self, look: Callable[[np.ndarray], T], pool: Executor) -> list[Future[list[T]]]:
-        size = self.path.stat().st_size
+        size = status(self.path).st_size
         return [pool.submit(lambda at: [look(self.read(at, at + CHUNK))], at) for at in range(0, size, CHUNK)]
 
     def read(self, first: int, last: int) -> np.ndarray:
@@ -90,24 +93,50 @@ class Plain(Source):
             self._file = None
 
 
+class Segments:
+    """The segments read last, of all files of a log."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[tuple[Path, int], np.ndarray] = OrderedDict()
+        self._lock, self._locks = threading.Lock(), dict[tuple[Path, int], threading.Lock]()
+
+    def get(self, path: Path, number: int, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """One thread makes a segment, while others that want it wait."""
+        key = path, number
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            with self._lock:
+                if key in self._found:
+                    self._found.move_to_end(key)
+                    return self._found[key]
+            made = make()
+            with self._lock:
+                self._found[key] = made
+                while len(self._found) > 2 and sum(map(len, self._found.values())) > SEGMENTS_BYTES:
+                    self._found.popitem(last=False)
+            return made
+
+
 class Zipped(Source):
     """A .gz file, of one member or several. `scan` remembers the decompressor's state once a segment, so that `read` can go on from there."""
 
-    def __init__(self, path: Path, kept: int) -> None:
+    def __init__(self, path: Path, states: int, segments: Segments) -> None:
+        """`states`: those it may remember."""
         super().__init__(path)
         self._points: list[tuple[int, int, zlib._Decompress]] = []  # position in the text, position in the file, state
-        self._cached: OrderedDict[int, np.ndarray] = OrderedDict()  # the last segments read
-        self._size, self._kept = 0, kept
-        self._lock, self._locks = threading.Lock(), dict[int, threading.Lock]()
+        self._size, self._states, self._segments = 0, states, segments
 
     def scan(self, look: Callable[[np.ndarray], T], pool: Executor) -> list[Future[list[T]]]:
         return [pool.submit(lambda: [look(chunk) for chunk in self._chunks()])]
 
     def _chunks(self) -> Iterator[np.ndarray]:
-        every = max(SEGMENT, 8 * self.path.stat().st_size // SEGMENTS)  # text is seldom more than 8 times as long
-        points, position, left = [], 0, bytearray()
+        every, points, position, left = SEGMENT, [], 0, bytearray()
         for data, at, before in self._inflate(0, zlib.decompressobj(31)):
             if not points or position - points[-1][0] >= every:
+                if len(points) == self._states:  # how long the text is shows at its end only
+                    del points[1::2]
+                    every *= 2
                 points.append((position, at, before))
             position += len(data)
             left += data
@@ -124,7 +153,7 @@ class Zipped(Source):
         parts = []
         while first < (last := min(last, self._size)):
             number = bisect.bisect_right(self._points, first, key=lambda point: point[0]) - 1
-            start, segment = self._points[number][0], self._segment(number)
+            start, segment = self._points[number][0], self._segments.get(self.path, number, lambda number=number: self._unpacked(number))
             parts.append(segment[first - start : last - start])
             first = start + len(segment)
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
@@ -132,30 +161,18 @@ class Zipped(Source):
     def starts(self) -> list[int]:
         return [0, *(point[0] + MARGIN for point in self._points[1:] if point[0] + MARGIN < self._size)]
 
-    def _segment(self, number: int) -> np.ndarray:
-        """The text from a point to beyond the next; decompressed by one thread, while others that want it wait."""
-        with self._lock:
-            lock = self._locks.setdefault(number, threading.Lock())
-        with lock:
-            with self._lock:
-                if number in self._cached:
-                    self._cached.move_to_end(number)
-                    return self._cached[number]
-            start, at, state = self._points[number]
-            end = self._points[number + 1][0] + 3 * MARGIN if number + 1 < len(self._points) else self._size
-            size = min(end, self._size) - start
-            text = bytearray()
-            for data, _, _ in self._inflate(at, state.copy()):
-                text += data
-                if len(text) >= size:
-                    break
-            if len(text) < size:
-                raise DataError(f"{self.path} is not the file it was when the run began; leave it alone while it is read")
-            with self._lock:
-                self._cached[number] = found = np.frombuffer(text, np.uint8)[:size]
-                while len(self._cached) > self._kept:
-                    self._cached.popitem(last=False)
-            return found
+    def _unpacked(self, number: int) -> np.ndarray:
+        """The text from a point to beyond the next."""
+        start, at, state = self._points[number]
+        end = self._points[number + 1][0] + 3 * MARGIN if number + 1 < len(self._points) else self._size
+        text, done = np.empty(min(end, self._size) - start, np.uint8), 0
+        for data, _, _ in self._inflate(at, state.copy()):
+            some = np.frombuffer(data, np.uint8)[: len(text) - done]
+            text[done : done + len(some)] = some
+            done += len(some)
+            if done == len(text):
+                return text
+        raise DataError(f"{self.path} is not the file it was when the run began; leave it alone while it is read")
 
     def _inflate(self, at: int, state: zlib._Decompress) -> Iterator[tuple[bytes, int, zlib._Decompress]]:
         """From position `at` of the file on: text, and from which position and state it was made."""
@@ -176,6 +193,20 @@ class Zipped(Source):
             raise DataError(f"{self.path} is no intact gzip file: {error}; replace it, or unpack it") from error
 
 
-def opened(path: Path, kept: int) -> Source:
-    """`kept`: segments of a compressed file that are worth keeping, one for each thread that reads."""
-    return Zipped(path, kept) if path.name.endswith(".gz") else Plain(path)
+def opened(paths: Sequence[Path]) -> list[Source]:
+    """The files of a log, whose memory does not depend on how many they are."""
+    packed = sum(status(path).st_size for path in paths if _zipped(path))
+    segments = Segments()
+    return [Zipped(path, max(2, STATES * status(path).st_size // max(1, packed)), segments) if _zipped(path) else Plain(path) for path in paths]
+
+
+def status(path: Path) -> os.stat_result:
+    """DataError where there is no such file any more."""
+    try:
+        return path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _zipped(path: Path) -> bool:
+    return path.name.endswith(".gz")

@@ -121,7 +121,7 @@ class TextLog(Log):
     """
 
     def __init__(self, paths: Sequence[Path], text: Text, cache: Path, threads: int) -> None:
-        self._text, self._sources = text, [opened(path, threads + 1) for path in paths]
+        self._text, self._sources = text, opened(paths)
         if all(isinstance(source, Plain) for source in self._sources):
             folder, said = kept(cache, ["newlines", stamp(paths)], lambda folder: self._keep(folder, threads))
             counts = np.split(np.load(folder / "newlines.npy", allow_pickle=False), np.cumsum([-(-size // PIECE) for size in said["sizes"]])[:-1])

@@ -7,6 +7,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +16,23 @@ import pyarrow.parquet as pq
 from numba import njit
 
 from dtf.errors import DataError
+from dtf.recipes.ctr.cache import kept, stamp
+from dtf.recipes.ctr.files import Plain
 from dtf.recipes.ctr.hashing import MISSING, key_of, values_of
 from dtf.recipes.ctr.lines import GOOD, LABEL, NONE
 from dtf.recipes.ctr.log import Log, Parsed, Places
 
 
 class ParquetLog(Log):
-    """Rows of Parquet files. A row group is decoded as a whole, and the last few are kept: files whose row groups have 100,000 rows or fewer suit."""
+    """Rows of Parquet files. A row group is decoded as a whole, and the last few are kept: files whose row groups have 100,000 rows or fewer suit.
 
-    def __init__(self, paths: Sequence[Path], label: str, numbers: Sequence[str], categories: Sequence[str], threads: int) -> None:
+    The first opening reads the files whole, for their digest, later ones find that in `cache`.
+    """
+
+    def __init__(self, paths: Sequence[Path], label: str, numbers: Sequence[str], categories: Sequence[str], cache: Path, threads: int) -> None:
         self._label, self._numbers, self._categories, self._kept = label, list(numbers), list(categories), threads + 1
         self._files, self._groups = [str(path) for path in paths], list[tuple[int, int]]()
-        lengths, sizes, starts = [], [], [0]
+        lengths, starts = [], [0]
         for number, path in enumerate(self._files):
             try:
                 meta = pq.read_metadata(path)
@@ -37,12 +43,12 @@ class ParquetLog(Log):
                 if lost := [name for name in wanted if name not in names]:
                     raise DataError(f"recipe.data.{key}: {path} has no column {lost[0]}; it has {', '.join(sorted(names)[:60])}")
             lengths += [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
-            sizes += [[meta.row_group(group).total_byte_size, str(_statistics(meta.row_group(group)))] for group in range(meta.num_row_groups)]
             self._groups += [(number, group) for group in range(meta.num_row_groups)]
             starts.append(sum(lengths))
         self._bounds = np.array([0, *itertools.accumulate(lengths)], np.int64)
         self.places = Places(self._files, starts, 1, " row ")
-        self.digest = f"{zlib.crc32(str([lengths, sizes, label, numbers, categories]).encode()):08x}"
+        _, said = kept(cache, ["digests", stamp(paths)], lambda _: {"digests": _digests(paths, threads)})
+        self.digest = f"{zlib.crc32(str([said['digests'], label, numbers, categories]).encode()):08x}"
         self._cached: OrderedDict[int, Parsed] = OrderedDict()
         self._lock, self._locks = threading.Lock(), [threading.Lock() for _ in self._groups]
 
@@ -114,6 +120,7 @@ def _hash(values, field, keys):
         keys[i] = key_of(field, values[i])
 
 
-def _statistics(group: pq.RowGroupMetaData) -> list[object]:
-    columns = [group.column(i) for i in range(group.num_columns)]
-    return [(column.path_in_schema, column.total_uncompressed_size) for column in columns]
+def _digests(paths: Sequence[Path], threads: int) -> list[int]:
+    with ThreadPoolExecutor(threads, "digest") as pool:
+        found = [[one for future in Plain(path).scan(lambda chunk: zlib.crc32(chunk.data), pool) for one in future.result()] for path in paths]
+    return [zlib.crc32(np.array(chunks, np.uint32).data) for chunks in found]

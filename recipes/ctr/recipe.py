@@ -143,7 +143,7 @@ class ClickThrough(Recipe):
         self.data.check()
         if self.group >= self.data.fields:
             raise ConfigError(f"recipe.group={self.group} must be less than the {self.data.fields} fields of a row; -1 for none")
-        if self.data.table_rows or (self.model.table is Place.sparse and self.model.capacity):
+        if not self.data.any_ids or (self.model.table is Place.sparse and self.model.capacity):
             return
         if self.model.table is Place.dense:
             raise ConfigError("recipe.model.table=dense has a row for each id, and the ids of recipe.data.ids=raw are any; use recipe.model.table=sparse")
