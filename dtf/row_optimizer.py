@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 class RowOptimizer(ABC):
     """Fields are the config node `sparse`. Modules import numpy and numba only inside methods."""
 
-    lr_factor: float = option(default=1.0, above=0, most=1_000_000, doc="learning rate of sparse tables, as a multiple of the schedule's")
-
     def check(self) -> None:
         """Raise ConfigError for values that do not go together."""
         return
+
+    def rate(self, lr: float) -> float:
+        """The learning rate of rows, `lr` being the schedule's. Default: that."""
+        return lr
 
     def shrinkage(self, lr: float) -> float:
         """Logarithm of what a step multiplies every row by, touched or not; the table catches up on it when it next needs a row. Default: 0."""
@@ -35,5 +37,15 @@ class RowOptimizer(ABC):
         """One step in place on the rows at `positions` (U,) int64, distinct; -1 stands for none.
 
         `records` (rows, width + states) float32 or float64, row and states side by side; `gradients` (U, width) of the same dtype, to be multiplied
-        by `factor`; `lr` holds lr_factor already; `step` counts finished steps. Threads call this for disjoint positions.
+        by `factor`; `lr`: see `rate`; `step` counts finished steps. Threads call this for disjoint positions.
         """
+
+
+@dataclass(kw_only=True)
+class Scheduled(RowOptimizer):
+    """One whose rows learn at the schedule's pace."""
+
+    lr_factor: float = option(default=1.0, above=0, most=1_000_000, doc="learning rate of sparse tables, as a multiple of the schedule's")
+
+    def rate(self, lr: float) -> float:
+        return lr * self.lr_factor

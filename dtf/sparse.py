@@ -95,7 +95,7 @@ class SparseTable:
     def update(self, ids: np.ndarray, gradients: np.ndarray, lr: float, factor: float, step: int) -> None:
         """One step of the rule on the rows of distinct ids (U,), gradients (U, width) multiplied by `factor`; no other row is touched.
 
-        `lr` is the schedule's: the rule's `lr_factor` is applied here. `step` counts finished steps. Call it every step, also without ids: rules
+        `lr` is the schedule's. `step` counts finished steps. Call it every step, also without ids: rules
         may decay all rows. Errors as of `lookup`.
         """
         from dtf.row_kernels import shrink
@@ -103,7 +103,7 @@ class SparseTable:
         ids, gradients = self._checked(ids), np.ascontiguousarray(gradients, self.dtype)
         if gradients.shape != (len(ids), self.width):
             raise ValueError(f"gradients {gradients.shape} of {len(ids)} rows of {self.width} numbers")
-        lr *= self.rule.lr_factor
+        lr = self.rule.rate(lr)
         shrinkage = self.rule.shrinkage(lr)
         positions = self._place(ids)
         if shrinkage:

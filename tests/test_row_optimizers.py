@@ -14,7 +14,7 @@ import torch
 import dtf.row_optimizers
 from dtf.errors import ConfigError
 from dtf.registry import registered
-from dtf.row_optimizer import RowOptimizer
+from dtf.row_optimizer import RowOptimizer, Scheduled
 from dtf.row_optimizers.adagrad import RowAdagrad
 from dtf.row_optimizers.ftrl import Ftrl
 from dtf.row_optimizers.lazy_adam import LazyAdam
@@ -107,10 +107,10 @@ def train_by_hand(rule: Any, first: np.ndarray, width: int) -> np.ndarray:
                 rate = lr * np.sqrt(1 - rule.beta2 ** (step + 1)) / (1 - rule.beta1 ** (step + 1))
                 rows[id] = w - rate * one[id] / (np.sqrt(two[id]) + rule.eps)
             else:  # McMahan et al. 2013, algorithm 1: z, n
-                sigma = (np.sqrt(two[id] + g**2) - np.sqrt(two[id])) / lr
+                sigma = (np.sqrt(two[id] + g**2) - np.sqrt(two[id])) / rule.alpha
                 one[id] += g - sigma * w
                 two[id] += g**2
-                solved = -(one[id] - np.sign(one[id]) * rule.l1) / ((rule.beta + np.sqrt(two[id])) / lr + rule.l2)
+                solved = -(one[id] - np.sign(one[id]) * rule.l1) / ((rule.beta + np.sqrt(two[id])) / rule.alpha + rule.l2)
                 rows[id] = np.where(np.abs(one[id]) <= rule.l1, 0.0, solved)
     return rows
 
@@ -125,7 +125,7 @@ def train_by_hand(rule: Any, first: np.ndarray, width: int) -> np.ndarray:
         RowAdagrad(weight_decay=0.3),
         LazyAdam(weight_decay=0.3),
         Ftrl(),
-        Ftrl(beta=0.5, l1=0.4, l2=0.2),
+        Ftrl(alpha=0.3, beta=0.5, l1=0.4, l2=0.2),
     ],
     ids=repr,
 )
@@ -194,13 +194,23 @@ def test_decay_goes_on_from_a_checkpoint_under_another_strength() -> None:
         np.testing.assert_allclose(after.lookup(np.arange(ROWS), create=False), wanted * (1 - 0.5 * rule.weight_decay), rtol=1e-12)
 
 
+@pytest.mark.parametrize("rates", [[0.01, 1.0], [0.1, 0.01, 0.001]], ids=["warm-up", "fall"])
+def test_a_rate_that_changes_moves_no_ftrl_row_by_itself(rates: list[float]) -> None:
+    """A row's gradients so far are kept as a sum that holds alpha; another alpha would multiply the row."""
+    table = make(Ftrl(alpha=0.05), np.float64)
+    first = table.lookup(np.arange(ROWS), create=True)
+    for step, lr in enumerate(rates):
+        table.update(np.arange(ROWS), np.full((ROWS, 5), 1e-6), lr, 1.0, step)
+    np.testing.assert_allclose(table.lookup(np.arange(ROWS), create=False), first, atol=1e-6)
+
+
 def test_a_rate_that_turns_rows_over_is_refused() -> None:
     table = make(RowSgd(weight_decay=2.0), np.float64)
     with pytest.raises(ConfigError, match=r"sparse.weight_decay=2 times the learning rate 0.5 must be less than 1"):
         table.update(np.arange(2), np.zeros((2, 5)), 0.5, 1.0, 0)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if isinstance(rule, Scheduled)], ids=repr)
 def test_the_learning_rate_factor_multiplies_the_rate(rule: RowOptimizer) -> None:
     doubled = type(rule)(**{**vars(rule), "lr_factor": 2.0})
     one, two = make(rule, np.float64), make(doubled, np.float64)

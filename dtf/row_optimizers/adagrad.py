@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtf.registry import option, register
-from dtf.row_optimizer import RowOptimizer
+from dtf.row_optimizer import Scheduled
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 @register("sparse", "adagrad")
-class RowAdagrad(RowOptimizer):
+class RowAdagrad(Scheduled):
     """Divide each element's step by the root of its summed squared gradients. Equals torch.optim.Adagrad with sparse gradients.
 
     Source: Duchi, Hazan & Singer 2011 (jmlr.org/papers/v12/duchi11a.html).

@@ -6,14 +6,14 @@ import math
 from typing import TYPE_CHECKING
 
 from dtf.registry import option, register
-from dtf.row_optimizer import RowOptimizer
+from dtf.row_optimizer import Scheduled
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 @register("sparse", "lazy_adam")
-class LazyAdam(RowOptimizer):
+class LazyAdam(Scheduled):
     """Adam on touched rows. Equals torch.optim.SparseAdam: moments rest while their row does, bias is corrected by the steps of the run, not of the row.
 
     Source: Kingma & Ba 2015 (arXiv:1412.6980).

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtf.registry import option, register
-from dtf.row_optimizer import RowOptimizer
+from dtf.row_optimizer import Scheduled
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 @register("sparse", "rowwise_adagrad")
-class RowwiseAdagrad(RowOptimizer):
+class RowwiseAdagrad(Scheduled):
     """Divide each row's step by the root of its summed mean squared gradients, as TorchRec's and FBGEMM's EXACT_ROWWISE_ADAGRAD.
 
     Source: Gupta et al. 2014, "Training highly multiclass classifiers", section 3.4; Mudigere et al. 2022 (arXiv:2104.05158), section 4.1.4.

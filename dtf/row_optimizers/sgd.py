@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from dtf.errors import ConfigError
 from dtf.registry import option, register
-from dtf.row_optimizer import RowOptimizer
+from dtf.row_optimizer import Scheduled
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 @register("sparse", "sgd")
-class RowSgd(RowOptimizer):
+class RowSgd(Scheduled):
     """p = p - lr * (g + weight_decay * p). Equals torch.optim.SGD without momentum on the whole table, rows that were not touched included."""
 
     weight_decay: float = option(default=0.0, least=0, doc="factor of the row that is added to its gradient (L2 penalty); exact: on all rows, touched or not")
