@@ -38,6 +38,11 @@ class Clock(ABC):
 
     @property
     @abstractmethod
+    def objective(self) -> str:
+        """The metric of the run by which evaluations are ranked."""
+
+    @property
+    @abstractmethod
     def best(self) -> tuple[float, int] | None:
         """Best value of the objective so far and the step it was evaluated at."""
 
@@ -117,6 +122,10 @@ class PlannedClock(Clock):
 
     def state(self) -> dict:
         return asdict(self._at)
+
+    @property
+    def objective(self) -> str:
+        return self._plan.objective[0]
 
     @property
     def best(self) -> tuple[float, int] | None:

@@ -176,7 +176,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                     if loop.saver is not None:
                         scalars = {**loop.scalars, "program": state.scalars, "clock": clock.state(), "window": carried}
                         scalars["recent"] = [asdict(measured) for measured in loop.recent]
-                        value = evaluated.get(loop.recipe.objective[0]) if evaluated_at == step else None
+                        value = evaluated.get(clock.objective) if evaluated_at == step else None
                         path = loop.saver.save(step, state, scalars, value)
                         loop.see(Saved(step, path, new, time.perf_counter() - started))
             case Stop():

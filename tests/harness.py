@@ -112,7 +112,7 @@ def train(
         source = reader.load(path)
         state, carried, source.scalars = source.scalars["clock"], source.scalars["window"], source.scalars["program"]
         program.load(source)
-    clock = PlannedClock(Plan(steps, log_every, eval_every, save_every), epochs, Constant(peak=0.1), state)
+    clock = PlannedClock(Plan(steps, log_every, eval_every, save_every, objective=toy.objective), epochs, Constant(peak=0.1), state)
 
     def see(event: Any) -> None:
         if isinstance(event, Measured):

@@ -92,6 +92,10 @@ class Coordinator(Clock):
         return {}
 
     @property
+    def objective(self) -> str:
+        return "top1"
+
+    @property
     def best(self) -> None:
         return None
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from dtf.commit import read_manifest
 from dtf.evidence import Evidence, compare
+from dtf.manifest import Objective
 
 RUN = [
     "plugins=[tests.faults]", "recipe=mortal", "recipe.rows=100", "step.batch_size=24", "step.micro_batch_rows=5", "train.steps=17", "train.log_every=4",
@@ -74,6 +76,15 @@ def test_a_start_that_is_refused_removes_no_checkpoint(run_dtf: Any) -> None:
     refused = run_dtf(*RUN, "run.objective=loss", "checkpoint.keep_last=1", "checkpoint.keep_best=0", folder=first.folder)
     assert refused.code == 2 and "objective" in refused.err
     assert sorted(path.name for path in (first.folder / "checkpoints").iterdir()) == kept and len(kept) == 4
+
+
+def test_checkpoints_are_ranked_by_the_objective_of_the_run(run_dtf: Any) -> None:
+    """The recipe's own is top1."""
+    done = run_dtf(*RUN, "run.objective=loss", "train.eval_every=3", "checkpoint.every_steps=3")
+    assert done.code == 0, done.err
+    losses = {line["step"]: Objective("loss", "min", line["loss"]) for line in measurements(done.folder) if line["split"] == "eval"}
+    saved = [read_manifest(path) for path in (done.folder / "checkpoints").glob("step_*")]
+    assert {manifest.step: manifest.objective for manifest in saved} == losses and len(losses) == 6
 
 
 def test_the_gradient_norm_of_a_window_does_not_depend_on_saves(run_dtf: Any) -> None:
