@@ -89,12 +89,13 @@ class Composed:
             settings.optimizer.check()
             settings.sparse.check()
             settings.lr.check()
+            settings.check_tables()
             settings.checkpoint.check()
             for observer in settings.observer.values():
                 observer.check()
             devices, processes = settings.launcher.devices_kind(), settings.launcher.count()
             settings.precision.check(devices)
-            task = Task(settings.recipe, settings.optimizer, settings.precision, settings.step, settings.seed)
+            task = Task(settings.recipe, settings.optimizer, settings.precision, settings.step, settings.seed, rows=settings.sparse)
             settings.strategy.check(task, processes, devices)
         return settings
 

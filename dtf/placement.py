@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +10,8 @@ import torch
 from dtf.build import DTYPES
 from dtf.errors import ConfigError
 from dtf.slices import bounds, deal
-from dtf.strategy import Task
-from dtf.table import Placement, Table
+from dtf.strategy import Task, check_tables
+from dtf.table import Placement
 from dtf.world import World
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ def tables_of(task: Task, world: World, placement: Placement, gives: bool = True
     specs = task.recipe.tables()
     if not specs:
         return None
-    if task.step.ema:
-        raise ConfigError("step.ema averages all weights, and the rows of a sparse table are too many for that; use step.ema=0, or a dense table")
     if task.rows is None:
         raise ConfigError(f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME")
 
@@ -39,8 +36,8 @@ def tables_of(task: Task, world: World, placement: Placement, gives: bool = True
     flags[world.rank] = int(gives)
     givers = [bool(flag) for flag in world.reduce(flags).tolist()]
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
+    check_tables(task, placement, world.size)  # again: elastic launchers change the number of ranks
     placement = Placement.replicated if world.size == 1 else placement
-    _check(task, specs, placement, world.size)
     owners = deal({name: spec.width * (spec.size or spec.capacity) for name, spec in specs.items()}, world.size)
     spread: dict[str, Spread] = {}
     for name, spec in specs.items():
@@ -62,18 +59,3 @@ def tables_of(task: Task, world: World, placement: Placement, gives: bool = True
             raise ConfigError(f"{task.weights.place} holds no sparse tables, and {type(task.recipe).__name__} has some; give a run or a checkpoint of dtf")
         tables.load(source, resume=False)
     return tables
-
-
-def _check(task: Task, specs: Mapping[str, Table], placement: Placement, size: int) -> None:
-    """Raise ConfigError for tables that cannot lie so."""
-    if placement is Placement.tables and len(specs) == 1:
-        raise ConfigError(f"strategy.tables=tables puts whole tables on ranks, and {type(task.recipe).__name__} has one; use strategy.tables=rows")
-    if placement is not Placement.columns:
-        return
-    for name, spec in specs.items():
-        if len([rank for rank in range(size) if bounds(spec.width, size, rank)[0] < spec.width]) < size:
-            raise ConfigError(f"strategy.tables=columns: table {name} has {spec.width} columns, too few for {size} ranks; use strategy.tables=rows")
-        assert task.rows is not None
-        whole = [state for state, (count, _) in task.rows.states(spec.width).items() if count != spec.width]
-        if whole:
-            raise ConfigError(f"strategy.tables=columns divides rows, and {type(task.rows).__name__} keeps {whole[0]} of whole ones; use strategy.tables=rows")

@@ -169,6 +169,10 @@ class Recipe(ABC):
         """Sparse tables, by the name of the input that holds their ids; inputs are then a dict. Default: none."""
         return {}
 
+    def table_widths(self) -> dict[str, int]:
+        """Numbers in a row of each sparse table, by name. Asked before launch: torch-free, quick. Default: as `tables` says, which may read data."""
+        return {name: table.width for name, table in self.tables().items()}
+
     splits: tuple[Split, ...] = (Split.train, Split.eval)
     """What `open_data` can open, by the values of these."""
 

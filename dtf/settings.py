@@ -6,6 +6,7 @@ Used by the launching process and by ranks alike; reads no files and knows no co
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import pkgutil
 import re
@@ -23,6 +24,7 @@ from dtf.recipe import Recipe
 from dtf.registry import groups, option, registered, suggest
 from dtf.sampler import Tail
 from dtf.schema import KeyProblem, fit, fit_option, is_node, keys, make, make_option, show, unset
+from dtf.table import NO_NUMBA
 
 if TYPE_CHECKING:
     from dtf.checkpoint import Every
@@ -91,6 +93,21 @@ class Settings(Root):
     def check(self) -> None:
         """Raise KeyProblem for root keys that make no run."""
         _check_root(self)
+
+    def check_tables(self) -> None:
+        """Raise ConfigError for sparse tables that cannot be trained so. After the recipe's own check."""
+        if not self.recipe.table_widths():
+            return
+        if importlib.util.find_spec("numba") is None:
+            raise ConfigError(NO_NUMBA)
+        if not self.job.trains:
+            return
+        if self.step.ema:
+            raise KeyProblem(
+                "step.ema",
+                f"step.ema={self.step.ema:g} averages all weights, and the rows of a sparse table are too many for that; use step.ema=0, or a dense table",
+            )
+        self.sparse.shrinkage(self.sparse.rate(getattr(self.lr, "peak", 0.0)))  # schedules of other people may have none: then ranks find out
 
 
 def fit_config(config: dict[Any, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from dtf.errors import ConfigError, DataError
 from dtf.seeding import seed_of
+from dtf.table import NO_NUMBA
 
 if TYPE_CHECKING:
     from dtf.row_optimizer import RowOptimizer
@@ -289,7 +290,7 @@ def _kernels() -> ModuleType:
     try:
         from dtf import id_kernels
     except ModuleNotFoundError as error:
-        raise ConfigError(f"sparse tables need numba: {error}; install it: python -m pip install 'dtf[ctr]'") from error
+        raise ConfigError(f"{NO_NUMBA} ({error})") from error
     return id_kernels
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dtf.errors import ConfigError
 from dtf.recipe import Recipe
+from dtf.slices import bounds
+from dtf.table import Placement
 from dtf.values import Batch, Evaluated, Shard, State, StepOutput, Train
 
 if TYPE_CHECKING:
@@ -218,3 +220,20 @@ def check_layout(strategy: str, recipe: Recipe, what: str) -> None:
         raise ConfigError(
             f"strategy={strategy}: {type(recipe).__name__} has no layout() that says {what}; add one, or use strategy=fsdp, which divides any model"
         )
+
+
+def check_tables(task: Task, placement: Placement, processes: int) -> None:
+    """Raise ConfigError for sparse tables that cannot lie so."""
+    widths = task.recipe.table_widths()
+    if processes == 1 or not widths:
+        return
+    if placement is Placement.tables and len(widths) == 1:
+        raise ConfigError(f"strategy.tables=tables puts whole tables on ranks, and {type(task.recipe).__name__} has one; use strategy.tables=rows")
+    if placement is not Placement.columns:
+        return
+    for name, width in widths.items():
+        if bounds(width, processes, processes - 1)[0] == width:  # nothing is left for the last
+            raise ConfigError(f"strategy.tables=columns: table {name} has {width} columns, too few for {processes} ranks; use strategy.tables=rows")
+        whole = [state for state, (count, _) in task.rows.states(width).items() if count != width] if task.rows is not None else []
+        if whole:
+            raise ConfigError(f"strategy.tables=columns divides rows, and {type(task.rows).__name__} keeps {whole[0]} of whole ones; use strategy.tables=rows")

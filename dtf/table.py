@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+NO_NUMBA = "sparse tables need numba, which is not installed: python -m pip install 'dtf[ctr]'"
+
 
 @dataclass(frozen=True, slots=True)
 class Table:

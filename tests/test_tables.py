@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -80,10 +83,45 @@ def test_wherever_the_rows_lie(strategy: str, tables: str) -> None:
     assert difference(reference(recipe=ANY), spread(strategy, 2, options={"tables": tables}, recipe=ANY)) <= 1e-10
 
 
-@pytest.mark.parametrize(("options", "words"), [({"sparse": "rowwise_adagrad"}, "keeps"), ({}, "too few for 3 ranks")])
-def test_columns_that_cannot_be_divided_are_refused(options: dict, words: str) -> None:
-    with pytest.raises(AssertionError, match=words):
-        spread("ddp", 3 - len(options), options={"tables": "columns"}, recipe=ANY, **options)
+TABLED, SINGLE = ("plugins=[tests.tabled]", "recipe=tabled", "train.steps=1"), ("recipe=ctr_clicks", "recipe.model.table=sparse")
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    ((*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=3"), "table who has 2 columns, too few for 3 ranks"),
+    ((*TABLED, "strategy=fsdp", "strategy.tables=columns", "sparse=rowwise_adagrad", "launcher.processes=2"), "RowwiseAdagrad keeps sum of whole ones"),
+    (
+        (*SINGLE, "strategy=tensor", "strategy.tables=tables", "launcher.processes=2"),
+        "strategy.tables=tables puts whole tables on ranks, and GeneratedClicks has one",
+    ),
+    ((*SINGLE, "strategy=pipeline", "strategy.tables=tables", "launcher.processes=2"), "use strategy.tables=rows"),
+    ((*TABLED, "step.ema=0.9"), "step.ema=0.9 averages all weights"),
+    ((*TABLED, "sparse=sgd", "sparse.weight_decay=20", "lr.peak=0.1"), "sparse.weight_decay=20 times the learning rate 0.1 must be less than 1"),
+    ((*TABLED, "sparse=sgd", "sparse.weight_decay=10", "sparse.lr_factor=2", "lr.peak=0.1"), "times the learning rate 0.2 must be less than 1"),
+]
+
+FINE = [
+    (*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=2"),
+    (*TABLED, "strategy=fsdp", "strategy.tables=columns", "launcher.processes=1"),
+    (*TABLED, "job=evaluate", "step.ema=0.9"),
+    (SINGLE[0], "recipe.model.table=dense", "step.ema=0.9"),
+]
+
+
+def test_what_cannot_run_is_refused_before_ranks_start_without_torch() -> None:
+    code = (
+        "import json, sys\nfrom dtf.config import compose\nfrom dtf.errors import ConfigError\n"
+        "def said(words):\n"
+        "    try: compose(['launcher.devices=cpu', *words]).check(); return ''\n"
+        "    except ConfigError as error: return str(error)\n"
+        f"told = [said(words) for words, _ in {REFUSED!r}]\n"
+        f"fine = [said(words) for words in {FINE!r}]\n"
+        "heavy = sorted({'torch', 'numpy', 'numba'} & set(sys.modules))\n"
+        "sys.modules['numba'] = None\n"
+        f"print(json.dumps([told, fine, heavy, said({TABLED!r})]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told, fine, heavy, without_numba = json.loads(done.stdout)
+    assert [text for text, (_, words) in zip(told, REFUSED, strict=True) if words not in text] == []
+    assert fine == [""] * len(FINE) and heavy == [] and "pip install 'dtf[ctr]'" in without_numba
 
 
 WAYS = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtf.errors import ConfigError
 from dtf.registry import option, register
-from dtf.strategy import Program, Strategy, Task
+from dtf.strategy import Program, Strategy, Task, check_tables
 from dtf.table import Placement
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Ddp(Strategy):
     shard_optimizer: bool = option(default=False, doc="divide the optimizer's state among ranks (ZeRO stage 1, arXiv:1910.02054)")
 
     def check(self, task: Task, processes: int, devices: str) -> None:
+        check_tables(task, self.tables, processes)
         if self.backend is Backend.nccl and devices != "cuda":
             raise ConfigError(f"strategy.backend=nccl needs CUDA, this run is on {devices}; use strategy.backend=gloo")
         if self.comm_hook is CommHook.powersgd and task.precision.loss_scale:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dtf.errors import ConfigError
 from dtf.precision import Cast
 from dtf.registry import option, register
-from dtf.strategy import Program, Strategy, Task, check_divides
+from dtf.strategy import Program, Strategy, Task, check_divides, check_tables
 from dtf.table import Placement
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Fsdp(Strategy):
     )
 
     def check(self, task: Task, processes: int, devices: str) -> None:
+        check_tables(task, self.tables, processes)
         check_divides("strategy.replicate", self.replicate, processes)
         if self.offload and processes == 1:
             raise ConfigError("strategy.offload=true needs at least 2 processes; use offload=false, or launcher.processes=2 and more")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dtf.errors import ConfigError
 from dtf.registry import option, register
 from dtf.schedules import Schedule, bubble, in_flight
-from dtf.strategy import Program, Strategy, Task, check_divides, check_layout
+from dtf.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
 from dtf.table import Placement
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Pipeline(Strategy):
     )
 
     def check(self, task: Task, processes: int, devices: str) -> None:
+        check_tables(task, self.tables, processes)
         check_divides("strategy.degree", self.degree, processes)
         check_layout("pipeline", task.recipe, "which blocks its model has")
         ranks = self.degree or processes

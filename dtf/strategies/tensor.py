@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dtf.errors import ConfigError
 from dtf.registry import option, register
-from dtf.strategy import Program, Strategy, Task, check_divides, check_layout
+from dtf.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
 from dtf.table import Placement
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Tensor(Strategy):
     degree: int = option(default=0, least=0, doc="ranks that divide each layer; it divides launcher.processes, the quotient divides the rows; 0: all ranks")
 
     def check(self, task: Task, processes: int, devices: str) -> None:
+        check_tables(task, self.tables, processes)
         check_divides("strategy.degree", self.degree, processes)
         check_layout("tensor", task.recipe, "how its model is split")
 
