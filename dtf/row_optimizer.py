@@ -37,7 +37,7 @@ class RowOptimizer(ABC):
         """One step in place on the rows at `positions` (U,) int64, distinct; -1 stands for none.
 
         `records` (rows, width + states) float32 or float64, row and states side by side; `gradients` (U, width) of the same dtype, to be multiplied
-        by `factor`; `lr`: see `rate`; `step` counts finished steps. Threads call this for disjoint positions.
+        by `factor`; `lr`: see `rate`; `step` counts the steps before, without those that were skipped. Threads call this for disjoint positions.
         """
 
 

@@ -96,8 +96,8 @@ class SparseTable:
     def update(self, ids: np.ndarray, gradients: np.ndarray, lr: float, factor: float, step: int) -> None:
         """One step of the rule on the rows of distinct ids (U,), gradients (U, width) multiplied by `factor`; no other row is touched.
 
-        `lr` is the schedule's. `step` counts finished steps. Call it every step, also without ids: rules
-        may decay all rows. Errors as of `lookup`.
+        `lr` is the schedule's. `step`: see RowOptimizer. Call it every step, also without ids: rules may decay
+        all rows. Errors as of `lookup`.
         """
         from dtf.row_kernels import shrink
 

@@ -104,6 +104,7 @@ class LocalUpdate(Update):
         leads: bool = True,
     ) -> None:
         self._tables, self._leads = tables, leads
+        self._table_steps = 0  # without those that were skipped, as dense optimizers count
         self._clip, self._after, self._writes = clip_norm, after, writes
         self._combine, self._reduce, self._gather = combine, reduce, gather
         self._pieces = {name: piece for name, piece in pieces.items() if piece.parameter.requires_grad}
@@ -157,14 +158,14 @@ class LocalUpdate(Update):
             finite = math.isfinite(norm.item())
             if finite:
                 self._step(gradients, factor, lr, None)
-                self._step_tables(factor, lr, step)
+                self._step_tables(factor, lr)
             self._count(not finite)
         else:
             skip = torch.isfinite(norm).logical_not_().to(torch.float32)
             self._step(gradients, factor, lr, skip)
             self._count_device(skip)
             if self._tables is not None and not skip.item():  # tables lie in host memory, which has to wait for their gradients anyway
-                self._step_tables(factor, lr, step)
+                self._step_tables(factor, lr)
         for piece in self._trained:
             piece.parameter.grad = None
         known = torch.ones_like(norm)
@@ -186,9 +187,10 @@ class LocalUpdate(Update):
         if self._after is not None:
             self._after()
 
-    def _step_tables(self, factor: Tensor | None, lr: float, step: int) -> None:
+    def _step_tables(self, factor: Tensor | None, lr: float) -> None:
         if self._tables is not None and self._leads:
-            self._tables.step(1.0 if factor is None else factor.item(), lr, step)
+            self._tables.step(1.0 if factor is None else factor.item(), lr, self._table_steps)
+            self._table_steps += 1
 
     def _count(self, skipped: bool) -> None:
         assert isinstance(self._skipped, int)
@@ -250,6 +252,8 @@ class LocalUpdate(Update):
             boxes += self._tables.boxes()
         boxes = [box for box in boxes if box.tensor.numel()]
         scalars: dict = {"skipped": self.skipped()}
+        if self._tables is not None:
+            scalars["table_steps"] = self._table_steps
         if self._scale is not None:
             scalars["loss_scale"] = [float(self._scale), int(self._growth)]
         return State(boxes, scalars)
@@ -267,6 +271,7 @@ class LocalUpdate(Update):
                 tensor.copy_(source.read(f"optimizer/{name}/{key}", offset, tuple(tensor.shape)))
         if self._tables is not None and self._leads:
             self._tables.load(source)
+            self._table_steps = source.scalars.get("table_steps", 0)
         if self._scale is not None and "loss_scale" in source.scalars:
             scale, growth = source.scalars["loss_scale"]
             self._scale.fill_(scale)

@@ -6,7 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from dtf.optimizers.adam import Adam
+from dtf.update import LocalUpdate, whole
+from dtf.values import Box, State
 from tests.harness import reference, spread, variants
 from tests.ranks import ranks
 
@@ -61,6 +65,49 @@ def overflow(rank: int, size: int) -> dict[str, float]:
     found = harness.train(rank, size, precision="fp16", steps=40, log_every=40)
     scalars = program[0].state().scalars
     return {"skipped": scalars["skipped"], "scale": scalars["loss_scale"][0], "grad_norm": found["train"]["40"]["grad_norm"]}
+
+
+class Counted:
+    """Tables that note which step they are told to take."""
+
+    def __init__(self) -> None:
+        self.norm, self.told = torch.zeros(()), []
+
+    def step(self, factor: float, lr: float, step: int) -> None:
+        self.told.append(step)
+
+    def boxes(self) -> list[Box]:
+        return []
+
+    def load(self, source: Any) -> None: ...
+
+
+def test_rows_count_the_steps_that_dense_adam_counts() -> None:
+    """Two updates in a row that step, skip, step: the second goes on from the state of the first."""
+    state, told = State([], {}), []
+    for first in (0, 3):
+        model, tables = torch.nn.Linear(3, 2, bias=False), Counted()
+        update = LocalUpdate(whole(model, {"weight": model.weight.data}), Adam(), 0.0, 2.0**20, tables=tables)  # type: ignore[arg-type]
+        if first:
+            update.load(Stored(state))
+        for step, value in enumerate((1.0, np.inf, 1.0), first):
+            model.weight.grad = torch.full_like(model.weight, value)
+            update.apply(step, 0.1)
+        state = update.state()
+        told += tables.told
+    (counted,) = (float(box.tensor) for box in state.boxes if box.name.endswith("/step"))
+    assert told == [0, 1, 2, 3] and counted == 4
+
+
+class Stored:
+    def __init__(self, state: State) -> None:
+        self.scalars, self._tensors = state.scalars, {box.name: box.tensor.clone() for box in state.boxes}
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def read(self, name: str, offset: Any = None, shape: Any = None) -> torch.Tensor:
+        return self._tensors[name]
 
 
 def test_half_precision_learns_what_fp32_learns() -> None:
