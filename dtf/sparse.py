@@ -58,16 +58,21 @@ class SparseTable:
         for state, (count, first) in rule.states(self.width).items():
             self._columns[state], self._firsts[state] = slice(stride, stride + count), first
             stride += count
+        self._stride = stride
         self._capacity = min(spec.capacity, spec.size) if spec.size else spec.capacity
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows."""
         try:
-            self._index = _Direct(spec.size, self._kernels) if spec.size else _Hashed(self._kernels)
-            self._records = _reserve(self._capacity, stride, self.dtype)
+            self._index = _Direct(self.spec.size, self._kernels) if self.spec.size else _Hashed(self._kernels)
+            self._records = _reserve(self._capacity, self._stride, self.dtype)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
-                f"table {name}: this host has no room for capacity={spec.capacity} rows of {stride} numbers: {error}; set a smaller one"
+                f"table {self.name}: this host has no room for capacity={self.spec.capacity} rows of {self._stride} numbers: {error}; set a smaller one"
             ) from error
         self._since: np.ndarray | None = None  # (capacity,) `decayed` when the row was last multiplied; None: no step shrank rows
-        self._count = 0
+        self._count, self.decayed = 0, 0.0
 
     def __len__(self) -> int:
         return self._count
@@ -124,9 +129,10 @@ class SparseTable:
         return Rows(ids, self._records[positions, : self.width], states)
 
     def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray] | None) -> None:
-        """Set rows and states of distinct ids (n,), as `export` gave them; any part of them, in any order. Errors as of `lookup`.
+        """Add rows and states of distinct ids (n,), as `export` gave them; any part of them, in any order, each once. Errors as of `lookup`.
 
-        `states=None`: those of rows that no step has touched. DataError where the states are those of another rule.
+        `states=None`: those of rows that no step has touched. DataError where the states are those of another rule, or anything is not what an
+        export gives; the table is then as it was.
         """
         if states is None:
             firsts = {name: (columns.stop - columns.start, self._firsts[name]) for name, columns in self._columns.items()}
@@ -135,13 +141,19 @@ class SparseTable:
             raise DataError(
                 f"table {self.name}: states {_listed(states)} are not those of its row optimizer, {_listed(self._columns)}; choose the same sparse="
             )
+        if ids.dtype != np.int64 or ids.ndim != 1:
+            raise DataError(f"table {self.name}: ids are {ids.dtype} {ids.shape}, not 64-bit integers in a row")
+        widths = {"rows": self.width, DECAYED: 1} | {name: columns.stop - columns.start for name, columns in self._columns.items()}
+        for name, values in {"rows": rows, **states}.items():
+            if values.dtype.kind != "f" or values.shape[:1] != ids.shape or values.size != len(ids) * widths[name]:
+                raise DataError(f"table {self.name}: {name} are {values.dtype} {values.shape}, not {widths[name]} real numbers for each of {len(ids)} ids")
         ids = self._checked(ids)
-        if len(unique(ids)[0]) < len(ids) or -1 in ids or rows.shape != (len(ids), self.width):
-            raise DataError(f"table {self.name}: rows {rows.shape} are not one of {self.width} numbers for each of {len(ids)} distinct ids")
+        if len(unique(ids)[0]) < len(ids) or self._index.find(ids)[1] < len(ids):  # those that are not there; -1 counts for one that is
+            raise DataError(f"table {self.name}: an id is there twice, or is -1")
         if DECAYED in states:
             self._remember_decay()
         positions = self._place(ids, draw=False)
-        self._records[positions, : self.width] = rows
+        self._records[positions, : self.width] = rows.reshape(len(ids), self.width)
         for name, columns in self._columns.items():
             self._records[positions, columns] = states[name].reshape(len(ids), columns.stop - columns.start)
         if self._since is not None:

@@ -97,6 +97,11 @@ class Tables:
                     rows = rows * np.exp(decay - read.pop(DECAYED))[:, None]
                 store.put(ids[mine], rows, read if resume else None)
 
+    def clear(self) -> None:
+        """Forget all rows on this rank. Not collective."""
+        for table in self._tables.values():
+            table.store.clear()
+
     def learnt(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Ids (n,), ascending, and rows (n, width) that this rank holds, as evaluation sees them; copies, by name. Not collective."""
         found = {name: table.store.export().ids for name, table in self._tables.items()}

@@ -270,6 +270,7 @@ class LocalUpdate(Update):
                 offset = piece.offset if tensor.dim() else ()
                 tensor.copy_(source.read(f"optimizer/{name}/{key}", offset, tuple(tensor.shape)))
         if self._tables is not None and self._leads:
+            self._tables.clear()  # of rows to start from, where the run goes on
             self._tables.load(source)
             self._table_steps = source.scalars.get("table_steps", 0)
         if self._scale is not None and "loss_scale" in source.scalars:

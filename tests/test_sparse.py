@@ -200,6 +200,10 @@ def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
         ((1, -1), (2, WIDTH), {"sum": (2, WIDTH)}),
         ((1, 2), (2, 1), {"sum": (2, WIDTH)}),
         ((1, 2), (2, WIDTH), {}),
+        ((1, 2), (2, WIDTH), {"sum": (2, 1)}),
+        ((1, 2), (2, WIDTH), {"sum": (1, WIDTH)}),
+        ((1, 2), (2, WIDTH), {"sum": ()}),
+        ((1, 2), (2, WIDTH), {"sum": (2, WIDTH), "decayed": (2, 2)}),
         ((1, 2), (2, WIDTH), {"z": (2, WIDTH), "n": (2, WIDTH)}),
     ],
 )
@@ -208,6 +212,35 @@ def test_what_no_export_gave_is_refused(ids: tuple[int, ...], rows: tuple[int, .
     with pytest.raises(DataError, match="table t"):
         held.put(ints(*ids), np.ones(rows), {name: np.ones(shape) for name, shape in states.items()})
     assert not len(held)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint64, np.float64, bool])
+def test_ids_and_rows_of_another_kind_are_refused(kind: type) -> None:
+    held = table()
+    with pytest.raises(DataError, match="not 64-bit integers"):
+        held.put(ints(0, 1).astype(kind), np.ones((2, WIDTH)), {})
+    with pytest.raises(DataError, match="not 64-bit integers"):
+        held.put(ints(0, 1)[None], np.ones((2, WIDTH)), {})
+    if kind is not np.float64:
+        with pytest.raises(DataError, match="real numbers"):
+            held.put(ints(0, 1), np.ones((2, WIDTH), kind), {})
+    assert not len(held)
+
+
+@pytest.mark.parametrize("size", [0, 10])
+def test_an_id_that_comes_again_in_a_later_piece_is_refused(size: int) -> None:
+    held = table(size)
+    held.put(ints(1, 2), np.ones((2, WIDTH)), {})
+    with pytest.raises(DataError, match="table t: an id is there twice"):
+        held.put(ints(3, 2), np.zeros((2, WIDTH)), {})
+    assert len(held) == 2 and (held.export().rows == 1).all()
+
+
+def test_a_cleared_table_is_a_new_one() -> None:
+    held = table(rule=RowSgd(weight_decay=0.1))
+    held.update(ints(1, 2), np.ones((2, WIDTH)), 0.1, 1.0, 0)
+    held.clear()
+    assert not len(held) and (held.lookup(ints(1, 2), create=True) == table().lookup(ints(1, 2), create=True)).all()
 
 
 def test_numba_is_asked_for_by_name() -> None:

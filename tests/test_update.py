@@ -79,6 +79,8 @@ class Counted:
     def boxes(self) -> list[Box]:
         return []
 
+    def clear(self) -> None: ...
+
     def load(self, source: Any) -> None: ...
 
 
