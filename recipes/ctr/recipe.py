@@ -149,6 +149,9 @@ class ClickThrough(Recipe):
             raise ConfigError("recipe.model.table=dense has a row for each id, and the ids of recipe.data.ids=raw are any; use recipe.model.table=sparse")
         raise ConfigError("recipe.model.capacity is not set, and the ids of recipe.data.ids=raw are any; give the rows that the table may come to hold")
 
+    def table_widths(self) -> dict[str, int]:
+        return {} if self.model.table is Place.dense else {"ids": self.model.width}
+
     def tables(self) -> dict[str, Table]:
         if self.model.table is Place.dense:
             return {}
