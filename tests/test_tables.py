@@ -145,3 +145,13 @@ def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(first: str, seco
     b = spread(other, more, options=others, start=str(tmp_path / "step_000003"), **case)
     whole = {key: a[key] | b[key] for key in ("train", "eval", "ids")} | {"tensors": b["tensors"]}
     assert difference(reference(**case), whole) <= 1e-10
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+def test_a_run_goes_on_in_another_precision(rule: str, tmp_path: Path) -> None:
+    case: dict[str, Any] = {"recipe": ANY, "sparse": rule, "sparse_options": {"weight_decay": 0.1}}
+    spread("fsdp", 2, folder=str(tmp_path), save_every=3, halt=True, precision="fp32", **case)
+    found = spread("ddp", 2, start=str(tmp_path / "step_000003"), **case)["train"]
+    expected = reference(**case)["train"]
+    assert [found[step]["loss"] for step in found] == pytest.approx([expected[step]["loss"] for step in found], rel=1e-4)
+    assert len(found) == 5
