@@ -118,6 +118,10 @@ class Turns(Clock):
         self._inner = PlannedClock(Plan(10**9, 0, 0, 0), epochs, Constant(peak=LR))
         self._step, self._left, self._said = 0, 0, True
 
+    @property
+    def objective(self) -> str:
+        return self._inner.objective
+
     def turn(self, steps: int) -> None:
         self._left, self._said = steps, False
 

@@ -106,6 +106,10 @@ class Endless(Clock):
         self._inner = PlannedClock(Plan(10**9, 0, 0, 0), epochs, Constant(peak=LR))
         self.left = 0
 
+    @property
+    def objective(self) -> str:
+        return self._inner.objective
+
     def __next__(self) -> Ticket:
         if not self.left:
             return Stop(0, "finished")
