@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import socket
 import struct
 from collections.abc import Mapping
@@ -16,11 +17,15 @@ _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 def endpoint(text: str, key: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port`; ConfigError naming the key otherwise."""
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{key}={text} must be HOST:PORT, such as 10.0.0.1:29500")
-    return host, int(port)
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^:\[\]\s]+)):([0-9]{1,5})", text)
+    if not found or not 0 < int(found[3]) < 65536:
+        raise ConfigError(f"{key}={text} must be HOST:PORT, such as 10.0.0.1:29500, or [ADDRESS]:PORT with an IPv6 address")
+    return found[1] or found[2], int(found[3])
+
+
+def endpoint_text(host: str, port: int) -> str:
+    """Inverse of `endpoint`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_interface(name: str) -> None:

@@ -62,7 +62,7 @@ class Static(Watched):
         ranks = self.count() // self.nodes
         world = {"launcher.nodes": self.nodes, "launcher.processes": ranks, "devices": self.devices_kind()}
         task = {"config": shared(config), "versions": versions(), **world}
-        self._hosts = Hosts(self.node_rank, self.nodes, ranks, (host, port), self.hang_timeout_s, _say)
+        self._hosts = Hosts(self.node_rank, self.nodes, ranks, (host, port), self.hang_timeout_s, _say, os.environ.get("DTF_TOKEN", ""))
         try:
             if self.node_rank == 0:
                 made: list[Run] = []
