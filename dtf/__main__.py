@@ -25,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = _reported(lambda: _dispatch(given))
     if leaving and code:
         _cool()
+    if leaving and "torch.distributed" in sys.modules:  # it was a rank itself: gloo's threads may not outlive the interpreter
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 
