@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import os
 import secrets
 import selectors
 import socket
@@ -27,7 +28,7 @@ from typing import Any, NoReturn
 from dtf import network
 from dtf.agreement import differences, digest, from_answer, refusal, to_answer
 from dtf.ending import Outcome, together
-from dtf.errors import ConfigError, DtfError, Exit, PeerError, Preempted
+from dtf.errors import LONGEST, ConfigError, DtfError, Exit, PeerError, Preempted
 from dtf.tracking import plain_text
 from dtf.values import Failed
 
@@ -169,10 +170,10 @@ class Hosts:
             if not same:
                 return
         else:
-            found = [plain_text(each) for each in differences(self._task, said["task"], "host 0")]
+            found = list(differences(self._task, said["task"], "host 0"))
             keys = ", ".join(each.partition("=")[0] for each in found)
-            why = str(refusal(f"host {line.name}", "host 0", "; ".join(found)))
-            self._turn_away(line, why, f"host {line.name} differs from host 0 in {keys}; host 0 says how")
+            told = f"host {line.name} differs from host 0 in {keys}; host 0 says how"
+            self._turn_away(line, str(refusal(f"host {line.name}", "host 0", "; ".join(found))), told)
         node, before = line.node, self._lines.get(line.node)
         if before and before.name == line.name:  # started again, and host 0 has not noticed yet that it was gone
             with contextlib.suppress(OSError):
@@ -188,7 +189,8 @@ class Hosts:
 
     def _turn_away(self, line: Line, why: str, told: str = "", fatal: bool = True) -> NoReturn:
         """Say why, or what of it this one may know. Raises it for all while the run has not begun, if `fatal`; else the wrong host harms itself alone."""
-        line.send(to_answer(ConfigError(told or why)))
+        why = plain_text(why, LONGEST)
+        line.send(to_answer(ConfigError(plain_text(told or why, LONGEST))))
         if fatal and not self._answer:
             self._lose(line, "")
             raise ConfigError(why)
@@ -367,7 +369,7 @@ class Hosts:
 
 def _proof(token: str, *words: str) -> str:
     """Shows who knows `token` that the other side does too, and to nobody what it is. Empty without one."""
-    return hmac.digest(token.encode(), json.dumps(words).encode(), "sha256").hex() if token else ""
+    return hmac.digest(os.fsencode(token), json.dumps(words).encode(), "sha256").hex() if token else ""
 
 
 def _equal(found: object, proof: str) -> bool:
