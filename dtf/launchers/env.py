@@ -211,10 +211,12 @@ class Env(Launcher):
             store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
             return store.get(key)
         except RuntimeError as error:
-            missing = ", ".join(str(each) for each in range(1, self._me.size) if not store.check([f"differs/{each}"]))
+            missing = [other]
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                missing = [each for each in range(1, self._me.size) if not store.check([f"differs/{each}"])]
             raise PeerError(
-                f"rank {missing} of {self._me.size} did not come to {self._me.address}:{self._me.port} within "
-                f"launcher.meet_timeout_s={self.meet_timeout_s:g}; see job=doctor"
+                f"rank {', '.join(map(str, missing))} of {self._me.size} did not come to {network.endpoint_text(self._me.address, self._me.port)} within "
+                f"launcher.meet_timeout_s={self.meet_timeout_s:g}, or is gone; see job=doctor"
             ) from error
 
     def _get(self, store: Store, key: str, owner: int, longer_s: float = 0.0) -> bytes:
