@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from dtf.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, error_line
@@ -25,6 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = _reported(lambda: _dispatch(given))
     if leaving and code:
         _cool()
+    if leaving and "torch.distributed" in sys.modules:  # it was a rank itself: gloo's threads may not outlive the interpreter
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
     return code
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import socket
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 
 from dtf.errors import ConfigError
 from dtf.registry import suggest
@@ -16,11 +18,15 @@ _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 def endpoint(text: str, key: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port`; ConfigError naming the key otherwise."""
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{key}={text} must be HOST:PORT, such as 10.0.0.1:29500")
-    return host, int(port)
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]|([^:\[\]\s]+)):([0-9]{1,5})", text)
+    if not found or not 0 < int(found[3]) < 65536:
+        raise ConfigError(f"{key}={text} must be HOST:PORT, such as 10.0.0.1:29500, or [ADDRESS]:PORT with an IPv6 address")
+    return found[1] or found[2], int(found[3])
+
+
+def endpoint_text(host: str, port: int) -> str:
+    """Inverse of `endpoint`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_interface(name: str) -> None:
@@ -60,7 +66,12 @@ def own_address(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address; empty when none is found."""
+    """The network interface that has this address; empty when none is found."""
+    if ":" in address:
+        known = Path("/proc/net/if_inet6")
+        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        lines = [line.split() for line in known.read_text().splitlines()] if known.exists() else []
+        return next((line[-1] for line in lines if line[0] == packed), "")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+_left: list[Any] = []
+"""Groups that were closed, kept until the process ends. The last to let go of one waits for gloo's threads; DDP's reducer would do so, up to torch 2.11 at
+least, while it holds the interpreter, for which those threads may be waiting to free what they sent."""
+
+
 class World:
     """A group of ranks. Built by `join`, which is collective; without peers nothing here communicates.
 
@@ -52,6 +57,7 @@ class World:
     def leave(self) -> None:
         """Close the group. Collective."""
         if self.size > 1 and dist.is_initialized():
+            _left.append(dist.group.WORLD)
             dist.destroy_process_group()
 
     def mesh(self, axes: dict[str, int]) -> DeviceMesh:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dtf.agreement import mixture
+from dtf.agreement import digest, mixture
 from dtf.ending import Outcome
 from dtf.errors import BusyError, ConfigError, Exit, PeerError, Preempted
 from dtf.hosts import Hosts
@@ -34,8 +34,8 @@ class Meeting:
             self.address: tuple[str, int] = free.getsockname()
         self.notes: list[str] = []
 
-    def host(self, node: int, nodes: int = 2, silence_s: float = 60.0) -> Hosts:
-        return self._stack.enter_context(closing(Hosts(node, nodes, 1, self.address, silence_s, self.notes.append)))
+    def host(self, node: int, nodes: int = 2, silence_s: float = 60.0, token: str = "") -> Hosts:
+        return self._stack.enter_context(closing(Hosts(node, nodes, 1, self.address, silence_s, self.notes.append, token)))
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         return self._threads.submit(function, *arguments)
@@ -67,19 +67,147 @@ def test_a_host_that_differs_is_named_to_all(meeting: Meeting) -> None:
     with pytest.raises(ConfigError) as caught:
         meeting.host(0).lead(TASK, 10.0, lambda: pytest.fail("nothing may be made"))
     assert words in str(caught.value)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^host {socket.gethostname()} differs from host 0 in seed, versions.torch; host 0 says how$"):
         other.result()
-    assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("nodes", [[1, 1], [5]])
-def test_a_node_rank_that_is_taken_or_none_is_refused(meeting: Meeting, nodes: list[int]) -> None:
-    others = [meeting.start(meeting.host(node, 3).follow, TASK, 10.0) for node in nodes]
-    with pytest.raises(ConfigError, match=f"launcher.node_rank={nodes[-1]}.*give each host its own, 0 to 2"):
+def test_a_node_rank_that_is_none_is_refused(meeting: Meeting) -> None:
+    other = meeting.start(meeting.host(5, 3).follow, TASK, 10.0)
+    with pytest.raises(ConfigError, match="launcher.node_rank=5; give each host its own, 0 to 2"):
+        meeting.host(0, 3).lead(TASK, 10.0, lambda: ANSWER)
+    with pytest.raises(ConfigError, match="launcher.node_rank=5"):
+        other.result()
+
+
+def test_a_node_rank_that_another_host_has_is_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(("a", "b"))
+    monkeypatch.setattr(socket, "gethostname", lambda: next(names))
+    others = [meeting.start(meeting.host(1, 3).follow, TASK, 10.0) for _ in range(2)]
+    with pytest.raises(ConfigError, match="host [ab] says launcher.node_rank=1, as [ab] does; give each host its own, 0 to 2"):
         meeting.host(0, 3).lead(TASK, 10.0, lambda: ANSWER)
     for other in others:
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match="as [ab] does"):
             other.result()
+
+
+def test_hosts_may_come_long_before_the_last(meeting: Meeting) -> None:
+    """Those that wait are told of life, and lose nobody for it."""
+    first, last = (meeting.host(node, 3, silence_s=0.4) for node in (1, 2))
+    led = meeting.start(meeting.host(0, 3, silence_s=0.4).lead, TASK, 10.0, lambda: ANSWER)
+    early = meeting.start(first.follow, TASK, 10.0)
+    time.sleep(0.8)  # several signs of life
+    assert last.follow(TASK, 10.0) == ANSWER == early.result()
+    led.result()
+    assert not first.failed
+
+
+def words(connection: socket.socket) -> Iterator[dict[str, Any]]:
+    """What node 0 says to a stranger."""
+    with connection, connection.makefile() as file:
+        yield from map(json.loads, file)
+
+
+def connect(meeting: Meeting) -> socket.socket:
+    """To node 0, once it listens."""
+    for _ in range(200):
+        with suppress(ConnectionRefusedError):
+            return socket.create_connection(meeting.address, timeout=10.0)
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+def introduce(connection: socket.socket, **more: Any) -> None:
+    connection.sendall(json.dumps({"nonce": "n", "node": 1, "host": "h", "task": digest(TASK), "proof": "", **more}).encode() + b"\n")
+
+
+def test_a_stranger_is_told_nothing(meeting: Meeting) -> None:
+    led = meeting.start(meeting.host(0).lead, {"config": {"seed": 77123}}, 20.0, lambda: ANSWER)
+    stranger = connect(meeting)
+    introduce(stranger, task="?")
+    stranger.sendall(b'{"task": {"config": {}}}\n')
+    heard = json.dumps(list(words(stranger)))
+    assert "differs from host 0 in seed" in heard and "77123" not in heard and "/run" not in heard
+    with pytest.raises(ConfigError, match="host h differs from host 0: seed=null, host 0 has 77123"):
+        led.result()
+
+
+def test_a_host_without_the_token_is_turned_away(meeting: Meeting) -> None:
+    led = meeting.start(meeting.host(0, token="right").lead, TASK, 20.0, lambda: ANSWER)
+    for token in ("", "wrong"):
+        with pytest.raises(ConfigError, match=f"DTF_TOKEN of host {socket.gethostname()} is not that of host 0"):
+            meeting.host(1, token=token).follow(TASK, 10.0)
+    assert meeting.host(1, token="right").follow(TASK, 10.0) == ANSWER
+    led.result()
+    assert len([note for note in meeting.notes if "turned away" in note]) == 2, "host 0 said so, and waited for the right one"
+
+
+def test_a_token_on_the_others_alone_is_refused(meeting: Meeting) -> None:
+    led = meeting.start(meeting.host(0).lead, TASK, 20.0, lambda: ANSWER)
+    with pytest.raises(ConfigError, match="DTF_TOKEN of host"):
+        meeting.host(1, token="mine").follow(TASK, 10.0)
+    assert meeting.host(1).follow(TASK, 10.0) == ANSWER
+    led.result()
+
+
+def test_who_plays_host_0_without_the_token_is_found_out(meeting: Meeting) -> None:
+    with socket.create_server(meeting.address) as server:
+        other = meeting.start(meeting.host(1, token="mine").follow, TASK, 10.0)
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b'{"nonce": "n"}\n{"proof": "", "differs": true}\n')
+            with pytest.raises(ConfigError, match="does not know DTF_TOKEN"):
+                other.result()
+            said = list(words(connection))
+    assert [sorted(each) for each in said] == [["host", "node", "nonce", "proof", "task"]]
+    assert said[0]["task"] == digest(TASK) and "mine" not in json.dumps(said)
+
+
+def test_strangers_that_say_nothing_delay_nobody(meeting: Meeting) -> None:
+    """Neither while hosts meet, nor signs of life while they wait for a lost one."""
+    lead, _, third = met = [meeting.host(node, 3, silence_s=1.0) for node in range(3)]
+    led = meeting.start(lead.lead, TASK, 10.0, lambda: ANSWER)
+    with ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(connect(meeting)).sendall(b'{"nonce"')
+        for each in [meeting.start(each.follow, TASK, 10.0) for each in met[1:]]:
+            assert each.result() == ANSWER
+        led.result()
+        met[1].close()
+        while not lead.failed:
+            lead.listen()
+        waiting = meeting.start(lead.complete, 1.5)
+        while not waiting.done():
+            third.listen()
+        with pytest.raises(PeerError, match="host 1 did not come"):
+            waiting.result()
+        assert third.failed and "host 1 (" in third.failed.message, "of itself it heard signs of life"
+
+
+def test_a_host_that_comes_again_replaces_what_is_left_of_it(meeting: Meeting) -> None:
+    lead, first = meeting.pair()
+    lead.begin(0, "")
+    again = meeting.start(meeting.host(1).follow, TASK, 10.0)
+    while not lead.failed:  # the first one is silent, and its connection lives
+        lead.listen()
+    assert "host 1 (" in lead.failed.message and "was started once more" in lead.failed.message
+    assert again.result() == ANSWER
+    outcome = lead.settle(Outcome(Exit.PEER, lead.failed, external=True, consequence=True))
+    assert outcome.external and "was started once more" in (outcome.cause.message if outcome.cause else "")
+    lead.complete(0.0)
+    with pytest.raises(ConfigError, match="takes the place of this one"):
+        while True:
+            first.next(lambda: True)
+
+
+def test_a_wrong_host_harms_no_run_under_way(meeting: Meeting) -> None:
+    lead, _ = meeting.pair()
+    lead.begin(0, "")
+    wrong = meeting.start(meeting.host(1).follow, {"config": {"seed": 2}}, 10.0)
+    while not wrong.done():
+        lead.listen()
+    with pytest.raises(ConfigError, match="differs from host 0 in seed, versions"):
+        wrong.result()
+    assert not lead.failed and "seed=2, host 0 has 1" in meeting.notes[-1]
 
 
 def test_what_fails_at_host_0_ends_all(meeting: Meeting) -> None:
@@ -103,12 +231,9 @@ def test_who_does_not_come_is_named(meeting: Meeting) -> None:
 
 def test_a_stranger_is_forgotten(meeting: Meeting) -> None:
     led = meeting.start(meeting.host(0).lead, TASK, 20.0, lambda: ANSWER)
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"node": "x"}\n', b"[1]\n", b"\xff\n", b'{"node": 1, "host": "h"}\n{"differs": 3'):
-        for _ in range(200):
-            with suppress(ConnectionRefusedError), socket.create_connection(meeting.address) as stranger:
-                stranger.sendall(words)
-                break
-            time.sleep(0.01)
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"node": "x"}\n', b"[1]\n", b"\xff\n", b'{"node": 1, "host": "h"}\n{"differs": 3', b"[" * 100_000 + b"\n"):
+        with connect(meeting) as stranger:
+            stranger.sendall(said)
     assert meeting.host(1).follow(TASK, 20.0) == ANSWER
     led.result()
 

@@ -89,6 +89,16 @@ def test_two_hosts_train_as_one_does(pair: tuple[Host, Host], alone: Path, tmp_p
     assert sorted(path.name for path in (tmp_path / "logs" / "run").iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
+def test_two_hosts_that_know_a_token_and_ipv6_alone(pair: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTF_TOKEN", "a secret")
+    for node, host in enumerate(pair):
+        host.call("ip", "address", "flush", "dev", host.cable)
+        host.call("ip", "address", "add", f"fd77::{node + 1}/64", "dev", host.cable, "nodad")
+    for code, err in ends(*static(pair, tmp_path, "launcher.address='[fd77::1]:29500'")):
+        assert code == Exit.OK, err
+    assert len(evidence(tmp_path / "run")[1]) == 2
+
+
 def test_a_killed_rank_is_replaced_on_all_hosts(pair: tuple[Host, Host], alone: Path, tmp_path: Path) -> None:
     a, b = static(pair, tmp_path)
     saved(tmp_path / "run", 4, a)
@@ -132,9 +142,9 @@ def test_a_mixture_of_versions_is_refused(pair: tuple[Host, Host], tmp_path: Pat
     words = [*SMALL, *STATIC, f"run.dir={tmp_path / 'run'}"]
     a = pair[0].dtf(*words, "launcher.node_rank=0", cwd=tmp_path)
     b = pair[1].dtf(*words, "launcher.node_rank=1", cwd=tmp_path, path=str(other.parent))
-    for code, err in ends(a, b):
+    for (code, err), text in zip(ends(a, b), (': versions.numpy="0.0.1", host 0 has ', " in versions.numpy; host 0 says how"), strict=True):
         assert code == Exit.CONFIG
-        assert 'host host-b differs from host 0: versions.numpy="0.0.1", host 0 has ' in err
+        assert f"host host-b differs from host 0{text}" in err
     assert not (tmp_path / "run").exists(), "nothing was written"
 
 

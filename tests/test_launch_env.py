@@ -53,7 +53,7 @@ def test_the_world_comes_from_the_environment(environment) -> None:
 
 def meet(
     rank: int, size: int, folder: str, seeds: list[int], attempt: int = 0, busy: bool = False, hosted: bool = True, port: int = 0,
-    sizes: list[int] | None = None,
+    sizes: list[int] | None = None, wait_s: float = 600.0,
 ) -> dict[str, Any]:  # fmt: skip
     """What one rank gets from `Env.open`. `hosted`: the store is there already, as with torchrun; else rank 0 opens it on `port`."""
     import torch.distributed as dist
@@ -78,7 +78,7 @@ def meet(
     dtf.settings.typed = lambda config: SimpleNamespace(of=config)  # type: ignore[assignment,return-value]
     for number in range(attempt + 1):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-        launchers.append(Env(devices="cpu"))
+        launchers.append(Env(devices="cpu", meet_timeout_s=wait_s))
         try:
             run = launchers[-1].open({"seed": seeds[rank]}, make)
             found = {"folder": str(run.folder), "id": run.id, "leader": run.leader, "made": made, "listening": listening()}
@@ -112,6 +112,13 @@ def test_a_rank_that_nobody_waits_for_ends_by_itself(ranks, tmp_path: Path) -> N
     *others, extra = ranks(3, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5, 5], sizes=[2, 2, 3], hosted=False, port=free_port())
     assert [other["id"] for other in others] == ["run-0", "run-0"]
     assert extra["exit"] == Exit.CONFIG and extra["message"].startswith(f"rank 2 on {socket.gethostname()} differs from rank 0: world size=3, rank 0 has 2; ")
+
+
+def test_who_did_not_come_is_named_to_all(ranks, tmp_path: Path) -> None:
+    port = free_port()
+    for found in ranks(2, "tests.test_launch_env:meet", folder=str(tmp_path), seeds=[5, 5], sizes=[4, 4], hosted=False, port=port, wait_s=1.0):
+        assert found["exit"] == Exit.PEER and found["made"] == []
+        assert found["message"] == f"rank 2, 3 of 4 did not come to 127.0.0.1:{port} within launcher.meet_timeout_s=1, or is gone; see job=doctor"
 
 
 def test_a_busy_folder_ends_all_ranks(ranks, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_doctor_says_what_is_wrong(run_dtf) -> None:
 
 def test_interfaces_are_found_by_address() -> None:
     assert network.interface_of(network.own_address("127.0.0.1", 1)) == "lo"
-    assert network.interface_of("192.0.2.77") == ""
+    assert network.interface_of("192.0.2.77") == network.interface_of("2001:db8::77") == ""
     assert network.socket_variables("", ("127.0.0.1", 1), {}) == {"GLOO_SOCKET_IFNAME": "lo"}
     assert network.socket_variables("", ("127.0.0.1", 1), {"GLOO_SOCKET_IFNAME": "eth7"}) == {}
     assert network.socket_variables("eth1", ("127.0.0.1", 1), dict(os.environ)) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"}
@@ -94,9 +94,10 @@ def test_interfaces_are_found_by_address() -> None:
 @pytest.mark.parametrize(("text", "found"), [("a.b:1", ("a.b", 1)), ("[::1]:29500", ("::1", 29500)), ("10.0.0.1:65535", ("10.0.0.1", 65535))])
 def test_endpoints(text: str, found: tuple[str, int]) -> None:
     assert network.endpoint(text, "key") == found
+    assert network.endpoint_text(*found) == text
 
 
-@pytest.mark.parametrize("text", ["", "a", "a:", ":1", "a:0", "a:65536", "a:b"])
+@pytest.mark.parametrize("text", ["", "a", "a:", ":1", "a:0", "a:65536", "a:b", "::1:29500", "[::1]", "[a]:1", "[::1:1", "a b:1", "a:٣"])
 def test_what_is_no_endpoint(text: str) -> None:
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
         network.endpoint(text, "launcher.address")

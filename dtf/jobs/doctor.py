@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import shutil
 import socket
@@ -102,6 +103,7 @@ def _before(point: tuple[str, int, bool] | None) -> Iterator[str]:
     if point is None:
         return
     host, port, serves = point
+    where = network.endpoint_text(host, port)
     try:
         address = network.own_address(host, port)
     except socket.gaierror:
@@ -110,13 +112,14 @@ def _before(point: tuple[str, int, bool] | None) -> Iterator[str]:
     except OSError as error:
         yield f"there is no way from {socket.gethostname()} to {host}: {error.strerror}; look at its interfaces and routes (ip route get {host})"
         return
-    print(f"{socket.gethostname()} reaches {host} from {address} by {network.interface_of(address) or 'an interface without IPv4'}")
+    print(f"{socket.gethostname()} reaches {host} from {address} by {network.interface_of(address) or 'an unknown interface'}")
     if serves:
         target = socket.getaddrinfo(host, port)[0][4][0]
-        if address != target and not str(target).startswith("127."):
+        loopback = ipaddress.ip_address(str(target).partition("%")[0]).is_loopback
+        if address != target and not loopback:
             yield f"{host} is {target}, which is not an address of this host, {socket.gethostname()}, but the first rank is to be here"
             return
-        if str(target).startswith("127."):
+        if loopback:
             print(f"{host} is loopback: only this host can meet there")
         with suppress(OSError), socket.create_connection((host, port), timeout=_CONNECT_S):
             yield f"port {port} of {host} is taken by another program; choose another"
@@ -124,9 +127,9 @@ def _before(point: tuple[str, int, bool] | None) -> Iterator[str]:
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except ConnectionRefusedError:
-        print(f"nobody listens at {host}:{port} yet; the host is there")
+        print(f"nobody listens at {where} yet; the host is there")
     except OSError as error:
-        yield f"{host}:{port} does not answer within {_CONNECT_S:g} s ({error}): the host is down, or a firewall between drops what is sent"
+        yield f"{where} does not answer within {_CONNECT_S:g} s ({error}): the host is down, or a firewall between drops what is sent"
 
 
 def _table(found: dict[str, Any]) -> Iterator[str]:

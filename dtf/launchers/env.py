@@ -26,6 +26,9 @@ from dtf.launcher import LONGEST_S, WORK, Launcher, Place, check_environment, re
 from dtf.registry import option, register
 from dtf.values import Event, Failed
 
+_MARGIN_S = 10.0
+"""For which rank 0, which knows who is missing, may be later than the others in giving up."""
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -78,7 +81,7 @@ class Env(Launcher):
         expected = json.loads(self._get(store, "task", 0))
         wrong = "; ".join(differences(expected, mine, "rank 0"))
         store.set(f"differs/{self._me.rank}", json.dumps([self._name(), wrong]))
-        answer = json.loads(self._get(store, "run", 0))
+        answer = json.loads(self._get(store, "run", 0, _MARGIN_S))
         store.set(f"heard/{self._me.rank}", "")
         if "folder" not in answer:
             raise from_answer(answer)
@@ -91,11 +94,12 @@ class Env(Launcher):
         store.set("task", json.dumps(task))
         answer: dict[str, Any] = {}
         came: list[int] = []
+        deadline = time.monotonic() + self.meet_timeout_s
         try:
             for other in range(1, self._me.size):
                 if _outlives():
-                    self._invite(store, other)
-                name, wrong = json.loads(self._get(store, f"differs/{other}", other))
+                    self._invite(store, other, deadline)
+                name, wrong = json.loads(self._await(store, other, deadline))
                 came.append(other)
                 if wrong:
                     raise refusal(name, "rank 0", wrong)
@@ -192,16 +196,32 @@ class Env(Launcher):
         self._all.set(f"word/{self._me.rank}", word)
         return int(self._get(self._all, f"attempt/{word}", 0))
 
-    def _invite(self, store: Store, other: int) -> None:
+    def _invite(self, store: Store, other: int, deadline: float) -> None:
         """Rank 0's side of `_fence`: tell rank `other` the attempt, until it is there."""
-        word, deadline = f"word/{other}", time.monotonic() + self.meet_timeout_s
+        word = f"word/{other}"
         while not store.check([f"differs/{other}"]) and time.monotonic() < deadline:
             if self._all.check([word]):  # it may be that of a process that is gone; then another comes
                 self._all.set(f"attempt/{self._all.get(word).decode()}", str(self._attempt))
             time.sleep(0.01)
 
-    def _get(self, store: Store, key: str, owner: int) -> bytes:
+    def _await(self, store: Store, other: int, deadline: float) -> bytes:
+        """How rank `other` says it differs. PeerError that names all who have said nothing when it does not come in time."""
+        key = f"differs/{other}"
         try:
+            store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            return store.get(key)
+        except RuntimeError as error:
+            missing = [other]
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                missing = [each for each in range(1, self._me.size) if not store.check([f"differs/{each}"])]
+            raise PeerError(
+                f"rank {', '.join(map(str, missing))} of {self._me.size} did not come to {network.endpoint_text(self._me.address, self._me.port)} within "
+                f"launcher.meet_timeout_s={self.meet_timeout_s:g}, or is gone; see job=doctor"
+            ) from error
+
+    def _get(self, store: Store, key: str, owner: int, longer_s: float = 0.0) -> bytes:
+        try:
+            store.wait([key], timedelta(seconds=self.meet_timeout_s + longer_s))
             return store.get(key)
         except RuntimeError as error:
             raise PeerError(f"rank {owner} did not come within launcher.meet_timeout_s={self.meet_timeout_s:g}, or is gone") from error

@@ -31,7 +31,7 @@ class Static(Watched):
 
     nodes: int = option(least=1, most=1024, doc="hosts that take part")
     node_rank: int = option(least=0, doc="which of them this is, 0 to nodes - 1; 0 makes the run folder and reports")
-    address: str = option(doc="HOST:PORT on host 0, reachable from all the others")
+    address: str = option(doc="HOST:PORT on host 0, reachable from all the others; with an IPv6 address '\"[ADDRESS]:PORT\"'")
     meet_timeout_s: float = option(
         default=600.0, above=0, most=LONGEST_S, doc="time for all hosts to come to the address, at first and after one was lost", unit="s"
     )
@@ -62,7 +62,7 @@ class Static(Watched):
         ranks = self.count() // self.nodes
         world = {"launcher.nodes": self.nodes, "launcher.processes": ranks, "devices": self.devices_kind()}
         task = {"config": shared(config), "versions": versions(), **world}
-        self._hosts = Hosts(self.node_rank, self.nodes, ranks, (host, port), self.hang_timeout_s, _say)
+        self._hosts = Hosts(self.node_rank, self.nodes, ranks, (host, port), self.hang_timeout_s, _say, os.environ.get("DTF_TOKEN", ""))
         try:
             if self.node_rank == 0:
                 made: list[Run] = []
