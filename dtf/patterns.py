@@ -49,4 +49,6 @@ def check_used(key: str, patterns: Iterable[str], names: Iterable[str], frozen: 
             )
         if not found:
             heads = {".".join(name.split(".")[: pattern.count(".") + 1]) for name in known}
-            raise ConfigError(f"{key} names {pattern!r}, which covers no parameter of the model; {suggest(pattern, heads)}")
+            raise ConfigError(
+                f"{key} names {pattern!r}, which covers no parameter of the model; {suggest(pattern, heads)}; where a config file names it: '~{key}.{pattern}'"
+            )

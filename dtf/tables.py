@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtf.errors import DataError
 from dtf.seeding import mix
 from dtf.slices import bounds
 from dtf.sparse import DECAYED, SparseTable, full, gather, segment_sum, squares, unique
@@ -83,11 +84,13 @@ class Tables:
             parts = {"rows": True, **(table.wide if resume else {}), **({DECAYED: False} if decay is not None else {})}
             if resume and decay is not None:
                 store.decayed = decay
+            every = source.read(f"{prefix}ids").numpy() if count else np.empty(0, np.int64)
+            if len(every) != count:
+                raise DataError(f"table {name}: the checkpoint says that it has {count} rows, and has ids of {len(every)}")
             first, last = store.columns
             for at in range(0, count, PIECE):
-                size = min(PIECE, count - at)
-                ids = source.read(f"{prefix}ids", (at,), (size,)).numpy()
-                mine = table.own(ids)
+                ids = every[at : at + PIECE]
+                size, mine = len(ids), table.own(ids)
                 read = {
                     key: source.read(prefix + key, *(((at, first), (size, last - first)) if wide else ((at,), (size,)))).numpy()[mine]
                     for key, wide in parts.items()

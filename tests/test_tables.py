@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from dtf.registry import registered
-from tests.harness import difference, meshes, reference, spread, variants
+from dtf.errors import DataError
+from dtf.launcher import Place
+from dtf.options import StepOptions
+from dtf.placement import tables_of
+from dtf.registry import lookup, registered
+from dtf.strategy import Task
+from dtf.table import Placement
+from dtf.world import World
+from tests.harness import PRECISIONS, difference, meshes, reference, spread, variants
+from tests.tabled import Tabled
 
 slow = pytest.mark.slow
 ANY: dict[str, Any] = {"name": "tabled", "rows": 100, "scale": 2**54 + 1}  # ids of up to 62 bits
@@ -161,3 +170,21 @@ def test_a_run_goes_on_in_another_precision(rule: str, tmp_path: Path) -> None:
     expected = reference(**case)["train"]
     assert [found[step]["loss"] for step in found] == pytest.approx([expected[step]["loss"] for step in found], rel=1e-4)
     assert len(found) == 5
+
+
+def test_a_checkpoint_that_counts_other_rows_than_it_has_is_refused() -> None:
+    class Short:
+        def __init__(self) -> None:
+            self.scalars: dict[str, Any] = {}
+
+        def names(self) -> set[str]:
+            return set()
+
+        def read(self, name: str, offset: Any = None, shape: Any = None) -> torch.Tensor:
+            return torch.tensor(3) if name.endswith("count") else torch.arange(2)
+
+    task = Task(Tabled(), None, PRECISIONS["fp64"], StepOptions(batch_size=8), 0, rows=lookup("sparse", "adagrad")())  # type: ignore[arg-type]
+    tables = tables_of(task, World(Place(rank=0, size=1)), Placement.replicated)
+    assert tables is not None
+    with pytest.raises(DataError, match="table ids: the checkpoint says that it has 3 rows, and has ids of 2"):
+        tables.load(Short())
