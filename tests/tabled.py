@@ -26,6 +26,7 @@ class Tabled(Recipe):
     size: int = option(default=0, doc="ids of the first table; 0: any")
     scale: int = option(default=1, doc="all ids of a table without a size are times this")
     capacity: int = option(default=1000, doc="rows that the first table may hold")
+    splits: bool = option(default=True, doc="whether tensor parallelism divides the layers")
     unmet: bool = option(default=False, doc="whether the ids of the second table are missing in all training rows")
 
     @property
@@ -60,7 +61,7 @@ class Tabled(Recipe):
 
     def layout(self, model: nn.Module) -> Layout:
         splits = {"first": Split.column, "norm": Split.local, "drop": Split.local, "second": Split.row}
-        return Layout((("first", "norm"), ("drop",), ("second",), ("last",)), splits)
+        return Layout((("first", "norm"), ("drop",), ("second",), ("last",)), splits if self.splits else {})
 
     def open_data(self, split: str, seed: int) -> Dataset:
         return Clicks(self.rows if split == "train" else 50, split, self.size, self.scale, self.unmet)

@@ -58,6 +58,11 @@ def test_tables_so_small_that_all_rows_are_summed_as_one_tensor(strategy: str, o
     assert difference(reference(recipe=recipe), spread(strategy, 4, options=options, recipe=recipe)) <= 1e-10
 
 
+def test_tensor_divides_tables_where_it_can_divide_nothing_else() -> None:
+    recipe = ANY | {"splits": False}
+    assert difference(reference(recipe=recipe), spread("tensor", 2, recipe=recipe)) <= 1e-10
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_full_table_is_refused(strategy: str) -> None:
     with pytest.raises(AssertionError, match="table ids is full: capacity=100"):

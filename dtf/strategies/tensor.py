@@ -49,7 +49,7 @@ class Tensor(Strategy):
 
         model = sketch(task.recipe)
         splits = layout_of(task.recipe, model).splits
-        if not splits:
+        if not splits and not task.recipe.tables():  # tables are divided anyway
             raise ConfigError(f"strategy=tensor: the layout of {type(task.recipe).__name__} splits no module; use strategy=fsdp, which divides any model")
         if world.size == 1:
             return alone(task, world)
