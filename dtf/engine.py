@@ -124,6 +124,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 window.add(program.step(ticket, batch))
                 if loop.record is not None and program.shard is not None and batch is not None:
                     loop.record(ticket.step, batch.ids)
+                _record_consumed(loop)
                 rows, lr, since_poll, epoch = rows + ticket.rows, ticket.lr, since_poll + 1, ticket.epoch
                 clock.done(ticket, values)
                 coming = [(t.epoch, t.index) for t in clock.ahead(1 + train.prefetch)]
@@ -136,6 +137,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 continue
             case Log(step):
                 loop.beat("log", step)
+                _take_rest(loop, window)
                 total = window.total(loop.world, width)
                 window = Window()
                 _refuse_divergence(loop, step)
@@ -148,7 +150,8 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 _refuse_divergence(loop, step)
                 now = time.perf_counter()
                 took = (now - polled) / since_poll if since_poll else math.inf
-                told = [loop.stop_requested(), loop.over_budget(), 1.0, took, train.bad(epoch)]
+                bad_rows = train.bad(epoch) + program.unread("train", epoch)
+                told = [loop.stop_requested() or program.told_to_stop(), loop.over_budget(), 1.0, took, bad_rows]
                 polled, since_poll = now, 0
                 stop, over, ranks, pace, bad = loop.world.reduce(torch.tensor(told, dtype=torch.float64)).tolist()
                 _refuse_bad(bad, train.allowed, "training")
@@ -167,9 +170,10 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 with seconds.paused():
                     loop.beat("save", step)
                     started = time.perf_counter()
+                    program.settle()
+                    _take_rest(loop, window)
                     carried = window.total(loop.world, width)
                     window = Window(carried)
-                    program.settle()
                     state = program.state()
                     best = clock.best
                     new = best is not None and evaluated_at == step and best[1] == step
@@ -203,11 +207,16 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
         sums = more if sums is None else sums + more
         if judge is not None and rows is not None:
             judge.add(rows)
+    rest = loop.program.eval_rest()
+    if rest is not None:
+        total += rest.sums.cpu()
+        if judge is not None and rest.rows is not None:
+            judge.add(rest.rows)
     if sums is not None:
         total += sums.cpu()
     if loop.averages:
         loop.program.use_averages(False)
-    values = counted(loop.world, total, loop.recipe, loop.evaluation_rows, loop.evaluation.bad(0), loop.evaluation.allowed)
+    values = counted(loop.world, total, loop.recipe, loop.evaluation_rows, loop.evaluation.bad(0) + loop.program.unread("eval", 0), loop.evaluation.allowed)
     return values | (judge.values(loop.world) if judge is not None else {})
 
 
@@ -221,6 +230,20 @@ def counted(world: Peers, sums: Tensor, recipe: Recipe, rows: int, bad: int, all
     if values[0] + unread != rows:
         raise DtfError(f"evaluation counted {values[0]:g} of {rows - unread:g} rows; a row was lost or counted twice; please report this")
     return recipe.summarise(values)
+
+
+def _take_rest(loop: Loop, window: Window) -> None:
+    """Add to the window what the program has not yet told."""
+    rest = loop.program.rest()
+    if rest is not None:
+        window.add(rest)
+    _record_consumed(loop)
+
+
+def _record_consumed(loop: Loop) -> None:
+    if loop.record is not None:
+        for step, ids in loop.program.consumed():
+            loop.record(step, ids)
 
 
 def _refuse_divergence(loop: Loop, step: int) -> None:

@@ -104,9 +104,39 @@ class RunningStatistics:
     def end(self) -> None:
         """After the micro-batches of a step."""
         self._correct()
+        self._average_steps()
+
+    def _average_steps(self) -> None:
         if self._ema and self._layers:
             weight = 1 - float(decay_at(self._ema, torch.tensor(self._steps - 1, dtype=torch.float64)))
             torch._foreach_lerp_(_averages(self._layers, SMOOTH), _averages(self._layers), weight)
+
+    def forget(self, steps: int) -> None:
+        """After so many steps: averages of layers in training become zero, so that after the next step they are what it adds to those kept elsewhere.
+
+        See `absorb`; `own` of its micro-batches count as `begin` says.
+        """
+        self.restore(steps)
+        for average in self._training():
+            average.zero_()
+
+    def added(self) -> Tensor:
+        """What a step added since `forget`, as one tensor in fp64."""
+        return torch.cat([t.reshape(-1) for t in self._training()] or [torch.zeros(0)]).double()
+
+    def absorb(self, added: Tensor) -> None:
+        """One step: running = (1 - m) * running + what the shares `added`, summed, each with its part of the micro-batches."""
+        self._steps += 1
+        at = 0
+        for _, layer, base in self._layers:
+            for kind in _KINDS if layer.training else ():
+                running = getattr(layer, kind)
+                running.mul_(1 - self._momentum(base)).add_(added[at : at + running.numel()].view(running.shape))
+                at += running.numel()
+        self._average_steps()
+
+    def _training(self) -> list[Tensor]:
+        return _averages([entry for entry in self._layers if entry[1].training])
 
     def use_averages(self, on: bool) -> None:
         """Let the averages over steps stand in for the running averages, until called with False."""

@@ -15,8 +15,11 @@ from dtf.values import Batch, Evaluated, Shard, State, StepOutput, Train
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
     from torch import Tensor
 
+    from dtf.launcher import Place
+    from dtf.loader import Loader as Batches
     from dtf.memory import Memory
     from dtf.optimizer import Optimizer
     from dtf.options import StepOptions
@@ -111,9 +114,35 @@ class Program(ABC):
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         """One whole optimizer step over this rank's rows of the global batch. Collective; no host synchronisation."""
 
+    def rest(self) -> StepOutput | None:
+        """What steps leave behind that were begun and have not been told of, finished first where the numbers of a step are to be exact.
+
+        Called before measurements are reported, and after `settle` before a save. Default: None, `step` tells all.
+        """
+        return None
+
     @abstractmethod
     def eval_step(self, batch: Batch | None) -> Evaluated:
         """What this rank's rows say of the model; see Recipe.measure and Recipe.judged. May be collective."""
+
+    def eval_rest(self) -> Evaluated | None:
+        """What batches leave behind that `eval_step` has begun and not told of. Default: None, it tells all."""
+        return None
+
+    def consumed(self) -> list[tuple[int, np.ndarray]]:
+        """(step, sample ids) of rows that other processes read for finished steps; each is told once. Default: none, this rank reads its own."""
+        return []
+
+    def unread(self, split: str, epoch: int) -> int:
+        """Rows of an epoch that other processes could not read so far. Default: 0."""
+        return 0
+
+    def told_to_stop(self) -> bool:
+        """Whether a process that works for this one was told to stop. Default: none does."""
+        return False
+
+    def end(self) -> None:
+        """The run has ended: let go of whoever works for this rank. Default: nothing."""
 
     def use_averages(self, on: bool) -> None:
         """Let the averages of the weights (`step.ema`) stand in for them until called again with False. After `settle`. May be collective.
@@ -144,6 +173,24 @@ class Program(ABC):
     @abstractmethod
     def skipped(self) -> int:
         """Updates skipped so far because loss or gradient was not finite, the same number on all ranks. May synchronise."""
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What a process gets that works for the ranks which run the engine; see `Strategy.assist`."""
+
+    place: Place
+    facts: dict[str, Any]
+    """What all processes of a run must have alike, JSON; see `dtf.agreement`."""
+
+    open: Callable[[str, Shard, int], Batches]
+    """Rows of the global batches of split `train` or `eval`: one share of them, in micro-batches of so many rows."""
+
+    beat: Callable[[str, int], None]
+    """`beat(phase, step)` marks that this process is alive."""
+
+    stop_requested: Callable[[], bool]
+    """Whether this process was told to stop."""
 
 
 class Update(ABC):
@@ -191,7 +238,10 @@ class Strategy(ABC):
     """A way to spread a task. Fields are the config node `strategy`; the module imports torch only inside `setup`."""
 
     def roles(self, processes: int) -> dict[str, int]:
-        """How many processes of which role to start for `launcher.processes`. Default: all trainers."""
+        """How many processes of which role to start for `launcher.processes`, in order of their ranks. Default: all trainers.
+
+        Those of the first role run the engine, the others `assist` them.
+        """
         return {"trainer": processes}
 
     @abstractmethod
@@ -204,7 +254,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def setup(self, task: Task, world: World) -> Program:
-        """Collective over the trainers."""
+        """Collective over the processes of the first role."""
+
+    def assist(self, task: Task, errand: Errand) -> None:
+        """The life of a process of another role, to the end of the run. PeerError when those it works for are gone."""
+        raise AssertionError(f"{type(self).__name__} has one role")
 
 
 def check_divides(key: str, value: int, processes: int) -> None:

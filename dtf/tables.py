@@ -243,7 +243,7 @@ class Dealt(Spread):
         return self._owner(ids) == self._world.rank
 
     def _owner(self, ids: np.ndarray) -> np.ndarray:
-        return (mix(ids.astype(np.uint64)) % np.uint64(self._world.size)).astype(np.int64)
+        return dealt(ids, self._world.size)
 
 
 class OnOne(Dealt):
@@ -295,6 +295,11 @@ class Sliced(Spread):
 
     def _ends(self) -> list[tuple[int, int]]:
         return [bounds(self.width, self._world.size, rank) for rank in range(self._world.size)]
+
+
+def dealt(ids: np.ndarray, count: int) -> np.ndarray:
+    """Which of `count` owners a hash gives each id to, (n,) int64."""
+    return (mix(ids.astype(np.uint64)) % np.uint64(count)).astype(np.int64)
 
 
 def _exchange(parts: np.ndarray, send: np.ndarray, receive: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ from dtf.record import Record
 from dtf.run import flat
 from dtf.sampler import Epochs, Sequential
 from dtf.settings import Settings, typed
-from dtf.strategy import Program, Task
-from dtf.values import Ended, Event, Failed, Measured, Note, Started
+from dtf.strategy import Errand, Program, Task
+from dtf.values import Ended, Event, Failed, Measured, Note, Shard, Started
 from dtf.weights import Fit, Weights, fitted, open_weights
 from dtf.world import World
 
@@ -94,14 +94,18 @@ def _train(
     set_switches(settings.precision)
     kind = place.device.partition(":")[0]
     meter = Meter(kind)
-    world = World.join(place, strategy.communication(kind))
+    leading, count = next(iter(strategy.roles(place.slots).items()))
+    leads = place.role == leading
+    world = World.join(replace(place, size=count), strategy.communication(kind)) if leads else World(replace(place, size=1))
     train_data, eval_data = recipe.open_data("train", settings.seed), recipe.open_data("eval", settings.seed)
     if not len(train_data) or not len(eval_data):
         raise DataError(f"recipe={config['recipe']['name']}: {len(train_data)} training and {len(eval_data)} evaluation rows; both need at least one")
     fingerprint = train_data.fingerprint() + settings.sampler.fingerprint()
-    data = {"training data": fingerprint, "evaluation data": eval_data.fingerprint(), "finds the run folder": _finds(folder, run_id)}
-    agree(world, {"versions": _versions(kind), "digest of the config": digest(config), **data})
+    data = {"training data": fingerprint, "evaluation data": eval_data.fingerprint()}
+    facts = {"versions": _versions(kind), "digest of the config": digest(config), **data}
     batch = settings.step.batch_size
+    if leads:
+        agree(world, facts | {"finds the run folder": _finds(folder, run_id)})
     if settings.sampler.repeats and not train_data.repeats:
         raise ConfigError(
             f"sampler={config['sampler']['name']} shows rows several times, and the data of recipe={config['recipe']['name']} has one view of each"
@@ -114,6 +118,9 @@ def _train(
     def sample(rows: int) -> Any:
         return stand_ins(recipe.receive(train_data.fetch(np.arange(rows) % len(train_data), 0)[0]), recipe.tables())
 
+    def rows(split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
+        return Loader(*{"train": (train_data, epochs), "eval": (eval_data, eval_epochs)}[split], shard, micro_batch_rows, pin=kind == "cuda")
+
     model = sketch(recipe)
     parameters = dict(model.named_parameters())
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
@@ -122,16 +129,17 @@ def _train(
     check_used("optimizer.weight_decays", settings.optimizer.weight_decays, parameters, frozen)
     weights, weights_digest, found = _weights(recipe, model, world)
     optimizer = averaged(settings.optimizer, settings.step.ema)
-    program = strategy.setup(Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights, settings.sparse), world)
+    task = Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights, settings.sparse)
+    if not leads:
+        strategy.assist(task, Errand(place, facts, rows, beat, stop_requested))
+        return
+    program = strategy.setup(task, world)
     if recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
         raise ConfigError(
             f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} rows, as strategy="
             f"{config['strategy']['name']} chooses them, part them; set step.micro_batch_rows to an even number"
         )
-    loaders = [
-        Loader(data, split, program.shard, micro, pin=kind == "cuda")
-        for data, split, micro in ((train_data, epochs, program.micro_batch_rows), (eval_data, eval_epochs, -(-batch // program.shares)))
-    ]
+    loaders = [rows("train", program.shard, program.micro_batch_rows), rows("eval", program.shard, -(-batch // program.shares))]
     plan = _plan(settings, epochs.batches)
     identity = {
         "recipe": config["recipe"]["name"],
@@ -218,6 +226,7 @@ def _train(
     peaks = world.gather(meter.peak())
     see(Ended(ended.step, ended.reason, {**evaluated, **best}, meter.summary(planned, peaks) if peaks else {}))
     beat("stop", ended.step)
+    program.end()
     world.leave()
     kept = "nothing is lost" if ended.step == start else "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
     if ended.reason == "budget":

@@ -1,0 +1,151 @@
+"""Which server holds which part of a model, and how such parts lie in one piece of memory, as they travel."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dtf.build import formats
+from dtf.errors import ConfigError
+from dtf.precision import Precision
+from dtf.registry import suggest
+from dtf.slices import bounds
+
+ALIGNED = 64
+"""Each block begins at a multiple of so many bytes: any format fits, and no two share a cache line."""
+
+Placing = Callable[[Mapping[str, list[int]], int], Mapping[str, list[int]]]
+"""`placing(elements of each slice, by parameter, servers) -> server of each slice`; slices of one parameter go to different servers. A pure function: every
+process calls it for itself."""
+
+_PLACINGS: dict[str, Placing] = {}
+
+
+class Block(NamedTuple):
+    """Rows [first, last) of a parameter along its first axis; all of one that has none."""
+
+    name: str  # of the parameter
+    first: int
+    last: int
+    shape: tuple[int, ...]  # of the block
+    whole: tuple[int, ...]  # of the parameter
+    dtype: torch.dtype  # in which it computes
+    kept: torch.dtype  # in which it is kept
+    at: int  # byte where it begins in its server's memory
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        return (self.first, *(0 for _ in self.whole[1:])) if self.whole else ()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its part of the parameter, the same memory."""
+        return tensor[self.first : self.last] if self.whole else tensor
+
+
+class Layout(NamedTuple):
+    """The blocks of one server, and the bytes they take: first those that learn, then the others."""
+
+    learning: tuple[Block, ...]
+    bytes: int
+    frozen: tuple[Block, ...]
+    frozen_bytes: int
+
+
+def placing(name: str) -> Callable[[Placing], Placing]:
+    """Decorator: make a function a choice of `strategy.placement`."""
+
+    def decorate(function: Placing) -> Placing:
+        _PLACINGS[name] = function
+        return function
+
+    return decorate
+
+
+@placing("round_robin")
+def round_robin(sizes: Mapping[str, list[int]], servers: int) -> dict[str, list[int]]:
+    """One after the other, in the order of the model."""
+    numbers = itertools.count()
+    return {name: [next(numbers) % servers for _ in slices] for name, slices in sizes.items()}
+
+
+@placing("hash_name")
+def hash_name(sizes: Mapping[str, list[int]], servers: int) -> dict[str, list[int]]:
+    """By CRC-32 of the parameter's name: it stays where it is when others come and go."""
+    return {name: [(zlib.crc32(name.encode()) + number) % servers for number, _ in enumerate(slices)] for name, slices in sizes.items()}
+
+
+def check_placement(name: str) -> None:
+    """Raise ConfigError for one that nobody registered."""
+    if name not in _PLACINGS:
+        raise ConfigError(f"strategy.placement={name} is not registered; {suggest(name, _PLACINGS)}")
+
+
+def lay_out(model: nn.Module, precision: Precision, servers: int, sliced: bool, least: int, placement: str) -> list[Layout]:
+    """The parameters of `model`, on meta or not, over servers. `sliced`: cut them into as many slices as there are servers, of at least `least` elements."""
+    check_placement(placement)
+    pairs, parameters = formats(model, precision), dict(model.named_parameters())
+    ends = {name: _cuts(parameter, servers, least) if sliced else [(0, _rows(parameter))] for name, parameter in parameters.items()}
+    sizes = {name: [parameters[name].numel() // _rows(parameters[name]) * (last - first) for first, last in cuts] for name, cuts in ends.items()}
+    owners = _PLACINGS[placement](sizes, servers)
+    for name, slices in sizes.items():
+        found = list(owners.get(name, []))
+        if len(found) != len(slices) or len(set(found)) != len(found) or not set(found) <= set(range(servers)):
+            raise ConfigError(
+                f"strategy.placement={placement} puts the {len(slices)} slices of {name} on servers {found}; name a server of 0 to {servers - 1} for each, none twice"
+            )
+    return [_layout(server, parameters, pairs, ends, owners) for server in range(servers)]
+
+
+def _layout(
+    server: int,
+    parameters: Mapping[str, nn.Parameter],
+    pairs: Mapping[str, tuple[torch.dtype, torch.dtype]],
+    ends: Mapping[str, list[tuple[int, int]]],
+    owners: Mapping[str, list[int]],
+) -> Layout:
+    blocks: dict[bool, list[Block]] = {True: [], False: []}
+    filled = {True: 0, False: 0}
+    for name, parameter in parameters.items():
+        if server not in owners[name]:
+            continue
+        first, last = ends[name][list(owners[name]).index(server)]
+        kept, dtype = pairs.get(name, (parameter.dtype, parameter.dtype))
+        shape, learns = (last - first, *parameter.shape[1:]) if parameter.dim() else (), parameter.requires_grad
+        blocks[learns].append(Block(name, first, last, shape, tuple(parameter.shape), dtype, kept, filled[learns]))
+        filled[learns] += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
+    return Layout(tuple(blocks[True]), filled[True], tuple(blocks[False]), filled[False])
+
+
+def _rows(parameter: nn.Parameter) -> int:
+    return parameter.shape[0] if parameter.dim() else 1
+
+
+def _cuts(parameter: nn.Parameter, servers: int, least: int) -> list[tuple[int, int]]:
+    """First and last + 1 row of each slice."""
+    rows = _rows(parameter)
+    count = max(1, min(servers, parameter.numel() // least, rows))
+    found = [bounds(rows, count, number) for number in range(count)]
+    return [(first, last) for first, last in found if first < last]
+
+
+def views(memory: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
+    """The blocks in the memory (bytes,) uint8 of their server."""
+    found = []
+    for block in blocks:
+        found.append(memory[block.at : block.at + math.prod(block.shape) * block.dtype.itemsize].view(block.dtype).view(block.shape))
+    return found
+
+
+def balance(layouts: Sequence[Layout]) -> str:
+    """For the start-up table: what each server holds of the model."""
+    texts = [
+        f"{number}: {len(layout.learning) + len(layout.frozen)} blocks, {(layout.bytes + layout.frozen_bytes) / 2**20:.1f} MiB"
+        for number, layout in enumerate(layouts)
+    ]
+    return "; ".join(texts)

@@ -1,0 +1,144 @@
+"""What a server answers trainers: messages in, messages out. Knows no transport; threads call it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtf.agreement import mixture
+from dtf.pserver import protocol
+from dtf.pserver.protocol import EXCHANGE, HELLO, LEASE, LATE, NO, OVER, READY, REPORT
+from dtf.pserver.serving import Push, Serving
+from dtf.pserver.transport import Refused
+from dtf.pserver.wire import Message, decode, encode
+from dtf.strategy import Task
+
+LONGEST_WAIT_S = 5.0
+"""A call waits no longer for something to happen, whatever it asks for."""
+
+
+
+class Desk:
+    """`handlers` by name of the method. `facts`: what a trainer must have alike, see `dtf.agreement`; `lease_s`: silence after which one is given up."""
+
+    def __init__(self, serving: Serving, task: Task, facts: dict[str, Any], rank: int, lease_s: float) -> None:
+        self._serving, self._facts, self._lease_s = serving, facts, lease_s
+        self._names = list(task.recipe.tables())
+        self._widths = task.recipe.table_widths()
+        self._hello, self._lease = protocol.hello_schemas(), protocol.lease_schemas()
+        self._exchange, self._report = protocol.exchange_schemas(task.recipe), protocol.report_schemas()
+        self.handlers: dict[str, Callable[[bytes], bytes]] = {EXCHANGE: self.exchange}
+        if rank == 0:
+            self.handlers |= {HELLO: self.hello, LEASE: self.lease, REPORT: self.report}
+
+    def hello(self, data: bytes) -> bytes:
+        """A trainer joins, once this server has its state."""
+        message = decode(self._hello[0], data)
+        trainer, serving = int(message.scalars["trainer"]), self._serving
+        told = json.loads(message.arrays["facts"].tobytes())
+        refusal = mixture({"server 0": self._facts, f"trainer {trainer}": told})
+        with serving.change:
+            ready = serving.change.wait_for(lambda: serving.begun or serving.over, LONGEST_WAIT_S)
+            if ready and not refusal:
+                serving.ledger.join(trainer, time.monotonic())
+                serving.change.notify_all()
+        return encode(self._hello[1], {"ready": int(ready)}, {"refusal": np.frombuffer(refusal.encode(), np.uint8)})
+
+    def lease(self, data: bytes) -> bytes:
+        """Work for a trainer, and what it has done."""
+        message = decode(self._lease[0], data)
+        trainer, serving, wait_s = int(message.scalars["trainer"]), self._serving, float(message.scalars["wait_s"])
+        with serving.change:
+            now = time.monotonic()
+            if serving.ledger.give_up(now - self._lease_s):
+                serving.change.notify_all()
+            if not serving.ledger.hear(trainer, now):
+                return self._leases([], protocol.GO_ON, known=False)
+            serving.stopping = serving.stopping or bool(message.scalars["stopping"])
+            finished = [serving.ledger.finish((int(kind), int(step), int(part))) for kind, step, part in message.arrays["done"]]
+            if any(finished):
+                serving.change.notify_all()
+            leases = []
+            most = int(message.scalars["most"])
+
+            def found() -> bool:
+                nonlocal leases
+                leases = leases or (serving.ledger.grant(trainer, most) if most > 0 and trainer in serving.ledger.members() else [])
+                return bool(leases) or serving.over
+
+            serving.change.wait_for(found, min(wait_s, LONGEST_WAIT_S))
+            if serving.over and not leases:
+                serving.ledger.leave(trainer)
+                serving.change.notify_all()
+                return self._leases([], OVER, known=True)
+            return self._leases(leases, protocol.GO_ON, known=True)
+
+    def exchange(self, data: bytes) -> bytes:
+        """Gradients of one lease come, what another one needs goes."""
+        message, serving = decode(self._exchange[0], data), self._serving
+        scalars = message.scalars
+        if scalars.get("push"):
+            serving.receive(self._push(message))
+        state = NO
+        arrays: dict[str, np.ndarray] = {}
+        answer: dict[str, int | float | str] = {}
+        if scalars.get("frozen"):
+            arrays["frozen"] = serving.frozen()
+        if scalars.get("pull"):
+            after = int(scalars["after"])
+            with serving.change:
+                serving.change.wait_for(lambda: (serving.begun and serving.version >= after) or serving.over, min(float(scalars["wait_s"]), LONGEST_WAIT_S))
+                state = NO if not serving.begun or serving.version < after else LATE if 0 <= after < serving.version else READY
+            if state == READY:
+                wanted = {name: message.arrays[f"want/{name}"] for name in self._names}
+                stamp, applied, dense, rows = serving.pull(wanted, bool(scalars["train"]), int(scalars["known"]))
+                answer |= {"stamp": stamp, "applied": applied, "scale": serving.scale()}
+                arrays |= {f"rows/{name}": found for name, found in rows.items()}
+                if dense is not None:
+                    arrays["dense"] = dense
+        return encode(self._exchange[1], {"pulled": state, **answer}, arrays)
+
+    def report(self, data: bytes) -> bytes:
+        """What a batch of an evaluation gave."""
+        message = decode(self._report[0], data)
+        judged = message.arrays.get("judged")
+        self._serving.report(
+            int(message.scalars["step"]),
+            int(message.scalars["part"]),
+            torch.from_numpy(message.arrays["sums"].copy()),
+            None if judged is None else torch.from_numpy(judged.copy()),
+            int(message.scalars["unread"]),
+        )
+        return encode(self._report[1], {}, {})
+
+    def _push(self, message: Message) -> Push:
+        scalars, arrays = message.scalars, message.arrays
+        if len(arrays["dense"]) != self._serving.layout.bytes:
+            raise Refused(f"dense has {len(arrays['dense'])} bytes, this server's blocks have {self._serving.layout.bytes}")
+        rows = {name: (arrays[f"ids/{name}"], arrays[f"gradients/{name}"]) for name in self._names if f"ids/{name}" in arrays}
+        for name, (ids, gradients) in rows.items():
+            if gradients.shape != (len(ids), self._widths[name]):
+                raise Refused(f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, {self._widths[name]})")
+        nothing = np.empty(0)
+        return Push(
+            int(scalars["step"]),
+            int(scalars["part"]),
+            arrays["dense"],
+            rows,
+            bool(scalars["finite"]),
+            float(scalars["norm"]),
+            int(scalars["seen"]),
+            arrays.get("sums", nothing),
+            arrays.get("statistics", nothing),
+            arrays.get("rows", nothing),
+            int(scalars["epoch"]),
+            int(scalars["unread"]),
+        )
+
+    def _leases(self, leases: list, state: int, known: bool) -> bytes:
+        return encode(self._lease[1], {"state": state, "known": int(known)}, protocol.pack_leases(leases))

@@ -1,0 +1,103 @@
+"""Who works on what: leases of pieces of work to trainers that may come, die and come again. Pure; knows no time but what it is told, no socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+TRAIN, EVALUATE = 0, 1
+
+
+class Lease(NamedTuple):
+    """One share of the rows of a step, or one batch of an evaluation. All of it are numbers, so that it travels as a row of them."""
+
+    kind: int
+    step: int  # the ticket's; of an evaluation the steps that were finished
+    part: int  # the share, or the number of the batch
+    shares: int  # into how many the rows are divided
+    epoch: int
+    index: int  # of the global batch in the epoch
+    rows: int  # of the global batch
+    lr: float
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, self.step, self.part)
+
+
+Key = tuple[int, int, int]
+"""Kind, step and part: what makes a piece of work the same one, whoever does it."""
+
+
+class Ledger:
+    """Each piece of work that is opened is finished once, however often it has to be granted."""
+
+    def __init__(self) -> None:
+        self._free: dict[Key, Lease] = {}
+        self._held: dict[Key, tuple[int, Lease]] = {}
+        self._heard: dict[int, float] = {}
+        self.opened = self.granted = self.finished = self.again = 0
+
+    def open(self, work: Iterable[Lease]) -> None:
+        """Work that anybody may be granted."""
+        for lease in work:
+            self._free[lease.key] = lease
+            self.opened += 1
+
+    def join(self, trainer: int, now: float) -> None:
+        """A trainer begins; what another one of its number was granted is free again."""
+        self.leave(trainer)
+        self._heard[trainer] = now
+
+    def leave(self, trainer: int) -> None:
+        """A trainer is gone."""
+        self._heard.pop(trainer, None)
+        for key in [key for key, (holder, _) in self._held.items() if holder == trainer]:
+            self._free[key] = self._held.pop(key)[1]
+            self.again += 1
+
+    def hear(self, trainer: int, now: float) -> bool:
+        """A trainer is alive; False for one that has been given up, and has to join anew."""
+        if trainer not in self._heard:
+            return False
+        self._heard[trainer] = now
+        return True
+
+    def give_up(self, before: float) -> list[int]:
+        """Let go of the trainers that were not heard since; returns them."""
+        silent = [trainer for trainer, heard in self._heard.items() if heard < before]
+        for trainer in silent:
+            self.leave(trainer)
+        return silent
+
+    def grant(self, trainer: int, most: int) -> list[Lease]:
+        """Up to `most` leases of free work, the first steps first. Shares of a step are dealt among the living trainers, the same ones to the same: what a
+        trainer has read ahead is then what it needs; all else is for whoever asks.
+        """
+        members = sorted(self._heard)
+        place = members.index(trainer)
+        mine = [lease for lease in self._free.values() if lease.kind == EVALUATE or lease.shares == 1 or lease.part % len(members) == place]
+        chosen = sorted(mine, key=lambda lease: lease.key)[:most]
+        for lease in chosen:
+            self._held[lease.key] = (trainer, self._free.pop(lease.key))
+            self.granted += 1
+        return chosen
+
+    def finish(self, key: Key) -> bool:
+        """A piece of work is done; False when it was before, or was never opened."""
+        if self._free.pop(key, None) is None and self._held.pop(key, None) is None:
+            return False
+        self.finished += 1
+        return True
+
+    def idle(self) -> bool:
+        """Whether there is nothing to be done."""
+        return not self._free and not self._held
+
+    def members(self) -> list[int]:
+        """Trainers that live, as far as is known."""
+        return sorted(self._heard)
+
+    def held(self) -> Iterable[tuple[Key, int]]:
+        """What is being worked on, and by whom."""
+        return [(key, holder) for key, (holder, _) in self._held.items()]

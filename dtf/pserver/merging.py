@@ -1,0 +1,90 @@
+"""When pushes become an update: the modes of a parameter server, as rules over what has arrived. Pure; knows no tensor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+
+class Arrived(Protocol):
+    """A push in the basket."""
+
+    step: int
+    part: int
+
+
+Waiting = Mapping[int, Collection[int]]
+"""Step -> shares that were opened and are not merged yet."""
+
+
+class Merging(ABC):
+    """One mode."""
+
+    exact = False
+    """Whether each step is one update, of all its shares summed in their order: the same numbers as any synchronous strategy."""
+
+    def __init__(self, staleness: int | None) -> None:
+        self._staleness = staleness
+
+    @abstractmethod
+    def shares(self, trainers: int) -> int:
+        """Into how many leases the rows of a step are cut."""
+
+    @abstractmethod
+    def window(self, trainers: int) -> int:
+        """How many steps may be open beside the one that is opened next."""
+
+    @abstractmethod
+    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+        """How many pushes, from the first of the basket on, are the next update; 0: wait for more."""
+
+
+class Sync(Merging):
+    """All shares of a step at once. The next step is open meanwhile, so that its rows can be read and asked for."""
+
+    exact = True
+
+    def shares(self, trainers: int) -> int:
+        return trainers
+
+    def window(self, trainers: int) -> int:
+        return 1
+
+    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+        step = min(waiting, default=None)
+        here = sum(push.step == step for push in basket)
+        return here if step is not None and here == len(waiting[step]) else 0
+
+
+class Async(Merging):
+    """Each push as it arrives; a lease is a whole global batch."""
+
+    def shares(self, trainers: int) -> int:
+        return 1
+
+    def window(self, trainers: int) -> int:
+        return 2 * trainers if self._staleness is None else self._staleness
+
+    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+        return 1 if basket and basket[0].step in waiting else 0
+
+
+class HalfAsync(Merging):
+    """So many pushes, whosoever they are; fewer when no more can come."""
+
+    def __init__(self, staleness: int | None, gather: int) -> None:
+        super().__init__(staleness)
+        self._gather = gather
+
+    def shares(self, trainers: int) -> int:
+        self._trainers = trainers
+        return trainers
+
+    def window(self, trainers: int) -> int:
+        return 1 if self._staleness is None else self._staleness
+
+    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+        known = next((i for i, push in enumerate(basket) if push.step not in waiting), len(basket))
+        wanted = min(self._gather or self._trainers, sum(len(parts) for parts in waiting.values()))
+        return wanted if wanted and known >= wanted else 0

@@ -1,0 +1,75 @@
+"""What trainers and servers say to each other: the messages, by name, as `dtf.pserver.wire` carries them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dtf.pserver.ledger import Lease
+from dtf.pserver.wire import Array, Schema
+from dtf.recipe import Recipe
+
+HELLO, LEASE, EXCHANGE, REPORT = "hello", "lease", "exchange", "report"
+"""Methods: a trainer joins (server 0); it asks for work and says what is done (server 0); gradients go and parameters come (each server); what an
+evaluation batch gave (server 0)."""
+
+GO_ON, OVER = 0, 1
+"""What a reply to LEASE says of the run."""
+
+NO, READY, LATE = 0, 1, 2
+"""What a reply to EXCHANGE says of what was pulled: it is not there yet, ask again; it is; others have done this work."""
+
+REAL = ("f32", "f64")
+BYTES, NUMBERS, SUMS = Array(1, ("u8",)), Array(1, ("i64",)), Array(1, ("f64",))
+
+
+def hello_schemas() -> tuple[Schema, Schema]:
+    """Request and reply of HELLO. `facts`: JSON text of what all processes must have alike; `refusal`: why this one cannot take part, or nothing."""
+    return Schema({"trainer": int}, {"facts": BYTES}), Schema({"ready": int}, {"refusal": BYTES})
+
+
+def lease_schemas() -> tuple[Schema, Schema]:
+    """Of LEASE. `done` (n, 3): keys of finished work; `numbers` (n, 7) and `rates` (n,): leases."""
+    request = Schema({"trainer": int, "most": int, "wait_s": float, "stopping": int}, {"done": Array(2, ("i64",))})
+    return request, Schema({"state": int, "known": int}, {"numbers": Array(2, ("i64",)), "rates": SUMS})
+
+
+def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
+    """Of EXCHANGE: gradients of one lease, if `push`, and what is wanted for another, if `pull`.
+
+    Per table: `ids/<name>` (U,) and `gradients/<name>` (U, width), summed by id, each id once; `want/<name>` (V,) and, in the reply, `rows/<name>` (V, width).
+    `dense`: learning blocks as `blocks.views` lays them out; `frozen`: the others, then server 0's buffers. To server 0: `sums` (M,), `statistics`, `ids`.
+    """
+    names = recipe.tables()
+    numbers = ("push", "step", "part", "unread", "epoch", "finite", "seen", "pull", "after", "train", "known", "frozen")
+    request = Schema(
+        {"trainer": int, **dict.fromkeys(numbers, int), "norm": float, "wait_s": float},
+        {"dense": BYTES, "sums": SUMS, "statistics": Array(1, REAL), "rows": NUMBERS}
+        | {f"ids/{name}": NUMBERS for name in names}
+        | {f"gradients/{name}": Array(2, REAL) for name in names}
+        | {f"want/{name}": NUMBERS for name in names},
+    )
+    reply = Schema(
+        {"pulled": int, "stamp": int, "applied": int, "scale": float},
+        {"dense": BYTES, "frozen": BYTES} | {f"rows/{name}": Array(2, REAL) for name in names},
+    )
+    return request, reply
+
+
+def report_schemas() -> tuple[Schema, Schema]:
+    """Of REPORT: an evaluation batch's `sums` (M,) and, where the recipe judges rows, `judged` (R, K)."""
+    return Schema({"trainer": int, "step": int, "part": int, "unread": int}, {"sums": SUMS, "judged": Array(2, REAL)}), Schema({}, {})
+
+
+def pack_leases(leases: Sequence[Lease]) -> dict[str, np.ndarray]:
+    """Leases as the arrays of a reply to LEASE."""
+    return {
+        "numbers": np.array([lease[:7] for lease in leases], np.int64).reshape(-1, 7),
+        "rates": np.array([lease.lr for lease in leases], np.float64),
+    }
+
+
+def unpack_leases(arrays: Mapping[str, np.ndarray]) -> list[Lease]:
+    """Inverse of `pack_leases`."""
+    return [Lease(*(int(number) for number in row), lr=float(lr)) for row, lr in zip(arrays["numbers"], arrays["rates"], strict=True)]

@@ -1,0 +1,114 @@
+"""Rows of sparse tables between trainers, which look them up by id, and servers, each of which holds those that a hash of the id gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtf.sparse import SparseTable, gather, segment_sum, squares, unique
+from dtf.tables import Dealt, Tables, dealt, full
+from dtf.values import Batch
+from dtf.world import World
+
+
+class Given(NamedTuple):
+    """Gradients of rows from one trainer, summed by id, and what they count in the sum over trainers."""
+
+    ids: np.ndarray  # (U,) distinct
+    gradients: np.ndarray  # (U, width)
+    weight: float
+
+
+class Shelf(Dealt):
+    """One server's part of a table."""
+
+    def __init__(self, store: SparseTable, world: World) -> None:
+        super().__init__(store, world, [True] * world.size)
+
+    def take(self, given: Sequence[Given]) -> float:
+        """The gradients to apply: their sum, in this order; returns the sum of its squares."""
+        parts = [part.gradients if part.weight == 1 else part.gradients * part.gradients.dtype.type(part.weight) for part in given]
+        if len(parts) == 1:
+            self._merged = given[0].ids, parts[0]
+        else:
+            ids, inverse = unique(np.concatenate([part.ids for part in given])) if given else (np.empty(0, np.int64), np.empty(0, np.int32))
+            summed = segment_sum(np.concatenate(parts), inverse, len(ids)) if given else np.empty((0, self.width), self.store.dtype)
+            self._merged = ids, summed
+        return squares(self._merged[1])
+
+
+class Shelves(Tables):
+    """A server's parts of all tables, as its update steps and saves them."""
+
+    def __init__(self, tables: Mapping[str, Shelf], world: World) -> None:
+        super().__init__(tables, world, 1.0)
+        self._shelves = dict(tables)
+
+    def rows(self, name: str, ids: np.ndarray, create: bool) -> np.ndarray:
+        """Rows (U, width) of distinct ids (U,) of this server. Errors as of `SparseTable.lookup`. Not collective."""
+        return self._shelves[name].store.lookup(ids, create)
+
+    def take(self, given: Mapping[str, Sequence[Given]], together: bool) -> None:
+        """What the next `step` applies. `together`: all servers take parts of the same gradient, whose norm is then known; collective."""
+        total = torch.zeros(1 + len(self._shelves), dtype=torch.float64)
+        for name, shelf in self._shelves.items():
+            total[0] += shelf.take(given[name])
+        total[1:] = torch.tensor([len(shelf.store) for shelf in self._shelves.values()])
+        if together:
+            self._world.reduce(total)
+        for (name, shelf), rows in zip(self._shelves.items(), total[1:].tolist(), strict=True):
+            if rows > shelf.store.spec.capacity:
+                raise full(name, shelf.store.spec.capacity, int(rows))
+        self.norm = total[0].sqrt()
+
+    def sizes(self) -> dict[str, int]:
+        """Rows of each table on this server. Not collective."""
+        return {name: len(shelf.store) for name, shelf in self._shelves.items()}
+
+
+class Wanted:
+    """The ids of one batch's inputs, each once and by the server that holds it; then its rows, and gradients on their way back."""
+
+    def __init__(self, batch: Batch, widths: Mapping[str, int], servers: int) -> None:
+        self._widths, self._servers = widths, servers
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._found: dict[str, tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = {}  # ids, place of each position in them, places by server
+        for name in widths:
+            ids = batch.inputs[name]
+            self._shapes[name] = tuple(ids.shape)
+            found, inverse = unique(ids.cpu().numpy().reshape(-1))
+            owners = dealt(found, servers)
+            owners[found < 0] = -1  # stands for zeros, which nobody has to hold
+            places = [np.flatnonzero(owners == server) for server in range(servers)]
+            self._found[name] = found, inverse, places
+
+    def ids(self, server: int) -> dict[str, np.ndarray]:
+        """What this server is asked for, by table."""
+        return {name: found[places[server]] for name, (found, _, places) in self._found.items()}
+
+    def fill(self, batch: Batch, rows: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> Batch:
+        """The batch with rows in place of ids; `rows`: of what each server was asked for."""
+        inputs = dict(batch.inputs)
+        for name, (found, inverse, places) in self._found.items():
+            width, kind = self._widths[name], rows[0][name].dtype
+            distinct = np.zeros((len(found), width), kind)
+            for server in range(self._servers):
+                distinct[places[server]] = rows[server][name]
+            out = gather(distinct, inverse, np.empty((len(inverse), width), kind))
+            inputs[name] = torch.from_numpy(out).view(*self._shapes[name], width).to(device)
+        return batch._replace(inputs=inputs)
+
+    def gradients(self, given: Mapping[str, Tensor]) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """By server and table, the ids and the gradients (U, width) of their rows, from those (B, F, width) of what `fill` made."""
+        parts: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(self._servers)]
+        for name, (found, inverse, places) in self._found.items():
+            width = self._widths[name]
+            if name in given:
+                summed = segment_sum(given[name].detach().cpu().numpy().reshape(-1, width), inverse, len(found))
+                for server, part in enumerate(parts):
+                    part[name] = found[places[server]], summed[places[server]]
+        return parts
