@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
@@ -10,9 +9,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from dtf.ending import Ending, Outcome, innermost, outcome, preload_error
 from dtf.errors import ORDERLY, Exit, PeerError
@@ -20,7 +19,8 @@ from dtf.forkserver import ForkServer
 from dtf.heartbeat import Beat, Board
 from dtf.launcher import Place
 from dtf.rank import MESSAGE_BYTES
-from dtf.values import Event, Failed, Saved, Started, event_from_json
+from dtf.stop import Stop
+from dtf.values import Event, Failed, Note, Saved, Started, event_from_json
 
 _SETTLE_S = 0.5
 """After a first failure: time for the other ranks' words, which tell a cause from its consequences."""
@@ -58,6 +58,9 @@ class _Rank:
     at: float = 0.0  # when it said them
     silent_since: float = 0.0  # it closed its channel: it ended, though the server has not said so
     stopped_since: float = 0.0  # found stopped by a signal at every look since then
+    hung_since: float = 0.0  # found to hang, and asked for its stacks, to be replaced
+    hang: str = ""  # killed for it: what was seen
+    replaced: int = 0  # how often its place was, since a process there finished a step
 
     def printed(self) -> str:
         """What it printed in this attempt, the last 64 KiB."""
@@ -76,46 +79,6 @@ class _Rank:
             return ""
 
 
-_ONE_SIGNAL_S = 0.2
-"""Signals closer than this are one: `timeout` and schedulers signal a process and then its whole group."""
-
-
-class Stop:
-    """Counts SIGTERM, SIGINT and SIGHUP while it is open. `socket` becomes readable at each. Outside the main thread it hears nothing."""
-
-    def __init__(self) -> None:
-        self.count, self._last = 0, -_ONE_SIGNAL_S
-        self.socket, self._waker = socket.socketpair()
-
-    def __enter__(self) -> Self:
-        self._old: dict[int, Any] = {}
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            try:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                    self._old[number] = signal.signal(number, self._heard)
-            except ValueError:  # not the main thread
-                break
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-        self.close()
-
-    def close(self) -> None:
-        self.socket.close()
-        self._waker.close()
-
-    def _heard(self, number: int, frame: object) -> None:
-        now, before = time.monotonic(), self._last
-        self._last = now
-        if now - before < _ONE_SIGNAL_S:
-            return
-        self.count += 1
-        with contextlib.suppress(BlockingIOError):
-            self._waker.send(b"!", socket.MSG_DONTWAIT)
-
-
 class Others(Protocol):
     """The other hosts of an attempt, see `hosts.Hosts`."""
 
@@ -132,7 +95,8 @@ class Others(Protocol):
 class Attempt:
     """Ranks at `places`, forked by `server` with the shared part `order` (see `rank.begin`). `run` may be called once.
 
-    They meet at `store`; rank 0, if it is here, hosts it on `listener`. Without: on loopback, all ranks are here.
+    They meet at `store`; rank 0, if it is here, hosts it on `listener`. Without: on loopback, all ranks are here. A lost rank of the roles
+    `replaceable` is started again alone, `max_restarts` times in a row unless it finishes a step; all others end the attempt with them.
     """
 
     server: ForkServer
@@ -146,6 +110,8 @@ class Attempt:
     store: str = ""
     listener: socket.socket | None = None
     others: Others | None = None
+    replaceable: frozenset[str] = frozenset()
+    max_restarts: int = 0
     saved: bool = False  # a checkpoint was written
     resumed: bool = False  # the ranks started from a checkpoint
     _ranks: list[_Rank] = field(default_factory=list)
@@ -154,6 +120,7 @@ class Attempt:
     _hang: Failed | None = None
     _hang_since: float = 0.0
     _killed_since: float = 0.0
+    _unled_since: float = 0.0
     _awake_since: float = 0.0  # beats before this moment say nothing: this process itself slept
 
     def run(self) -> Outcome:
@@ -163,6 +130,7 @@ class Attempt:
         self._selector = selectors.DefaultSelector()
         listener = self.listener if self.store else socket.create_server(("127.0.0.1", 0), backlog=1024)
         orders = os.memfd_create("dtf-order")
+        self._shared = [self._board.fd, orders]
         try:
             store = self.store or f"127.0.0.1:{listener.getsockname()[1] if listener else 0}"
             if self.others:
@@ -173,7 +141,7 @@ class Attempt:
             self._selector.register(self.server.socket, selectors.EVENT_READ, self._on_server)
             self._selector.register(self.stop.socket, selectors.EVENT_READ, lambda: self.stop.socket.recv(64))
             for place, pin in zip(self.places, self.pins, strict=True):
-                self._start(Place(**{**asdict(place), "store": store}), pin, [self._board.fd, orders], listener if place.rank == 0 else None)
+                self._ranks.append(self._start(replace(place, store=store), pin, listener if place.rank == 0 else None))
             if listener:
                 listener.close()
             self._watch()
@@ -190,19 +158,19 @@ class Attempt:
                 rank.channel.close()
             self._board.close()
 
-    def _start(self, place: Place, pin: list[int], shared: list[int], listener: socket.socket | None) -> None:
+    def _start(self, place: Place, pin: list[int], listener: socket.socket | None = None) -> _Rank:
         path = self.folder / f"rank_{place.rank}.log"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        if place.attempt:
-            os.write(log, f"---- attempt {place.attempt}\n".encode())
+        if place.attempt or place.again:
+            os.write(log, f"---- attempt {place.attempt}{f', started again alone: {place.again}' if place.again else ''}\n".encode())
         rank = _Rank(place, ours, path, os.fstat(log).st_size)
-        self._ranks.append(rank)
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._on_event(rank))
         with theirs:
-            fds = [theirs.fileno(), log, *shared, *([listener.fileno()] if listener else [])]
+            fds = [theirs.fileno(), log, *self._shared, *([listener.fileno()] if listener else [])]
             self.server.fork({"place": asdict(place), "pin": pin}, fds)
         os.close(log)
+        return rank
 
     # ------------------------------------------------------------ watching
 
@@ -226,11 +194,15 @@ class Attempt:
     def _alive(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.status is None]
 
+    def _unled(self) -> bool:
+        """Whether all have ended whose end is that of the run; replaceable ones have nothing left to do."""
+        return all(rank.status is not None for rank in self._ranks if rank.place.role not in self.replaceable)
+
     def _wait(self, tick: float) -> float:
         """Seconds until something falls due, at most a tick."""
-        due = [since + after for since, after in ((self._failing_since, _SETTLE_S), (self._hang_since, _STACKS_S)) if since and not self._killed_since]
-        if self._stopping_since and not self._killed_since:
-            due.append(self._stopping_since + self.limits.grace_s)
+        grace_s = self.limits.grace_s
+        waits = ((self._failing_since, _SETTLE_S), (self._hang_since, _STACKS_S), (self._stopping_since, grace_s), (self._unled_since, grace_s))
+        due = [since + after for since, after in waits if since and not self._killed_since]
         return max(0.0, min([tick, *(at - time.monotonic() for at in due)]))
 
     def _act(self, now: float) -> None:
@@ -253,6 +225,10 @@ class Attempt:
         elif self._failing_since:
             if now - self._failing_since >= _SETTLE_S or any(rank.status and rank.status & 0x7F and not rank.killed for rank in self._ranks):
                 self._kill(now)  # after a death by signal nobody needs to say more
+        elif self._unled():
+            self._unled_since = self._unled_since or now
+            if now - self._unled_since >= self.limits.grace_s or all(self._starting(rank) for rank in self._alive()):
+                self._kill(now)
         elif self._hang:
             if now - self._hang_since >= _STACKS_S:
                 self._hang = self._describe_hang(self._hang, now)
@@ -268,7 +244,14 @@ class Attempt:
         beats = {rank.place.rank: self._board.read(rank.place.rank) for rank in alive}
         for rank in alive:
             rank.stopped_since = (rank.stopped_since or now) if rank.state() == "T" else 0.0  # not "t": a debugger stops it and goes on
-        if any(self._hangs(rank, beats[rank.place.rank], now) for rank in alive):
+        hung = [rank for rank in alive if self._hangs(rank, beats[rank.place.rank], now)]
+        if all(self._may_replace(rank) for rank in hung):
+            for rank in alive:
+                if rank in hung:
+                    self._end_hung(rank, now)
+                else:
+                    rank.hung_since = 0.0
+        else:
             stopped = [rank.place.rank for rank in alive if rank.state() in ("T", "t")]
             number = min(stopped or beats, key=lambda each: (beats[each].step, beats[each].at))  # the one the others wait for
             self._hang = Failed(number, beats[number].step, int(Exit.PEER), "", "")
@@ -283,13 +266,17 @@ class Attempt:
 
     def _describe_hang(self, hang: Failed, now: float) -> Failed:
         """A hang with its message: where each rank is, with the line it stands in from the stacks it has written since."""
-        told = []
-        for rank in self._alive():
-            beat, state, where = self._board.read(rank.place.rank), rank.state(), innermost(rank.printed())
-            text = f"rank {rank.place.rank}: phase {beat.phase}, step {beat.step}, silent for {now - max(beat.at, self._awake_since):.1f} s"
-            told.append(text + (", stopped by a signal" if state in ("T", "t") else f", at {where}" if where else ""))
-        limits = f"launcher.hang_timeout_s={self.limits.hang_timeout_s:g}, launcher.start_timeout_s={self.limits.start_timeout_s:g}"
-        return Failed(hang.rank, hang.step, hang.exit, f"no sign of life within {limits}; {'; '.join(told)}; stacks are in {self.folder}/rank_*.log", "")
+        told = [f"rank {rank.place.rank}: {self._whereabouts(rank, now)}" for rank in self._alive()]
+        message = f"no sign of life within {self._silences()}; {'; '.join(told)}; stacks are in {self.folder}/rank_*.log"
+        return Failed(hang.rank, hang.step, hang.exit, message, "")
+
+    def _silences(self) -> str:
+        return f"launcher.hang_timeout_s={self.limits.hang_timeout_s:g}, launcher.start_timeout_s={self.limits.start_timeout_s:g}"
+
+    def _whereabouts(self, rank: _Rank, now: float) -> str:
+        beat, state, where = self._board.read(rank.place.rank), rank.state(), innermost(rank.printed())
+        text = f"phase {beat.phase}, step {beat.step}, silent for {now - max(beat.at, self._awake_since):.1f} s"
+        return text + (", stopped by a signal" if state in ("T", "t") else f", at {where}" if where else "")
 
     def _signal(self, number: int) -> None:
         for rank in self._alive():
@@ -299,10 +286,47 @@ class Attempt:
         self._killed_since = now
         for rank in self._alive():
             rank.killed = True
-        if all(rank.pid for rank in self._ranks):
+        if any(rank.pid for rank in self._ranks):
             self._signal(signal.SIGKILL)
         else:
             self._lose_server()  # still importing: it would not hear of it soon
+
+    # ------------------------------------------------------------ ranks that hold nothing
+
+    def _may_replace(self, rank: _Rank) -> bool:
+        return rank.place.role in self.replaceable and self._replaced(rank) < self.max_restarts
+
+    def _replaced(self, rank: _Rank) -> int:
+        return 0 if self._board.read(rank.place.rank).steps > 1 else rank.replaced
+
+    def _end_hung(self, rank: _Rank, now: float) -> None:
+        """Have it write its stacks, then kill it; what cannot be killed ends the attempt."""
+        if not rank.hung_since:
+            rank.hung_since = now
+            self.server.signal(rank.place.rank, signal.SIGUSR1)
+        elif now - rank.hung_since > _UNKILLABLE_S:
+            self._failing_since = now
+        elif not rank.hang and now - rank.hung_since >= _STACKS_S:
+            rank.hang = f"no sign of life within {self._silences()}; {self._whereabouts(rank, now)}; stacks are in {rank.log}"
+            self.server.signal(rank.place.rank, signal.SIGKILL)
+
+    def _lose(self, rank: _Rank, why: str) -> None:
+        """One of a replaceable role has ended from outside: start it again alone, unless nobody needs it any more, or it does not help."""
+        if self._stopping_since or self.stop.count or self._unled():
+            rank.killed = True  # as good as: it would have been
+        elif self._hang or not self._may_replace(rank):
+            self._failing_since = time.monotonic()
+        else:
+            if not rank.silent_since:  # a process that it started has the channel too
+                self._selector.unregister(rank.channel)
+            rank.channel.close()
+            place, at, before = rank.place, rank.place.rank - self._first, self._replaced(rank)
+            step = self._board.read(place.rank).step
+            self._board.reset(place.rank)
+            self._ranks[at] = self._start(replace(place, again=place.again + 1), self.pins[at])
+            self._ranks[at].replaced = before + 1
+            told = f"it alone is started again, {before + 1} of {self.max_restarts}"
+            self.see(Note("warning", f"rank {place.rank} ({place.role}) at step {step}: {why}; {told}"))
 
     # ------------------------------------------------------------ what arrives
 
@@ -319,6 +343,7 @@ class Attempt:
 
     def _lose_server(self) -> None:
         """The server is dead, or as good as that: end it, and with it the ranks."""
+        self._failing_since = self._failing_since or time.monotonic()  # nobody is replaced
         self._selector.unregister(self.server.socket)
         self.server.close()
         for rank in self._alive():
@@ -328,11 +353,18 @@ class Attempt:
         while self._on_event(rank):  # its last words may still be on the way
             pass
         rank.status = status
-        if status and os.waitstatus_to_exitcode(status) not in ORDERLY and not rank.killed and not self._failing_since:
+        if not status or os.waitstatus_to_exitcode(status) in ORDERLY or rank.killed or self._failing_since:
+            return
+        alone = outcome([self._ending(rank)], None, 0)
+        if rank.place.role in self.replaceable and alone.external and alone.cause:
+            self._lose(rank, rank.hang or alone.cause.message)
+        else:
             self._failing_since = time.monotonic()
 
     def _on_event(self, rank: _Rank) -> bool:
         """Take one message of a rank; False when there is none now or will be none."""
+        if rank.channel.fileno() < 0:  # replaced since it was found to be readable
+            return False
         try:
             data = rank.channel.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -351,7 +383,8 @@ class Attempt:
         if isinstance(event, Failed):
             if not rank.failed:
                 rank.failed, rank.at = event, at
-                if event.exit not in ORDERLY and not self._failing_since:
+                alone = event.exit == Exit.PEER and rank.place.role in self.replaceable  # it may have lost one that is about to be missed
+                if event.exit not in ORDERLY and not alone and not self._failing_since:
                     self._failing_since = time.monotonic()
         else:
             self.saved = self.saved or isinstance(event, Saved)
@@ -360,8 +393,8 @@ class Attempt:
         return True
 
     def _outcome(self) -> Outcome:
-        endings = []
-        for rank in self._ranks:
-            step = self._board.read(rank.place.rank).step
-            endings.append(Ending(rank.place.rank, step, self._starting(rank), rank.status or 0, rank.killed, rank.failed, rank.at, rank.printed()))
-        return outcome(endings, self._hang, self.stop.count, self.others.failed if self.others else None)
+        return outcome([self._ending(rank) for rank in self._ranks], self._hang, self.stop.count, self.others.failed if self.others else None)
+
+    def _ending(self, rank: _Rank) -> Ending:
+        number, status, alone = rank.place.rank, rank.status or 0, rank.place.role in self.replaceable
+        return Ending(number, self._board.read(number).step, self._starting(rank), status, rank.killed, rank.failed, rank.at, rank.printed(), alone)

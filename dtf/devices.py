@@ -50,12 +50,12 @@ def processes(asked: int | Literal["auto"], devices: Devices) -> int:
     return (len(devices.indices) or 2) if asked == "auto" else asked
 
 
-def device_of(local_rank: int, local_size: int, devices: Devices) -> str:
-    """`cpu` or `cuda:<index>`, one GPU per rank. ConfigError when ranks outnumber GPUs."""
+def device_of(local_rank: int, local_size: int, devices: Devices, key: str = "launcher.processes") -> str:
+    """`cpu` or `cuda:<index>`, one GPU per rank. ConfigError when ranks, of which `key` says how many, outnumber GPUs."""
     if devices.kind == "cpu":
         return "cpu"
     if local_size > len(devices.indices):
-        raise ConfigError(f"launcher.processes={local_size} needs as many GPUs, there are {len(devices.indices)}; lower it or use launcher.devices=cpu")
+        raise ConfigError(f"{key}={local_size} needs as many GPUs, there are {len(devices.indices)}; lower it or use launcher.devices=cpu")
     return f"cuda:{devices.indices[local_rank]}"
 
 

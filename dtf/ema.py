@@ -33,6 +33,7 @@ class Averaged(Optimizer):
     def __init__(self, optimizer: Optimizer, decay: float) -> None:
         super().__init__(lr_factors=optimizer.lr_factors)
         self._optimizer, self._decay = optimizer, decay
+        self.by_tensor = optimizer.by_tensor
 
     def init(self, parameter: Tensor) -> dict[str, Tensor]:
         import torch

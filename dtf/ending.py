@@ -25,6 +25,7 @@ class Ending:
     failed: Failed | None  # its own last words
     at: float  # when it said them, time.monotonic()
     log: str  # what it printed in this attempt
+    replaceable: bool = False  # of a role that holds nothing, see `Strategy.replaceable`
 
     @property
     def signal(self) -> int:
@@ -70,11 +71,14 @@ def together(outcomes: list[Outcome]) -> Outcome:
 
 def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int, elsewhere: Failed | None = None) -> Outcome:
     """The one cause of an attempt's end. `hang`: the launching process found ranks silent and killed them; `stop_signals`: it was asked to stop;
-    `elsewhere`: another host failed, for which these ranks were killed.
+    `elsewhere`: another host failed, for which these ranks were killed. Once all others have ended in order, how replaceable ranks were lost is of no account.
 
     A death by signal comes before all words: the others' words are then about a lost connection. Among words the earliest
     counts that is not about a lost peer.
     """
+    leading = [ending for ending in endings if not ending.replaceable]
+    if leading and all(not ending.signal and ending.code in (Exit.OK, *ORDERLY) for ending in leading):
+        endings = [*leading, *(ending for ending in endings if ending.replaceable and ending.failed and ending.failed.exit not in (Exit.PEER, *ORDERLY))]
     own = [ending for ending in endings if not ending.killed and ending.status and ending.code not in ORDERLY]
     deaths = [ending for ending in own if ending.signal and not (stop_signals and ending.signal == signal.SIGTERM)]
     spoke = [ending for ending in endings if ending.failed and ending.failed.exit not in ORDERLY]

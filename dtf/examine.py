@@ -30,7 +30,8 @@ def examine(config: dict[str, Any], folder: str, run_id: str, place: Place, send
     """An entry, see `rank.Entry`."""
     settings = typed(config)
     kind, megabytes = place.device.partition(":")[0], config["job"]["megabytes"]
-    world = World.join(place, settings.strategy.communication(kind) or "gloo")
+    alike = len(settings.strategy.roles(place.slots)) == 1
+    world = World.join(place, (settings.strategy.communication(kind) if alike else None) or "gloo")
     seen = Path(folder, _RUN_FOLDER.format(place.rank))
     with suppress(OSError):
         seen.touch()

@@ -7,7 +7,8 @@ import os
 from time import monotonic
 from typing import NamedTuple
 
-PHASES = ("start", "fetch", "step", "log", "evaluate", "save", "stop")
+PHASES = ("start", "fetch", "step", "log", "evaluate", "save", "wait", "stop")
+"""`wait`: for work that others hand out."""
 _NUMBER = {phase: float(number) for number, phase in enumerate(PHASES)}
 _BYTES = 32  # per rank: time, phase, step, beats of phase `step`; float64 each
 
@@ -49,7 +50,13 @@ class Board:
         self._memory = mmap.mmap(self.fd, 0)
         self._cells = memoryview(self._memory).cast("d")
         for rank in range(ranks):
-            self._cells[rank * _BYTES // 8] = monotonic()
+            self.reset(rank)
+
+    def reset(self, rank: int) -> None:
+        """Back to phase `start` as of now, for a new process of this rank; the old one is dead."""
+        start = rank * _BYTES // 8
+        for at, value in enumerate((monotonic(), _NUMBER["start"], 0.0, 0.0)):
+            self._cells[start + at] = value
 
     def read(self, rank: int) -> Beat:
         """The last beat of a rank."""

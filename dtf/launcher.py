@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,8 @@ class Place:
     store: str = ""  # "host:port" of the TCPStore, "" when size is 1
     prefix: str = ""  # "<run id>/<attempt>": keys of an earlier attempt are never met
     attempt: int = 0
+    again: int = 0  # how often this place alone was started again within the attempt
+    token: str = field(default="", repr=False)  # of the run, a secret: travels through inherited descriptors only; "" where there is one role
 
 
 class Launcher(ABC):
@@ -78,6 +80,14 @@ class Launcher(ABC):
 
         A failure of the ranks is also printed, see `report`; one of the launcher itself is raised as a DtfError.
         """
+
+
+def check_alike(launcher: str, strategy: Strategy, processes: int) -> None:
+    """Raise ConfigError for a strategy of several roles, for launchers that start processes which are all alike."""
+    roles = strategy.roles(processes)
+    if len(roles) > 1:
+        parts = " and ".join(f"{number} {role}{'s' * (number != 1)}" for role, number in roles.items())
+        raise ConfigError(f"launcher={launcher} starts processes that are all alike, and this strategy needs {parts}; use launcher=local")
 
 
 def check_environment(env: dict[str, str]) -> None:

@@ -53,6 +53,8 @@ class Optimizer(ABC):
     )
     weight_decay = 0.0
     decay_norm_and_bias = True
+    by_tensor = False
+    """Whether a step looks at whole tensors, not at each element by itself."""
 
     def check(self) -> None:
         """Raise ConfigError for values that do not go together. Torch-free."""

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,11 @@ class Run:
         except OSError as error:
             key = f"run.dir={settings.run.dir}" if settings.run.dir else f"run.name={name}"
             raise ConfigError(f"{key}: the run folder {folder} cannot be used: {error.strerror}; choose another run.dir") from error
+
+    @cached_property
+    def token(self) -> str:
+        """By which processes of this run know each other: 256 bits, drawn anew for each launch, never written down."""
+        return secrets.token_hex(32)
 
     def end(self, exit: int, cause: str = "", results: Mapping[str, Any] | None = None) -> None:
         """Write how the run ended, and `results`, into run.json and unlock the folder; nothing to do where it was not opened."""
@@ -131,6 +137,9 @@ class Run:
             "host": socket.gethostname(),
             "world": {"processes": processes, "devices": devices, "strategy": self.config["strategy"]["name"]},
         }
+        roles = self.settings.strategy.roles(processes)
+        if len(roles) > 1:
+            self._record["world"]["roles"] = roles
         if earlier:
             self._record["earlier"] = earlier
         self._write()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dtf.errors import ConfigError
 from dtf.recipe import Recipe
@@ -237,12 +237,19 @@ class Update(ABC):
 class Strategy(ABC):
     """A way to spread a task. Fields are the config node `strategy`; the module imports torch only inside `setup`."""
 
+    replaceable: ClassVar[frozenset[str]] = frozenset()
+    """Roles whose processes hold nothing: a lost one is started again alone while the others go on, and none outlives the others. Not the first role."""
+
     def roles(self, processes: int) -> dict[str, int]:
         """How many processes of which role to start for `launcher.processes`, in order of their ranks. Default: all trainers.
 
         Those of the first role run the engine, the others `assist` them.
         """
         return {"trainer": processes}
+
+    def computes_on_device(self, role: str) -> bool:
+        """Whether each process of this role is given a GPU where there are some, which other roles may have too; else it has the CPU. Default: it is."""
+        return True
 
     @abstractmethod
     def check(self, task: Task, processes: int, devices: str) -> None:

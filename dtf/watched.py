@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtf import devices, network
-from dtf.attempt import Attempt, Limits, Others, Stop
+from dtf.attempt import Attempt, Limits, Others
 from dtf.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.errors import ConfigError
 from dtf.launcher import LONGEST_S, Launcher, Place, check_environment, log_folder
 from dtf.registry import option
+from dtf.stop import Stop
 from dtf.supervise import NO_PROGRESS
 from dtf.values import Event
 from dtf.warm import files, warm
@@ -91,7 +92,8 @@ class Watched(Launcher):
         others: Others | None = None,
     ) -> Attempt:
         """The ranks of this host, about to start for the time `number`. `sockets`: variables that tell the interface. `store`: see `Attempt`."""
-        places, pins = self._places(run.settings.strategy)
+        strategy = run.settings.strategy
+        places, pins = self._places(strategy)
         order = {
             "entry": entry,
             "config": run.config,
@@ -102,13 +104,17 @@ class Watched(Launcher):
             "path": [os.path.abspath(part) for part in sys.path],
         }
         limits = Limits(self.hang_timeout_s, self.start_timeout_s, self.grace_s)
-        here = [Place(**{**place, "attempt": number, "prefix": f"{run.id}/{number}"}) for place in places]
-        return Attempt(warm(self.env), order, here, pins, log_folder(self.log_dir, run.folder), limits, stop, see, store, listener, others)
+        token = run.token if len({place["role"] for place in places}) > 1 else ""
+        here = [Place(**{**place, "attempt": number, "prefix": f"{run.id}/{number}", "token": token}) for place in places]
+        logs, replaced = log_folder(self.log_dir, run.folder), (strategy.replaceable, self.max_restarts)
+        return Attempt(warm(self.env), order, here, pins, logs, limits, stop, see, store, listener, others, *replaced)
 
     def _places(self, strategy: Strategy) -> tuple[list[dict[str, Any]], list[list[int]]]:
         """Where each rank of this host stands, but for what an attempt adds; and the cores it is pinned to, none when it is not."""
         slots, chosen = self.count(), devices.choose(self.devices)
         roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
+        if len(set(roles)) > 1 and self.hosts > 1:
+            raise ConfigError(f"launcher.nodes={self.hosts}: {' and '.join(dict.fromkeys(roles))} processes of this strategy start on one host; use 1")
         if len(roles) % self.hosts:
             raise ConfigError(f"this strategy has {len(roles)} process(es), which do not divide among launcher.nodes={self.hosts} hosts; use another strategy")
         size, local_size, cores = len(roles), len(roles) // self.hosts, sorted(os.sched_getaffinity(0))
@@ -117,14 +123,27 @@ class Watched(Launcher):
         allowed = devices.allow_files(files(MOST_PROCESSES))
         if allowed < files(size):
             raise ConfigError(f"launcher.processes={slots} needs {files(size)} open files in one process, this shell allows {allowed}; see ulimit -n")
-        threads = self.threads or max(1, devices.cores() // local_size)
         here = slots // self.hosts
         names = [devices.device_of(slot, here, chosen) for slot in range(here)]
         first = self.node * local_size
+        kin = roles[first : first + local_size]
         places = [
-            {"rank": first + local, "size": size, "local_rank": local, "local_size": local_size, "role": roles[first + local], "slots": slots}
-            | {"threads": threads, "device": devices.device_of(local, local_size, chosen), "devices": names}
-            for local in range(local_size)
+            {"rank": first + local, "size": size, "local_rank": local, "local_size": local_size, "role": role, "slots": slots}
+            | {"threads": self._threads(role, kin), "device": self._device(strategy, local, kin, chosen), "devices": names}
+            for local, role in enumerate(kin)
         ]
         shares = [cores[len(cores) * local // local_size : len(cores) * (local + 1) // local_size] for local in range(local_size)]
         return places, shares if self.pin else [[]] * local_size
+
+    def _threads(self, role: str, kin: list[str]) -> int:
+        """Of a rank of this role among those of this host, `kin`. Trainers divide the cores: what others do, they mostly do while trainers wait."""
+        sharers = kin.count("trainer") if role == "trainer" and not self.pin else len(kin)
+        return self.threads or max(1, devices.cores() // sharers)
+
+    def _device(self, strategy: Strategy, local: int, kin: list[str], chosen: devices.Devices) -> str:
+        """Each role is dealt the devices from the first on."""
+        role = kin[local]
+        if not strategy.computes_on_device(role):
+            return "cpu"
+        key = "launcher.processes" if role == "trainer" else f"strategy.{role}s"
+        return devices.device_of(kin[:local].count(role), kin.count(role), chosen, key)

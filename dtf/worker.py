@@ -105,6 +105,7 @@ def _train(
     facts = {"versions": _versions(kind), "digest of the config": digest(config), **data}
     batch = settings.step.batch_size
     if leads:
+        world.facts = facts
         agree(world, facts | {"finds the run folder": _finds(folder, run_id)})
     if settings.sampler.repeats and not train_data.repeats:
         raise ConfigError(

@@ -30,6 +30,7 @@ class World:
     def __init__(self, place: Place) -> None:
         self.place, self.rank, self.size, self.slots = place, place.rank, place.size, place.slots
         self.device = torch.device(place.device)
+        self.facts: dict[str, Any] = {}  # what all processes of the run must have alike, once known: see `dtf.agreement`
 
     @classmethod
     def join(cls, place: Place, backend: str | None, timeout_s: float = 1800) -> World:

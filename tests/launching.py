@@ -13,6 +13,7 @@ from dtf.run import Run, unique_id
 from dtf.schema import fit_option, make_option
 from dtf.settings import Settings
 from dtf.strategies.ddp import Ddp
+from dtf.strategy import Strategy
 from dtf.values import Event
 
 
@@ -27,10 +28,10 @@ class Launched:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def launch(entry: str, folder: Path, config: dict[str, Any] | None = None, **options: Any) -> Launched:
-    """Run an entry on two ranks with the given options of launcher=local."""
+def launch(entry: str, folder: Path, config: dict[str, Any] | None = None, strategy: Strategy | None = None, **options: Any) -> Launched:
+    """Run an entry on the ranks of two processes with the given options of launcher=local."""
     events: list[Event] = []
-    settings = cast(Settings, SimpleNamespace(strategy=Ddp()))
+    settings = cast(Settings, SimpleNamespace(strategy=strategy or Ddp()))
     run = Run(folder, unique_id(), {"launcher": os.getpid(), "strategy": {"name": "ddp"}, **(config or {})}, settings)
     launcher: Local = make_option("launcher", fit_option("launcher", {"name": "local", "processes": 2, "devices": "cpu", **options}, "launcher"))
     code = launcher.launch(run, events.append, entry)

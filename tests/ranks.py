@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dtf import warm
-from dtf.attempt import Attempt, Limits, Stop
+from dtf.attempt import Attempt, Limits
 from dtf.launcher import Place
+from dtf.stop import Stop
 from dtf.values import Event
 
 if "pytest" not in warm.PRELOAD:

@@ -31,7 +31,7 @@ FLOORS = {
     "the root config, typed": "settings",
     "front and ranks": "charts config describe examine explain export inference inherited overview page record report results run served sources "
     "sweep trained trials tuning worker",
-    "processes": "attempt elastic forkserver hosts rank warm watched",
+    "processes": "attempt elastic forkserver hosts rank stop warm watched",
     "what the fork server imports": "preload",
     "options that start processes": "launchers",
     "options that start runs": "jobs",

@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 
 from dtf import attempt, warm, watched
-from dtf.attempt import Attempt, Limits, Stop
+from dtf.attempt import Attempt, Limits
 from dtf.errors import ConfigError, Exit
 from dtf.forkserver import ForkServer
 from dtf.launcher import Place
+from dtf.stop import Stop
 from dtf.values import Ended, Failed, Note, Started
 from tests.launching import Launched, launch
 

@@ -16,6 +16,7 @@ import yaml
 from dtf.errors import BusyError, ConfigError
 from dtf.run import Run, identity, redact, versions
 from dtf.settings import Settings
+from dtf.strategies.ddp import Ddp
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def opened(wanted: dict[str, Any], again: str = "") -> Run:
-    settings = cast(Settings, SimpleNamespace(run=SimpleNamespace(**wanted["run"])))
+    settings = cast(Settings, SimpleNamespace(run=SimpleNamespace(**wanted["run"]), strategy=Ddp()))
     return Run.open(wanted, settings, processes=2, devices="cpu", again=again)
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dtf import network
-from dtf.attempt import Attempt, Stop
+from dtf.attempt import Attempt
 from dtf.launcher import WORK, report
 from dtf.registry import register
+from dtf.stop import Stop
 from dtf.supervise import supervise
 from dtf.values import Event
 from dtf.watched import Watched

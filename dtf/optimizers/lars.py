@@ -20,6 +20,8 @@ class Lars(Optimizer):
     Source: You, Gitman & Ginsburg 2017, alg. 1 (arXiv:1708.03888).
     """
 
+    by_tensor = True
+
     momentum: float = option(default=0.9, least=0, below=1, doc="share of the last update that is kept; 0 keeps no state")
     trust_coefficient: float = option(default=0.001, above=0, doc="length of a step as a share of the tensor's norm, at lr = 1")
     eps: float = option(default=1e-8, least=0, doc="added to the denominator of the ratio")

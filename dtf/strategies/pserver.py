@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dtf.devices import MOST_PROCESSES
 from dtf.errors import ConfigError
@@ -49,7 +49,7 @@ class Pserver(Strategy):
     send_queue: int = option(default=1, least=0, doc="pushes on their way while the next batch is computed, in modes other than sync")
     rpc_threads: int = option(default=0, least=0, most=1024, doc="threads of a server that answer trainers; 0: four, and two for each trainer")
 
-    replaceable = frozenset({"trainer"})
+    replaceable: ClassVar[frozenset[str]] = frozenset({"trainer"})
 
     def roles(self, processes: int) -> dict[str, int]:
         return {"server": self.servers, "trainer": self.trainers or processes}
