@@ -92,6 +92,8 @@ class Wanted:
 
     def fill(self, batch: Batch, rows: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> Batch:
         """The batch with rows in place of ids; `rows`: of what each server was asked for."""
+        if not self._found:
+            return batch
         inputs = dict(batch.inputs)
         for name, (found, inverse, places) in self._found.items():
             width, kind = self._widths[name], rows[0][name].dtype
