@@ -144,7 +144,7 @@ class Service:
                 if self._on_error:
                     self._on_error(error)
                 code, text = grpc.StatusCode.INTERNAL, "an error of the server, which its log has"
-            context.abort(code, text)
+            return context.abort(code, text)
 
         return behave
 
