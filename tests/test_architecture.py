@@ -20,8 +20,9 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "vocabulary": "dtf errors registry trace values",
     "leaves: one thing each": "agreement answers budget classes collectives devices ema ending environment eventfile feed frozen gradients heartbeat layout "
-    "id_kernels links lr manifest memory metrics network optimizer options partition patterns precision pserver pserver.transport pserver.wire row_kernels row_optimizer sampler schedules schema "
-    "sections seeding slices sparse strides supervise table tracking usage",
+    "id_kernels links lr manifest memory metrics network optimizer options partition patterns precision "
+    "pserver pserver.transport pserver.wire row_kernels row_optimizer sampler schedules schema sections seeding slices sparse strides "
+    "supervise table tracking usage",
     "formats of files": "commit located shards untrusted",
     "connections": "pserver.rpc",
     "contracts": "job launcher observer recipe strategy",

@@ -33,9 +33,7 @@ def array(kind: Array) -> st.SearchStrategy[np.ndarray]:
     return st.sampled_from(kind.dtypes).flatmap(lambda name: arrays_of.arrays(NUMPY[name], shape))
 
 
-SOME = st.tuples(
-    st.fixed_dictionaries({}, optional=SCALARS), st.fixed_dictionaries({}, optional={name: array(kind) for name, kind in SCHEMA.arrays.items()})
-)
+SOME = st.tuples(st.fixed_dictionaries({}, optional=SCALARS), st.fixed_dictionaries({}, optional={name: array(kind) for name, kind in SCHEMA.arrays.items()}))
 FULL = encode(SCHEMA, {"step": 7, "lr": 0.5, "table": "user"}, {"ids": np.arange(5), "rows/user": np.ones((5, 4), "f4"), "one": np.array(2.0)})
 
 
