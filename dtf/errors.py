@@ -75,6 +75,12 @@ class Preempted(DtfError):
     exit = Exit.PREEMPTED
 
 
+class AuthError(DtfError):
+    """A peer asked for the token of the run and got another one, or none."""
+
+    exit = Exit.AUTH
+
+
 class DivergedError(DtfError):
     """Loss or gradients were not finite more often than `train.skip_nonfinite` allows."""
 

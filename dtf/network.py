@@ -16,10 +16,10 @@ _SIOCGIFADDR = 0x8915
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-def endpoint(text: str, key: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port`; ConfigError naming the key otherwise."""
+def endpoint(text: str, key: str, least: int = 1) -> tuple[str, int]:
+    """`host:port` or `[v6]:port`; ConfigError naming the key otherwise. `least`: 0 where a port may be left to the kernel."""
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]|([^:\[\]\s]+)):([0-9]{1,5})", text)
-    if not found or not 0 < int(found[3]) < 65536:
+    if not found or not least <= int(found[3]) < 65536:
         raise ConfigError(f"{key}={text} must be HOST:PORT, such as 10.0.0.1:29500, or [ADDRESS]:PORT with an IPv6 address")
     return found[1] or found[2], int(found[3])
 

@@ -20,9 +20,11 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "vocabulary": "dtf errors registry trace values",
     "leaves: one thing each": "agreement answers budget classes collectives devices ema ending environment eventfile feed frozen gradients heartbeat layout "
-    "id_kernels links lr manifest memory metrics network optimizer options partition patterns precision row_kernels row_optimizer sampler schedules schema "
-    "sections seeding slices sparse strides supervise table tracking usage",
+    "id_kernels links lr manifest memory metrics network optimizer options partition patterns precision "
+    "pserver pserver.transport pserver.wire row_kernels row_optimizer sampler schedules schema sections seeding slices sparse strides "
+    "supervise table tracking usage",
     "formats of files": "commit located shards untrusted",
+    "connections": "pserver.rpc",
     "contracts": "job launcher observer recipe strategy",
     "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined placement profiler ranking remat "
     "replicas screen seat sharded spmd stages tables update world",
@@ -144,13 +146,14 @@ def test_dependencies_are_declared_and_explained() -> None:
     declared = {
         re.split(r"[<>=\[]", text, maxsplit=1)[0]: text for text in [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     }
-    modules = {"hydra-core": "hydra", "pillow": "PIL", "pyyaml": "yaml"}
+    modules = {"grpcio": "grpc", "hydra-core": "hydra", "pillow": "PIL", "pyyaml": "yaml"}
     runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
     extras = {
         "dtf.charts": {"matplotlib"},
         "dtf.tuning": {"optuna"},
         "dtf.id_kernels": {"numba", "llvmlite"},
         "dtf.row_kernels": {"numba"},
+        "dtf.pserver.rpc": {"grpc"},
     }  # imported where the extra is known to be there
     extras |= {name: {"numba"} for name in sources() if name.startswith("dtf.recipes.ctr.")} | {"dtf.recipes.ctr.parquet": {"numba", "pyarrow"}}
     for name, path in sources().items():
@@ -198,11 +201,17 @@ def test_registered_classes_import_without_torch() -> None:
         "import importlib, sys\n"
         f"for name in {names + front!r}:\n"
         "    importlib.import_module(name)\n"
-        "    heavy = {'torch', 'torchvision', 'numpy', 'numba', 'tensorboard', 'safetensors'} & set(sys.modules)\n"
+        "    heavy = {'torch', 'torchvision', 'numpy', 'numba', 'tensorboard', 'safetensors', 'grpc'} & set(sys.modules)\n"
         "    if heavy: sys.exit(f'{name} imports {heavy}')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_fork_server_never_imports_grpc() -> None:
+    """It does not survive a fork: calls in the child would hang."""
+    code = "import sys, dtf.preload; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
 # ---------------------------------------------------------------- no code from data
