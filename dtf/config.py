@@ -114,6 +114,12 @@ class Composed:
                 kept.append(text)
         return self.composer.compose([*kept, *overrides])
 
+    def chosen(self) -> dict[str, list[str]]:
+        """The options that the command line itself chooses, by group."""
+        named = [each for each in parse(self.overrides, self.composer.loader) if self.composer.is_group(each.key_or_group) and not each.is_delete()]
+        values = {each.key_or_group: each.value() for each in named}
+        return {group: value if isinstance(value, list) else [value] for group, value in values.items() if value}  # type: ignore[dict-item]
+
     def origin(self, key: str) -> str:
         """Where a key got its value: `on the command line`, `in FILE`, or "" when it is a default."""
         return self.composer.origin(key, self.overrides, self.reads)
