@@ -12,19 +12,19 @@ CATEGORIES = 22
 
 
 @njit(cache=True, nogil=True)
-def parse(buffer, first, labels, numbers, keys, why):
+def parse(buffer, first, labels, numbers, keys, why, labelled):
     """As `criteo.parse`; `numbers` (B, 0), `keys` (B, 22): hash(column, bytes)."""
     for row in range(len(labels)):
         if first >= len(buffer):
             return row
         end = find(buffer, NEWLINE, first, len(buffer))
-        why[row] = _line(buffer, first, without_return(buffer, first, end), labels, keys, row)
+        why[row] = _line(buffer, first, without_return(buffer, first, end), labels, keys, row, labelled)
         first = end + 1
     return len(labels)
 
 
 @njit(cache=True, nogil=True)
-def _line(buffer, first, last, labels, keys, row):
+def _line(buffer, first, last, labels, keys, row, labelled):
     reason = first_look(buffer, first, last)
     if reason != GOOD:
         return reason
@@ -32,7 +32,7 @@ def _line(buffer, first, last, labels, keys, row):
         return NUL
     if not is_text(buffer, first, last):
         return NOT_TEXT
-    column = 0
+    labels[row], column = 0, 0
     while True:
         end = find(buffer, COMMA, first, last)
         if column == 1:
@@ -44,7 +44,7 @@ def _line(buffer, first, last, labels, keys, row):
             keys[row, column - 2] = MISSING if first == end else key_of(column - 2, value_of(buffer, start, end))
         elif column:
             return LONG
-        column += 1
+        column += 1 if labelled or column else 2  # over the label
         if end >= last:
             return GOOD if column == 2 + CATEGORIES else SHORT
         first = end + 1
@@ -55,3 +55,10 @@ HEADER = (
     "device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
 )
 """The first line of each file."""
+
+UNLABELLED = HEADER.replace("click,", "")
+"""The same where there are no labels."""
+
+
+def has_label(line: bytes) -> bool:
+    return line != UNLABELLED.encode()

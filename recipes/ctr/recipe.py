@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtf.errors import ConfigError
 from dtf.layout import Layout
@@ -16,10 +16,13 @@ from dtf.schema import show
 from dtf.table import Table
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
     from torch import Tensor, nn
 
     from dtf.ranking import Ranking
-    from dtf.values import Batch
+    from dtf.values import Batch, Names
 
 
 class Kind(Enum):
@@ -159,12 +162,15 @@ class ClickThrough(Recipe):
         return {"ids": Table(self.model.width, size, self.model.capacity or size, self.model.scale)}
 
     def open_data(self, split: str, seed: int) -> Dataset:
-        data = self.data.open(split, seed)
+        return self._grouped(self.data.open(split, seed))
+
+    def _grouped(self, rows: Dataset) -> Dataset:
+        """The same with a group for each row, where evaluations ask for groups."""
         if self.group < 0:
-            return data
+            return rows
         from dtf.recipes.ctr.grouped import Grouped
 
-        return Grouped(data, self.group)
+        return Grouped(rows, self.group)
 
     def build_model(self) -> nn.Module:
         from dtf.recipes.ctr import model as models
@@ -225,11 +231,14 @@ class ClickThrough(Recipe):
 
         return Ranking(rows, grouped=self.group >= 0)
 
+    def preprocessing(self) -> dict[str, Any]:
+        return self.data.preprocessing()
+
+    def preprocessing_arrays(self) -> dict[str, np.ndarray]:
+        return self.data.preprocessing_arrays()
+
     def probabilities(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
-
-    def class_names(self) -> tuple[str, ...]:
-        return ("no click", "click")
 
 
 def _clicks(targets: Tensor) -> Tensor:
@@ -243,6 +252,10 @@ class ClickLog(ClickThrough):
 
     data: LogOptions = option(factory=LogOptions, doc="the files")
     splits = tuple(Split)
+
+    def open_inputs(self, path: Path) -> tuple[Names, Dataset]:
+        rows = self.data.inputs(path)
+        return rows.places, self._grouped(rows)
 
 
 @register("recipe", "ctr_generated")
