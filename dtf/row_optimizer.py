@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+DEFAULT = "adagrad"
+"""What the root config chooses; a recipe without sparse tables takes no other."""
+
+
 @dataclass(kw_only=True)
 class RowOptimizer(ABC):
     """Fields are the config node `sparse`. Modules import numpy and numba only inside methods."""

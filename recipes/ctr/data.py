@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 1 << 40
 
+CRITEO = tuple(f"C{number}" for number in range(1, 27))
+AVAZU = (
+    *("hour", "C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category", "device_id", "device_ip", "device_model"),
+    *("device_type", "device_conn_type", *(f"C{number}" for number in range(14, 22))),
+)
+"""Columns of categories, by their names."""
+
 _vocabularies: dict[str, Vocabulary] = {}
 """The last one that this process took from its cache: tables, model and splits ask for it in turn."""
 
@@ -75,6 +82,11 @@ class DataOptions(ABC):
     @abstractmethod
     def table_rows(self) -> int:
         """Ids are 0 to table_rows - 1; 0: any from 0 to 2**63 - 1. Reads the training split when the ids are those of a vocabulary not yet made."""
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        """What people call the fields, in their order. Default: nothing."""
+        return ()
 
     @property
     def any_ids(self) -> bool:
@@ -152,8 +164,13 @@ class LogOptions(DataOptions):
 
     @property
     def fields(self) -> int:
-        given = {Format.criteo: 26, Format.avazu: 22, Format.libsvm: self.pairs, Format.parquet: len(self.categories)}[self.format]
-        return given + (self._numbers if self.integers is Integers.bucket else 0)
+        return self.pairs if self.format is Format.libsvm else len(self.field_names)
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        bucketed = (self.numbers or [f"I{number}" for number in range(1, 1 + self._numbers)]) if self.integers is Integers.bucket else ()
+        given = {Format.criteo: CRITEO, Format.avazu: AVAZU, Format.parquet: self.categories}.get(self.format, ())
+        return (*bucketed, *given)
 
     @property
     def integers_count(self) -> int:
@@ -208,12 +225,15 @@ class LogOptions(DataOptions):
         if not text:
             raise ConfigError(f"recipe.data.{split} is not set; give a file, a folder or a pattern: recipe.data.{split}=PATH")
         place = Path(self.root).expanduser() / Path(text).expanduser()
+        under = f" in recipe.data.root={self.root}" if self.root else ""
         if place.is_dir():
             found = sorted(path for path in place.iterdir() if path.is_file() and not path.name.startswith((".", "_")))
+            if not found:
+                raise DataError(f"recipe.data.{split}={text}{under}: the folder holds no files, but for hidden ones and folders; give one that does, or a pattern")
         else:
             found = [place] if place.exists() else [Path(name) for name in sorted(glob.glob(str(place))) if Path(name).is_file()]
         if not found:
-            raise DataError(f"recipe.data.{split}={text}: there is no such file; give a file, a folder of files or a pattern")
+            raise DataError(f"recipe.data.{split}={text}: there is no such file{under}; give a file, a folder of files or a pattern")
         for path in found:
             if not os.access(path, os.R_OK):
                 raise DataError(f"recipe.data.{split}: {path} may not be read")
