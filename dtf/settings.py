@@ -99,8 +99,10 @@ class Settings(Root):
         """Raise ConfigError for sparse tables that cannot be trained so, and for a say in how rows learn where there are none. After the recipe's check."""
         if not self.recipe.table_widths():
             if self.job.trains and self.sparse != lookup("sparse", DEFAULT)():
+                name, because = type(self.recipe).__name__, self.recipe.idle().get("sparse")
                 raise KeyProblem(
-                    "sparse", f"sparse says how rows of sparse tables learn, and {type(self.recipe).__name__} as it is set has none; leave sparse=... out"
+                    "sparse",
+                    f"sparse says how rows of sparse tables learn, and {name} has none{f' as {because} is set' if because else ''}; leave sparse=... out",
                 )
             return
         if importlib.util.find_spec("numba") is None:

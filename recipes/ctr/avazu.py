@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from dtf.recipes.ctr.data import AVAZU
+from dtf.recipes.ctr.columns import AVAZU
 from dtf.recipes.ctr.hashing import MISSING, key_of, value_of
 from dtf.recipes.ctr.lines import COMMA, GOOD, LABEL, LONG, NEWLINE, NOT_TEXT, NUL, SHORT, ZERO, find, first_look, is_text, without_return
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.errors import ConfigError, DataError
+from dtf.recipes.ctr.columns import AVAZU, CRITEO
 from dtf.registry import option
 
 if TYPE_CHECKING:
@@ -24,13 +25,6 @@ if TYPE_CHECKING:
     from dtf.recipes.ctr.vocabulary import Vocabulary
 
 MOST_ROWS = 1 << 40
-
-CRITEO = tuple(f"C{number}" for number in range(1, 27))
-AVAZU = (
-    *("hour", "C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category", "device_id", "device_ip", "device_model"),
-    *("device_type", "device_conn_type", *(f"C{number}" for number in range(14, 22))),
-)
-"""Columns of categories, by their names."""
 
 _vocabularies: dict[str, Vocabulary] = {}
 """The last one that this process took from its cache: tables, model and splits ask for it in turn."""
@@ -229,7 +223,7 @@ class LogOptions(DataOptions):
         if place.is_dir():
             found = sorted(path for path in place.iterdir() if path.is_file() and not path.name.startswith((".", "_")))
             if not found:
-                raise DataError(f"recipe.data.{split}={text}{under}: the folder holds no files, but for hidden ones and folders; give one that does, or a pattern")
+                raise DataError(f"recipe.data.{split}={text}{under}: the folder holds no files, hidden ones apart; give one that does, or a pattern")
         else:
             found = [place] if place.exists() else [Path(name) for name in sorted(glob.glob(str(place))) if Path(name).is_file()]
         if not found:

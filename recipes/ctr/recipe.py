@@ -166,7 +166,7 @@ class ClickThrough(Recipe):
         self.data.check()
         if self.group >= self.data.fields:
             named = ", ".join(f"{number} {name}" for number, name in enumerate(self.data.field_names))
-            raise ConfigError(f"recipe.group={self.group} must be -1 for none, or one of the {self.data.fields} fields of a row{named and f': {named}'}")
+            raise ConfigError(f"recipe.group={self.group} must be -1 for none, or a field of a row, 0 to {self.data.fields - 1}{named and f': {named}'}")
 
     def table_widths(self) -> dict[str, int]:
         return {} if self.model.table is Place.dense else {"ids": self.model.width}
