@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,14 @@ def test_what_the_command_line_sets_for_another_model_is_refused() -> None:
     assert composed.config["optimizer"]["weight_decays"] == {"table": 1.0}, "ranks refuse it"
     with pytest.raises(ConfigError, match=r"recipe\.model\.dim=24 does not apply to recipe\.model\.kind=lr"):
         composed.settings.recipe.model.check()  # type: ignore[attr-defined]
+
+
+def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "recipe" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("defaults: [schema/ctr_generated@_here_, _self_]\nmodel: {kind: lr, dim: 24}\n")
+    with pytest.raises(ConfigError, match=r"recipe\.model\.dim=24 does not apply to recipe\.model\.kind=lr, .*; set in .*mine\.yaml"):
+        compose(["--config-dir", str(tmp_path), "recipe=mine", "train.steps=1"]).check()
 
 
 def test_any_ids_ask_for_a_sparse_table_first() -> None:
