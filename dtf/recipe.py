@@ -140,8 +140,18 @@ class Recipe(ABC):
         return False
 
     def direction(self, metric: str) -> str:
-        """`max` or `min`: which values of a metric are better. Default: `min` for the loss, the objective's own for the objective, else `max`."""
+        """`max` or `min`: which values of a metric are better. ConfigError for one that has no such end.
+
+        Default: `min` for the loss, the objective's own for the objective, else `max`.
+        """
         return "min" if metric == "loss" else self.objective[1] if metric == self.objective[0] else "max"
+
+    def idle(self) -> dict[str, str]:
+        """Keys of the config, of any group, that have no effect as this recipe is set -> the key that makes it so. Torch-free, quick. Default: none.
+
+        A value that a file gives to such a key falls back to its default when the command line sets the key that makes it so.
+        """
+        return {}
 
     @abstractmethod
     def check(self) -> None:

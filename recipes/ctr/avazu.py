@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from numba import njit
 
+from dtf.recipes.ctr.columns import AVAZU
 from dtf.recipes.ctr.hashing import MISSING, key_of, value_of
 from dtf.recipes.ctr.lines import COMMA, GOOD, LABEL, LONG, NEWLINE, NOT_TEXT, NUL, SHORT, ZERO, find, first_look, is_text, without_return
 
-CATEGORIES = 22
+CATEGORIES = len(AVAZU)
 """`hour` and what follows it."""
+
+HEADER = ",".join(("id", "click", *AVAZU))
+"""The first line of each file."""
+
+UNLABELLED = HEADER.replace("click,", "")
+"""The same where there are no labels."""
 
 
 @njit(cache=True, nogil=True)
@@ -48,16 +55,6 @@ def _line(buffer, first, last, labels, keys, row, labelled):
         if end >= last:
             return GOOD if column == 2 + CATEGORIES else SHORT
         first = end + 1
-
-
-HEADER = (
-    "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,device_model,device_type,"
-    "device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
-)
-"""The first line of each file."""
-
-UNLABELLED = HEADER.replace("click,", "")
-"""The same where there are no labels."""
 
 
 def has_label(line: bytes) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from numba import njit
 
+from dtf.recipes.ctr.columns import CRITEO
 from dtf.recipes.ctr.hashing import MISSING, key_of
 from dtf.recipes.ctr.lines import GOOD, HEX, INTEGER, LABEL, LONG, NEWLINE, SHORT, TAB, ZERO, find, first_look, hexadecimal, integer, why_not, without_return
 
-INTEGERS, CATEGORIES = 13, 26
+INTEGERS, CATEGORIES = 13, len(CRITEO)
 
 
 @njit(cache=True, nogil=True)
@@ -60,5 +61,5 @@ def has_label(line: bytes) -> bool:
     return line.count(b"\t") + 1 != INTEGERS + CATEGORIES
 
 
-COLUMNS = (*(f"I{i}" for i in range(1, INTEGERS + 1)), *(f"C{i}" for i in range(1, CATEGORIES + 1)))
+COLUMNS = (*(f"I{number}" for number in range(1, INTEGERS + 1)), *CRITEO)
 """Names, as the log is usually described; the label is in front of them."""

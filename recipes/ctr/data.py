@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.errors import ConfigError, DataError
+from dtf.recipes.ctr.columns import AVAZU, CRITEO
 from dtf.registry import option
 
 if TYPE_CHECKING:
@@ -78,6 +79,11 @@ class DataOptions(ABC):
     @abstractmethod
     def table_rows(self) -> int:
         """Ids are 0 to table_rows - 1; 0: any from 0 to 2**63 - 1. Reads the training split when the ids are those of a vocabulary not yet made."""
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        """What people call the fields, in their order. Default: nothing."""
+        return ()
 
     @property
     def any_ids(self) -> bool:
@@ -163,8 +169,13 @@ class LogOptions(DataOptions):
 
     @property
     def fields(self) -> int:
-        given = {Format.criteo: 26, Format.avazu: 22, Format.libsvm: self.pairs, Format.parquet: len(self.categories)}[self.format]
-        return given + (self._numbers if self.integers is Integers.bucket else 0)
+        return self.pairs if self.format is Format.libsvm else len(self.field_names)
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        bucketed = (self.numbers or [f"I{number}" for number in range(1, 1 + self._numbers)]) if self.integers is Integers.bucket else ()
+        given = {Format.criteo: CRITEO, Format.avazu: AVAZU, Format.parquet: self.categories}.get(self.format, ())
+        return (*bucketed, *given)
 
     @property
     def integers_count(self) -> int:
@@ -218,7 +229,8 @@ class LogOptions(DataOptions):
         text = getattr(self, split)
         if not text:
             raise ConfigError(f"recipe.data.{split} is not set; give a file, a folder or a pattern: recipe.data.{split}=PATH")
-        return _files(Path(self.root).expanduser() / Path(text).expanduser(), f"recipe.data.{split}={text}")
+        under = f" in recipe.data.root={self.root}" if self.root else ""
+        return _files(Path(self.root).expanduser() / Path(text).expanduser(), f"recipe.data.{split}={text}{under}")
 
     def open(self, split: str, seed: int) -> Dataset:
         import torch
@@ -323,6 +335,8 @@ def _files(place: Path, given: str) -> list[Path]:
     """The files that a place stands for, in the order of their names. DataError when there are none."""
     if place.is_dir():
         found = sorted(path for path in place.iterdir() if path.is_file() and not path.name.startswith((".", "_")))
+        if not found:
+            raise DataError(f"{given}: the folder holds no files, hidden ones apart; give one that does, or a pattern")
     else:
         found = [place] if place.exists() else [Path(name) for name in sorted(glob.glob(str(place))) if Path(name).is_file()]
     if not found:
