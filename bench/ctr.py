@@ -32,13 +32,12 @@ import numpy as np
 import torch
 from ctr_rivals import DIM, FIELDS, LR, NUMBERS, RIVALS, SCALE, Case, Run, draw, hand, timed
 from ctr_rivals import Log as Rows
+from endless import Endless
 from torch import Tensor, nn
 
-from dtf.clock import Clock, Plan, PlannedClock
 from dtf.engine import Loop, fit
 from dtf.launcher import Place
 from dtf.loader import Loader
-from dtf.lr import Constant
 from dtf.metrics import weighted_sums
 from dtf.optimizers.adagrad import Adagrad
 from dtf.options import StepOptions
@@ -50,7 +49,7 @@ from dtf.sampler import Epochs, Sequential
 from dtf.strategies.ddp import Ddp
 from dtf.strategy import Task
 from dtf.table import Table
-from dtf.values import Event, Log, Measured, Stop, Ticket, Train
+from dtf.values import Event, Measured
 from dtf.world import World
 
 if TYPE_CHECKING:
@@ -111,45 +110,6 @@ class Deep(Recipe):
         return weighted_sums(batch.weight, loss, outputs.sigmoid(), batch.targets)
 
 
-class Turns(Clock):
-    """A plan without end, whose Log and Stop come after each turn."""
-
-    def __init__(self, epochs: Epochs) -> None:
-        self._inner = PlannedClock(Plan(10**9, 0, 0, 0), epochs, Constant(peak=LR))
-        self._step, self._left, self._said = 0, 0, True
-
-    @property
-    def objective(self) -> str:
-        return self._inner.objective
-
-    def turn(self, steps: int) -> None:
-        self._left, self._said = steps, False
-
-    def __next__(self) -> Ticket:
-        if self._left:
-            ticket = next(self._inner)
-            if isinstance(ticket, Train):
-                self._left, self._step = self._left - 1, ticket.step + 1
-            return ticket
-        if self._said:
-            return Stop(self._step, "finished")
-        self._said = True
-        return Log(self._step)
-
-    def ahead(self, count: int) -> list[Train]:
-        return self._inner.ahead(count)
-
-    def done(self, ticket: Ticket, values: Any) -> None:
-        self._inner.done(ticket, values)
-
-    def state(self) -> dict:
-        return self._inner.state()
-
-    @property
-    def best(self) -> None:
-        return None
-
-
 def engine(rows: Rows, case: Case) -> tuple[Run, Any]:
     """dtf's engine, program and loader, in one process; and the sparse table."""
     recipe, world = Deep(rows, case.hidden), World(Place(rank=0, size=1))
@@ -157,7 +117,7 @@ def engine(rows: Rows, case: Case) -> tuple[Run, Any]:
     task = Task(recipe, Adagrad(), precision, StepOptions(batch_size=rows.batch), 0, rows=RowAdagrad())
     program = Ddp().setup(task, world)
     epochs = Epochs(Sequential(), len(recipe.data), rows.batch, 0)
-    clock, loader, heard = Turns(epochs), Loader(recipe.data, epochs, program.shard, program.micro_batch_rows), []
+    clock, loader, heard = Endless(epochs, LR, logs=True), Loader(recipe.data, epochs, program.shard, program.micro_batch_rows), []
 
     def see(event: Event) -> None:
         if isinstance(event, Measured):

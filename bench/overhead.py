@@ -17,16 +17,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from endless import Endless
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from dtf.build import draw_model
-from dtf.clock import Clock, Plan, PlannedClock
 from dtf.engine import Loop, fit
 from dtf.launcher import Place
 from dtf.loader import Loader
-from dtf.lr import Constant
 from dtf.metrics import weighted_sums
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
@@ -35,7 +34,6 @@ from dtf.recipe import Dataset, Recipe
 from dtf.sampler import Epochs, Sequential
 from dtf.strategies.ddp import Ddp
 from dtf.strategy import Task
-from dtf.values import Stop, Ticket, Train
 from dtf.world import World
 
 if TYPE_CHECKING:
@@ -99,49 +97,17 @@ class Case(Recipe):
         return weighted_sums(batch.weight, loss, outputs.argmax(-1) == batch.targets)
 
 
-class Endless(Clock):
-    """A plan without end whose Stop comes after each block."""
-
-    def __init__(self, epochs: Epochs) -> None:
-        self._inner = PlannedClock(Plan(10**9, 0, 0, 0), epochs, Constant(peak=LR))
-        self.left = 0
-
-    @property
-    def objective(self) -> str:
-        return self._inner.objective
-
-    def __next__(self) -> Ticket:
-        if not self.left:
-            return Stop(0, "finished")
-        ticket = next(self._inner)
-        self.left -= isinstance(ticket, Train)
-        return ticket
-
-    def ahead(self, count: int) -> list:
-        return self._inner.ahead(count)
-
-    def done(self, ticket: Ticket, values: Any) -> None:
-        self._inner.done(ticket, values)
-
-    def state(self) -> dict:
-        return self._inner.state()
-
-    @property
-    def best(self) -> None:
-        return None
-
-
 def by_engine(case: Case, world: World) -> tuple[Callable[[int], None], nn.Module]:
     """A function that trains a number of steps with dtf, and the model."""
     task = Task(case, Sgd(momentum=0.9), Precision(), StepOptions(batch_size=case.batch), 0)
     program = Ddp().setup(task, world)
     epochs = Epochs(Sequential(), len(case.rows), case.batch, 0)
-    clock = Endless(epochs)
-    loader = Loader(case.rows, epochs, program.shard, 0)
+    clock = Endless(epochs, LR)
+    loader = Loader(case.rows, epochs, program.shard, program.micro_batch_rows)
     loop = Loop(program, clock, loader, loader, 0, case, world, None, lambda event: None, {}, epochs.batches)
 
     def run(steps: int) -> None:
-        clock.left = steps
+        clock.turn(steps)
         fit(loop)
 
     return run, program._replica.model  # type: ignore[attr-defined]

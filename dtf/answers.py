@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtf.errors import DataError
+
+if TYPE_CHECKING:
+    from dtf.values import Names
 
 
 class Row(NamedTuple):
@@ -40,7 +43,7 @@ def named(names: Sequence[str], index: int) -> str:
 
 
 class Answers:
-    """How often rows of each class were taken for it, and for others."""
+    """How often rows of each class were taken for it, and for others; nothing of an event whose two sides have no names."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -52,7 +55,7 @@ class Answers:
             if row.label is None:
                 continue
             label, guess = int(row.label), row.guess()
-            self._width = row.width or 2
+            self._width = row.width or len(self._names)
             self._rows[label] += 1
             self._guessed[guess] += 1
             self._right[label] += guess == label
@@ -95,10 +98,10 @@ class Predictions(ABC):
             raise DataError(f"{self.path} ends with another row than its number of lines says; move it away to start anew")
         return max(rows, 0)
 
-    def append(self, rows: Sequence[Row], inputs: Sequence[str]) -> None:
+    def append(self, rows: Sequence[Row], inputs: Names | None) -> None:
         """Add rows that follow those it holds."""
         start = self._head() if not self.path.stat().st_size else ""
-        text = start + "".join(self._line(row, inputs[row.id] if inputs else None) for row in rows)
+        text = start + "".join(self._line(row, inputs[row.id] if inputs is not None else None) for row in rows)
         with self.path.open("ab") as file:
             file.write(text.encode("utf-8", "backslashreplace"))
             file.flush()

@@ -303,7 +303,7 @@ class Stored:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.place = folder, f"checkpoint {folder}"
         try:
             self.manifest = commit.read_manifest(folder)
             self.scalars = read_scalars(folder, self.manifest)

@@ -18,13 +18,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf, flag_override, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from dtf.errors import ConfigError
-from dtf.explain import explain, hinted, key_for_number, origin, parse
+from dtf.explain import COMMAND_LINE, explain, hinted, key_for_number, origin, parse
 from dtf.job import Job
 from dtf.located import check_place
+from dtf.presets import overtaken, reset
 from dtf.registry import registered, suggest
 from dtf.schema import RESERVED, KeyProblem, make_option, show, unset
 from dtf.settings import EXPERIMENT, GROUPS, Settings, fit_config, load_parts, typed_fitted
@@ -113,6 +114,12 @@ class Composed:
             if each.key_or_group not in chosen and not other:
                 kept.append(text)
         return self.composer.compose([*kept, *overrides])
+
+    def chosen(self) -> dict[str, list[str]]:
+        """The options that the command line itself chooses, by group."""
+        named = [each for each in parse(self.overrides, self.composer.loader) if self.composer.is_group(each.key_or_group) and not each.is_delete()]
+        values = {each.key_or_group: each.value() for each in named}
+        return {group: value if isinstance(value, list) else [value] for group, value in values.items() if value}  # type: ignore[dict-item]
 
     def origin(self, key: str) -> str:
         """Where a key got its value: `on the command line`, `in FILE`, or "" when it is a default."""
@@ -209,7 +216,7 @@ class Composer:
                 state.set_config(composed)  # for ${hydra:...}
                 plain = resolve(OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"]))
                 _refuse_targets(plain, "")
-                config = _fit(plain)
+                config = self._without_overtaken(composed, _fit(plain), overrides, reads)
             except (ConfigError, KeyboardInterrupt):
                 raise
             except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -220,6 +227,14 @@ class Composer:
                 state.cfg = before
         config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
         return Composed(config, OmegaConf.to_container(OmegaConf.create(choices)), tuple(overrides), composed, self, reads)  # type: ignore[arg-type]
+
+    def _without_overtaken(self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str], reads: dict[str, Read]) -> dict[str, Any]:
+        """The config and, in place, what it was made of, without values of files that the command line made meaningless; see `Recipe.idle`."""
+        for key in overtaken(config, lambda key: self.origin(key, overrides, reads) == COMMAND_LINE):
+            reset(config, key)
+            with flag_override(composed, ["readonly", "struct"], False):
+                reset(composed, key)
+        return config
 
     def origin(self, key: str, overrides: Sequence[str], reads: dict[str, Read]) -> str:
         """See `Composed.origin`."""

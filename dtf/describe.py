@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
 from dtf.errors import ConfigError
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
 WHAT = {**GROUPS, EXPERIMENT: "complete named runs"}
 
 
-def catalogue(composer: Composer, group: str = "", option: str = "") -> dict[str, Any]:
+def catalogue(composer: Composer, group: str = "", option: str = "", chosen: Mapping[str, Sequence[str]] = MappingProxyType({})) -> dict[str, Any]:
     """`{"root": [key...], "groups": {group: {"help", "options": {option: {"help", "keys", "sets"}}}}}`, narrowed when asked.
+
+    `chosen`: only these options, by group.
 
     A key has `key`, `type`, `range` (of its numbers, in words; may be empty), `default`, `unit` and `help`.
     `sets` holds what a YAML option sets outside its own node.
@@ -28,12 +32,12 @@ def catalogue(composer: Composer, group: str = "", option: str = "") -> dict[str
     if option and not group:
         raise ConfigError(f"job.option={show(option)} needs its group; give job.group=NAME")
     groups = {}
-    for name in [group] if group else WHAT:
+    for name in chosen or ([group] if group else WHAT):
         known = composer.options(name)
         if option and option not in known:
             raise ConfigError(f"job.option={show(option)} is no option of {name}; {suggest(option, known)}")
-        groups[name] = {"help": WHAT[name], "options": {each: _option(composer, name, each) for each in ([option] if option else known)}}
-    return {**({} if group else {"root": _keys(Root, to_plain(Root()), "")}), "groups": groups}
+        groups[name] = {"help": WHAT[name], "options": {each: _option(composer, name, each) for each in chosen.get(name) or ([option] if option else known)}}
+    return {**({} if group or chosen else {"root": _keys(Root, to_plain(Root()), "")}), "groups": groups}
 
 
 def as_text(found: dict[str, Any], width: int) -> str:

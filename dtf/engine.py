@@ -90,6 +90,7 @@ class Loop:
     beat: Callable[[str, int], None] = lambda phase, step: None
     record: Callable[[int, np.ndarray], None] | None = None
     carried: list[float] | None = None  # the window of the checkpoint resumed from
+    updated: bool = False  # whether an update was made before it
     averages: bool = False  # evaluate the averages of the weights
     recent: deque[Measured] = field(default_factory=lambda: deque(maxlen=RECENT))
 
@@ -102,11 +103,11 @@ class Loop:
 def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
     """Follow the clock to its Stop; returns it with the last evaluation's values. Collective.
 
-    Raises DivergedError on all ranks alike, before a save, when more updates were skipped than allowed.
+    Raises DivergedError on all ranks alike: before a save, when more updates were skipped than allowed; at the end, when a loss scale let none be made.
     """
     program, clock, train = loop.program, loop.clock, loop.train
     width = 1 + len(loop.recipe.measures)
-    window, seconds = Window(loop.carried), _Stopwatch()
+    window, seconds, updated = Window(loop.carried), _Stopwatch(), loop.updated
     ready: tuple[tuple[int, int], Batch | None] | None = None  # prepared one batch ahead, by (epoch, index)
     evaluated = next((measured.values for measured in reversed(loop.recent) if measured.split == "eval"), {})
     evaluated_at, rows, lr, epoch = -1, 0, 0.0, 0
@@ -139,7 +140,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 loop.beat("log", step)
                 _take_rest(loop, window)
                 total = window.total(loop.world, width)
-                window = Window()
+                window, updated = Window(), updated or total[-1] > 0
                 _refuse_divergence(loop, step)
                 values = {**loop.recipe.summarise(total[:width]), "grad_norm": _ratio(total[width], total[width + 1])}
                 shown = {**values, "lr": lr, "rows_per_s": rows / seconds.lap(), **train.reading()}
@@ -173,18 +174,25 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                     program.settle()
                     _take_rest(loop, window)
                     carried = window.total(loop.world, width)
-                    window = Window(carried)
+                    window, updated = Window(carried), updated or carried[-1] > 0
                     state = program.state()
                     best = clock.best
                     new = best is not None and evaluated_at == step and best[1] == step
                     if loop.saver is not None:
-                        scalars = {**loop.scalars, "program": state.scalars, "clock": clock.state(), "window": carried}
+                        scalars = {**loop.scalars, "program": state.scalars, "clock": clock.state(), "window": carried, "updated": updated}
                         scalars["recent"] = [asdict(measured) for measured in loop.recent]
                         value = evaluated.get(clock.objective) if evaluated_at == step else None
                         path = loop.saver.save(step, state, scalars, value)
                         loop.see(Saved(step, path, new, time.perf_counter() - started))
             case Stop():
+                program.settle()
+                _take_rest(loop, window)
                 _refuse_divergence(loop, ticket.step)
+                if ticket.step and ticket.reason in ("finished", "early_stop") and not updated and not window.total(loop.world, width)[-1]:
+                    raise DivergedError(
+                        f"gradients overflowed in each of the {ticket.step} steps, which halved precision.loss_scale every time, and no update was made; "
+                        "set a smaller precision.loss_scale, train longer or use precision=bf16"
+                    )
                 return ticket, evaluated
         clock.done(ticket, values)
     raise AssertionError("a clock ends with a Stop")

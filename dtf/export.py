@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from dtf.launcher import Place
 from dtf.passes import cast_floating
 from dtf.placement import tables_of
 from dtf.precision import set_switches
+from dtf.recipe import Recipe
 from dtf.run import replace_text
 from dtf.settings import Settings
 from dtf.strategy import Task
@@ -36,6 +38,9 @@ ROWS = 5
 
 BOUND = 1e-4
 """Largest difference of outputs that is rounding, relative to the largest output."""
+
+ARRAYS = "preprocessing.safetensors"
+"""Name of the file of the arrays that the preprocessing needs, where it needs some."""
 
 METADATA = "dtf.json"
 """Name of the metadata in both files."""
@@ -64,7 +69,7 @@ def export(settings: Settings, folder: Path, place: Place, send: Callable[[Event
     dtype = next(t.dtype for t in model.parameters() if t.dtype.is_floating_point)
     inputs = cast_floating(recipe.receive(rows.fetch(np.arange(ROWS) % len(rows), 0)[0]), dtype)
     if rows.bad:
-        raise DataError(f"no trial without an image: {next(iter(rows.bad.values()))}; repair it, or give others with job.input")
+        raise DataError(f"no trial without all of its rows: {next(iter(rows.bad.values()))}; repair it, or give others with job.input")
     inputs = tree_map(lambda t: t.contiguous(), inputs)
     with torch.no_grad():
         expected = model(inputs)
@@ -72,11 +77,17 @@ def export(settings: Settings, folder: Path, place: Place, send: Callable[[Event
         "recipe": type(recipe).__name__,
         "classes": list(names_of(recipe, weights)),
         "preprocessing": recipe.preprocessing(),
+        "call": _call(inputs),
         "inputs": _described(inputs),
-        "outputs": _described(expected),
+        "outputs": _described(expected) | _meaning(recipe, expected) if isinstance(expected, Tensor) else _described(expected),
         "weights": {"from": weights.about, "digest": weights.digest()},
         "versions": {"dtf": __version__, "torch": torch.__version__},
     }
+    if arrays := recipe.preprocessing_arrays():
+        from safetensors.numpy import save_file
+
+        save_file(arrays, folder / ARRAYS)
+        metadata["arrays"] = {"file": ARRAYS, "sha256": hashlib.sha256((folder / ARRAYS).read_bytes()).hexdigest()}
     text = json.dumps(metadata, indent=1)
     found = {}
     for form in job.forms:
@@ -144,6 +155,20 @@ def _difference(a: Any, b: Any) -> float:
     pairs = list(zip(tree_leaves(a), tree_leaves(b), strict=True))
     scale = max(float(x.double().abs().max()) for x, _ in pairs)
     return max(float((x.double() - y.double()).abs().max()) for x, y in pairs) / max(scale, 1e-30)
+
+
+def _call(inputs: Any) -> str:
+    """How the program is called: with one tensor, or one dict of them."""
+    return f"program({{{', '.join(f'{json.dumps(name)}: {name}' for name in inputs)}}})" if isinstance(inputs, dict) else "program(inputs)"
+
+
+def _meaning(recipe: Recipe, outputs: Tensor) -> dict[str, str]:
+    """What probabilities the recipe makes of outputs, told by trying; nothing where it is none of the usual functions."""
+    usual = {"sigmoid": Tensor.sigmoid, "softmax over the last axis": lambda values: values.softmax(-1)}
+    trial = torch.linspace(-2, 3, outputs.numel(), dtype=torch.float64).view(outputs.shape)
+    found = recipe.probabilities(trial)
+    names = [name for name, of in usual.items() if found.shape == trial.shape and torch.allclose(found, of(trial))]
+    return {"are": "logits", "probabilities": names[0]} if names else {}
 
 
 def _described(values: Any) -> Any:

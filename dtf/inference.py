@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from dtf.sampler import Epochs, Sequential
 from dtf.settings import Settings
 from dtf.slices import is_slice
 from dtf.strategy import Program, Task
-from dtf.values import Batch, Evaluated, Event, Measured
+from dtf.values import Batch, Evaluated, Event, Measured, Names
 from dtf.weights import Weights, fitted, open_weights
 from dtf.world import World
 
@@ -45,17 +44,21 @@ REPORT_S = 5.0
 
 
 class Rest(Dataset):
-    """The rows of a data set from `first` on."""
+    """The rows of a data set from `first` on. `whole`: one that cannot be read is an error, however many may be."""
 
-    def __init__(self, rows: Dataset, first: int) -> None:
-        self._rows, self._first, self.prefetch = rows, first, rows.prefetch
-        self.bad, self.allowed = rows.bad, rows.allowed  # whose rows count where first is 0; predictions stop at any
+    def __init__(self, rows: Dataset, first: int, whole: bool) -> None:
+        self._rows, self._first, self._whole = rows, first, whole
+        self.prefetch, self.queue_rows, self.threads = rows.prefetch, rows.queue_rows, rows.threads
+        self.bad, self.allowed = rows.bad, rows.allowed  # by numbers of all rows; `first` is 0 where bad rows are counted
 
     def __len__(self) -> int:
         return len(self._rows) - self._first
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
-        return self._rows.fetch(ids + self._first, epoch)
+        found = self._rows.fetch(ids + self._first, epoch)
+        if self._whole and self.bad:
+            raise DataError(f"{next(iter(self.bad.values()))}; there is a prediction for every row or none; repair or remove this one")
+        return found
 
 
 @dataclass
@@ -88,7 +91,8 @@ class _Record:
 class Inference:
     """A model with its numbers on a world of ranks, and the rows to put through it. Collective."""
 
-    def __init__(self, settings: Settings, place: Place, model: str, data: Callable[[Recipe], Dataset], top: int) -> None:
+    def __init__(self, settings: Settings, place: Place, model: str, data: Callable[[Recipe], Dataset], top: int, whole: bool) -> None:
+        """`whole`: a row that cannot be read is an error, whatever the recipe allows."""
         torch.set_num_threads(place.threads)
         set_switches(settings.precision)
         kind = place.device.partition(":")[0]
@@ -102,7 +106,7 @@ class Inference:
         self.digest: str = self.world.broadcast(digest)
         self.names = names_of(self.recipe, self.weights)
         self.unread = 0  # rows of the data that this rank could not read so far
-        self._record = _Record(self.recipe, top, [])
+        self._record, self._whole = _Record(self.recipe, top, []), whole
         recipe = copy.copy(self.recipe)
         vars(recipe)["measure"] = self._record.measure  # type: ignore[index]
         step = replace(settings.step, ema=0.0, micro_batch_rows=0, remat=Remat.none)
@@ -115,7 +119,7 @@ class Inference:
 
         Preempted on all ranks alike, after the batch that is under way, when one was asked to stop. DtfError when a row is lost.
         """
-        rows = Rest(self.rows, first)
+        rows = Rest(self.rows, first, self._whole)
         loader = Loader(
             rows, Epochs(Sequential(), len(rows), self._batch, 0), self.program.shard, -(-self._batch // self.program.shares), pin=self._kind == "cuda"
         )
@@ -162,7 +166,7 @@ def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:
 def evaluate(settings: Settings, folder: Path, place: Place, send: Callable[[Event], None], beat: Callable[[str, int], None], stop: Callable[[], bool]) -> None:
     """Write evaluation.json: metrics over a split, each row once, and a table of classes."""
     job: EvaluateJob = settings.job  # type: ignore[assignment]
-    used = Inference(settings, place, job.model, lambda recipe: recipe.open_data(job.split.value, settings.seed).unaugmented(), top=1)
+    used = Inference(settings, place, job.model, lambda recipe: recipe.open_data(job.split.value, settings.seed).unaugmented(), top=1, whole=False)
     pace, total, table = _Pace(send, len(used.rows)), None, Answers(used.names)
     judge = used.recipe.judge(len(used.rows))
     for done, (sums, judged), rows in used.batches(0, beat, stop):
@@ -184,21 +188,19 @@ def evaluate(settings: Settings, folder: Path, place: Place, send: Callable[[Eve
 def predict(settings: Settings, folder: Path, place: Place, send: Callable[[Event], None], beat: Callable[[str, int], None], stop: Callable[[], bool]) -> None:
     """Append what the model says of each row to a file in the run folder, in order, from the first row that is not in it yet."""
     job: PredictJob = settings.job  # type: ignore[assignment]
-    inputs: list[str] = []
+    inputs: Names | None = None
 
     def data(recipe: Recipe) -> Dataset:
+        nonlocal inputs
         if not job.input:
-            rows = recipe.open_data(job.split.value, settings.seed).unaugmented()
-            rows.allowed = 0  # evaluation may leave a row out, predictions may not
-            return rows
-        names, rows = recipe.open_inputs(Path(job.input).expanduser())
-        inputs.extend(names)
+            return recipe.open_data(job.split.value, settings.seed).unaugmented()
+        inputs, rows = recipe.open_inputs(Path(job.input).expanduser())
         return rows
 
-    used = Inference(settings, place, job.model, data, job.top)
+    used = Inference(settings, place, job.model, data, job.top, whole=True)
     file = Kind[job.format.name].file(folder, used.names, job.top)
     rank_0 = used.world.rank == 0
-    begun = {"model": used.digest, "rows": len(used.rows), "inputs": hashlib.sha256(json.dumps(inputs).encode()).hexdigest()}
+    begun = {"model": used.digest, "rows": len(used.rows), "inputs": used.rows.fingerprint()}
     first, other = used.world.broadcast(_begin(folder / "predictions.json", file, begun) if rank_0 else None)
     if other:
         raise BusyError(f"{folder} holds predictions of {other}; choose another run.dir")

@@ -166,6 +166,50 @@ def _aligned(gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
     return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for g, p in zip(gradients, parameters, strict=True)]
 
 
+@dataclass(kw_only=True)
+class AdamMoments(Optimizer):
+    """Adam's running means and its step; its kinds differ in what weight decay acts on."""
+
+    decoupled = False
+    """Whether weight decay acts on the parameter itself, not on its gradient."""
+
+    beta1: float = option(default=0.9, least=0, below=1, doc="decay of the running mean of gradients")
+    beta2: float = option(default=0.999, least=0, below=1, doc="decay of the running mean of squared gradients")
+    eps: float = option(default=1e-8, above=0, doc="added to the denominator")
+    decay_norm_and_bias: bool = option(default=True, doc="let weight decay act on biases and normalisation scales (parameters with one axis) too")
+
+    def init(self, parameter: Tensor) -> dict[str, Tensor]:
+        import torch
+
+        return {
+            "mean": torch.zeros_like(parameter, requires_grad=False),
+            "square": torch.zeros_like(parameter, requires_grad=False),
+            "step": counter(parameter),
+        }
+
+    def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
+        from torch.optim.adam import adam
+
+        adam(
+            group.parameters,
+            gradients,
+            group.slots["mean"],
+            group.slots["square"],
+            [],
+            group.slots["step"],
+            fused=True,
+            found_inf=skip,
+            decoupled_weight_decay=self.decoupled,
+            amsgrad=False,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            lr=lr,
+            weight_decay=group.weight_decay,
+            eps=self.eps,
+            maximize=False,
+        )
+
+
 def counter(parameter: Tensor) -> Tensor:
     """A count of steps, at 0, on the parameter's device."""
     import torch

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from dtf.table import Table
-    from dtf.values import Batch
+    from dtf.values import Batch, Names
 
 
 class Split(Enum):
@@ -140,8 +140,18 @@ class Recipe(ABC):
         return False
 
     def direction(self, metric: str) -> str:
-        """`max` or `min`: which values of a metric are better. Default: `min` for the loss, the objective's own for the objective, else `max`."""
+        """`max` or `min`: which values of a metric are better. ConfigError for one that has no such end.
+
+        Default: `min` for the loss, the objective's own for the objective, else `max`.
+        """
         return "min" if metric == "loss" else self.objective[1] if metric == self.objective[0] else "max"
+
+    def idle(self) -> dict[str, str]:
+        """Keys of the config, of any group, that have no effect as this recipe is set -> the key that makes it so. Torch-free, quick. Default: none.
+
+        A value that a file gives to such a key falls back to its default when the command line sets the key that makes it so.
+        """
+        return {}
 
     @abstractmethod
     def check(self) -> None:
@@ -220,15 +230,22 @@ class Recipe(ABC):
         return outputs.softmax(-1)
 
     def class_names(self) -> tuple[str, ...]:
-        """The classes in the order of the outputs; asked once the data are open. Default: none, numbers stand for them."""
+        """The classes in the order of the outputs; asked once the data are open. Default: none, numbers stand for them.
+
+        Of an event two names, of its absence and of itself, where it is to be judged by how often p >= 0.5 is right; none where it is rare or a rate.
+        """
         return ()
 
     def preprocessing(self) -> dict[str, Any]:
         """How an input of the outside world becomes what the model takes, as JSON, for users of an exported model. Default: nothing is said."""
         return {}
 
-    def open_inputs(self, path: Path) -> tuple[list[str], Dataset]:
-        """Inputs without labels, for `job=predict`: the name of each row, and the rows, prepared as for evaluation; targets are zeros.
+    def preprocessing_arrays(self) -> dict[str, np.ndarray]:
+        """Arrays that `preprocessing` speaks of by their names, such as a vocabulary; an export writes them to a file. Default: none."""
+        return {}
+
+    def open_inputs(self, path: Path) -> tuple[Names, Dataset]:
+        """Inputs without labels, for `job=predict`: the name of each row, and the rows, prepared as for evaluation; targets mean nothing.
 
         Default: ConfigError. DataError when they cannot be read.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dtf.registry import option
 
@@ -12,9 +12,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+DEFAULT = "adagrad"
+"""What the root config chooses; a recipe without sparse tables takes no other."""
+
+
 @dataclass(kw_only=True)
 class RowOptimizer(ABC):
     """Fields are the config node `sparse`. Modules import numpy and numba only inside methods."""
+
+    bound: ClassVar[tuple[str, ...]] = ()
+    """Fields that the state of rows was made with and is read with: a run goes on with the same. Default: none."""
 
     def check(self) -> None:
         """Raise ConfigError for values that do not go together."""

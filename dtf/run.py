@@ -112,10 +112,13 @@ class Run:
                 f"{path} cannot be read ({type(error).__name__}: {error}), so what the folder holds is not known; choose another run.dir"
             ) from error
         new = identity(self.config)
-        for key in sorted(old.keys() | new.keys()):
+        for key in sorted(old.keys() | new.keys(), key=lambda key: (key != "recipe.name", key)):  # other recipes have other keys
             if old.get(key) != new.get(key):
                 was, now = _show(old.get(key)), _show(new.get(key))
-                raise BusyError(f"{self.folder} holds a run with {key}={was}, this one has {key}={now}; choose another run.dir, or the same {key}")
+                raise BusyError(
+                    f"{self.folder} holds a run with {key}={was}, this one has {key}={now}; choose another run.dir, or the same {key.removesuffix('.name')}: "
+                    "a run goes on under the command that started it, recipe=NAME included; its config.yaml says all of it"
+                )
         self._record["earlier"] = past
         saved = self.folder / "config.yaml"
         if saved.exists():  # else the process was killed between writing run.json and this

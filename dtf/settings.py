@@ -21,7 +21,8 @@ from dtf.errors import ConfigError
 from dtf.lr import Schedule
 from dtf.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
 from dtf.recipe import Recipe
-from dtf.registry import groups, option, registered, suggest
+from dtf.registry import groups, lookup, option, registered, suggest
+from dtf.row_optimizer import DEFAULT
 from dtf.sampler import Tail
 from dtf.schema import KeyProblem, fit, fit_option, is_node, keys, make, make_option, show, unset
 from dtf.table import NO_NUMBA
@@ -95,8 +96,14 @@ class Settings(Root):
         _check_root(self)
 
     def check_tables(self) -> None:
-        """Raise ConfigError for sparse tables that cannot be trained so. After the recipe's own check."""
+        """Raise ConfigError for sparse tables that cannot be trained so, and for a say in how rows learn where there are none. After the recipe's check."""
         if not self.recipe.table_widths():
+            if self.job.trains and self.sparse != lookup("sparse", DEFAULT)():
+                name, because = type(self.recipe).__name__, self.recipe.idle().get("sparse")
+                raise KeyProblem(
+                    "sparse",
+                    f"sparse says how rows of sparse tables learn, and {name} has none{f' as {because} is set' if because else ''}; leave sparse=... out",
+                )
             return
         if importlib.util.find_spec("numba") is None:
             raise ConfigError(NO_NUMBA)
@@ -258,6 +265,11 @@ def _check_root(settings: Settings) -> None:
     metrics = settings.recipe.metrics
     if run.objective and run.objective not in metrics:
         raise KeyProblem("run.objective", f"run.objective={show(run.objective)} is no metric of the recipe; {suggest(run.objective, metrics)}")
+    if run.objective:
+        try:
+            settings.recipe.direction(run.objective)
+        except ConfigError as error:
+            raise KeyProblem("run.objective", str(error)) from error
 
 
 def _entry_point_modules() -> list[str]:

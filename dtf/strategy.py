@@ -72,6 +72,7 @@ class Source(Protocol):
     """A checkpoint as a program reads it."""
 
     scalars: dict
+    place: str  # what errors call it
 
     def names(self) -> set[str]:
         """Names of all tensors."""

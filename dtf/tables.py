@@ -86,7 +86,7 @@ class Tables:
                 store.decayed = decay
             every = source.read(f"{prefix}ids").numpy() if count else np.empty(0, np.int64)
             if len(every) != count:
-                raise DataError(f"table {name}: the checkpoint says that it has {count} rows, and has ids of {len(every)}")
+                raise DataError(f"{source.place}: table {name} has {count} rows by its own count, and ids of {len(every)}")
             first, last = store.columns
             for at in range(0, count, PIECE):
                 ids = every[at : at + PIECE]
@@ -98,7 +98,10 @@ class Tables:
                 rows = read.pop("rows")
                 if not resume and decay is not None:
                     rows = rows * np.exp(decay - read.pop(DECAYED))[:, None]
-                store.put(ids[mine], rows, read if resume else None)
+                try:
+                    store.put(ids[mine], rows, read if resume else None)
+                except DataError as error:
+                    raise DataError(f"{source.place}: {error}") from error
 
     def clear(self) -> None:
         """Forget all rows on this rank. Not collective."""

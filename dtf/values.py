@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,6 +75,13 @@ class Batch(NamedTuple):
     targets: Tensor  # (B, ...)
     weight: Tensor  # (B,) 1 for a real row, 0 for padding
     ids: np.ndarray  # (B,) int64 sample ids, -1 for padding
+
+
+class Names(Protocol):
+    """Texts by number, as those of a list; they may be made when they are asked for."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, row: int, /) -> str: ...
 
 
 class StepOutput(NamedTuple):

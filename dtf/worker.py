@@ -154,6 +154,7 @@ def _train(
         "recipe.model.freeze": recipe.fine_tuning.freeze,
         "averaged weights (step.ema)": bool(settings.step.ema),
         "sparse": config["sparse"]["name"] if recipe.tables() else "",
+        **{f"sparse.{key}": config["sparse"][key] for key in (settings.sparse.bound if recipe.tables() else ())},
     }
     course = {group: config[group] for group in ("precision", "optimizer", "lr", "step", *(("sparse",) if recipe.tables() else ()))} | {
         "train": {"steps": plan.total}
@@ -171,7 +172,7 @@ def _train(
     )
     # The last global batch of an epoch may be a single row, which not every model can compute: better to know it now.
     program.rehearse(program.prepare(loaders[0].get(0, epochs.batches - 1 if epochs.size(epochs.batches - 1) == 1 else 0)))
-    state, carried, recent = _resume(checkpointer, program, identity, course, place.attempt, see)
+    state, carried, updated, recent = _resume(checkpointer, program, identity, course, place.attempt, see)
     clock = PlannedClock(plan, epochs, settings.lr, state)
     start = state["step"] if state else 0
     if start > plan.end:
@@ -212,6 +213,7 @@ def _train(
         beat=_both(beat, probes.enter) if probes else beat,
         record=record.write if record else None,
         carried=carried,
+        updated=updated,
         recent=deque(recent, maxlen=RECENT),
         averages=bool(settings.step.ema),
     )
@@ -296,11 +298,14 @@ def _plan(settings: Settings, batches: int) -> Plan:
 
 def _resume(
     checkpointer: Checkpointer, program: Program, identity: dict[str, Any], course: dict[str, Any], attempt: int, see: Callable[[Event], None]
-) -> tuple[dict[str, Any] | None, list[float] | None, tuple[Measured, ...]]:
-    """Load the newest checkpoint, if there is one to go on from; returns the clock's state, the open metric window and the last measurements."""
+) -> tuple[dict[str, Any] | None, list[float] | None, bool, tuple[Measured, ...]]:
+    """Load the newest checkpoint, if there is one to go on from.
+
+    Returns the clock's state, the open metric window, whether an update was ever made, and the last measurements.
+    """
     path = checkpointer.find(attempt)
     if path is None:
-        return None, None, ()
+        return None, None, False, ()
     source = checkpointer.load(path)
     for key, value in identity.items():
         if source.scalars.get(key) != value:
@@ -318,7 +323,7 @@ def _resume(
     recent = [Measured(**one) for one in scalars["recent"]] if checkpointer.owns(path) else []
     while len(json.dumps([asdict(one) for one in recent])) > RECENT_BYTES:
         recent = recent[len(recent) // 2 + 1 :]
-    return scalars["clock"], scalars["window"], tuple(recent)
+    return scalars["clock"], scalars["window"], scalars.get("updated", True), tuple(recent)
 
 
 @contextmanager

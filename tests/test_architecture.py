@@ -31,7 +31,7 @@ FLOORS = {
     "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes row_optimizers strategies",
     "the root config, typed": "settings",
-    "front and ranks": "charts config describe examine explain export inference inherited overview page record report results run served sources "
+    "front and ranks": "charts config describe examine explain export inference inherited overview page presets record report results run served sources "
     "sweep trained trials tuning worker",
     "processes": "attempt elastic forkserver hosts rank stop warm watched",
     "what the fork server imports": "preload",

@@ -19,7 +19,7 @@ from dtf.loader import Loader
 from dtf.recipe import Dataset
 from dtf.recipes.ctr import lines
 from dtf.recipes.ctr import log as log_module
-from dtf.recipes.ctr.data import BadRecords, Format, Ids, Integers, Mode
+from dtf.recipes.ctr.data import BadRecords, Format, Ids, Integers, LogOptions, Mode
 from dtf.recipes.ctr.encode import Encoder
 from dtf.recipes.ctr.hashing import key_of
 from dtf.recipes.ctr.log import Parsed
@@ -127,7 +127,7 @@ def test_bad_lines_are_named_or_skipped_within_a_budget(suffix: str, mode: Mode,
     if suffix == ".gz":
         (root / "train" / "part_1.tsv").rename(root / "train" / "part_1.gz")
     name = f"{root}/train/part_1{suffix}"
-    with pytest.raises(DataError, match=rf"^{name}:11: the label is neither 0 nor 1; repair or remove it, or set recipe.data.bad_records=skip$"):
+    with pytest.raises(DataError, match=rf"^{name}:11: the label is neither 0 nor 1; repair or remove it; .*: recipe.data.bad_records=skip$"):
         numbers(options(root, mode=mode).open("train", 0))
     data = options(root, mode=mode, bad_records=BadRecords["skip"], bad_share=0.01).open("train", 0)
     loader = Loader(data, Epochs(Shuffle(), len(data), 64, 7, None, data.runs()), Shard(0, 1), 64)
@@ -255,3 +255,16 @@ def test_files_are_found_by_name_folder_and_pattern(tmp_path: Path) -> None:
     assert [path.name for path in options(tmp_path, train=f"{tmp_path}/train/part_0.tsv").paths("train")] == folder[:1]
     with pytest.raises(DataError, match="there is no such file"):
         options(tmp_path, train=str(tmp_path / "nothing*"))
+    (tmp_path / "empty" / "inner").mkdir(parents=True)
+    with pytest.raises(DataError, match="recipe.data.train=empty in recipe.data.root=.*: the folder holds no files"):
+        LogOptions(train="empty", root=str(tmp_path)).paths("train")
+    with pytest.raises(DataError, match=f"recipe.data.train=nothing: there is no such file in recipe.data.root={tmp_path}"):
+        LogOptions(train="nothing", root=str(tmp_path)).paths("train")
+
+
+def test_fields_have_names(tmp_path: Path) -> None:
+    criteo = LogOptions(integers=Integers.bucket)
+    assert (criteo.fields, *criteo.field_names[:14:13]) == (39, "I1", "C1")
+    assert LogOptions(format=Format.avazu).field_names[:2] == ("hour", "C1") and LogOptions(format=Format.avazu).fields == 22
+    parquet = LogOptions(format=Format.parquet, numbers=["age"], categories=["user", "ad"], integers=Integers.bucket)
+    assert parquet.field_names == ("age", "user", "ad")

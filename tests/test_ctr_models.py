@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from dtf.build import draw_model, layout_of
 from dtf.chain import Chain
+from dtf.config import compose
 from dtf.errors import ConfigError
+from dtf.recipes.ctr.data import Ids, LogOptions
 from dtf.recipes.ctr.grouped import Grouped
 from dtf.recipes.ctr.model import DCN, DLRM, DNN, FactorizationMachine, Inputs, LogisticRegression, Tower, WideDeep, XDeepFM
-from dtf.recipes.ctr.recipe import Kind, ModelOptions, Place, Structure
+from dtf.recipes.ctr.recipe import ClickLog, Kind, ModelOptions, Place, Structure
+from dtf.schema import option_node
 from dtf.values import Batch
 from tests.ctr_toy import FIELDS, SIZE, CtrToy, Drawn, DrawnOptions, options
 from tests.harness import difference, reference, spread, variants
@@ -200,8 +205,54 @@ def test_options_of_another_model_are_refused() -> None:
         ModelOptions(hidden=[]).check()
     with pytest.raises(ConfigError, match="capacity=5 has a meaning for"):
         ModelOptions(capacity=5).check()
-    with pytest.raises(ConfigError, match=r"recipe\.group=5 must be less than the 5 fields"):
+    with pytest.raises(ConfigError, match=r"recipe\.group=5 must be -1 for none, or a field of a row, 0 to 4$"):
         CtrToy(group=5).check()
+    with pytest.raises(ConfigError, match=r"run\.objective=calibration is best at 1"):
+        CtrToy().direction("calibration")
+
+
+@pytest.mark.parametrize(
+    ("words", "gone"),
+    [
+        ("recipe=ctr_clicks recipe.model.kind=lr recipe.model.table=sparse", "recipe.model.dim optimizer.weight_decays"),
+        ("recipe=dlrm_criteo recipe.model.kind=fm", "recipe.model.hidden recipe.model.bottom"),
+        ("recipe=dcn_frappe recipe.model.kind=lr", "recipe.model.batch_norm recipe.model.dropout"),
+        ("recipe=deepfm_criteo recipe.model.table=dense", "sparse"),
+    ],
+)
+def test_what_a_file_sets_for_another_model_gives_way(words: str, gone: str) -> None:
+    composed = compose(words.split())
+    composed.settings.recipe.model.check()  # type: ignore[attr-defined]
+    for key in gone.split():
+        group, *path = key.split(".")
+        found, default = composed.config[group], option_node(group, composed.config[group]["name"])
+        for name in path:
+            found, default = found[name], default[name]
+        assert found == default == OmegaConf.to_container(OmegaConf.create({"at": OmegaConf.select(composed.tree, key)}))["at"]  # type: ignore[index]
+    assert composed.config["lr"]["peak"] != option_node("lr", composed.config["lr"]["name"])["peak"], "the rest of the file counts"
+
+
+def test_what_the_command_line_sets_for_another_model_is_refused() -> None:
+    composed = compose(["recipe=ctr_clicks", "recipe.model.kind=lr", "recipe.model.dim=24", "recipe.model.table=sparse", "optimizer.weight_decays.table=1"])
+    assert composed.config["optimizer"]["weight_decays"] == {"table": 1.0}, "ranks refuse it"
+    with pytest.raises(ConfigError, match=r"recipe\.model\.dim=24 does not apply to recipe\.model\.kind=lr"):
+        composed.settings.recipe.model.check()  # type: ignore[attr-defined]
+
+
+def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "recipe" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("defaults: [schema/ctr_generated@_here_, _self_]\nmodel: {kind: lr, dim: 24}\n")
+    with pytest.raises(ConfigError, match=r"recipe\.model\.dim=24 does not apply to recipe\.model\.kind=lr, .*; set in .*mine\.yaml"):
+        compose(["--config-dir", str(tmp_path), "recipe=mine", "train.steps=1"]).check()
+
+
+def test_any_ids_ask_for_a_sparse_table_first() -> None:
+    data = LogOptions(ids=Ids.raw)
+    with pytest.raises(ConfigError, match=r"use recipe\.model\.table=sparse, and recipe\.model\.capacity=ROWS"):
+        ClickLog(data=data, model=ModelOptions(capacity=9)).check()
+    with pytest.raises(ConfigError, match=r"recipe\.model\.capacity is not set"):
+        ClickLog(data=data, model=ModelOptions(table=Place.sparse)).check()
 
 
 def test_rows_of_sparse_tables_are_as_wide_as_the_model_asks() -> None:

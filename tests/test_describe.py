@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,22 @@ def test_job(capsys: Capture) -> None:
     assert set(json.loads(capsys.readouterr().out)["groups"]["lr"]["options"]) >= {"constant", "cosine"}
     assert main(["job=describe", "job.group=lr", "job.option=cosine"]) == Exit.OK
     assert capsys.readouterr().out.startswith("lr=cosine\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "described"),
+    [
+        (["recipe=resnet_cifar10"], ["recipe=resnet_cifar10"]),
+        (["recipe=resnet_cifar10", "observer=[console,jsonl]"], ["recipe=resnet_cifar10", "observer=[console]", "observer=[jsonl]"]),
+        (["experiment=frappe_fm"], ["experiment=frappe_fm"]),
+        (["recipe=resnet_cifar10", "job.group=recipe"], ["recipe=resnet_cifar10"]),
+        (["recipe=resnet_cifar10", "job.group=recipe", "job.option=resnet_photos"], ["recipe=resnet_photos"]),
+        (["recipe=resnet_cifar10", "job.group=lr", "job.option=step"], ["lr=step"]),
+        (["recipe=resnet_cifar10", "lr.peak=0.2", "job.group=lr", "lr=cosine"], ["lr=cosine"]),
+    ],
+)
+def test_what_the_command_line_chooses_is_described_alone(given: list[str], described: list[str], capsys: Capture) -> None:
+    assert main(["job=describe", *given]) == Exit.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if re.match(r"\w+=", line)] == described
+    assert "root keys" not in lines

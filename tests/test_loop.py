@@ -303,6 +303,32 @@ def test_the_pace_counts_the_steps_of_this_process_only(monkeypatch: pytest.Monk
     assert pace >= 5
 
 
+class Overflowing(FakeProgram):
+    """Its loss scale lets no update be made before the step `until`."""
+
+    def __init__(self, until: int) -> None:
+        super().__init__()
+        self.until = until
+
+    def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
+        output = super().step(ticket, batch)
+        return output if ticket.step >= self.until else output._replace(grad_norm=torch.zeros(2))
+
+
+@pytest.mark.parametrize("log_every", [0, 1, 2])
+def test_a_run_whose_loss_scale_lets_no_update_be_made_diverged(log_every: int) -> None:
+    def run(program: FakeProgram, state: dict | None = None, **changes: Any) -> Stop:
+        return fit(make(PlannedClock(Plan(4, log_every, 0, 2), Epochs(Sequential(), 4, 2, 0), Constant(), state), program=program, **changes))[0]
+
+    with pytest.raises(DivergedError, match="overflowed in each of the 4 steps"):
+        run(Overflowing(4))
+    assert run(Overflowing(1)).reason == run(Overflowing(3)).reason == "finished"
+    resumed = {"step": 3, "best": None, "best_step": 0, "since_best": 0}
+    assert run(Overflowing(4), resumed, updated=True).reason == "finished", "the scale was too large once more, after updates had been made"
+    with pytest.raises(DivergedError):
+        run(Overflowing(4), resumed)
+
+
 def test_an_early_stop_is_not_undone_by_starting_again() -> None:
     clock = PlannedClock(Plan(6, 0, 2, 2, patience=2), Epochs(Sequential(), 7, 2, 0), Constant(), {"step": 4, "best": 1.0, "best_step": 0, "since_best": 2})
     assert list(clock) == [Stop(4, "early_stop")]

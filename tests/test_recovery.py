@@ -96,6 +96,14 @@ def test_the_gradient_norm_of_a_window_does_not_depend_on_saves(run_dtf: Any) ->
     assert a == pytest.approx(b, rel=1e-12)
 
 
+def test_a_loss_scale_that_never_finds_its_value_fails_the_run(run_dtf: Any) -> None:
+    never = [*RUN, "precision=fp16", "precision.loss_scale=1e30"]
+    cut = run_dtf(*never, "train.until=9")
+    assert cut.code == 0, "it may yet find it"
+    failed = run_dtf(*never, folder=cut.folder)
+    assert failed.code == 79 and "no update was made; set a smaller precision.loss_scale" in failed.err
+
+
 def test_going_on_with_other_arithmetic_is_said(run_dtf: Any) -> None:
     cut = run_dtf(*RUN, "train.until=9")
     again = run_dtf(*RUN, "observer=[console]", "precision=bf16", "optimizer.weight_decay=0.25", folder=cut.folder)

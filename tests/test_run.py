@@ -121,6 +121,10 @@ def test_a_run_goes_on_in_its_folder(here: Path) -> None:
         ({"step__batch_size": 64}, "step.batch_size=128, this one has step.batch_size=64"),
         ({"recipe__model": {"depth": 20}}, "recipe.model.depth=8, this one has recipe.model.depth=20"),
         ({"recipe__name": "other"}, "recipe.name=toy, this one has recipe.name=other"),
+        (
+            {"recipe__name": "other", "recipe__a": 1},
+            "recipe.name=other; choose another run.dir, or the same recipe: a run goes on under the command that started it, recipe=NAME",
+        ),
         ({"checkpoint__resume": "never"}, "choose another run.dir or checkpoint.resume=auto"),
         ({"checkpoint": {"name": "off"}}, "checkpoint.resume=never"),
     ],

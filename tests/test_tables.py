@@ -107,6 +107,9 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ),
     ((*SINGLE, "strategy=pipeline", "strategy.tables=tables", "launcher.processes=2"), "use strategy.tables=rows"),
     ((*TABLED, "step.ema=0.9"), "step.ema=0.9 averages all weights"),
+    ((SINGLE[0], "sparse=ftrl"), "GeneratedClicks has none as recipe.model.table is set; leave sparse=... out; set on the command line"),
+    ((SINGLE[0], "recipe.model.table=dense", "sparse.lr_factor=2"), "GeneratedClicks has none as recipe.model.table is set"),
+    (("sparse.lr_factor=2",), "ResnetShapes has none; leave sparse=... out"),
     ((*TABLED, "sparse=sgd", "sparse.weight_decay=20", "lr.peak=0.1"), "sparse.weight_decay=20 times the learning rate 0.1 must be less than 1"),
     ((*TABLED, "sparse=sgd", "sparse.weight_decay=10", "sparse.lr_factor=2", "lr.peak=0.1"), "times the learning rate 0.2 must be less than 1"),
 ]
@@ -116,6 +119,7 @@ FINE = [
     (*TABLED, "strategy=fsdp", "strategy.tables=columns", "launcher.processes=1"),
     (*TABLED, "job=evaluate", "step.ema=0.9"),
     (SINGLE[0], "recipe.model.table=dense", "step.ema=0.9"),
+    ("recipe=ctr_clicks_sparse", "recipe.model.table=dense"),
 ]
 
 
@@ -177,8 +181,19 @@ def test_a_run_goes_on_in_another_precision(rule: str, tmp_path: Path) -> None:
     assert len(found) == 5
 
 
+def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_only(run_dtf: Any) -> None:
+    run = ["plugins=[tests.tabled]", "recipe=tabled", "train.steps=4", "sparse=ftrl", "step.batch_size=24", "launcher.processes=1", "observer=[]"]
+    cut = run_dtf(*run, "train.until=2")
+    refused = run_dtf(*run, "sparse.alpha=0.2", folder=cut.folder)
+    assert (cut.code, refused.code) == (0, 2), refused.err
+    assert "was written with sparse.alpha=0.1, this run has sparse.alpha=0.2" in refused.err
+    assert run_dtf(*run, "sparse.l2=0.5", folder=cut.folder).code == 0
+
+
 def test_a_checkpoint_that_counts_other_rows_than_it_has_is_refused() -> None:
     class Short:
+        place = "checkpoint here"
+
         def __init__(self) -> None:
             self.scalars: dict[str, Any] = {}
 
@@ -191,5 +206,5 @@ def test_a_checkpoint_that_counts_other_rows_than_it_has_is_refused() -> None:
     task = Task(Tabled(), None, PRECISIONS["fp64"], StepOptions(batch_size=8), 0, rows=lookup("sparse", "adagrad")())  # type: ignore[arg-type]
     tables = tables_of(task, World(Place(rank=0, size=1)), Placement.replicated)
     assert tables is not None
-    with pytest.raises(DataError, match="table ids: the checkpoint says that it has 3 rows, and has ids of 2"):
+    with pytest.raises(DataError, match="checkpoint here: table ids has 3 rows by its own count, and ids of 2"):
         tables.load(Short())

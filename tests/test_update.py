@@ -102,6 +102,8 @@ def test_rows_count_the_steps_that_dense_adam_counts() -> None:
 
 
 class Stored:
+    place = "this checkpoint"
+
     def __init__(self, state: State) -> None:
         self.scalars, self._tensors = state.scalars, {box.name: box.tensor.clone() for box in state.boxes}
 

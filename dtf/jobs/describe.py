@@ -21,15 +21,22 @@ class Output(Enum):
 
 @register("job", "describe")
 class Describe(Job):
-    """List the options of every group and the keys outside groups, each with type, default, unit and help."""
+    """List the options of every group and the keys outside groups, each with type, default, unit and help.
 
-    group: str = option(default="", doc="only this group, e.g. strategy")
+    Options chosen beside it are described alone: `job=describe recipe=ctr_clicks optimizer=adam`.
+    """
+
+    group: str = option(default="", doc="only this group, e.g. strategy; empty: those that the command line chooses options of, else all")
     format: Output = option(default=Output.text, doc="`text` to read, `json` for programs")
-    option: str = option(default="", doc="only this option of the group, e.g. ddp")  # last: the name hides the function
+    option: str = option(
+        default="", doc="only this option of the group, e.g. ddp; empty: the one that the command line chooses, else all"
+    )  # last: the name hides the function
 
     def run(self, composed: Composed) -> int:
         from dtf.describe import as_json, as_text, catalogue
 
-        found = catalogue(composed.composer, self.group, self.option)
+        group = self.group
+        chosen = {name: options for name, options in composed.chosen().items() if name != "job" and group in ("", name)}
+        found = catalogue(composed.composer, group, self.option, {} if self.option else chosen)
         print(as_json(found) if self.format is Output.json else as_text(found, shutil.get_terminal_size().columns - 1))
         return Exit.OK

@@ -1,4 +1,4 @@
-"""job=evaluate: how good a model is on a split, as a whole and class by class."""
+"""job=evaluate: how good a model is on a split, as a whole and, where there are classes, class by class."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Output(Enum):
 
 @register("job", "evaluate")
 class EvaluateJob(Job):
-    """Evaluate a run, a checkpoint or a file of weights: metrics and a table of classes, printed and kept in evaluation.json in a run folder."""
+    """Evaluate a run, a checkpoint or a file of weights: metrics and a table of the recipe's classes, printed and kept in evaluation.json in a run folder."""
 
     uses_model = True
 
@@ -59,7 +59,8 @@ class EvaluateJob(Job):
 def _text(found: dict[str, Any]) -> str:
     """For people."""
     values = " ".join(f"{name}={number_text(value)}" for name, value in found["metrics"].items())
-    lines = [found["model"], f"{found['split']} split, {found['rows']:,} rows: {values}"]
+    unread = f" of which {found['unread']:,} cannot be read" if found["unread"] else ""
+    lines = [found["model"], f"{found['split']} split, {found['rows']:,} rows{unread}: {values}"]
     classes = found["classes"]
     if classes:
         worst = sorted(classes, key=lambda each: (each["recall"] is None, each["recall"]))[:SHOWN] if len(classes) > SHOWN else classes

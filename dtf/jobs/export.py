@@ -24,7 +24,7 @@ class Form(Enum):
 class ExportJob(Job):
     """Write model.pt2 (torch.export), model.safetensors and model.json to a run folder, read them back, and compare what they say with the model itself.
 
-    model.json holds class names, preprocessing, shapes and where the numbers come from; both files hold it too. One process does it.
+    model.json holds class names, preprocessing, how to call the program and where the numbers come from; both files hold it too. One process does it.
     """
 
     uses_model = True
@@ -49,5 +49,5 @@ class ExportJob(Job):
         told = json.loads((folder / "model.json").read_text())
         for name, difference in told["largest_difference"].items():
             print(f"{folder / name}  differs by at most {difference:.1e} on {told['tried_rows']} rows")
-        print(folder / "model.json")
+        print(*(folder / name for name in [*([told["arrays"]["file"]] if "arrays" in told else []), "model.json"]), sep="\n")
         return Exit.OK

@@ -30,7 +30,9 @@ class PredictJob(Job):
     uses_model = True
 
     model: str = option(default="", doc="as in job=evaluate: a run folder, a checkpoint or a file of weights; empty: recipe.model.weights")
-    input: str = option(default="", doc="a folder of images, or whatever else the recipe opens, taken in order of names; empty: job.split")
+    input: str = option(
+        default="", doc="rows that nobody need have labelled: a folder of images, files of a click log, or whatever else the recipe opens; empty: job.split"
+    )
     split: Split = option(default=Split.eval, doc="which rows of the recipe's data, without job.input; as in job=evaluate")
     top: int = option(default=5, least=1, most=1000, doc="most probable classes to write for each row")
     format: Form = option(default=Form.jsonl, doc="`jsonl`: a JSON object a line; `csv`: a table with a line of names")

@@ -19,6 +19,8 @@ class Ftrl(RowOptimizer):
     Source: McMahan et al. 2013, "Ad click prediction: a view from the trenches", algorithm 1 (doi:10.1145/2487575.2488200).
     """
 
+    bound = ("alpha",)
+
     alpha: float = option(default=0.1, above=0, most=1_000_000, doc="learning rate, the same at every step: the schedule's is not used")
     beta: float = option(default=1.0, above=0, doc="added to the root of the summed squared gradients; tames the first steps")
     l1: float = option(default=0.0, least=0, doc="strength of the L1 penalty, which makes weights 0")

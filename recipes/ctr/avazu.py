@@ -4,27 +4,34 @@ from __future__ import annotations
 
 from numba import njit
 
+from dtf.recipes.ctr.columns import AVAZU
 from dtf.recipes.ctr.hashing import MISSING, key_of, value_of
 from dtf.recipes.ctr.lines import COMMA, GOOD, LABEL, LONG, NEWLINE, NOT_TEXT, NUL, SHORT, ZERO, find, first_look, is_text, without_return
 
-CATEGORIES = 22
+CATEGORIES = len(AVAZU)
 """`hour` and what follows it."""
+
+HEADER = ",".join(("id", "click", *AVAZU))
+"""The first line of each file."""
+
+UNLABELLED = HEADER.replace("click,", "")
+"""The same where there are no labels."""
 
 
 @njit(cache=True, nogil=True)
-def parse(buffer, first, labels, numbers, keys, why):
+def parse(buffer, first, labels, numbers, keys, why, labelled):
     """As `criteo.parse`; `numbers` (B, 0), `keys` (B, 22): hash(column, bytes)."""
     for row in range(len(labels)):
         if first >= len(buffer):
             return row
         end = find(buffer, NEWLINE, first, len(buffer))
-        why[row] = _line(buffer, first, without_return(buffer, first, end), labels, keys, row)
+        why[row] = _line(buffer, first, without_return(buffer, first, end), labels, keys, row, labelled)
         first = end + 1
     return len(labels)
 
 
 @njit(cache=True, nogil=True)
-def _line(buffer, first, last, labels, keys, row):
+def _line(buffer, first, last, labels, keys, row, labelled):
     reason = first_look(buffer, first, last)
     if reason != GOOD:
         return reason
@@ -32,7 +39,7 @@ def _line(buffer, first, last, labels, keys, row):
         return NUL
     if not is_text(buffer, first, last):
         return NOT_TEXT
-    column = 0
+    labels[row], column = 0, 0
     while True:
         end = find(buffer, COMMA, first, last)
         if column == 1:
@@ -44,14 +51,11 @@ def _line(buffer, first, last, labels, keys, row):
             keys[row, column - 2] = MISSING if first == end else key_of(column - 2, value_of(buffer, start, end))
         elif column:
             return LONG
-        column += 1
+        column += 1 if labelled or column else 2  # over the label
         if end >= last:
             return GOOD if column == 2 + CATEGORIES else SHORT
         first = end + 1
 
 
-HEADER = (
-    "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,device_model,device_type,"
-    "device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
-)
-"""The first line of each file."""
+def has_label(line: bytes) -> bool:
+    return line != UNLABELLED.encode()

@@ -44,7 +44,7 @@ class Clicks(Dataset):
         """DataError for a bad row where none is allowed."""
         text = f"{self.places[row]}: {REASONS[why]}"
         if not self.allowed:
-            raise DataError(f"{text}; repair or remove it, or set recipe.data.bad_records=skip")
+            raise DataError(f"{text}; repair or remove it; training and evaluation can do without such lines: recipe.data.bad_records=skip")
         if row not in self.bad:
             _log.warning("%s; skipped", text)
         self.bad[row] = text

@@ -82,6 +82,11 @@ class Generated(Dataset):
         self._world, self._rows, self._stream = world, rows, seed_of(seed, split)
         self.queue_rows, self.threads = QUEUE_ROWS, threads
 
+    @property
+    def offsets(self) -> np.ndarray:
+        """See `World`."""
+        return self._world.offsets
+
     def __len__(self) -> int:
         return self._rows
 

@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.errors import ConfigError, DataError
+from dtf.recipes.ctr.columns import AVAZU, CRITEO
 from dtf.registry import option
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from dtf.recipe import Dataset
+    from dtf.recipes.ctr.clicklog import Clicks
     from dtf.recipes.ctr.clicks import Generated
     from dtf.recipes.ctr.encode import Encoder
     from dtf.recipes.ctr.log import Log
@@ -77,9 +81,22 @@ class DataOptions(ABC):
         """Ids are 0 to table_rows - 1; 0: any from 0 to 2**63 - 1. Reads the training split when the ids are those of a vocabulary not yet made."""
 
     @property
+    def field_names(self) -> tuple[str, ...]:
+        """What people call the fields, in their order. Default: nothing."""
+        return ()
+
+    @property
     def any_ids(self) -> bool:
         """Whether `table_rows` is 0. Reads nothing."""
         return False
+
+    def preprocessing(self) -> dict[str, Any]:
+        """As `Recipe.preprocessing`. Default: nothing is said."""
+        return {}
+
+    def preprocessing_arrays(self) -> dict[str, np.ndarray]:
+        """As `Recipe.preprocessing_arrays`. Default: none."""
+        return {}
 
     @abstractmethod
     def check(self) -> None:
@@ -152,8 +169,13 @@ class LogOptions(DataOptions):
 
     @property
     def fields(self) -> int:
-        given = {Format.criteo: 26, Format.avazu: 22, Format.libsvm: self.pairs, Format.parquet: len(self.categories)}[self.format]
-        return given + (self._numbers if self.integers is Integers.bucket else 0)
+        return self.pairs if self.format is Format.libsvm else len(self.field_names)
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        bucketed = (self.numbers or [f"I{number}" for number in range(1, 1 + self._numbers)]) if self.integers is Integers.bucket else ()
+        given = {Format.criteo: CRITEO, Format.avazu: AVAZU, Format.parquet: self.categories}.get(self.format, ())
+        return (*bucketed, *given)
 
     @property
     def integers_count(self) -> int:
@@ -207,17 +229,8 @@ class LogOptions(DataOptions):
         text = getattr(self, split)
         if not text:
             raise ConfigError(f"recipe.data.{split} is not set; give a file, a folder or a pattern: recipe.data.{split}=PATH")
-        place = Path(self.root).expanduser() / Path(text).expanduser()
-        if place.is_dir():
-            found = sorted(path for path in place.iterdir() if path.is_file() and not path.name.startswith((".", "_")))
-        else:
-            found = [place] if place.exists() else [Path(name) for name in sorted(glob.glob(str(place))) if Path(name).is_file()]
-        if not found:
-            raise DataError(f"recipe.data.{split}={text}: there is no such file; give a file, a folder of files or a pattern")
-        for path in found:
-            if not os.access(path, os.R_OK):
-                raise DataError(f"recipe.data.{split}: {path} may not be read")
-        return found
+        under = f" in recipe.data.root={self.root}" if self.root else ""
+        return _files(Path(self.root).expanduser() / Path(text).expanduser(), f"recipe.data.{split}={text}{under}")
 
     def open(self, split: str, seed: int) -> Dataset:
         import torch
@@ -241,6 +254,28 @@ class LogOptions(DataOptions):
         folder, said = kept(self._cache, ["columns", stamp(paths), *self._shape, encoder.about()], make)
         return Columns(folder, said, allowed(said["places"]["starts"][-1]), self.queue_rows)
 
+    def preprocessing(self) -> dict[str, Any]:
+        from dtf.recipes.ctr.preprocessing import of_log
+
+        return of_log(self.format.name, self.pairs, self.numbers, self.categories, self._encoder())
+
+    def preprocessing_arrays(self) -> dict[str, np.ndarray]:
+        vocabulary = self._encoder().vocabulary
+        return {} if vocabulary is None else {"keys": vocabulary.keys, "first": vocabulary.rare}
+
+    def inputs(self, path: Path) -> Clicks:
+        """Rows of a file or a folder of files, parsed as they are wanted: with labels, as the files of a split, or the same without them.
+
+        The first line says for all which it is; a line of the other kind is a bad one. Of Parquet files the column of labels is not looked at.
+        """
+        import torch
+
+        from dtf.recipes.ctr.clicklog import Queued
+
+        threads = self.threads or torch.get_num_threads()
+        log = self._log(_files(path, f"job.input={path}"), threads, labels=False)
+        return Queued(log, self._encoder(), 0, self.queue_rows, threads, 4096)
+
     @property
     def _numbers(self) -> int:
         return {Format.criteo: 13, Format.parquet: len(self.numbers)}.get(self.format, 0)
@@ -255,20 +290,22 @@ class LogOptions(DataOptions):
         limit = self.table_size if self.ids is Ids.given else 0
         return [self.format.name, self.pairs, self.label, self.numbers, self.categories, limit]
 
-    def _log(self, paths: list[Path], threads: int) -> Log:
-        """`threads=0`: one for each core."""
-        from dtf.recipes.ctr import log
+    def _log(self, paths: list[Path], threads: int, labels: bool = True) -> Log:
+        """`threads=0`: one for each core. `labels`: whether there must be some."""
+        from dtf.recipes.ctr import avazu, criteo, libsvm, log
         from dtf.recipes.ctr.clicklog import cores
 
         threads = threads or cores()
         if self.format is Format.parquet:
             from dtf.recipes.ctr.parquet import ParquetLog
 
-            return ParquetLog(paths, self.label, self.numbers, self.categories, self._cache, threads)
+            return ParquetLog(paths, self.label if labels else None, self.numbers, self.categories, self._cache, threads)
+        lines = {Format.criteo: criteo, Format.avazu: avazu, Format.libsvm: libsvm}[self.format]
+        labelled = labels or lines.has_label(log.first_line(paths))
         if self.format is Format.libsvm:
-            text = log.libsvm_text(self.pairs, self.table_size if self.ids is Ids.given else 0)
+            text = log.libsvm_text(self.pairs, self.table_size if self.ids is Ids.given else 0, labelled)
         else:
-            text = log.criteo_text() if self.format is Format.criteo else log.avazu_text()
+            text = log.criteo_text(labelled) if self.format is Format.criteo else log.avazu_text(labelled)
         return log.TextLog(paths, text, self._cache, threads)
 
     def _encoder(self) -> Encoder:
@@ -294,6 +331,22 @@ class LogOptions(DataOptions):
         return Encoder(self.integers.name, 0, _vocabularies[name])
 
 
+def _files(place: Path, given: str) -> list[Path]:
+    """The files that a place stands for, in the order of their names. DataError when there are none."""
+    if place.is_dir():
+        found = sorted(path for path in place.iterdir() if path.is_file() and not path.name.startswith((".", "_")))
+        if not found:
+            raise DataError(f"{given}: the folder holds no files, hidden ones apart; give one that does, or a pattern")
+    else:
+        found = [place] if place.exists() else [Path(name) for name in sorted(glob.glob(str(place))) if Path(name).is_file()]
+    if not found:
+        raise DataError(f"{given}: there is no such file; give a file, a folder of files or a pattern")
+    for path in found:
+        if not os.access(path, os.R_OK):
+            raise DataError(f"{given}: {path} may not be read")
+    return found
+
+
 def _can_write(folder: Path) -> bool:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -314,6 +367,11 @@ class ClicksOptions(DataOptions):
     @property
     def fields(self) -> int:
         return self.categories
+
+    def preprocessing(self) -> dict[str, Any]:
+        from dtf.recipes.ctr.preprocessing import generated
+
+        return generated(self.open("eval", 0).offsets.tolist(), self.integers_count)
 
     @property
     def integers_count(self) -> int:

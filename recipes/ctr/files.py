@@ -195,9 +195,9 @@ class Zipped(Source):
 
 def opened(paths: Sequence[Path]) -> list[Source]:
     """The files of a log, whose memory does not depend on how many they are."""
-    packed = sum(status(path).st_size for path in paths if _zipped(path))
+    packed = sum(status(path).st_size for path in paths if zipped(path))
     segments = Segments()
-    return [Zipped(path, max(2, STATES * status(path).st_size // max(1, packed)), segments) if _zipped(path) else Plain(path) for path in paths]
+    return [Zipped(path, max(2, STATES * status(path).st_size // max(1, packed)), segments) if zipped(path) else Plain(path) for path in paths]
 
 
 def status(path: Path) -> os.stat_result:
@@ -208,5 +208,5 @@ def status(path: Path) -> os.stat_result:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _zipped(path: Path) -> bool:
+def zipped(path: Path) -> bool:
     return path.name.endswith(".gz")

@@ -10,14 +10,14 @@ from dtf.id_kernels import mix
 MISSING = -1
 """Key and table id of a field without a value."""
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FNV_START, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 
 
 @njit(cache=True, nogil=True)
 def key_of(field, value):
     """hash(field, value), 0 to 2**63 - 1. `value`: uint64."""
-    return np.int64(mix(mix(value) + np.uint64(field + 1) * _GOLDEN) >> np.uint64(1))
+    return np.int64(mix(mix(value) + np.uint64(field + 1) * GOLDEN) >> np.uint64(1))
 
 
 @njit(cache=True, nogil=True)

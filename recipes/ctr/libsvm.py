@@ -29,13 +29,13 @@ from dtf.recipes.ctr.lines import (
 
 
 @njit(cache=True, nogil=True)
-def parse(buffer, first, labels, numbers, keys, why):
+def parse(buffer, first, labels, numbers, keys, why, labelled):
     """As `criteo.parse`; `numbers` (B, 0), `keys` (B, fields): the ids as they are."""
     for row in range(len(labels)):
         if first >= len(buffer):
             return row
         end = find(buffer, NEWLINE, first, len(buffer))
-        why[row] = _line(buffer, first, without_return(buffer, first, end), labels, keys, row)
+        why[row] = _line(buffer, first, without_return(buffer, first, end), labels, keys, row, labelled)
         first = end + 1
     return len(labels)
 
@@ -53,15 +53,17 @@ def finish(keys, why, limit):
 
 
 @njit(cache=True, nogil=True)
-def _line(buffer, first, last, labels, keys, row):
+def _line(buffer, first, last, labels, keys, row, labelled):
     reason = first_look(buffer, first, last)
     if reason != GOOD:
         return reason
-    end = find(buffer, SPACE, first, last)
-    signed = end == first + 2 and (buffer[first] == MINUS or buffer[first] == PLUS) and buffer[end - 1] == ZERO + 1
-    if not (signed or (end == first + 1 and ZERO <= buffer[first] <= ZERO + 1)):
-        return why_not(buffer, first, end, LABEL)
-    labels[row] = buffer[end - 1] - ZERO if buffer[first] != MINUS else 0
+    labels[row], end = 0, first - 1
+    if labelled:
+        end = find(buffer, SPACE, first, last)
+        signed = end == first + 2 and (buffer[first] == MINUS or buffer[first] == PLUS) and buffer[end - 1] == ZERO + 1
+        if not (signed or (end == first + 1 and ZERO <= buffer[first] <= ZERO + 1)):
+            return why_not(buffer, first, end, LABEL)
+        labels[row] = buffer[end - 1] - ZERO if buffer[first] != MINUS else 0
     field = 0
     while end < last:
         first = end + 1
@@ -88,3 +90,8 @@ def _is_one(buffer, first, last):
     for i in range(first + 1, last):
         good = good and buffer[i] == (46 if i == first + 1 else ZERO)
     return good
+
+
+def has_label(line: bytes) -> bool:
+    """The first word of a line without a label is a pair."""
+    return b":" not in line.split(b" ", 1)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import gzip
 import itertools
 import zlib
 from abc import ABC, abstractmethod
@@ -17,7 +18,7 @@ import numpy as np
 from dtf.errors import DataError
 from dtf.recipes.ctr import avazu, criteo, libsvm, lines
 from dtf.recipes.ctr.cache import kept, stamp
-from dtf.recipes.ctr.files import CHUNK, Plain, Source, opened
+from dtf.recipes.ctr.files import CHUNK, Plain, Source, opened, zipped
 from dtf.recipes.ctr.hashing import MISSING
 
 PIECE = 1 << 16
@@ -59,7 +60,10 @@ class Places:
     first: int  # the number of a file's first row, as people count
     unit: str = ":"  # between the file's name and the number
 
-    def __getitem__(self, row: int) -> str:
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, row: int, /) -> str:
         number = bisect.bisect_right(self.starts, row) - 1
         return f"{self.paths[number]}{self.unit}{row - self.starts[number] + self.first}"
 
@@ -95,23 +99,35 @@ class Text:
     header: str = ""
 
 
-def criteo_text() -> Text:
-    return Text(criteo.parse, criteo.INTEGERS, criteo.CATEGORIES)
+def criteo_text(labelled: bool = True) -> Text:
+    return Text(lambda *buffers: criteo.parse(*buffers, labelled=labelled), criteo.INTEGERS, criteo.CATEGORIES)
 
 
-def avazu_text() -> Text:
-    return Text(avazu.parse, 0, avazu.CATEGORIES, avazu.HEADER)
+def avazu_text(labelled: bool = True) -> Text:
+    return Text(lambda *buffers: avazu.parse(*buffers, labelled=labelled), 0, avazu.CATEGORIES, avazu.HEADER if labelled else avazu.UNLABELLED)
 
 
-def libsvm_text(fields: int, limit: int) -> Text:
+def libsvm_text(fields: int, limit: int, labelled: bool = True) -> Text:
     """The ids as they are where they are below `limit`, those beyond are bad; limit 0: their hashes."""
 
     def parse(*buffers: Any) -> int:
-        rows = libsvm.parse(*buffers)
+        rows = libsvm.parse(*buffers, labelled=labelled)
         libsvm.finish(buffers[-2], buffers[-1], limit)
         return rows
 
     return Text(parse, 0, fields)
+
+
+def first_line(paths: Sequence[Path]) -> bytes:
+    """Of the first file that is not empty, without its end; of a longer line what a line may be long."""
+    for path in paths:
+        try:
+            with gzip.open(path) if zipped(path) else path.open("rb") as file:
+                if line := file.readline(lines.LONGEST):
+                    return line.rstrip(b"\r\n")
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+    return b""
 
 
 class TextLog(Log):

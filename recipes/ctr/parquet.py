@@ -29,8 +29,9 @@ class ParquetLog(Log):
     The first opening reads the files whole, for their digest, later ones find that in `cache`.
     """
 
-    def __init__(self, paths: Sequence[Path], label: str, numbers: Sequence[str], categories: Sequence[str], cache: Path, threads: int) -> None:
-        self._label, self._numbers, self._categories, self._kept = label, list(numbers), list(categories), threads + 1
+    def __init__(self, paths: Sequence[Path], label: str | None, numbers: Sequence[str], categories: Sequence[str], cache: Path, threads: int) -> None:
+        """`label=None`: labels are 0, whether the files have a column of them or not."""
+        self._labels, self._numbers, self._categories, self._kept = [] if label is None else [label], list(numbers), list(categories), threads + 1
         self._files, self._groups = [str(path) for path in paths], list[tuple[int, int]]()
         lengths, starts = [], [0]
         for number, path in enumerate(self._files):
@@ -39,7 +40,7 @@ class ParquetLog(Log):
                 names = set(pq.read_schema(path).names)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{path} is no readable Parquet file: {error}") from error
-            for key, wanted in (("label", [label]), ("numbers", numbers), ("categories", categories)):
+            for key, wanted in (("label", self._labels), ("numbers", numbers), ("categories", categories)):
                 if lost := [name for name in wanted if name not in names]:
                     raise DataError(f"recipe.data.{key}: {path} has no column {lost[0]}; it has {', '.join(sorted(names)[:60])}")
             lengths += [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
@@ -74,7 +75,7 @@ class ParquetLog(Log):
             number, inside = self._groups[group]
             path = self._files[number]
             try:
-                table = pq.ParquetFile(path).read_row_group(inside, [self._label, *self._numbers, *self._categories], use_threads=False)
+                table = pq.ParquetFile(path).read_row_group(inside, [*self._labels, *self._numbers, *self._categories], use_threads=False)
                 found = self._columns(table)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{path}, row group {inside}: {error}") from error
@@ -86,9 +87,11 @@ class ParquetLog(Log):
 
     def _columns(self, table: pa.Table) -> Parsed:
         out = Parsed.empty(len(table), len(self._numbers), len(self._categories))
-        labels = table.column(self._label).cast(pa.float64()).to_numpy()
-        out.why[:] = np.where((labels == 0) | (labels == 1), GOOD, LABEL)  # null is NaN
-        out.labels[:] = np.where(out.why == GOOD, labels, 0)
+        out.labels[:] = 0
+        for name in self._labels:
+            labels = table.column(name).cast(pa.float64()).to_numpy()
+            out.why[:] = np.where((labels == 0) | (labels == 1), GOOD, LABEL)  # null is NaN
+            out.labels[:] = np.where(out.why == GOOD, labels, 0)
         for d, name in enumerate(self._numbers):
             out.numbers[:, d] = table.column(name).cast(pa.int64()).fill_null(NONE).to_numpy()
         for field, name in enumerate(self._categories):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtf.errors import ConfigError
 from dtf.layout import Layout
@@ -12,14 +12,17 @@ from dtf.options import FineTuning
 from dtf.recipe import Dataset, Recipe, Split
 from dtf.recipes.ctr.data import ClicksOptions, DataOptions, LogOptions
 from dtf.registry import option, register
-from dtf.schema import show
+from dtf.schema import KeyProblem, show
 from dtf.table import Table
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
     from torch import Tensor, nn
 
     from dtf.ranking import Ranking
-    from dtf.values import Batch
+    from dtf.values import Batch, Names
 
 
 class Kind(Enum):
@@ -41,6 +44,20 @@ DEEP = frozenset(Kind) - {Kind.lr, Kind.fm}
 
 WIDE = frozenset({Kind.lr, Kind.fm, Kind.wide_deep, Kind.deepfm, Kind.xdeepfm})
 """Models with a first-order term, whose weight is the last number of a row of the table."""
+
+
+OF_KINDS = {
+    "dim": frozenset(Kind) - {Kind.lr},
+    "hidden": DEEP,
+    "batch_norm": DEEP,
+    "dropout": DEEP,
+    "cross_layers": {Kind.dcn, Kind.dcnv2},
+    "cross_rank": {Kind.dcnv2},
+    "structure": {Kind.dcnv2},
+    "maps": {Kind.xdeepfm},
+    "bottom": {Kind.dlrm},
+}
+"""Options of models that only some kinds have."""
 
 
 class Place(Enum):
@@ -85,27 +102,19 @@ class ModelOptions(FineTuning):
     def check(self) -> None:
         """Raise ConfigError for values that make no model, and for those that this kind of model does not have."""
         default = ModelOptions()
-        for key, kinds in (
-            ("dim", frozenset(Kind) - {Kind.lr}),
-            ("hidden", DEEP),
-            ("batch_norm", DEEP),
-            ("dropout", DEEP),
-            ("cross_layers", {Kind.dcn, Kind.dcnv2}),
-            ("cross_rank", {Kind.dcnv2}),
-            ("structure", {Kind.dcnv2}),
-            ("maps", {Kind.xdeepfm}),
-            ("bottom", {Kind.dlrm}),
-        ):
+        for key, kinds in OF_KINDS.items():
             value = getattr(self, key)
             if value != getattr(default, key) and self.kind not in kinds:
                 given = show(value.name if isinstance(value, Enum) else value)
                 names = ", ".join(kind.name for kind in Kind if kind in kinds)
-                raise ConfigError(f"recipe.model.{key}={given} does not apply to recipe.model.kind={self.kind.name}, only to {names}; leave it out")
+                full = f"recipe.model.{key}"
+                raise KeyProblem(full, f"{full}={given} does not apply to recipe.model.kind={self.kind.name}, only to {names}; leave it out")
         for key in ("hidden", "maps"):
             if not getattr(self, key):
-                raise ConfigError(f"recipe.model.{key}=[] must name at least one layer; kind=lr and kind=fm have none")
+                raise KeyProblem(f"recipe.model.{key}", f"recipe.model.{key}=[] must name at least one layer; kind=lr and kind=fm have none")
         if self.capacity and self.table is Place.dense:
-            raise ConfigError(f"recipe.model.capacity={self.capacity} has a meaning for recipe.model.table=sparse only; leave it out")
+            key = "recipe.model.capacity"
+            raise KeyProblem(key, f"{key}={self.capacity} has a meaning for recipe.model.table=sparse only; set that too, or leave it out")
 
     @property
     def width(self) -> int:
@@ -138,16 +147,29 @@ class ClickThrough(Recipe):
     def objective(self) -> tuple[str, str]:
         return ("auc", "max")
 
+    def direction(self, metric: str) -> str:
+        if metric == "calibration":
+            raise ConfigError("run.objective=calibration is best at 1, neither at its largest nor at its smallest, and ranks no models; use auc or loss")
+        return super().direction(metric)
+
+    def idle(self) -> dict[str, str]:
+        idle = {f"recipe.model.{key}": "recipe.model.kind" for key, kinds in OF_KINDS.items() if self.model.kind not in kinds}
+        of_place = ("sparse", "recipe.model.capacity") if self.model.table is Place.dense else ("optimizer.weight_decays.table",)
+        return idle | dict.fromkeys(of_place, "recipe.model.table")
+
     def check(self) -> None:
+        if self.data.any_ids and self.model.table is Place.dense:
+            raise ConfigError(
+                "recipe.model.table=dense has a row for each id, and the ids of recipe.data.ids=raw are any; use recipe.model.table=sparse, and "
+                "recipe.model.capacity=ROWS that it may come to hold"
+            )
         self.model.check()
+        if self.data.any_ids and not self.model.capacity:
+            raise ConfigError("recipe.model.capacity is not set, and the ids of recipe.data.ids=raw are any; give the rows that the table may come to hold")
         self.data.check()
         if self.group >= self.data.fields:
-            raise ConfigError(f"recipe.group={self.group} must be less than the {self.data.fields} fields of a row; -1 for none")
-        if not self.data.any_ids or (self.model.table is Place.sparse and self.model.capacity):
-            return
-        if self.model.table is Place.dense:
-            raise ConfigError("recipe.model.table=dense has a row for each id, and the ids of recipe.data.ids=raw are any; use recipe.model.table=sparse")
-        raise ConfigError("recipe.model.capacity is not set, and the ids of recipe.data.ids=raw are any; give the rows that the table may come to hold")
+            named = ", ".join(f"{number} {name}" for number, name in enumerate(self.data.field_names))
+            raise ConfigError(f"recipe.group={self.group} must be -1 for none, or a field of a row, 0 to {self.data.fields - 1}{named and f': {named}'}")
 
     def table_widths(self) -> dict[str, int]:
         return {} if self.model.table is Place.dense else {"ids": self.model.width}
@@ -159,12 +181,15 @@ class ClickThrough(Recipe):
         return {"ids": Table(self.model.width, size, self.model.capacity or size, self.model.scale)}
 
     def open_data(self, split: str, seed: int) -> Dataset:
-        data = self.data.open(split, seed)
+        return self._grouped(self.data.open(split, seed))
+
+    def _grouped(self, rows: Dataset) -> Dataset:
+        """The same with a group for each row, where evaluations ask for groups."""
         if self.group < 0:
-            return data
+            return rows
         from dtf.recipes.ctr.grouped import Grouped
 
-        return Grouped(data, self.group)
+        return Grouped(rows, self.group)
 
     def build_model(self) -> nn.Module:
         from dtf.recipes.ctr import model as models
@@ -225,11 +250,14 @@ class ClickThrough(Recipe):
 
         return Ranking(rows, grouped=self.group >= 0)
 
+    def preprocessing(self) -> dict[str, Any]:
+        return self.data.preprocessing()
+
+    def preprocessing_arrays(self) -> dict[str, np.ndarray]:
+        return self.data.preprocessing_arrays()
+
     def probabilities(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
-
-    def class_names(self) -> tuple[str, ...]:
-        return ("no click", "click")
 
 
 def _clicks(targets: Tensor) -> Tensor:
@@ -243,6 +271,10 @@ class ClickLog(ClickThrough):
 
     data: LogOptions = option(factory=LogOptions, doc="the files")
     splits = tuple(Split)
+
+    def open_inputs(self, path: Path) -> tuple[Names, Dataset]:
+        rows = self.data.inputs(path)
+        return rows.places, self._grouped(rows)
 
 
 @register("recipe", "ctr_generated")

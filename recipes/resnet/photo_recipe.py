@@ -164,11 +164,11 @@ class ResnetPhotos(Classification):
 
         from dtf.recipes.resnet.photos import Photos
         from dtf.recipes.resnet.store import Store
-        from dtf.recipes.resnet.unlabelled import image_names
+        from dtf.recipes.resnet.unlabelled import digest, image_names
 
         names = image_names(path)
         threads = self.data.threads or torch.get_num_threads()
-        return names, Photos(Store(path, tuple(names), None, ""), np.zeros(len(names)), self.data.pixels, self._whole, None, 0, threads, 0)
+        return names, Photos(Store(path, tuple(names), None, digest(names)), np.zeros(len(names)), self.data.pixels, self._whole, None, 0, threads, 0)
 
     @property
     def _whole(self) -> int:

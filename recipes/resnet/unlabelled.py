@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +31,12 @@ def image_names(folder: Path) -> list[str]:
     return names
 
 
+def digest(names: Sequence[str]) -> str:
+    """Text that differs when the names do."""
+    text = "\n".join(names).encode("utf-8", "surrogateescape")
+    return f"{zlib.crc32(text):08x}"
+
+
 class Unlabelled(Dataset):
     """Images by name below a folder, of `pixels` x `pixels`; the label of each is 0."""
 
@@ -39,6 +46,9 @@ class Unlabelled(Dataset):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def fingerprint(self) -> str:
+        return f"{len(self)} images {digest(self._names)}"
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Tensor, Tensor]:
         pixels = np.stack(list(self._threads.map(self._decode, ids.tolist())))
