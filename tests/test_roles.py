@@ -74,8 +74,8 @@ def test_two_at_once_and_one_that_dies_while_it_starts(start: Start) -> None:
 
 
 def test_replacements_that_finish_no_step_are_limited(start: Start) -> None:
-    """Beyond the limit the attempt ends, and the next one starts all."""
-    done = start({"1": {"0.0": "die", "0.1": "die", "0.2": "die"}}, max_restarts=2)
+    """Beyond the limit the attempt ends, and the next one starts all. Steps of the process before do not count for the next."""
+    done = start({"1": {"0.0": "die later", "0.1": "die", "0.2": "die"}}, max_restarts=2)
     assert done.code == Exit.OK
     assert processes(done) == {0: ["0.0", "1.0"], 1: ["0.0", "0.1", "0.2", "1.0"], 2: ["0.0", "1.0"]}
     assert [text.rpartition("; ")[2] for text in warnings(done)] == [
