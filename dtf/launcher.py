@@ -82,12 +82,12 @@ class Launcher(ABC):
         """
 
 
-def check_alike(launcher: str, strategy: Strategy, processes: int) -> None:
-    """Raise ConfigError for a strategy of several roles, for launchers that start processes which are all alike."""
+def check_one_role(launcher: str, strategy: Strategy, processes: int) -> None:
+    """Raise ConfigError for a strategy of several roles, for launchers that start ranks of one."""
     roles = strategy.roles(processes)
     if len(roles) > 1:
         parts = " and ".join(f"{number} {role}{'s' * (number != 1)}" for role, number in roles.items())
-        raise ConfigError(f"launcher={launcher} starts processes that are all alike, and this strategy needs {parts}; use launcher=local")
+        raise ConfigError(f"launcher={launcher} starts ranks of one role, and this strategy needs {parts}; use launcher=local")
 
 
 def check_environment(env: dict[str, str]) -> None:

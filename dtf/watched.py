@@ -33,7 +33,7 @@ class Watched(Launcher):
         default="auto", least=1, most=MOST_PROCESSES, doc="how far to spread on each host; `auto`: one process per GPU, without GPUs 2"
     )
     devices: str = option(default="auto", doc="`auto`: GPUs if there are any; `cpu`; `cuda`; or numbers of GPUs, as in launcher.devices='\"0,2\"'")
-    threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each rank; 0: cores divided by the ranks of this host")
+    threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each rank; 0: cores divided by the trainers of this host")
     pin: bool = option(default=False, doc="give each rank cores of its own")
     env: dict[str, str] = option(factory=dict, doc="environment variables for ranks, beside those of this process: switches of NCCL, gloo, OpenMP")
     interface: str = option(
@@ -44,7 +44,7 @@ class Watched(Launcher):
         default=NO_PROGRESS,
         least=0,
         most=NO_PROGRESS,  # as many without a new checkpoint end a run anyway
-        doc="restarts after a lost rank; counts again from 0 after a new checkpoint",
+        doc="restarts after a lost rank; counts again from 0 after a new checkpoint, where one rank alone is restarted after its next step",
     )
     hang_timeout_s: float = option(
         default=60.0,
@@ -106,8 +106,8 @@ class Watched(Launcher):
         limits = Limits(self.hang_timeout_s, self.start_timeout_s, self.grace_s)
         token = run.token if len({place["role"] for place in places}) > 1 else ""
         here = [Place(**{**place, "attempt": number, "prefix": f"{run.id}/{number}", "token": token}) for place in places]
-        logs, replaced = log_folder(self.log_dir, run.folder), (strategy.replaceable, self.max_restarts)
-        return Attempt(warm(self.env), order, here, pins, logs, limits, stop, see, store, listener, others, *replaced)
+        logs, again = log_folder(self.log_dir, run.folder), self.max_restarts
+        return Attempt(warm(self.env), order, here, pins, logs, limits, stop, see, store, listener, others, strategy.replaceable, again)
 
     def _places(self, strategy: Strategy) -> tuple[list[dict[str, Any]], list[list[int]]]:
         """Where each rank of this host stands, but for what an attempt adds; and the cores it is pinned to, none when it is not."""

@@ -54,14 +54,14 @@ def follow(config: dict[str, Any], folder: str, run_id: str, place: Place, send:
     Path(folder, f"{place.rank}-{turn}.json").write_text(json.dumps(here))
     store.set(f"here/{place.rank}", str(os.getpid()))
     action = config.get("plan", {}).get(str(place.rank), {}).get(turn, "work")
-    return (_serve if place.role == "server" else _train)(action, config["launcher"], store, place, send)
+    return _serve(action, store, place, send) if place.role == "server" else _train(action, config["launcher"], Path(folder), store, place)
 
 
-def _serve(action: str, launcher: int, store: Any, place: Place, send: Send) -> int:
+def _serve(action: str, store: Any, place: Place, send: Send) -> int:
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))
     trainers = range(place.size - place.slots, place.size)
-    until = "here" if action in ("leave", "die") else "done"
+    until = "here" if action == "die" else "done"
     while not told and not store.check([f"{until}/{rank}" for rank in trainers]):
         heartbeat.beat("wait", 0)
         time.sleep(0.01)
@@ -72,9 +72,13 @@ def _serve(action: str, launcher: int, store: Any, place: Place, send: Send) -> 
     return Exit.PREEMPTED if told else Exit.OK
 
 
-def _train(action: str, launcher: int, store: Any, place: Place, send: Send) -> int:
+def _train(action: str, launcher: int, folder: Path, store: Any, place: Place) -> int:
     print(f"rank {place.rank} is {place}")
-    if action == "die":
+    if action == "die before its child" and os.fork() == 0:  # which keeps what it inherited until the next one is there
+        while not Path(folder, f"{place.rank}-{place.attempt}.{place.again + 1}.json").exists() and folder.exists():
+            time.sleep(0.01)
+        os._exit(0)
+    if action in ("die", "die before its child"):
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "take the fork server along":
         os.kill(os.getppid(), signal.SIGKILL)
@@ -82,7 +86,8 @@ def _train(action: str, launcher: int, store: Any, place: Place, send: Send) -> 
         os.kill(launcher, signal.SIGTERM)
         time.sleep(60)
     if action == "start for ever":
-        time.sleep(60)
+        store.set(f"done/{place.rank}", "")
+        stays_in_python()
     for step in range(3):
         heartbeat.beat("step", step)
     if action == "die later":
@@ -97,6 +102,7 @@ def _train(action: str, launcher: int, store: Any, place: Place, send: Send) -> 
         raise PeerError("lost server 0")
     if action.startswith("outlive"):
         server = int(store.get("here/0"))
+        store.set(f"done/{place.rank}", "")
         while Path(f"/proc/{server}").exists():
             time.sleep(0.01)
         if action == "outlive and die":

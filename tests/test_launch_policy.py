@@ -32,6 +32,10 @@ def killed(rank: int, **more) -> Ending:
     return ending(rank, signal.SIGKILL, killed=True, **more)
 
 
+def alone(found: Ending) -> Ending:
+    return replace(found, replaceable=True)
+
+
 @pytest.mark.parametrize(
     ("endings", "stop_signals", "exit", "rank", "external"),
     [
@@ -54,6 +58,11 @@ def killed(rank: int, **more) -> Ending:
         pytest.param([exited(0, Exit.PREEMPTED), killed(1)], 1, Exit.PEER, 0, False, id="not in time"),
         pytest.param([killed(0), killed(1)], 2, Exit.PEER, 0, False, id="second signal"),
         pytest.param([exited(0, Exit.IO, at=1), killed(1)], 1, Exit.IO, 0, False, id="a failed save while stopping"),
+        pytest.param([ending(0), alone(signalled(1, signal.SIGKILL))], 0, Exit.OK, None, False, id="a replaceable rank is lost after the others' end"),
+        pytest.param([exited(0, Exit.PREEMPTED), alone(killed(1))], 1, Exit.PREEMPTED, 0, False, id="a replaceable rank did not stop"),
+        pytest.param([ending(0), alone(exited(1, Exit.PEER))], 0, Exit.OK, None, False, id="a replaceable rank lost the others"),
+        pytest.param([ending(0), alone(exited(1, Exit.BUG))], 0, Exit.BUG, 1, False, id="a replaceable rank fails after the others' end"),
+        pytest.param([killed(0), alone(signalled(1, signal.SIGKILL))], 0, Exit.PEER, 1, True, id="a replaceable rank is lost too often"),
     ],
 )
 def test_a_cause_is_told_from_its_consequences(endings: list[Ending], stop_signals: int, exit: Exit, rank: int | None, external: bool) -> None:

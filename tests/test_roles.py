@@ -66,6 +66,11 @@ def test_a_killed_trainer_alone_is_replaced(start: Start) -> None:
     assert first["pid"] != second["pid"] and first["files"] == second["files"]
 
 
+def test_a_trainer_that_leaves_a_child_is_replaced(start: Start) -> None:
+    done = start({"1": {"0.0": "die before its child"}})
+    assert done.code == Exit.OK and processes(done)[1] == ["0.0", "0.1"]
+
+
 def test_two_at_once_and_one_that_dies_while_it_starts(start: Start) -> None:
     done = start({"1": {"0.0": "die"}, "2": {"0.0": "die", "0.1": "die"}})
     assert done.code == Exit.OK
@@ -74,8 +79,8 @@ def test_two_at_once_and_one_that_dies_while_it_starts(start: Start) -> None:
 
 
 def test_replacements_that_finish_no_step_are_limited(start: Start) -> None:
-    """Beyond the limit the attempt ends, and the next one starts all."""
-    done = start({"1": {"0.0": "die", "0.1": "die", "0.2": "die"}}, max_restarts=2)
+    """Beyond the limit the attempt ends, and the next one starts all. Steps of the process before do not count for the next."""
+    done = start({"1": {"0.0": "die later", "0.1": "die", "0.2": "die"}}, max_restarts=2)
     assert done.code == Exit.OK
     assert processes(done) == {0: ["0.0", "1.0"], 1: ["0.0", "0.1", "0.2", "1.0"], 2: ["0.0", "1.0"]}
     assert [text.rpartition("; ")[2] for text in warnings(done)] == [
@@ -159,7 +164,7 @@ def test_asked_to_stop_during_a_replacement(start: Start) -> None:
 @pytest.mark.parametrize("end", ["outlive and die", "outlive and lose", "outlive", "start for ever"])
 def test_trainers_are_of_no_account_once_the_server_has_ended(start: Start, end: str) -> None:
     begun = time.monotonic()
-    done = start({"0": {"0.0": "leave"}, "1": {"0.0": end}}, grace_s=0.3 if end == "outlive" else 60.0)
+    done = start({"1": {"0.0": end}}, grace_s=0.3 if end == "outlive" else 60.0)
     assert done.code == Exit.OK and time.monotonic() - begun < 10
     assert not warnings(done) and not done.of(Failed)
     assert processes(done) == {rank: ["0.0"] for rank in range(3)}

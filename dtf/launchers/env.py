@@ -22,7 +22,7 @@ from dtf.agreement import differences, from_answer, refusal, shared, to_answer
 from dtf.devices import MOST_THREADS
 from dtf.environment import standing
 from dtf.errors import ConfigError, DtfError, Exit, PeerError
-from dtf.launcher import LONGEST_S, WORK, Launcher, Place, check_alike, check_environment, report
+from dtf.launcher import LONGEST_S, WORK, Launcher, Place, check_environment, check_one_role, report
 from dtf.registry import option, register
 from dtf.values import Event, Failed
 
@@ -58,7 +58,7 @@ class Env(Launcher):
 
     def check(self, strategy: Strategy) -> None:
         size = standing(os.environ).size
-        check_alike("env", strategy, size)
+        check_one_role("env", strategy, size)
         needed = sum(strategy.roles(size).values())
         if needed != size:
             raise ConfigError(f"this strategy needs {needed} processes, {size} were started; start {needed}, or use launcher=local")

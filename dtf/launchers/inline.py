@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from dtf import devices
 from dtf.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.errors import ConfigError
-from dtf.launcher import WORK, Launcher, Place, check_alike, report
+from dtf.launcher import WORK, Launcher, Place, check_one_role, report
 from dtf.registry import option, register
 from dtf.values import Event, Failed
 
@@ -41,7 +41,7 @@ class Inline(Launcher):
 
     def check(self, strategy: Strategy) -> None:
         slots = self.count()
-        check_alike("inline", strategy, slots)
+        check_one_role("inline", strategy, slots)
         size = sum(strategy.roles(slots).values())
         if size != 1:
             raise ConfigError(f"launcher=inline is one process, launcher.processes={slots} needs {size} with this strategy; use 1, or launcher=local")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dtf import devices, network
 from dtf.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.errors import ConfigError, Exit, PeerError
-from dtf.launcher import LONGEST_S, WORK, Launcher, check_alike, check_environment, log_folder
+from dtf.launcher import LONGEST_S, WORK, Launcher, check_environment, check_one_role, log_folder
 from dtf.registry import option, register
 from dtf.supervise import NO_PROGRESS
 from dtf.values import Event
@@ -54,7 +54,7 @@ class Torchrun(Launcher):
 
     def check(self, strategy: Strategy) -> None:
         slots = self.count()
-        check_alike("torchrun", strategy, slots)
+        check_one_role("torchrun", strategy, slots)
         if sum(strategy.roles(slots).values()) != slots:
             raise ConfigError(f"this strategy does not run on {slots} processes; use launcher=local")
 
