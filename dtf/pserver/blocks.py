@@ -97,7 +97,7 @@ def lay_out(model: nn.Module, precision: Precision, servers: int, sliced: bool, 
         found = list(owners.get(name, []))
         if len(found) != len(slices) or len(set(found)) != len(found) or not set(found) <= set(range(servers)):
             raise ConfigError(
-                f"strategy.placement={placement} puts the {len(slices)} slices of {name} on servers {found}; name a server of 0 to {servers - 1} for each, none twice"
+                f"strategy.placement={placement} puts the {len(slices)} slices of {name} on servers {found}; name one of 0 to {servers - 1} for each, none twice"
             )
     return [_layout(server, parameters, pairs, ends, owners) for server in range(servers)]
 
@@ -136,10 +136,7 @@ def _cuts(parameter: nn.Parameter, servers: int, least: int) -> list[tuple[int, 
 
 def views(memory: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
     """The blocks in the memory (bytes,) uint8 of their server."""
-    found = []
-    for block in blocks:
-        found.append(memory[block.at : block.at + math.prod(block.shape) * block.dtype.itemsize].view(block.dtype).view(block.shape))
-    return found
+    return [memory[block.at : block.at + math.prod(block.shape) * block.dtype.itemsize].view(block.dtype).view(block.shape) for block in blocks]
 
 
 def balance(layouts: Sequence[Layout]) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from dtf.agreement import mixture
 from dtf.pserver import protocol
-from dtf.pserver.protocol import EXCHANGE, HELLO, LEASE, LATE, NO, OVER, READY, REPORT
+from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, LEASE, NO, OVER, READY, REPORT
 from dtf.pserver.serving import Push, Serving
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import Message, decode, encode
@@ -20,7 +20,6 @@ from dtf.strategy import Task
 
 LONGEST_WAIT_S = 5.0
 """A call waits no longer for something to happen, whatever it asks for."""
-
 
 
 class Desk:

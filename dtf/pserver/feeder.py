@@ -37,7 +37,9 @@ class Prepared(NamedTuple):
 class Feeder:
     """A thread that keeps up to AHEAD pieces of work ready. `prepare` reads the rows of a lease; `join` is called anew when server 0 has given this up."""
 
-    def __init__(self, transport: Transport, trainer: int, prepare: Callable[[Lease], Prepared], join: Callable[[], None], stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self, transport: Transport, trainer: int, prepare: Callable[[Lease], Prepared], join: Callable[[], None], stopping: Callable[[], bool]
+    ) -> None:
         self._transport, self._trainer, self._prepare, self._join, self._stopping = transport, trainer, prepare, join, stopping
         self._schemas = protocol.lease_schemas()
         self._change = threading.Condition()

@@ -10,8 +10,10 @@ from typing import Protocol
 class Arrived(Protocol):
     """A push in the basket."""
 
-    step: int
-    part: int
+    @property
+    def step(self) -> int: ...
+    @property
+    def part(self) -> int: ...
 
 
 Waiting = Mapping[int, Collection[int]]

@@ -304,9 +304,7 @@ class Serving(Program):
             self._sum(pushes, weights)
             if self._shelves is not None:
                 names = self._task.recipe.tables()
-                given = {
-                    name: [Given(*push.rows[name], weight) for push, weight in zip(pushes, weights, strict=True) if name in push.rows] for name in names
-                }
+                given = {name: [Given(*push.rows[name], weight) for push, weight in zip(pushes, weights, strict=True) if name in push.rows] for name in names}
                 self._shelves.take(given, together=not alone and self._merging.exact)
             if not whole:
                 finite = all(push.finite for push in pushes)

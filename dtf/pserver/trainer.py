@@ -218,7 +218,15 @@ class Trainer:
     def _wants(self, prepared: Prepared, server: int, frozen: bool = False) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         train = prepared.lease.kind != EVALUATE
         after = prepared.lease.step if train and self._merging.exact else ANY
-        scalars = {"trainer": self._number, "pull": 1, "after": after, "train": int(train), "known": self._stamps[server], "frozen": int(frozen), "wait_s": WAIT_S}
+        scalars = {
+            "trainer": self._number,
+            "pull": 1,
+            "after": after,
+            "train": int(train),
+            "known": self._stamps[server],
+            "frozen": int(frozen),
+            "wait_s": WAIT_S,
+        }
         return scalars, {f"want/{name}": ids for name, ids in prepared.wanted.ids(server).items()}
 
     def _push(self, prepared: Prepared, pulled: Pulled, computed: Computed, following: Prepared | None) -> tuple[int, Pulled | None]:
@@ -230,7 +238,14 @@ class Trainer:
         finite = math.isfinite(computed.norm)
         found = []
         for server in range(len(self._servers)):
-            scalars: dict[str, Any] = {"trainer": self._number, "push": 1, "step": lease.step, "part": lease.part, "epoch": lease.epoch, "unread": prepared.unread}
+            scalars: dict[str, Any] = {
+                "trainer": self._number,
+                "push": 1,
+                "step": lease.step,
+                "part": lease.part,
+                "epoch": lease.epoch,
+                "unread": prepared.unread,
+            }
             scalars |= {"finite": int(finite), "norm": computed.norm if finite else 0.0, "seen": pulled.applied[server]}
             arrays = {"dense": computed.dense[server]}
             for name, (ids, gradients) in computed.rows[server].items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from dtf.devices import MOST_PROCESSES
@@ -55,6 +56,8 @@ class Pserver(Strategy):
         return {"server": self.servers, "trainer": self.trainers or processes}
 
     def check(self, task: Task, processes: int, devices: str) -> None:
+        if find_spec("grpc") is None:
+            raise ConfigError("strategy=pserver needs grpcio, which is not installed: python -m pip install 'dtf[pserver]'")
         several = self.servers > 1
         exact = self.mode is Mode.sync
         if self.gather and self.mode is not Mode.half_async:
@@ -62,7 +65,9 @@ class Pserver(Strategy):
         if self.staleness is not None and exact:
             raise ConfigError(f"strategy.staleness={self.staleness} is for modes other than sync, which has none; leave it at null")
         if task.precision.loss_scale and not exact:
-            raise ConfigError("a loss scale is found step by step, and strategy.mode=" + f"{self.mode.value} has none that all share; use precision=bf16, or sync")
+            raise ConfigError(
+                "a loss scale is found step by step, and strategy.mode=" + f"{self.mode.value} has none that all share; use precision=bf16, or sync"
+            )
         if several and task.step.clip_norm and self.mode is Mode.half_async:
             raise ConfigError(
                 f"step.clip_norm={task.step.clip_norm:g} needs the norm of what is merged, and with strategy.mode=half_async no server has all of it; "
