@@ -21,14 +21,14 @@ FLOORS = {
     "vocabulary": "dtf errors registry trace values",
     "leaves: one thing each": "agreement answers budget classes collectives devices ema ending environment eventfile feed frozen gradients heartbeat layout "
     "id_kernels links lr manifest memory metrics network optimizer options partition patterns precision "
-    "pserver pserver.ledger pserver.merging pserver.transport pserver.wire row_kernels row_optimizer sampler schedules schema sections seeding slices sparse strides "
+    "pserver pserver.transport pserver.wire row_kernels row_optimizer sampler schedules schema sections seeding slices sparse strides "
     "supervise table tracking usage",
     "formats of files": "commit located shards untrusted",
-    "connections": "pserver.rpc",
     "contracts": "job launcher observer recipe strategy",
     "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined placement profiler ranking remat "
     "replicas screen seat sharded spmd stages tables update world",
-    "parameter server": "pserver.blocks pserver.desk pserver.feeder pserver.protocol pserver.rows pserver.serving pserver.session pserver.trainer",
+    "the parameter server": "pserver.blocks pserver.desk pserver.feeder pserver.ledger pserver.merging pserver.protocol pserver.rows pserver.rpc "
+    "pserver.serving pserver.session pserver.trainer",
     "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes row_optimizers strategies",
     "the root config, typed": "settings",

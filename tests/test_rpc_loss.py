@@ -61,6 +61,18 @@ def test_a_killed_server_is_noticed_at_once_and_a_new_one_found() -> None:
             assert Retrying(caller, SOON_S).call("echo", b"again", 5.0) == b"again"
 
 
+@pytest.mark.slow
+def test_a_server_that_stands_still_is_noticed_before_the_deadline() -> None:
+    with child() as (process, endpoint), client(endpoint) as caller:
+        waiting = caller.start("hang", b"", 60.0)
+        caller.call("echo", b"x", SOON_S)
+        process.send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(Lost, match="UNAVAILABLE"):
+            waiting.result()
+        assert time.monotonic() - start < 25.0
+
+
 def test_a_deadline_is_kept() -> None:
     release = threading.Event()
     with service({"wait": after(release)}) as server, client(server) as caller:

@@ -97,7 +97,10 @@ class Service:
         self._server.start()
 
     def stop(self, grace_s: float) -> None:
-        """Take no more requests; those under way have `grace_s` to end, then their clients are told that they are lost. A handler itself is not interrupted."""
+        """Take no more requests; those under way have `grace_s` to end, then their clients are told that they are lost.
+
+        A handler itself is not interrupted, and the interpreter does not exit before it returns.
+        """
         self._server.stop(grace_s).wait()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._aside.shutdown(wait=False, cancel_futures=True)
@@ -228,8 +231,7 @@ class _Handlers(grpc.GenericRpcHandler):
 
 
 def keep_buffers() -> None:
-    """Have glibc keep the memory of large messages, and use it again: by itself it returns each to the kernel, and three quarters of the time of a message
-    of 45 MB go into page faults. Up to 1 GiB stays with the process; larger blocks are returned as before."""
+    """Have glibc keep up to 1 GiB of freed memory for the next message. By itself it returns each large one, and most of its time goes into page faults."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for setting, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, 1 << 30), (_ARENA_MAX, 1)):
             mallopt(setting, value)
@@ -244,8 +246,9 @@ _SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # allow the pings below
 )
 _CLIENT_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),  # a host that is cut off sends no end of its connection
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", 10_000),  # a host that is cut off, or a process that is stopped, sends no end of its connection
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # without it the one before it has no effect
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
