@@ -249,8 +249,8 @@ class Strategy(ABC):
         return {"trainer": processes}
 
     def computes_on_device(self, role: str) -> bool:
-        """Whether each process of this role is given a GPU where there are some, which other roles may have too; else it has the CPU. Default: it is."""
-        return True
+        """Whether each process of this role is given a GPU where there are some, which other roles may share; else it has the CPU. Default: trainers."""
+        return role == "trainer"
 
     @abstractmethod
     def check(self, task: Task, processes: int, devices: str) -> None:
