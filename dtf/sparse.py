@@ -58,7 +58,7 @@ class SparseTable:
         for state, (count, first) in rule.states(self.width).items():
             self._columns[state], self._firsts[state] = slice(stride, stride + count), first
             stride += count
-        self._stride = stride
+        self.stride = stride
         self._capacity = min(spec.capacity, spec.size) if spec.size else spec.capacity
         self.clear()
 
@@ -66,10 +66,10 @@ class SparseTable:
         """Forget all rows."""
         try:
             self._index = _Direct(self.spec.size, self._kernels) if self.spec.size else _Hashed(self._kernels)
-            self._records = _reserve(self._capacity, self._stride, self.dtype)
+            self._records = _reserve(self._capacity, self.stride, self.dtype)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
-                f"table {self.name}: this host has no room for capacity={self.spec.capacity} rows of {self._stride} numbers: {error}; set a smaller one"
+                f"table {self.name}: this host has no room for capacity={self.spec.capacity} rows of {self.stride} numbers: {error}; set a smaller one"
             ) from error
         self._since: np.ndarray | None = None  # (capacity,) `decayed` when the row was last multiplied; None: no step shrank rows
         self._count, self.decayed = 0, 0.0
@@ -104,8 +104,6 @@ class SparseTable:
         `lr` is the schedule's. `step`: see RowOptimizer. Call it every step, also without ids: rules may decay
         all rows. Errors as of `lookup`.
         """
-        from dtf.row_kernels import shrink
-
         ids, gradients = self._checked(ids), np.ascontiguousarray(gradients, self.dtype)
         if gradients.shape != (len(ids), self.width):
             raise ValueError(f"gradients {gradients.shape} of {len(ids)} rows of {self.width} numbers")
@@ -115,9 +113,35 @@ class SparseTable:
         if shrinkage:
             self._remember_decay()
         self.decayed += shrinkage
-        if self._since is not None:
-            shrink(self._records, self.width, positions, self._since, self.decayed)
+        self._catch_up(positions)
         self.rule.step(self._records, positions, gradients, factor, lr, step)
+
+    def has(self, ids: np.ndarray) -> np.ndarray:
+        """Which of the ids (U,) have a row, bool (U,)."""
+        return self._index.find(self._checked(ids))[0] >= 0
+
+    def records(self, ids: np.ndarray) -> np.ndarray:
+        """Rows with their state side by side (U, width + states) of distinct ids (U,), made where there are none; copies. Errors as of `lookup`."""
+        positions = self._place(self._checked(ids))
+        self._catch_up(positions)
+        return self._records[positions]
+
+    def keep(self, ids: np.ndarray, records: np.ndarray) -> None:
+        """Add what `records` gave of distinct ids that are not here. Errors as of `lookup`."""
+        self._records[self._place(self._checked(ids), draw=False)] = records
+
+    def add(self, ids: np.ndarray, differences: np.ndarray) -> None:
+        """Add to rows and states (U, width + states) of distinct ids (U,), made where there are none. Errors as of `lookup`."""
+        positions = self._place(self._checked(ids))
+        self._catch_up(positions)
+        self._records[positions] += differences
+
+    def _catch_up(self, positions: np.ndarray) -> None:
+        """Multiply rows by the decay they have not had yet."""
+        if self._since is not None:
+            from dtf.row_kernels import shrink
+
+            shrink(self._records, self.width, positions, self._since, self.decayed)
 
     def export(self) -> Rows:
         """All that the table holds, by ascending id; copies."""

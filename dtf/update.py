@@ -104,7 +104,7 @@ class LocalUpdate(Update):
         leads: bool = True,
     ) -> None:
         self._tables, self._leads = tables, leads
-        self._table_steps = 0  # without those that were skipped, as dense optimizers count
+        self.table_steps = 0  # without those that were skipped, as dense optimizers count
         self._clip, self._after, self._writes = clip_norm, after, writes
         self._combine, self._reduce, self._gather = combine, reduce, gather
         self._pieces = {name: piece for name, piece in pieces.items() if piece.parameter.requires_grad}
@@ -189,8 +189,8 @@ class LocalUpdate(Update):
 
     def _step_tables(self, factor: Tensor | None, lr: float) -> None:
         if self._tables is not None and self._leads:
-            self._tables.step(1.0 if factor is None else factor.item(), lr, self._table_steps)
-            self._table_steps += 1
+            self._tables.step(1.0 if factor is None else factor.item(), lr, self.table_steps)
+            self.table_steps += 1
 
     def _count(self, skipped: bool) -> None:
         assert isinstance(self._skipped, int)
@@ -241,6 +241,17 @@ class LocalUpdate(Update):
         pieces = {**self._pieces, **self._frozen}
         return {name if piece.local.shape == piece.shape else f"{name} at {list(piece.offset)}": piece.local for name, piece in pieces.items()}
 
+    def kept(self, name: str) -> dict[str, Tensor]:
+        """What is kept of a parameter that learns: the numbers that are stepped, under an empty key, and the optimizer's state."""
+        return {"": self._pieces[name].master, **self._bound.states[name]}
+
+    @torch.no_grad()
+    def refresh(self, steps: int) -> None:
+        """What `kept` gave was changed, as by so many steps."""
+        for here, master in self._copies:
+            here.copy_(master)
+        self.table_steps += steps
+
     def state(self) -> State:
         boxes: list[Box] = []
         if self._writes:
@@ -253,7 +264,7 @@ class LocalUpdate(Update):
         boxes = [box for box in boxes if box.tensor.numel()]
         scalars: dict = {"skipped": self.skipped()}
         if self._tables is not None:
-            scalars["table_steps"] = self._table_steps
+            scalars["table_steps"] = self.table_steps
         if self._scale is not None:
             scalars["loss_scale"] = [float(self._scale), int(self._growth)]
         return State(boxes, scalars)
@@ -272,7 +283,7 @@ class LocalUpdate(Update):
         if self._tables is not None and self._leads:
             self._tables.clear()  # of rows to start from, where the run goes on
             self._tables.load(source)
-            self._table_steps = source.scalars.get("table_steps", 0)
+            self.table_steps = source.scalars.get("table_steps", 0)
         if self._scale is not None and "loss_scale" in source.scalars:
             scale, growth = source.scalars["loss_scale"]
             self._scale.fill_(scale)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dtf.build import formats
 from dtf.errors import ConfigError
+from dtf.optimizer import Optimizer
 from dtf.precision import Precision
 from dtf.registry import suggest
 from dtf.slices import bounds
@@ -97,7 +98,7 @@ def lay_out(model: nn.Module, precision: Precision, servers: int, sliced: bool, 
         found = list(owners.get(name, []))
         if len(found) != len(slices) or len(set(found)) != len(found) or not set(found) <= set(range(servers)):
             raise ConfigError(
-                f"strategy.placement={placement} puts the {len(slices)} slices of {name} on servers {found}; name one of 0 to {servers - 1} for each, none twice"
+                f"strategy.placement={placement} puts {len(slices)} slices of {name} on servers {found}; name for each one of 0 to {servers - 1}, none twice"
             )
     return [_layout(server, parameters, pairs, ends, owners) for server in range(servers)]
 
@@ -134,7 +135,28 @@ def _cuts(parameter: nn.Parameter, servers: int, least: int) -> list[tuple[int, 
     return [(first, last) for first, last in found if first < last]
 
 
-def views(memory: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
+class Field(NamedTuple):
+    """A learning block as it is kept, or a part of its optimizer's state."""
+
+    block: Block
+    key: str  # of the state; empty for the block itself
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    at: int
+
+
+def fields(layout: Layout, optimizer: Optimizer) -> tuple[tuple[Field, ...], int]:
+    """What a server knows of its learning blocks, and the bytes that takes in one piece of memory."""
+    found, at = [], 0
+    for block in layout.learning:
+        kept = torch.empty(block.shape, dtype=block.kept, device="meta")
+        for key, tensor in {"": kept, **optimizer.init(kept)}.items():
+            found.append(Field(block, key, tuple(tensor.shape), tensor.dtype, at))
+            at += -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
+    return tuple(found), at
+
+
+def views(memory: Tensor, blocks: Sequence[Block | Field]) -> list[Tensor]:
     """The blocks in the memory (bytes,) uint8 of their server."""
     return [memory[block.at : block.at + math.prod(block.shape) * block.dtype.itemsize].view(block.dtype).view(block.shape) for block in blocks]
 

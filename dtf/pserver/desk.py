@@ -13,7 +13,8 @@ import torch
 from dtf.agreement import mixture
 from dtf.pserver import protocol
 from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, LEASE, NO, OVER, READY, REPORT
-from dtf.pserver.serving import Push, Serving
+from dtf.pserver.push import Push
+from dtf.pserver.serving import Serving
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import Message, decode, encode
 from dtf.strategy import Task
@@ -28,7 +29,6 @@ class Desk:
     def __init__(self, serving: Serving, task: Task, facts: dict[str, Any], rank: int, lease_s: float) -> None:
         self._serving, self._facts, self._lease_s = serving, facts, lease_s
         self._names = list(task.recipe.tables())
-        self._widths = task.recipe.table_widths()
         self._hello, self._lease = protocol.hello_schemas(), protocol.lease_schemas()
         self._exchange, self._report = protocol.exchange_schemas(task.recipe), protocol.report_schemas()
         self.handlers: dict[str, Callable[[bytes], bytes]] = {EXCHANGE: self.exchange}
@@ -87,7 +87,7 @@ class Desk:
         arrays: dict[str, np.ndarray] = {}
         answer: dict[str, int | float | str] = {}
         if scalars.get("frozen"):
-            arrays["frozen"] = serving.frozen()
+            arrays["frozen"] = serving.holdings.frozen()
         if scalars.get("pull"):
             after = int(scalars["after"])
             with serving.change:
@@ -95,8 +95,8 @@ class Desk:
                 state = NO if not serving.begun or serving.version < after else LATE if 0 <= after < serving.version else READY
             if state == READY:
                 wanted = {name: message.arrays[f"want/{name}"] for name in self._names}
-                stamp, applied, dense, rows = serving.pull(wanted, bool(scalars["train"]), int(scalars["known"]))
-                answer |= {"stamp": stamp, "applied": applied, "scale": serving.scale()}
+                stamp, applied, dense, rows = serving.holdings.pull(wanted, bool(scalars["train"]), int(scalars["known"]))
+                answer |= {"stamp": stamp, "applied": applied, "scale": serving.holdings.scale()}
                 arrays |= {f"rows/{name}": found for name, found in rows.items()}
                 if dense is not None:
                     arrays["dense"] = dense
@@ -117,26 +117,27 @@ class Desk:
 
     def _push(self, message: Message) -> Push:
         scalars, arrays = message.scalars, message.arrays
-        if len(arrays["dense"]) != self._serving.layout.bytes:
-            raise Refused(f"dense has {len(arrays['dense'])} bytes, this server's blocks have {self._serving.layout.bytes}")
+        if len(arrays["dense"]) != self._serving.holdings.push_bytes:
+            raise Refused(f"dense has {len(arrays['dense'])} bytes, this server takes {self._serving.holdings.push_bytes}")
         rows = {name: (arrays[f"ids/{name}"], arrays[f"gradients/{name}"]) for name in self._names if f"ids/{name}" in arrays}
         for name, (ids, gradients) in rows.items():
-            if gradients.shape != (len(ids), self._widths[name]):
-                raise Refused(f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, {self._widths[name]})")
+            if gradients.shape != (len(ids), self._serving.holdings.columns(name)):
+                raise Refused(f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, {self._serving.holdings.columns(name)})")
         nothing = np.empty(0)
         return Push(
             int(scalars["step"]),
             int(scalars["part"]),
             arrays["dense"],
             rows,
-            bool(scalars["finite"]),
+            int(scalars["finite"]),
             float(scalars["norm"]),
             int(scalars["seen"]),
+            int(scalars["epoch"]),
+            int(scalars["unread"]),
+            int(scalars["skipped"]),
             arrays.get("sums", nothing),
             arrays.get("statistics", nothing),
             arrays.get("rows", nothing),
-            int(scalars["epoch"]),
-            int(scalars["unread"]),
         )
 
     def _leases(self, leases: list, state: int, known: bool) -> bytes:

@@ -15,7 +15,7 @@ from dtf.pserver.protocol import LEASE
 from dtf.pserver.rows import Wanted
 from dtf.pserver.transport import Transport
 from dtf.pserver.wire import decode, encode
-from dtf.values import Batch
+from dtf.values import Batch, Train
 
 AHEAD = 2
 """Leases that are held at once: the one that is computed and the next."""
@@ -25,25 +25,31 @@ WAIT_S, DEADLINE_S = 4.0, 30.0
 
 
 class Prepared(NamedTuple):
-    """A lease with its rows, on the device, and what is wanted of the servers for it."""
+    """One ticket of a lease with its rows, on the device, and what is wanted of the servers for it."""
 
     lease: Lease
+    ticket: Train
     batch: Batch
     wanted: Wanted
     unread: int  # rows that could not be read
     pulled: Any = None
 
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """The first comes first."""
+        return (*self.lease.key, self.ticket.step)
+
 
 class Feeder:
-    """A thread that keeps up to AHEAD pieces of work ready. `prepare` reads the rows of a lease; `join` is called anew when server 0 has given this up."""
+    """A thread that keeps up to AHEAD pieces of work ready. `prepare` reads the rows of a ticket; `join` is called anew when server 0 has given this up."""
 
     def __init__(
-        self, transport: Transport, trainer: int, prepare: Callable[[Lease], Prepared], join: Callable[[], None], stopping: Callable[[], bool]
+        self, transport: Transport, trainer: int, prepare: Callable[[Lease, Train], Prepared], join: Callable[[], None], stopping: Callable[[], bool]
     ) -> None:
         self._transport, self._trainer, self._prepare, self._join, self._stopping = transport, trainer, prepare, join, stopping
         self._schemas = protocol.lease_schemas()
         self._change = threading.Condition()
-        self._ready: list[tuple[tuple[int, int, int], Prepared]] = []
+        self._ready: list[tuple[tuple[int, int, int, int], Prepared]] = []
         self._held: set[tuple[int, int, int]] = set()
         self._done: list[tuple[int, int, int]] = []
         self._limit, self._over, self._closed = AHEAD, False, False
@@ -59,7 +65,10 @@ class Feeder:
             self._change.wait_for(lambda: self._ready or self._over or self._error, timeout_s)
             if self._error is not None:
                 raise self._error
-            return heapq.heappop(self._ready)[1] if self._ready else None
+            if not self._ready:
+                return None
+            self._change.notify_all()
+            return heapq.heappop(self._ready)[1]
 
     def peek(self) -> Prepared | None:
         """The next piece, if it is ready; it stays there."""
@@ -69,7 +78,7 @@ class Feeder:
     def back(self, prepared: Prepared) -> None:
         """It cannot be done yet: something before it has to be, which others may have left; ask for more than usual."""
         with self._change:
-            heapq.heappush(self._ready, (prepared.lease.key, prepared))
+            heapq.heappush(self._ready, (prepared.order, prepared))
             self._limit = AHEAD + 1
             self._change.notify_all()
 
@@ -111,17 +120,22 @@ class Feeder:
         answer = decode(self._schemas[1], self._transport.call(LEASE, data, DEADLINE_S))
         if not answer.scalars["known"]:
             with self._change:
-                self._held = {key for key, _ in self._ready}
+                self._held = {prepared.lease.key for _, prepared in self._ready}
             self._join()
             return
         leases = protocol.unpack_leases(answer.arrays)
         with self._change:
             self._held |= {lease.key for lease in leases}
         for lease in leases:
-            prepared = self._prepare(lease)
-            with self._change:
-                heapq.heappush(self._ready, (lease.key, prepared))
-                self._change.notify_all()
+            for ticket in lease.tickets:
+                with self._change:
+                    self._change.wait_for(lambda: len(self._ready) < self._limit or self._closed)
+                    if self._closed:
+                        return
+                prepared = self._prepare(lease, ticket)
+                with self._change:
+                    heapq.heappush(self._ready, (prepared.order, prepared))
+                    self._change.notify_all()
         if answer.scalars["state"] == protocol.OVER:
             with self._change:
                 self._over = True

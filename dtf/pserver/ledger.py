@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from dtf.values import Train
+
 TRAIN, EVALUATE = 0, 1
 
 
 class Lease(NamedTuple):
-    """One share of the rows of a step, or one batch of an evaluation. All of it are numbers, so that it travels as a row of them."""
+    """One share of the rows of a step, or of several that follow each other; or one batch of an evaluation."""
 
     kind: int
-    step: int  # the ticket's; of an evaluation the steps that were finished
+    step: int  # the first one's; of an evaluation its number
     part: int  # the share, or the number of the batch
     shares: int  # into how many the rows are divided
-    epoch: int
-    index: int  # of the global batch in the epoch
-    rows: int  # of the global batch
-    lr: float
+    tickets: tuple[Train, ...]
 
     @property
     def key(self) -> Key:

@@ -17,7 +17,7 @@ class Arrived(Protocol):
 
 
 Waiting = Mapping[int, Collection[int]]
-"""Step -> shares that were opened and are not merged yet."""
+"""First step of each lease -> shares that were opened and are not merged yet."""
 
 
 class Merging(ABC):
@@ -25,6 +25,12 @@ class Merging(ABC):
 
     exact = False
     """Whether each step is one update, of all its shares summed in their order: the same numbers as any synchronous strategy."""
+
+    local = False
+    """Whether trainers learn by themselves and push differences of the state, not gradients."""
+
+    steps = 1
+    """Steps of one lease."""
 
     def __init__(self, staleness: int | None) -> None:
         self._staleness = staleness
@@ -35,7 +41,7 @@ class Merging(ABC):
 
     @abstractmethod
     def window(self, trainers: int) -> int:
-        """How many steps may be open beside the one that is opened next."""
+        """How many leases of a share, one after the other, may be open beside the one that is opened next."""
 
     @abstractmethod
     def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
@@ -90,3 +96,25 @@ class HalfAsync(Merging):
         known = next((i for i, push in enumerate(basket) if push.step not in waiting), len(basket))
         wanted = min(self._gather or self._trainers, sum(len(parts) for parts in waiting.values()))
         return wanted if wanted and known >= wanted else 0
+
+
+class Geo(Merging):
+    """Differences that trainers' own training made of the state it began with: each as it arrives, or, with a staleness of 0, all of the same steps at once."""
+
+    local = True
+
+    def __init__(self, staleness: int | None, steps: int) -> None:
+        super().__init__(staleness)
+        self.steps = steps
+
+    def shares(self, trainers: int) -> int:
+        return trainers
+
+    def window(self, trainers: int) -> int:
+        return 1 if self._staleness is None else self._staleness
+
+    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+        if self._staleness == 0:
+            here = sum(push.step in waiting for push in basket)
+            return here if here and here == sum(len(parts) for parts in waiting.values()) else 0
+        return 1 if basket and basket[0].step in waiting else 0

@@ -9,6 +9,7 @@ import numpy as np
 from dtf.pserver.ledger import Lease
 from dtf.pserver.wire import Array, Schema
 from dtf.recipe import Recipe
+from dtf.values import Train
 
 HELLO, LEASE, EXCHANGE, REPORT = "hello", "lease", "exchange", "report"
 """Methods: a trainer joins (server 0); it asks for work and says what is done (server 0); gradients go and parameters come (each server); what an
@@ -30,7 +31,7 @@ def hello_schemas() -> tuple[Schema, Schema]:
 
 
 def lease_schemas() -> tuple[Schema, Schema]:
-    """Of LEASE. `done` (n, 3): keys of finished work; `numbers` (n, 7) and `rates` (n,): leases."""
+    """Of LEASE. `done` (n, 3): keys of finished work; `numbers` (t, 8) and `rates` (t,): tickets of leases, see `pack_leases`."""
     request = Schema({"trainer": int, "most": int, "wait_s": float, "stopping": int}, {"done": Array(2, ("i64",))})
     return request, Schema({"state": int, "known": int}, {"numbers": Array(2, ("i64",)), "rates": SUMS})
 
@@ -39,10 +40,12 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
     """Of EXCHANGE: gradients of one lease, if `push`, and what is wanted for another, if `pull`.
 
     Per table: `ids/<name>` (U,) and `gradients/<name>` (U, width), summed by id, each id once; `want/<name>` (V,) and, in the reply, `rows/<name>` (V, width).
-    `dense`: learning blocks as `blocks.views` lays them out; `frozen`: the others, then server 0's buffers. To server 0: `sums` (M,), `statistics`, `ids`.
+    `dense`: learning blocks as `blocks.views` lays them out; `frozen`: the others, then server 0's buffers. To server 0: `sums` (M,), `statistics`
+    (tickets x F), `rows`: sample ids. Where trainers learn by themselves (`Merging.local`) the same names stand for differences of blocks with their
+    optimizer state, see `blocks.fields`, and of rows with theirs; `train` asks for these.
     """
     names = recipe.tables()
-    numbers = ("push", "step", "part", "unread", "epoch", "finite", "seen", "pull", "after", "train", "known", "frozen")
+    numbers = ("push", "step", "part", "unread", "epoch", "finite", "skipped", "seen", "pull", "after", "train", "known", "frozen")
     request = Schema(
         {"trainer": int, **dict.fromkeys(numbers, int), "norm": float, "wait_s": float},
         {"dense": BYTES, "sums": SUMS, "statistics": Array(1, REAL), "rows": NUMBERS}
@@ -63,13 +66,14 @@ def report_schemas() -> tuple[Schema, Schema]:
 
 
 def pack_leases(leases: Sequence[Lease]) -> dict[str, np.ndarray]:
-    """Leases as the arrays of a reply to LEASE."""
-    return {
-        "numbers": np.array([lease[:7] for lease in leases], np.int64).reshape(-1, 7),
-        "rates": np.array([lease.lr for lease in leases], np.float64),
-    }
+    """Leases as the arrays of a reply to LEASE: a row for each ticket, those of one lease together."""
+    rows = [(*lease[:4], t.step, t.epoch, t.index, t.rows) for lease in leases for t in lease.tickets]
+    return {"numbers": np.array(rows, np.int64).reshape(-1, 8), "rates": np.array([t.lr for lease in leases for t in lease.tickets], np.float64)}
 
 
 def unpack_leases(arrays: Mapping[str, np.ndarray]) -> list[Lease]:
     """Inverse of `pack_leases`."""
-    return [Lease(*(int(number) for number in row), lr=float(lr)) for row, lr in zip(arrays["numbers"], arrays["rates"], strict=True)]
+    found: dict[tuple[int, ...], list[Train]] = {}
+    for row, lr in zip(arrays["numbers"].tolist(), arrays["rates"].tolist(), strict=True):
+        found.setdefault(tuple(row[:4]), []).append(Train(*row[4:], lr=lr))
+    return [Lease(*head, tickets=tuple(tickets)) for head, tickets in found.items()]

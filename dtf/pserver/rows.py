@@ -65,6 +65,20 @@ class Shelves(Tables):
                 raise full(name, shelf.store.spec.capacity, int(rows))
         self.norm = total[0].sqrt()
 
+    def records(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """Rows of distinct ids with their state, made where there are none; see `SparseTable.records`. Not collective."""
+        return self._shelves[name].store.records(ids)
+
+    def learn(self, given: Mapping[str, Sequence[Given]]) -> None:
+        """Add differences of rows and states, each times its weight. Not collective."""
+        for name, shelf in self._shelves.items():
+            for part in given[name]:
+                shelf.store.add(part.ids, part.gradients * part.gradients.dtype.type(part.weight))
+
+    def columns(self, name: str) -> int:
+        """Numbers of a row with its state."""
+        return self._shelves[name].store.stride
+
     def sizes(self) -> dict[str, int]:
         """Rows of each table on this server. Not collective."""
         return {name: len(shelf.store) for name, shelf in self._shelves.items()}

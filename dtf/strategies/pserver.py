@@ -20,6 +20,7 @@ class Mode(Enum):
     sync = "sync"
     async_ = "async"
     half_async = "half_async"
+    geo = "geo"
 
 
 @register("strategy", "pserver")
@@ -32,17 +33,19 @@ class Pserver(Strategy):
     mode: Mode = option(
         default=Mode.sync,
         doc="`sync`: gradients of all trainers make one update, the same numbers as ddp; `async`: each trainer works on global batches of its own, whose "
-        "gradients are applied as they arrive; `half_async`: trainers run free, and `gather` gradients make one update",
+        "gradients are applied as they arrive; `half_async`: trainers run free, and `gather` gradients make one update; `geo`: each trains by itself for "
+        "`geo_steps`, from the servers' state, and what they learnt is added up there, each by its share of the rows",
     )
     servers: int = option(default=1, least=1, most=MOST_PROCESSES, doc="processes that hold the state")
     trainers: int = option(default=0, least=0, most=MOST_PROCESSES, doc="processes that compute; 0: launcher.processes")
     staleness: int | None = option(
         default=None,
         least=0,
-        doc="steps that may be handed out beyond the oldest that is not applied yet, in modes other than sync; null: twice the trainers, 1 with half_async; "
-        "0: none, each waits for the one before",
+        doc="steps (with geo: exchanges) that may be handed out beyond the oldest that is not applied yet, in modes other than sync; null: twice the trainers "
+        "with async, else 1; 0: none, each waits for the one before",
         unit="steps",
     )
+    geo_steps: int = option(default=400, least=1, most=1_000_000, doc="with geo: steps between two exchanges", unit="steps")
     gather: int = option(default=0, least=0, doc="with half_async: pushes that make one update; 0: as many as trainers")
     slice_parameters: bool = option(default=True, doc="cut parameters into a slice for each server, along their first axis")
     min_block: int = option(default=8192, least=1, doc="no smaller slices than this", unit="elements")
@@ -73,6 +76,8 @@ class Pserver(Strategy):
                 f"step.clip_norm={task.step.clip_norm:g} needs the norm of what is merged, and with strategy.mode=half_async no server has all of it; "
                 "use strategy.servers=1"
             )
+        if self.mode is Mode.geo and task.rows is not None and task.recipe.table_widths() and task.rows.shrinkage(1.0):
+            raise ConfigError("strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; set it to 0")
         if several and self.slice_parameters and task.optimizer.by_tensor:
             raise ConfigError(f"{type(task.optimizer).__name__} looks at whole tensors, which strategy.slice_parameters=true cuts; set it to false")
 
@@ -81,7 +86,7 @@ class Pserver(Strategy):
 
     def merging(self) -> Merging:
         """The mode as a rule over pushes."""
-        from dtf.pserver.merging import Async, HalfAsync, Sync
+        from dtf.pserver.merging import Async, Geo, HalfAsync, Sync
 
         match self.mode:
             case Mode.sync:
@@ -90,6 +95,8 @@ class Pserver(Strategy):
                 return Async(self.staleness)
             case Mode.half_async:
                 return HalfAsync(self.staleness, self.gather)
+            case Mode.geo:
+                return Geo(self.staleness, self.geo_steps)
 
     def setup(self, task: Task, world: World) -> Program:
         from dtf.pserver.session import serve

@@ -1,0 +1,132 @@
+"""What a trainer computes for one lease from what it pulled: gradients, by server. Knows no messages."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtf.build import cast_model, draw_model
+from dtf.passes import loss_dtype, received, rows_of, stand_ins
+from dtf.pserver.blocks import Layout, views
+from dtf.pserver.feeder import Prepared
+from dtf.sampler import cut, share
+from dtf.spmd import Replica
+from dtf.strategy import Task
+from dtf.values import Batch, Evaluated, Shard
+
+warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
+
+ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""Ids (U,) and numbers (U, columns) of each table."""
+
+
+class Pulled(NamedTuple):
+    """What the servers gave for one lease, in their order."""
+
+    dense: list[np.ndarray | None]  # learning blocks; None: those that came last
+    rows: list[dict[str, np.ndarray]]
+    applied: list[int]  # updates in it
+    scale: float
+
+
+class Computed(NamedTuple):
+    """What came of one lease; `dense` and `rows` by server, see `Push`."""
+
+    dense: list[np.ndarray]
+    rows: Sequence[ByTable]
+    sums: Tensor  # (M,)
+    statistics: np.ndarray
+    norm: float
+    finite: int
+    skipped: int = 0
+
+
+class Computing:
+    """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient."""
+
+    def __init__(self, task: Task, device: torch.device, layouts: Sequence[Layout], shares: int, micro_batch_rows: int, whole_norm: bool) -> None:
+        self._task, self.device, self._layouts, self._shares, self._micro_batch_rows = task, device, layouts, shares, micro_batch_rows
+        self._whole_norm = whole_norm
+        model = draw_model(task.recipe, task.seed, task.weights)
+        self.masters = cast_model(model, task.precision, device)
+        self.replica = Replica(model, task, device)
+        self.parameters = dict(model.named_parameters())
+        self._learning = [[block.of(self.parameters[block.name].data) for block in layout.learning] for layout in layouts]
+        self._outgoing = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
+
+    def rehearse(self, batch: Batch) -> None:
+        """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
+        batch = received(batch, self._task)
+        batch = batch._replace(inputs=stand_ins(batch.inputs, self._task.recipe.tables()))
+        self.replica.rehearse(rows_of(batch, 0, 4), spread=self._shares > 1)
+
+    def gradients(self, prepared: Prepared, pulled: Pulled) -> Computed:
+        """Of the sum of losses over the rows of a lease, divided by the rows of the global batch."""
+        self.load(pulled)
+        batch = prepared.wanted.fill(prepared.batch, pulled.rows, self.device)
+        sums = self.passes(prepared, batch, pulled.scale / prepared.ticket.rows)
+        for layout, memory in zip(self._layouts, self._outgoing, strict=True):
+            here = views(memory, layout.learning)
+            found = [self.parameters[block.name].grad for block in layout.learning]
+            parts = [torch.zeros_like(view) if grad is None else block.of(grad) for grad, block, view in zip(found, layout.learning, here, strict=True)]
+            if here:
+                torch._foreach_copy_(here, parts)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        rows = prepared.wanted.gradients(self.replica.row_gradients)
+        dense = [memory.cpu().numpy() for memory in self._outgoing]
+        norm = self._norm(rows) if self._whole_norm else 0.0
+        finite = math.isfinite(norm)
+        return Computed(dense, rows, sums, self.replica.statistics.added().cpu().numpy(), norm if finite else 0.0, int(finite))
+
+    def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
+        """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters; the metric sums (M,)."""
+        ticket, shard = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
+        bounds, own = self.own(prepared)
+        self.replica.model.train()
+        self.replica.statistics.forget(ticket.step)
+        scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
+        return self.replica.accumulate(ticket, batch, bounds, own, shard, scale)
+
+    def own(self, prepared: Prepared) -> tuple[list[int], tuple[int, int]]:
+        """Bounds of all micro-batches of the ticket, and the first and last + 1 of those of the lease."""
+        bounds = cut(prepared.ticket.rows, self._micro_batch_rows)
+        return bounds, share(len(bounds) - 1, Shard(prepared.lease.part, prepared.lease.shares))
+
+    def evaluate(self, prepared: Prepared, pulled: Pulled) -> Evaluated:
+        """A batch of an evaluation."""
+        self.load(pulled)
+        return self.replica.evaluate(prepared.wanted.fill(prepared.batch, pulled.rows, self.device))
+
+    @torch.no_grad()
+    def load(self, pulled: Pulled) -> None:
+        """Put pulled blocks into the model."""
+        for layout, into, arrived in zip(self._layouts, self._learning, pulled.dense, strict=True):
+            if arrived is not None and into:
+                torch._foreach_copy_(into, views(torch.from_numpy(arrived).to(self.device), layout.learning))
+
+    @torch.no_grad()
+    def take_frozen(self, server: int, data: np.ndarray) -> None:
+        """Blocks that do not learn, and server 0's buffers; see `Holdings.frozen`."""
+        layout, memory = self._layouts[server], torch.from_numpy(data)
+        for block, view in zip(layout.frozen, views(memory, layout.frozen), strict=True):
+            block.of(self.parameters[block.name].data).copy_(view)
+        at = layout.frozen_bytes
+        for _, buffer in self.replica.model.named_buffers() if server == 0 else ():
+            size = buffer.numel() * buffer.element_size()
+            buffer.copy_(memory[at : at + size].clone().view(buffer.dtype).view(buffer.shape))
+            at += size
+
+    def _norm(self, rows: Sequence[ByTable]) -> float:
+        from dtf.sparse import squares
+
+        total = sum(squares(gradients) for part in rows for _, gradients in part.values())
+        for layout, memory in zip(self._layouts, self._outgoing, strict=True):
+            total += sum(float(view.double().square().sum()) for view in views(memory, layout.learning))
+        return math.sqrt(total)

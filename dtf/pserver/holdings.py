@@ -1,0 +1,291 @@
+"""What one server holds, and how pushes change it: blocks, rows, optimizer state, running averages. Knows nothing of leases and messages."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dtf.build import DTYPES, cast_model, draw_model
+from dtf.errors import ConfigError
+from dtf.memory import Memory
+from dtf.microbatch import RunningStatistics
+from dtf.pserver.blocks import balance, fields, lay_out, views
+from dtf.pserver.merging import Merging
+from dtf.pserver.push import Push
+from dtf.pserver.rows import Given, Shelf, Shelves
+from dtf.sampler import cut, share
+from dtf.sparse import SparseTable
+from dtf.spmd import buffers, load_buffers
+from dtf.strategy import Source, Task
+from dtf.update import LocalUpdate, Piece
+from dtf.values import Shard, State, Train
+from dtf.world import World
+
+if TYPE_CHECKING:
+    from dtf.strategies.pserver import Pserver
+
+ANY = -1
+"""In the place of a stamp: blocks are wanted, whatever it is."""
+
+Tickets = Mapping[int, Sequence[Train]]
+"""First step of each lease -> its tickets."""
+
+
+class Part:
+    """What a server has of the model beside blocks: buffers and their averages. See `spmd.Part`."""
+
+    def __init__(self, model: nn.Module, statistics: RunningStatistics) -> None:
+        self.model, self.statistics = model, statistics
+
+
+class Holdings:
+    """This server's part of the state. One thread changes it, others may pull.
+
+    `shares`, `micro_batch_rows`: how the rows of a step are cut. `stamp` changes with the state; `applied` counts updates.
+    """
+
+    def __init__(self, task: Task, world: World, strategy: Pserver, merging: Merging, shares: int, micro_batch_rows: int) -> None:
+        self._task, self._world, self._merging, self._shares, self._micro_batch_rows = task, world, merging, shares, micro_batch_rows
+        model = draw_model(task.recipe, task.seed, task.weights)
+        masters = cast_model(model, task.precision, world.device)
+        layouts = lay_out(model, task.precision, world.size, strategy.slice_parameters, strategy.min_block, strategy.placement)
+        self.layout, self.balance = layouts[world.rank], balance(layouts)
+        self._dense, self._frozen, self._gradients = (
+            torch.zeros(size, dtype=torch.uint8, device=world.device) for size in (self.layout.bytes, self.layout.frozen_bytes, self.layout.bytes)
+        )
+        self._arriving = views(self._gradients, self.layout.learning)
+        self._learning: list[nn.Parameter] = []
+        self._shelves = _shelves(task, world)
+        self._update = LocalUpdate(
+            self._pieces(masters),
+            task.optimizer,
+            task.step.clip_norm,
+            task.precision.loss_scale,
+            gather=self._whole_norm,
+            like=next(iter(masters.values())).new_zeros(0),
+            tables=self._shelves,
+        )
+        for parameter in model.parameters():
+            parameter.data = parameter.data.new_zeros(0)  # the blocks have it now
+        self._fields, self._field_bytes = fields(self.layout, task.optimizer)
+        self._part = Part(model, RunningStatistics(model, task.step.ema))
+        model.train()
+        self._norm: Tensor | None = None  # of the update being made, where trainers know it
+        self._lock = threading.Lock()
+        self._skipped = 0  # updates that trainers which learn by themselves did not make
+        self.stamp = self.applied = 0
+        self.staleness: Counter[int] = Counter()
+        """Updates between what a push was computed from and itself -> how many pushes."""
+
+    # ------------------------------------------------------------ what pushes do
+
+    def apply(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
+        """One update; its gradient norm, (2,) [norm, 1], or sums of these over steps. Collective over servers where all merge alike."""
+        with self._lock:
+            norm = self._learn(pushes, tickets) if self._merging.local else self._update_by(pushes, tickets)
+            self._absorb(pushes, tickets)
+            for push in pushes:
+                self.staleness[self.applied - push.seen] += 1
+            self.applied += 1
+            self.stamp += 1
+        return norm
+
+    def _update_by(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
+        """One update of the optimizer by the sum of gradients; its norm, (2,)."""
+        ticket, rows = tickets[max(push.step for push in pushes)][-1], sum(self._rows(push, tickets) for push in pushes)
+        weights = [_global_rows(push, tickets) / rows for push in pushes]  # 1 for all shares of one step
+        alone = self._world.size == 1
+        self._sum(pushes, weights)
+        if self._shelves is not None:
+            self._shelves.take(self._given(pushes, weights), together=not alone and self._merging.exact)
+        if not alone and not self._merging.exact:  # each server has a part of the gradient, and merges when it likes
+            norm = sum(push.norm for push in pushes) / len(pushes) if all(push.finite for push in pushes) else float("inf")
+            self._norm = torch.tensor([norm], device=self._world.device)
+            if self._shelves is not None:
+                self._shelves.norm = torch.zeros((), dtype=torch.float64)
+        norm = self._update.apply(ticket.step, ticket.lr)
+        self._norm = None
+        return norm
+
+    @torch.no_grad()
+    def _learn(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
+        """Add what trainers learnt, each as its share of the rows counts; the sum of their gradients' norms and the number of these, (2,)."""
+        weights = [self._rows(push, tickets) / _global_rows(push, tickets) for push in pushes]
+        here = [self._update.kept(field.block.name)[field.key] for field in self._fields]
+        for push, weight in zip(pushes, weights, strict=True):
+            for tensor, difference in zip(here, views(torch.from_numpy(push.dense).to(self._world.device), self._fields), strict=True):
+                tensor.add_(difference, alpha=weight)
+        if self._shelves is not None:
+            self._shelves.learn(self._given(pushes, weights))
+        self._update.refresh(max(len(tickets[push.step]) for push in pushes))
+        self._skipped += sum(push.skipped for push in pushes)
+        return torch.tensor([sum(push.norm for push in pushes), sum(push.finite for push in pushes)], dtype=torch.float64)
+
+    def _given(self, pushes: Sequence[Push], weights: Sequence[float]) -> dict[str, list[Given]]:
+        names = self._task.recipe.tables()
+        return {name: [Given(*push.rows[name], weight) for push, weight in zip(pushes, weights, strict=True) if name in push.rows] for name in names}
+
+    def _sum(self, pushes: Sequence[Push], weights: Sequence[float]) -> None:
+        for number, (push, weight) in enumerate(zip(pushes, weights, strict=True)):
+            blocks = views(torch.from_numpy(push.dense).to(self._world.device), self.layout.learning)
+            if not blocks:
+                continue
+            if number:
+                torch._foreach_add_(self._arriving, blocks, alpha=weight)
+            else:
+                torch._foreach_copy_(self._arriving, blocks)
+                if weight != 1:
+                    torch._foreach_mul_(self._arriving, weight)
+        for parameter, gradient in zip(self._learning, self._arriving, strict=True):
+            parameter.grad = gradient
+
+    def _absorb(self, pushes: Sequence[Push], tickets: Tickets) -> None:
+        """Running averages live on server 0; each push says what its micro-batches add, step by step, to those of one of `shares` ranks."""
+        if self._world.rank or not len(self._part.statistics):
+            return
+        for number in range(max(len(tickets[push.step]) for push in pushes)):
+            added, count, total = 0.0, 0, 0
+            for push in pushes:
+                own = tickets[push.step]
+                if number < len(own):
+                    added = added + torch.from_numpy(push.statistics).view(len(own), -1)[number]
+                    ends, (first, last) = self._own(own[number], push.part)
+                    count, total = count + last - first, len(ends)
+            if isinstance(added, Tensor) and count:
+                self._part.statistics.absorb(added * (total / (self._shares * count)))
+
+    def _whole_norm(self, norms: Tensor) -> Tensor:
+        """Norms of which the norm is that of the whole gradient, tables apart."""
+        if self._norm is not None or self._world.size == 1:
+            return norms if self._norm is None else self._norm
+        squares = norms.double().square().sum().cpu()
+        return self._world.reduce(squares).sqrt().to(norms).reshape(1)
+
+    def _own(self, ticket: Train, part: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """All micro-batches of a ticket, by their rows, and the first and last + 1 of those of a share."""
+        ends = list(pairwise(cut(ticket.rows, self._micro_batch_rows)))
+        return ends, share(len(ends), Shard(part, self._shares))
+
+    def _rows(self, push: Push, tickets: Tickets) -> int:
+        """Rows of global batches that a push is about."""
+        found = (self._own(ticket, push.part) for ticket in tickets[push.step])
+        return sum(last - first for ends, own in found for first, last in ends[slice(*own)])
+
+    # ------------------------------------------------------------ what trainers are given
+
+    def pull(self, wanted: Mapping[str, np.ndarray], create: bool, known: int) -> tuple[int, int, np.ndarray | None, dict[str, np.ndarray]]:
+        """The stamp of the state, the updates in it, learning blocks unless those of stamp `known`, and rows by table; all of one moment.
+
+        For training that is local, blocks and rows with their optimizer state.
+        """
+        with self._lock:
+            if create and self._merging.local:
+                records = {name: self._shelves.records(name, ids) for name, ids in wanted.items()} if self._shelves else {}
+                return self.stamp, self.applied, self._kept() if known == ANY else None, records
+            rows = {name: self._shelves.rows(name, ids, create) for name, ids in wanted.items()} if self._shelves else {}
+            dense = None if known == self.stamp else self._dense.cpu().numpy().copy()
+            return self.stamp, self.applied, dense, rows
+
+    def frozen(self) -> np.ndarray:
+        """Blocks that do not learn, and on server 0 all buffers, bytes."""
+        with self._lock:
+            found = [self._frozen.cpu()]
+            if self._world.rank == 0:
+                found += [buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for _, buffer in self._part.model.named_buffers()]
+            return torch.cat(found).numpy()
+
+    def scale(self) -> float:
+        """The factor of the loss that trainers differentiate."""
+        return float(self._update.scale(torch.ones((), dtype=torch.float64)))
+
+    def sizes(self) -> dict[str, int]:
+        """Rows of each table here."""
+        return self._shelves.sizes() if self._shelves else {}
+
+    def _kept(self) -> np.ndarray:
+        """The learning blocks with their optimizer state, as `fields` lay them out."""
+        memory = torch.zeros(self._field_bytes, dtype=torch.uint8)
+        here = [self._update.kept(field.block.name)[field.key] for field in self._fields]
+        for into, tensor in zip(views(memory, self._fields), here, strict=True):
+            into.copy_(tensor)
+        return memory.numpy()
+
+    def columns(self, name: str) -> int:
+        """Numbers for each id in a push."""
+        assert self._shelves is not None
+        return self._shelves.columns(name) if self._merging.local else self._task.recipe.tables()[name].width
+
+    @property
+    def push_bytes(self) -> int:
+        """Of `dense` in a push."""
+        return self._field_bytes if self._merging.local else self.layout.bytes
+
+    # ------------------------------------------------------------ as a program's state
+
+    def use_averages(self, on: bool) -> None:
+        """See `strategy.Program`."""
+        with self._lock:
+            self._update.use_averages(on)
+            self._part.statistics.use_averages(on)
+            self.stamp += 1
+
+    def state(self) -> State:
+        """See `strategy.Program`."""
+        state = self._update.state()
+        return State(state.boxes + (buffers(self._part) if self._world.rank == 0 else []), state.scalars | {"skipped": self.skipped()})
+
+    def load(self, source: Source) -> None:
+        """See `strategy.Program`."""
+        with self._lock:
+            self._update.load(source)
+            load_buffers(self._part, source, Shard(0, 1))
+            self.stamp += 1
+
+    def memory(self) -> Memory:
+        """See `strategy.Program`."""
+        return Memory(*self._update.bytes(), 0)
+
+    def skipped(self) -> int:
+        """See `strategy.Program`."""
+        return self._update.skipped() + self._skipped
+
+    def _pieces(self, masters: Mapping[str, Tensor]) -> dict[str, Piece]:
+        found = {}
+        for memory, blocks in ((self._dense, self.layout.learning), (self._frozen, self.layout.frozen)):
+            for block, view in zip(blocks, views(memory, blocks), strict=True):
+                numbers = block.of(masters[block.name].detach())
+                view.copy_(numbers)
+                parameter = nn.Parameter(view, requires_grad=memory is self._dense)
+                if memory is self._dense:
+                    self._learning.append(parameter)
+                master = parameter.data if block.kept is block.dtype else numbers.clone()
+                found[block.name] = Piece(parameter, parameter.data, master, block.whole, block.offset)
+        return found
+
+
+def _global_rows(push: Push, tickets: Tickets) -> int:
+    return sum(ticket.rows for ticket in tickets[push.step])
+
+
+def _shelves(task: Task, world: World) -> Shelves | None:
+    """This server's parts of the task's tables."""
+    specs = task.recipe.tables()
+    if not specs:
+        return None
+    if task.rows is None:
+        raise ConfigError(f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME")
+    kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
+    shelves = Shelves({name: Shelf(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()}, world)
+    if task.weights is not None:
+        source = task.weights.source()
+        if source is None:
+            raise ConfigError(f"{task.weights.place} holds no sparse tables, and {type(task.recipe).__name__} has some; give a run or a checkpoint of dtf")
+        shelves.load(source, resume=False)
+    return shelves

@@ -1,0 +1,26 @@
+"""What a trainer pushes for one lease, as a server gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Push(NamedTuple):
+    """Gradients of the sum of losses over the rows of the lease, divided by the rows of the global batch; or differences, see `protocol`."""
+
+    step: int
+    part: int
+    dense: np.ndarray  # (bytes,) uint8: see `blocks.views`
+    rows: Mapping[str, tuple[np.ndarray, np.ndarray]]  # by table: ids (U,), each once, and numbers (U, columns)
+    finite: int  # whether the gradient is; of differences the number of steps whose norm is known
+    norm: float  # of the whole gradient, all servers' parts, where the mode needs it; of differences the sum over their steps
+    seen: int  # updates that this server had made when the trainer pulled
+    epoch: int
+    unread: int  # of its rows
+    skipped: int  # steps that the trainer itself did not make
+    sums: np.ndarray  # (M,); empty but for server 0, as all that follows
+    statistics: np.ndarray
+    ids: np.ndarray  # sample ids
