@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 import json
 import math
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.errors import ConfigError, DataError
 from dtf.recipes.ctr.columns import AVAZU, CRITEO
+from dtf.recipes.ctr.places import found_at
 from dtf.registry import option
 
 if TYPE_CHECKING:
@@ -229,8 +229,7 @@ class LogOptions(DataOptions):
         text = getattr(self, split)
         if not text:
             raise ConfigError(f"recipe.data.{split} is not set; give a file, a folder or a pattern: recipe.data.{split}=PATH")
-        under = f" in recipe.data.root={self.root}" if self.root else ""
-        return _files(Path(self.root).expanduser() / Path(text).expanduser(), f"recipe.data.{split}={text}{under}")
+        return found_at(Path(self.root).expanduser() / Path(text).expanduser(), f"recipe.data.{split}={text}", self.root)
 
     def open(self, split: str, seed: int) -> Dataset:
         import torch
@@ -273,7 +272,7 @@ class LogOptions(DataOptions):
         from dtf.recipes.ctr.clicklog import Queued
 
         threads = self.threads or torch.get_num_threads()
-        log = self._log(_files(path, f"job.input={path}"), threads, labels=False)
+        log = self._log(found_at(path, f"job.input={path}"), threads, labels=False)
         return Queued(log, self._encoder(), 0, self.queue_rows, threads, 4096)
 
     @property
@@ -329,22 +328,6 @@ class LogOptions(DataOptions):
             _vocabularies.clear()
             _vocabularies[name] = Vocabulary.load(folder)
         return Encoder(self.integers.name, 0, _vocabularies[name])
-
-
-def _files(place: Path, given: str) -> list[Path]:
-    """The files that a place stands for, in the order of their names. DataError when there are none."""
-    if place.is_dir():
-        found = sorted(path for path in place.iterdir() if path.is_file() and not path.name.startswith((".", "_")))
-        if not found:
-            raise DataError(f"{given}: the folder holds no files, hidden ones apart; give one that does, or a pattern")
-    else:
-        found = [place] if place.exists() else [Path(name) for name in sorted(glob.glob(str(place))) if Path(name).is_file()]
-    if not found:
-        raise DataError(f"{given}: there is no such file; give a file, a folder of files or a pattern")
-    for path in found:
-        if not os.access(path, os.R_OK):
-            raise DataError(f"{given}: {path} may not be read")
-    return found
 
 
 def _can_write(folder: Path) -> bool:
