@@ -104,10 +104,10 @@ class Holdings:
         alone = self._world.size == 1
         self._sum(pushes, weights)
         if self._shelves is not None:
-            self._shelves.take(self._given(pushes, weights), together=not alone and self._merging.exact)
-        if not alone and not self._merging.exact:  # each server has a part of the gradient, and merges when it likes
+            self._shelves.take(self._given(pushes, weights), together=not alone and self._merging.together)
+        if not alone and not self._merging.together:  # each server has a part of the gradient, and merges when it likes
             norm = sum(push.norm for push in pushes) / len(pushes) if all(push.finite for push in pushes) else float("inf")
-            self._norm = torch.tensor([norm], device=self._world.device)
+            self._norm = torch.tensor([norm], dtype=torch.float64, device=self._world.device)
             if self._shelves is not None:
                 self._shelves.norm = torch.zeros((), dtype=torch.float64)
         norm = self._update.apply(ticket.step, ticket.lr)
@@ -116,7 +116,7 @@ class Holdings:
 
     @torch.no_grad()
     def _learn(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
-        """Add what trainers learnt, each as its share of the rows counts; the sum of their gradients' norms and the number of these, (2,)."""
+        """Add what trainers learnt, each as its share of the rows counts. [NaN, steps]: nobody knows the norm of a whole gradient."""
         weights = [self._rows(push, tickets) / _global_rows(push, tickets) for push in pushes]
         here = [self._update.kept(field.block.name)[field.key] for field in self._fields]
         for push, weight in zip(pushes, weights, strict=True):
@@ -126,7 +126,7 @@ class Holdings:
             self._shelves.learn(self._given(pushes, weights))
         self._update.refresh(max(len(tickets[push.step]) for push in pushes))
         self._skipped += sum(push.skipped for push in pushes)
-        return torch.tensor([sum(push.norm for push in pushes), sum(push.finite for push in pushes)], dtype=torch.float64)
+        return torch.tensor([float("nan"), sum(push.finite for push in pushes)], dtype=torch.float64)
 
     def _given(self, pushes: Sequence[Push], weights: Sequence[float]) -> dict[str, list[Given]]:
         names = self._task.recipe.tables()

@@ -55,7 +55,7 @@ class Local:
         self._met: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in self._stores}
         self._sums = torch.zeros(self._measures, dtype=torch.float64)
         self._statistics: list[np.ndarray] = []
-        self._norms = torch.zeros(2, dtype=torch.float64)
+        self._updates = 0
 
     def missing(self, wanted: Wanted, server: int) -> dict[str, np.ndarray]:
         """Ids of a batch, of those this server holds, whose rows are not here yet."""
@@ -78,9 +78,8 @@ class Local:
         if self._tables is not None:
             self._tables.give(self._computing.replica.row_gradients)
         self._update.table_steps = prepared.ticket.step
-        norm = self._update.apply(prepared.ticket.step, prepared.ticket.lr).cpu().double()
-        if bool(torch.isfinite(norm[0])):
-            self._norms += norm
+        norm = self._update.apply(prepared.ticket.step, prepared.ticket.lr)
+        self._updates += int(torch.isfinite(norm[0]))
 
     @torch.no_grad()
     def differences(self) -> Computed:
@@ -91,9 +90,8 @@ class Local:
             for field, into, was in zip(own, views(memory, own), views(before, own), strict=True):
                 into.copy_(self._here(field)).sub_(was)
             dense.append(memory.numpy())
-        norm, known = self._norms.tolist()
         skipped = self._update.skipped() - self._skipped_before
-        return Computed(dense, self._rows(), self._sums, np.concatenate(self._statistics), norm, int(known), skipped)
+        return Computed(dense, self._rows(), self._sums, np.concatenate(self._statistics), 0.0, self._updates, skipped)
 
     def _rows(self) -> Sequence[ByTable]:
         parts: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in self._fields]

@@ -26,6 +26,9 @@ class Merging(ABC):
     exact = False
     """Whether each step is one update, of all its shares summed in their order: the same numbers as any synchronous strategy."""
 
+    together = False
+    """Whether all servers merge the same pushes, one update after the other: what needs the whole gradient can then be known."""
+
     local = False
     """Whether trainers learn by themselves and push differences of the state, not gradients."""
 
@@ -51,7 +54,7 @@ class Merging(ABC):
 class Sync(Merging):
     """All shares of a step at once. The next step is open meanwhile, so that its rows can be read and asked for."""
 
-    exact = True
+    exact = together = True
 
     def shares(self, trainers: int) -> int:
         return trainers
@@ -84,6 +87,7 @@ class HalfAsync(Merging):
     def __init__(self, staleness: int | None, gather: int) -> None:
         super().__init__(staleness)
         self._gather = gather
+        self.together = staleness == 0 and not gather
 
     def shares(self, trainers: int) -> int:
         self._trainers = trainers

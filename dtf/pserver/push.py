@@ -15,8 +15,8 @@ class Push(NamedTuple):
     part: int
     dense: np.ndarray  # (bytes,) uint8: see `blocks.views`
     rows: Mapping[str, tuple[np.ndarray, np.ndarray]]  # by table: ids (U,), each once, and numbers (U, columns)
-    finite: int  # whether the gradient is; of differences the number of steps whose norm is known
-    norm: float  # of the whole gradient, all servers' parts, where the mode needs it; of differences the sum over their steps
+    finite: int  # whether the gradient is; of differences how many steps had one that is
+    norm: float  # of the whole gradient, all servers' parts, where the mode needs it
     seen: int  # updates that this server had made when the trainer pulled
     epoch: int
     unread: int  # of its rows

@@ -219,11 +219,12 @@ class Serving(Program):
         self.change.notify_all()
 
     def _take(self) -> list[Push]:
-        """The next pushes to be merged, out of the basket."""
-        self._basket.sort(key=lambda push: (push.step, push.part)) if self._merging.exact else None
+        """The next pushes to be merged, out of the basket, in an order that arrival does not decide."""
+        if self._merging.exact:
+            self._basket.sort(key=_order)
         count = self._merging.ready(self._basket, self._waiting)
         pushes, self._basket = self._basket[:count], self._basket[count:]
-        return pushes
+        return sorted(pushes, key=_order)
 
     def _parts(self, rows: int) -> list[int]:
         """Shares of a global batch that have micro-batches."""
@@ -242,3 +243,7 @@ class Serving(Program):
                 return
             heartbeat.beat("wait", max(0, self.version))
             self.change.wait(WAIT_S)
+
+
+def _order(push: Push) -> tuple[int, int]:
+    return push.step, push.part

@@ -43,7 +43,7 @@ class Trainer:
         self._merging, self._shares = merging, merging.shares(trainers)
         self._micro_batch_rows = task.step.rows_each(self._shares)
         layouts = lay_out(sketch(task.recipe), task.precision, len(servers), strategy.slice_parameters, strategy.min_block, strategy.placement)
-        whole_norm = len(servers) > 1 and not merging.exact
+        whole_norm = len(servers) > 1 and not merging.together
         self._computing = Computing(task, torch.device(errand.place.device), layouts, self._shares, self._micro_batch_rows, whole_norm)
         self._local = Local(task, self._computing, layouts) if merging.local else None
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}

@@ -71,10 +71,10 @@ class Pserver(Strategy):
             raise ConfigError(
                 "a loss scale is found step by step, and strategy.mode=" + f"{self.mode.value} has none that all share; use precision=bf16, or sync"
             )
-        if several and task.step.clip_norm and self.mode is Mode.half_async:
+        if several and task.step.clip_norm and self.mode is Mode.half_async and not self.merging().together:
             raise ConfigError(
                 f"step.clip_norm={task.step.clip_norm:g} needs the norm of what is merged, and with strategy.mode=half_async no server has all of it; "
-                "use strategy.servers=1"
+                "use strategy.servers=1, or strategy.staleness=0"
             )
         if self.mode is Mode.geo and task.rows is not None and task.recipe.table_widths() and task.rows.shrinkage(1.0):
             raise ConfigError("strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; set it to 0")
