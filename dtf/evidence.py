@@ -52,7 +52,7 @@ class Evidence:
             metrics={line["step"]: {name: _number(line[name]) for name in ("loss", "grad_norm")} for line in lines if line["split"] == "train"},
             ids=ids,
             held=[line["held"] for record in records for line in record if "held" in line],
-            tensors=_tensors(located(folder, "run folder")[0]),
+            tensors=checkpoint_tensors(located(folder, "run folder")[0]),
         )
 
 
@@ -78,7 +78,7 @@ class Verdict:
         return {**self.__dict__, "ok": self.ok}
 
 
-def _tensors(checkpoint: Path) -> dict[str, np.ndarray]:
+def checkpoint_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     """Every tensor of the run in a checkpoint, whole, in fp64. Without torch: the launching process compares."""
     found = {}
     for name, stored in sorted(read_manifest(checkpoint).tensors.items()):

@@ -39,14 +39,22 @@ def inherited(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -
     file = config_of(located(path, "job.model")[0]) if model and is_checkpoint(path) else None
     if file is None:
         return []
-    scan(file)
-    saved = yaml.safe_load(file.read_text())
+    return _overrides(saved_config(file, f"job.model={model}", plugins), chosen)
+
+
+def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, Any]:
+    """The config of a run from its file. DataError when it is none, ConfigError when it needs plugins that are not among those trusted."""
+    try:
+        scan(file)
+        saved = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise DataError(f"{given}: {file} cannot be read: {error.strerror}") from None
     if not isinstance(saved, dict):
         raise DataError(f"{file} is no config; give the checkpoint with a recipe on the command line, away from this folder")
     other = [name for name in saved.get("plugins") or [] if name not in plugins]
     if other:  # a folder from elsewhere must not make this process import what it names
-        raise ConfigError(f"the run of job.model={model} used plugins=[{','.join(map(str, other))}]; give them on the command line if you trust them")
-    return _overrides(saved, chosen)
+        raise ConfigError(f"the run of {given} used plugins=[{','.join(map(str, other))}]; give them on the command line if you trust them")
+    return saved
 
 
 def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:

@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,20 +26,18 @@ from dtf.ema import averaged
 from dtf.engine import RECENT, Loop, fit
 from dtf.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.launcher import Place
-from dtf.loader import Loader
 from dtf.memory import Memory, Meter
 from dtf.observer import Probes
 from dtf.overview import overview
-from dtf.passes import stand_ins
 from dtf.patterns import check_used
 from dtf.precision import set_switches
 from dtf.recipe import Dataset, Recipe
 from dtf.record import Record
+from dtf.rows import Rows
 from dtf.run import flat
-from dtf.sampler import Epochs, Sequential
 from dtf.settings import Settings, typed
 from dtf.strategy import Errand, Program, Task
-from dtf.values import Ended, Event, Failed, Measured, Note, Shard, Started
+from dtf.values import Ended, Event, Failed, Measured, Note, Started
 from dtf.weights import Fit, Weights, fitted, open_weights
 from dtf.world import World
 
@@ -97,31 +94,14 @@ def _train(
     leading, count = next(iter(strategy.roles(place.slots).items()))
     leads = place.role == leading
     world = World.join(replace(place, size=count), strategy.communication(kind)) if leads else World(replace(place, size=1))
-    train_data, eval_data = recipe.open_data("train", settings.seed), recipe.open_data("eval", settings.seed)
-    if not len(train_data) or not len(eval_data):
-        raise DataError(f"recipe={config['recipe']['name']}: {len(train_data)} training and {len(eval_data)} evaluation rows; both need at least one")
-    fingerprint = train_data.fingerprint() + settings.sampler.fingerprint()
-    data = {"training data": fingerprint, "evaluation data": eval_data.fingerprint()}
-    facts = {"versions": _versions(kind), "digest of the config": digest(config), **data}
+    rows = Rows(settings, config["recipe"]["name"], config["sampler"]["name"], pin=kind == "cuda")
+    facts = {"versions": _versions(kind), "digest of the config": digest(config)}
+    facts |= {"training data": rows.fingerprint, "evaluation data": rows.eval.fingerprint()}
     batch = settings.step.batch_size
     if leads:
-        world.facts = facts
+        world.facts, world.folder = facts, folder
         agree(world, facts | {"finds the run folder": _finds(folder, run_id)})
-    if settings.sampler.repeats and not train_data.repeats:
-        raise ConfigError(
-            f"sampler={config['sampler']['name']} shows rows several times, and the data of recipe={config['recipe']['name']} has one view of each"
-        )
-    epochs = Epochs(settings.sampler, len(train_data), batch, settings.seed, train_data.groups(), train_data.runs())
-    if not epochs.batches:
-        raise DataError(f"step.batch_size={batch} is more than the {len(train_data)} training rows, sampler.tail=drop leaves none; lower it")
-    eval_epochs = Epochs(Sequential(), len(eval_data), batch, settings.seed, runs=eval_data.runs())
-
-    def sample(rows: int) -> Any:
-        return stand_ins(recipe.receive(train_data.fetch(np.arange(rows) % len(train_data), 0)[0]), recipe.tables())
-
-    def rows(split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
-        return Loader(*{"train": (train_data, epochs), "eval": (eval_data, eval_epochs)}[split], shard, micro_batch_rows, pin=kind == "cuda")
-
+    epochs = rows.cut()
     model = sketch(recipe)
     parameters = dict(model.named_parameters())
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
@@ -130,9 +110,9 @@ def _train(
     check_used("optimizer.weight_decays", settings.optimizer.weight_decays, parameters, frozen)
     weights, weights_digest, found = _weights(recipe, model, world)
     optimizer = averaged(settings.optimizer, settings.step.ema)
-    task = Task(recipe, optimizer, settings.precision, settings.step, settings.seed, sample, weights, settings.sparse)
+    task = Task(recipe, optimizer, settings.precision, settings.step, settings.seed, rows.sample, weights, settings.sparse)
     if not leads:
-        strategy.assist(task, Errand(place, facts, rows, beat, stop_requested))
+        strategy.assist(task, Errand(place, facts, rows.loader, beat, stop_requested))
         return
     program = strategy.setup(task, world)
     if recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
@@ -140,13 +120,13 @@ def _train(
             f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} rows, as strategy="
             f"{config['strategy']['name']} chooses them, part them; set step.micro_batch_rows to an even number"
         )
-    loaders = [rows("train", program.shard, program.micro_batch_rows), rows("eval", program.shard, -(-batch // program.shares))]
+    loaders = [rows.loader("train", program.shard, program.micro_batch_rows), rows.loader("eval", program.shard, -(-batch // program.shares))]
     plan = _plan(settings, epochs.batches)
     identity = {
         "recipe": config["recipe"]["name"],
         "seed": settings.seed,
         "batch_size": batch,
-        "data": fingerprint,
+        "data": rows.fingerprint,
         "sampler": config["sampler"],
         "optimizer": config["optimizer"]["name"],
         "objective": list(plan.objective),
@@ -186,8 +166,8 @@ def _train(
             start,
             plan.total,
             epochs.batches,
-            overview(settings, config, folder, model, program, world, plan, planned, len(train_data), len(eval_data))
-            | _ceiling(eval_data, world)
+            overview(settings, config, folder, model, program, world, plan, planned, len(rows.train), len(rows.eval))
+            | _ceiling(rows.eval, world)
             | ({"weights": f"{weights.about}, {weights_digest[:19]}: {found.text()}"} if weights and found else {}),
             place.attempt,
             recent,
@@ -200,7 +180,7 @@ def _train(
         clock=clock,
         train=loaders[0],
         evaluation=loaders[1],
-        evaluation_rows=len(eval_data),
+        evaluation_rows=len(rows.eval),
         recipe=recipe,
         world=world,
         saver=checkpointer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ class World:
         self.place, self.rank, self.size, self.slots = place, place.rank, place.size, place.slots
         self.device = torch.device(place.device)
         self.facts: dict[str, Any] = {}  # what all processes of the run must have alike, once known: see `dtf.agreement`
+        self.folder = Path()  # of the run, once known
 
     @classmethod
     def join(cls, place: Place, backend: str | None, timeout_s: float = 1800) -> World:

@@ -28,12 +28,12 @@ FLOORS = {
     "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined placement profiler ranking remat "
     "replicas screen seat sharded spmd stages tables update world",
     "the parameter server": "pserver.blocks pserver.computing pserver.desk pserver.feeder pserver.holdings pserver.ledger pserver.local pserver.merging "
-    "pserver.protocol pserver.push pserver.rows pserver.rpc pserver.serving pserver.session pserver.tally pserver.trainer",
+    "pserver.protocol pserver.push pserver.recorder pserver.replay pserver.rows pserver.rpc pserver.serving pserver.session pserver.tally pserver.trainer",
     "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes row_optimizers strategies",
     "the root config, typed": "settings",
-    "front and ranks": "charts config describe examine explain export inference inherited overview page presets record report results run served sources "
-    "sweep trained trials tuning worker",
+    "front and ranks": "charts config describe examine explain export inference inherited overview page presets record replay report results rows run "
+    "served sources sweep trained trials tuning worker",
     "processes": "attempt elastic forkserver hosts rank stop warm watched",
     "what the fork server imports": "preload",
     "options that start processes": "launchers",

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf.errors import ConfigError, DtfError, Exit, Preempted
+from dtf.inherited import saved_config
 from dtf.job import Job
 from dtf.registry import option, register, suggest
-from dtf.run import unique_id
+from dtf.run import Run, unique_id
 from dtf.tracking import count_text
 
 if TYPE_CHECKING:
@@ -58,9 +59,16 @@ class Verify(Job):
     micro_batches: list[int] = option(factory=lambda: [1, 2], least=1, doc="micro-batches per process; more than one accumulates gradients")
     batch_size: int = option(default=26, least=1, doc="global batch; the default divides unevenly", unit="rows")
     format: Output = option(default=Output.text, doc="what is printed; verify.json is written either way")
+    replay: str = option(
+        default="",
+        doc="instead: the folder of a run with strategy=pserver and strategy.record, whose recorded order is done once more, one thing after the other; it "
+        "must end with the same numbers",
+    )
     keep: bool = option(default=False, doc="keep the run folders of all runs beside verify.json")
 
     def run(self, composed: Composed) -> int:
+        if self.replay:
+            return self._replay(composed)
         strategies = self._check(composed)
         run = composed.config["run"]
         folder = Path(run["dir"] or Path("outputs", run["name"] or "verify", unique_id())).absolute()
@@ -125,6 +133,29 @@ class Verify(Job):
             )
         self._check_any(composed, strategies)
         return strategies
+
+    def _replay(self, composed: Composed) -> int:
+        from dtf.evidence import FP32_BOUND, FP64_BOUND
+
+        folder = Path(self.replay).absolute()
+        saved = saved_config(folder / "config.yaml", f"job.replay={self.replay}", composed.config["plugins"])
+        saved["run"]["dir"] = str(folder)
+        alone = composed.recompose(["job=verify", "strategy=ddp", "launcher=local", "launcher.processes=1"])
+        with tempfile.TemporaryDirectory(prefix="dtf-replay-") as aside:
+            run = Run(Path(aside), unique_id(), saved, alone.settings)
+            code = alone.settings.launcher.launch(run, lambda event: None, "dtf.replay:work")
+            if code:
+                return code
+            found = json.loads(Path(aside, "replay.json").read_text())
+        bound = FP64_BOUND if saved["precision"]["param"] == EXACT else FP32_BOUND
+        found |= {"bound": bound, "ok": found["tensor"] <= bound}
+        if self.format is Output.json:
+            print(json.dumps(found, indent=1))
+        else:
+            updates = " and ".join(f"{count:,}" for count in found["updates"])
+            verdict = "has the run's numbers" if found["ok"] else "BREAK"
+            print(f"replay of {updates} updates from step {found['start']}: {verdict}, within {found['tensor']:.1e} ({found['worst']}); {found['checkpoint']}")
+        return Exit.OK if found["ok"] else Exit.BUG
 
     def _check_any(self, composed: Composed, strategies: list[str]) -> None:
         """Raise ConfigError when no strategy runs on any number of processes, as far as can be told without training."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from dtf.agreement import mixture
 from dtf.pserver import protocol
 from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, LEASE, NO, OVER, READY, REPORT
 from dtf.pserver.push import Push
+from dtf.pserver.recorder import Pull
 from dtf.pserver.serving import Serving
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import Message, decode, encode
@@ -95,7 +96,7 @@ class Desk:
                 state = NO if not serving.begun or serving.version < after else LATE if 0 <= after < serving.version else READY
             if state == READY:
                 wanted = {name: message.arrays[f"want/{name}"] for name in self._names}
-                stamp, applied, dense, rows = serving.holdings.pull(wanted, bool(scalars["train"]), int(scalars["known"]))
+                stamp, applied, dense, rows = serving.holdings.pull(wanted, self._pull_of(scalars), int(scalars["known"]))
                 answer |= {"stamp": stamp, "applied": applied, "scale": serving.holdings.scale()}
                 arrays |= {f"rows/{name}": found for name, found in rows.items()}
                 if dense is not None:
@@ -115,6 +116,10 @@ class Desk:
         )
         return encode(self._report[1], {}, {})
 
+    def _pull_of(self, scalars: Mapping[str, Any]) -> Pull | None:
+        """Who pulls for training; None: an evaluation."""
+        return Pull(*(int(scalars[name]) for name in ("trainer", "of_step", "of_part", "at"))) if scalars["train"] else None
+
     def _push(self, message: Message) -> Push:
         scalars, arrays = message.scalars, message.arrays
         if len(arrays["dense"]) != self._serving.holdings.push_bytes:
@@ -125,6 +130,7 @@ class Desk:
                 raise Refused(f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, {self._serving.holdings.columns(name)})")
         nothing = np.empty(0)
         return Push(
+            int(scalars["trainer"]),
             int(scalars["step"]),
             int(scalars["part"]),
             arrays["dense"],

@@ -19,6 +19,7 @@ from dtf.microbatch import RunningStatistics
 from dtf.pserver.blocks import balance, fields, lay_out, views
 from dtf.pserver.merging import Merging
 from dtf.pserver.push import Push
+from dtf.pserver.recorder import Pull, Recorder
 from dtf.pserver.rows import Given, Shelf, Shelves
 from dtf.sampler import cut, share
 from dtf.sparse import SparseTable
@@ -31,8 +32,8 @@ from dtf.world import World
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver
 
-ANY = -1
-"""In the place of a stamp: blocks are wanted, whatever it is."""
+ANY, NONE = -1, -2
+"""In the place of a stamp: blocks are wanted, whatever it is; and none are."""
 
 Tickets = Mapping[int, Sequence[Train]]
 """First step of each lease -> its tickets."""
@@ -80,6 +81,7 @@ class Holdings:
         self._norm: Tensor | None = None  # of the update being made, where trainers know it
         self._lock = threading.Lock()
         self._skipped = 0  # updates that trainers which learn by themselves did not make
+        self.recorder: Recorder | None = None
         self.stamp = self.applied = 0
         self.staleness: Counter[int] = Counter()
         """Updates between what a push was computed from and itself -> how many pushes."""
@@ -91,6 +93,8 @@ class Holdings:
         with self._lock:
             norm = self._learn(pushes, tickets) if self._merging.local else self._update_by(pushes, tickets)
             self._absorb(pushes, tickets)
+            if self.recorder is not None:
+                self.recorder.applied(pushes)
             for push in pushes:
                 self.staleness[self.applied - push.seen] += 1
             self.applied += 1
@@ -180,17 +184,19 @@ class Holdings:
 
     # ------------------------------------------------------------ what trainers are given
 
-    def pull(self, wanted: Mapping[str, np.ndarray], create: bool, known: int) -> tuple[int, int, np.ndarray | None, dict[str, np.ndarray]]:
+    def pull(self, wanted: Mapping[str, np.ndarray], training: Pull | None, known: int) -> tuple[int, int, np.ndarray | None, dict[str, np.ndarray]]:
         """The stamp of the state, the updates in it, learning blocks unless those of stamp `known`, and rows by table; all of one moment.
 
-        For training that is local, blocks and rows with their optimizer state.
+        For training that is local, blocks and rows with their optimizer state. An evaluation makes no new rows.
         """
         with self._lock:
-            if create and self._merging.local:
+            if training is not None and self.recorder is not None:
+                self.recorder.pulled(training, self.applied)
+            if training is not None and self._merging.local:
                 records = {name: self._shelves.records(name, ids) for name, ids in wanted.items()} if self._shelves else {}
                 return self.stamp, self.applied, self._kept() if known == ANY else None, records
-            rows = {name: self._shelves.rows(name, ids, create) for name, ids in wanted.items()} if self._shelves else {}
-            dense = None if known == self.stamp else self._dense.cpu().numpy().copy()
+            rows = {name: self._shelves.rows(name, ids, training is not None) for name, ids in wanted.items()} if self._shelves else {}
+            dense = None if known in (self.stamp, NONE) else self._dense.cpu().numpy().copy()
             return self.stamp, self.applied, dense, rows
 
     def frozen(self) -> np.ndarray:

@@ -49,6 +49,7 @@ class Local:
             for field, arrived in zip(own, views(memory, own), strict=True):
                 self._here(field).copy_(arrived)
         self._update.refresh(0)
+        self._computing.forget()
         self._skipped_before = self._update.skipped()
         for store in self._stores.values():
             store.clear()

@@ -45,7 +45,7 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
     optimizer state, see `blocks.fields`, and of rows with theirs; `train` asks for these.
     """
     names = recipe.tables()
-    numbers = ("push", "step", "part", "unread", "epoch", "finite", "skipped", "seen", "pull", "after", "train", "known", "frozen")
+    numbers = ("push", "step", "part", "unread", "epoch", "finite", "skipped", "seen", "pull", "of_step", "of_part", "at", "after", "train", "known", "frozen")
     request = Schema(
         {"trainer": int, **dict.fromkeys(numbers, int), "norm": float, "wait_s": float},
         {"dense": BYTES, "sums": SUMS, "statistics": Array(1, REAL), "rows": NUMBERS}

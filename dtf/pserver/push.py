@@ -11,6 +11,7 @@ import numpy as np
 class Push(NamedTuple):
     """Gradients of the sum of losses over the rows of the lease, divided by the rows of the global batch; or differences, see `protocol`."""
 
+    trainer: int
     step: int
     part: int
     dense: np.ndarray  # (bytes,) uint8: see `blocks.views`

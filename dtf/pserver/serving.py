@@ -17,6 +17,7 @@ from dtf.pserver.holdings import Holdings
 from dtf.pserver.ledger import EVALUATE, TRAIN, Lease, Ledger
 from dtf.pserver.merging import Merging
 from dtf.pserver.push import Push
+from dtf.pserver.recorder import Recorder
 from dtf.pserver.tally import Tally
 from dtf.sampler import cut, share
 from dtf.strategy import Program, Source, Task
@@ -45,7 +46,7 @@ class Serving(Program):
         self.shares = merging.shares(trainers)
         self.micro_batch_rows = task.step.rows_each(self.shares)
         self._task, self._world, self._merging, self._trainers = task, world, merging, trainers
-        self._window = merging.window(trainers)
+        self._window, self._record = merging.window(trainers), strategy.record
         self.holdings = Holdings(task, world, strategy, merging, self.shares, self.micro_batch_rows)
         self.ledger = Ledger()
         self._opening: list[Train] = []  # tickets that the next leases will have
@@ -79,6 +80,8 @@ class Serving(Program):
         with self.change:
             if not self.begun:
                 self.begun, self.version = True, ticket.step
+                if self._record:
+                    self.holdings.recorder = Recorder(self._world.folder / self._record, self._world.rank, ticket.step)
             self._opening.append(ticket)
             if len(self._opening) == self._merging.steps:
                 self._open()
@@ -147,6 +150,8 @@ class Serving(Program):
             self.change.notify_all()
             if self._world.rank == 0:
                 self.change.wait_for(lambda: not self.ledger.members(), FAREWELL_S)
+        if self.holdings.recorder is not None:
+            self.holdings.recorder.close()
         self._close()
 
     # ------------------------------------------------------------ the service's side
@@ -213,6 +218,8 @@ class Serving(Program):
         parts = self._parts(max(ticket.rows for ticket in tickets))
         self._last = tickets[-1].step
         self._waiting[first], self._tickets[first] = set(parts), tickets
+        if self.holdings.recorder is not None:
+            self.holdings.recorder.opened(tickets)
         self.version = min(self._waiting)
         if self._world.rank == 0:
             self.ledger.open(Lease(TRAIN, first, part, self.shares, tickets) for part in parts)

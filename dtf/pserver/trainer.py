@@ -49,7 +49,8 @@ class Trainer:
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._schemas, self._reports, self._hellos = protocol.exchange_schemas(task.recipe), protocol.report_schemas(), protocol.hello_schemas()
         self._loaders: dict[tuple[int, int, int], Loader] = {}
-        self._stamps = [ANY] * len(servers)  # of the learning blocks that were pulled last
+        self._stamps = [ANY] * len(servers)  # of the learning blocks that were pulled last ...
+        self._dense = [np.empty(0, np.uint8)] * len(servers)  # ... and these
         self._evaluation = ANY  # of which the buffers are here
         self._sender = ThreadPoolExecutor(1, "sender")
         self._sending: list[Future[None]] = []
@@ -110,18 +111,19 @@ class Trainer:
         self._errand.beat("step", prepared.ticket.step)
         if first:
             self._drain(0)  # else it would begin without what it learnt last
-            self._ids, self._unread, self._stamps = [], 0, [ANY] * len(self._servers)
+            self._ids, self._unread = [], 0
         wanted = [prepared.wanted.ids(server) if first else local.missing(prepared.wanted, server) for server in range(len(self._servers))]
         if first or any(len(ids) for part in wanted for ids in part.values()):
             known = ANY if first else NONE
-            requests = [self._wants(server, part, after=ANY, train=True, known=known) for server, part in enumerate(wanted)]
+            requests = [self._wants(prepared, part, ANY, known) for part in wanted]
             _, pulled = self._answers([encode(self._schemas[0], *request) for request in requests])
             if pulled is None:
                 self._feeder.back(prepared)
                 return
             if first:
                 self._applied = pulled.applied
-                local.begin([dense for dense in pulled.dense if dense is not None])
+                local.begin(pulled.dense)
+                self._stamps = [ANY] * len(self._servers)  # these were blocks with their optimizer state
             for part, rows in zip(wanted, pulled.rows, strict=True):
                 for name, ids in part.items():
                     local.keep(name, ids, rows[name])
@@ -173,11 +175,13 @@ class Trainer:
         """Questions to the servers for what a lease needs, once it is the lease's turn."""
         train = prepared.lease.kind != EVALUATE
         after = prepared.lease.step if train and self._merging.exact else ANY
-        requests = [self._wants(server, prepared.wanted.ids(server), after, train, self._stamps[server]) for server in range(len(self._servers))]
+        requests = [self._wants(prepared, prepared.wanted.ids(server), after, self._stamps[server]) for server in range(len(self._servers))]
         return [encode(self._schemas[0], scalars | {"frozen": int(frozen)}, arrays) for scalars, arrays in requests]
 
-    def _wants(self, server: int, ids: dict[str, np.ndarray], after: int, train: bool, known: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        scalars = {"trainer": self._number, "pull": 1, "after": after, "train": int(train), "known": known, "wait_s": WAIT_S}
+    def _wants(self, prepared: Prepared, ids: dict[str, np.ndarray], after: int, known: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        lease = prepared.lease
+        scalars = {"trainer": self._number, "pull": 1, "after": after, "train": int(lease.kind != EVALUATE), "known": known, "wait_s": WAIT_S}
+        scalars |= {"of_step": lease.step, "of_part": lease.part, "at": prepared.ticket.step}
         return scalars, {f"want/{name}": found for name, found in ids.items()}
 
     def _push(self, lease: Lease, seen: Sequence[int], computed: Computed, ids: np.ndarray, unread: int, following: Prepared | None = None) -> list[bytes]:
@@ -193,7 +197,7 @@ class Trainer:
             if server == 0:
                 arrays |= {"sums": computed.sums.cpu().double().numpy(), "statistics": computed.statistics, "rows": ids[ids >= 0]}
             if following is not None:
-                more, wants = self._wants(server, following.wanted.ids(server), following.lease.step, True, self._stamps[server])
+                more, wants = self._wants(following, following.wanted.ids(server), following.lease.step, self._stamps[server])
                 scalars, arrays = scalars | more, arrays | wants
             found.append(encode(self._schemas[0], scalars, arrays))
         return found
@@ -227,11 +231,12 @@ class Trainer:
             return (LATE if LATE in states else NO), None
         for server, answer in enumerate(found):
             if "dense" in answer.arrays:
-                self._stamps[server] = int(answer.scalars["stamp"])
+                self._stamps[server], self._dense[server] = int(answer.scalars["stamp"]), answer.arrays["dense"]
             if "frozen" in answer.arrays:
                 self._computing.take_frozen(server, answer.arrays["frozen"])
         return READY, Pulled(
-            [answer.arrays.get("dense") for answer in found],
+            list(self._dense),
+            list(self._stamps),
             [self._rows(answer) for answer in found],
             [int(answer.scalars["applied"]) for answer in found],
             float(found[0].scalars["scale"]),

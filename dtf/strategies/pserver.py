@@ -51,6 +51,9 @@ class Pserver(Strategy):
     min_block: int = option(default=8192, least=1, doc="no smaller slices than this", unit="elements")
     placement: str = option(default="round_robin", doc="which server gets which slice: `round_robin`, `hash_name`, or a function of yours, see docs/pserver.md")
     send_queue: int = option(default=1, least=0, doc="pushes on their way while the next batch is computed, in modes other than sync")
+    record: str = option(
+        default="", doc="folder, in the run folder, where servers write the order of what they give and take, so that job=verify job.replay=RUN can do it again"
+    )
     rpc_threads: int = option(default=0, least=0, most=1024, doc="threads of a server that answer trainers; 0: four, and two for each trainer")
 
     replaceable: ClassVar[frozenset[str]] = frozenset({"trainer"})

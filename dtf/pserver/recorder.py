@@ -1,0 +1,73 @@
+"""The order in which things happened on a server, as JSON lines: what trainers pulled, and which pushes became an update."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dtf.errors import DataError
+from dtf.pserver.push import Push
+from dtf.values import Train
+
+
+class Pull(NamedTuple):
+    """Who pulled for what. Numbers, so that it travels as a row of them."""
+
+    trainer: int
+    step: int  # of the lease: the first one's
+    part: int
+    at: int  # step of the ticket it was for
+
+
+class Recorder:
+    """Writes what happens on one server from step `start` on, an attempt after the other."""
+
+    def __init__(self, folder: Path, server: int, start: int) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = path_of(folder, server).open("a")
+        self._write({"start": start})
+
+    def opened(self, tickets: Sequence[Train]) -> None:
+        """Leases of these tickets may be granted."""
+        self._write({"open": [[t.step, t.epoch, t.index, t.rows, t.lr] for t in tickets]})
+
+    def pulled(self, pull: Pull, applied: int) -> None:
+        """What this server had after so many updates went to a trainer."""
+        self._write({"pull": [*pull], "applied": applied})
+
+    def applied(self, pushes: Iterable[Push]) -> None:
+        """These became one update."""
+        self._write({"apply": [[push.trainer, push.step, push.part, push.seen] for push in pushes]})
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+
+
+def path_of(folder: Path, server: int) -> Path:
+    """The file of a server."""
+    return folder / f"order_server_{server}.jsonl"
+
+
+def read(folder: Path, servers: int) -> tuple[int, list[list[dict[str, Any]]]]:
+    """Where the last attempt began, and what happened on each server since. DataError when it cannot be read."""
+    starts, found = set(), []
+    for server in range(servers):
+        path = path_of(folder, server)
+        try:
+            lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {error}; a run records its order with strategy.record=PATH") from None
+        first = max((i for i, line in enumerate(lines) if "start" in line), default=None)
+        if first is None:
+            raise DataError(f"{path} does not say where it starts")
+        starts.add(int(lines[first]["start"]))
+        found.append(lines[first + 1 :])
+    if len(starts) != 1:
+        raise DataError(f"the servers of {folder} recorded different attempts; it was killed while they started")
+    return starts.pop(), found

@@ -1,0 +1,103 @@
+"""What the rank of `job=verify job.replay=RUN` does: a recorded run of parameter servers once more, and how far it ends from the original."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtf.checkpoint import Checkpointer, Every
+from dtf.ema import averaged
+from dtf.errors import ConfigError, DataError
+from dtf.evidence import checkpoint_tensors, in_order, relative
+from dtf.launcher import Place
+from dtf.located import located
+from dtf.precision import set_switches
+from dtf.pserver.recorder import read
+from dtf.pserver.replay import Replay
+from dtf.rows import Rows
+from dtf.settings import typed
+from dtf.strategies.pserver import Pserver
+from dtf.strategy import Source, Task
+from dtf.values import Box, Event
+
+RESULT = "replay.json"
+
+
+def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
+    """An entry, see `rank.Entry`. `config`: the recorded run's, with `run.dir` its folder. Writes RESULT into `folder`."""
+    run, settings = Path(config["run"]["dir"]), typed(config)
+    strategy = settings.strategy
+    if not isinstance(strategy, Pserver) or not strategy.record:
+        raise ConfigError(f"job.replay={run} is no run with strategy=pserver and strategy.record=PATH")
+    torch.set_num_threads(place.threads)
+    set_switches(settings.precision)
+    start, events = read(run / strategy.record, strategy.servers)
+    rows = Rows(settings, config["recipe"]["name"], config["sampler"]["name"], pin=False)
+    rows.cut()
+    task = Task(
+        settings.recipe,
+        averaged(settings.optimizer, settings.step.ema),
+        settings.precision,
+        settings.step,
+        settings.seed,
+        rows.sample,
+        rows=settings.sparse,
+    )
+    trainers = strategy.trainers or json.loads((run / "run.json").read_text())["world"]["processes"]
+    replay = Replay(task, strategy, strategy.merging(), trainers, rows.loader, _began(run, start))
+    replay.run(events)
+    final = located(str(run), "job.replay")[0]
+    expected, found = checkpoint_tensors(final), _together(replay.boxes())
+    if expected.keys() != found.keys():
+        raise DataError(f"{final} and its replay hold other tensors: {', '.join(sorted(expected.keys() ^ found.keys())[:5])}")
+    apart = {name: relative(expected[name], found[name]) for name in expected}
+    worst = max(sorted(apart), key=lambda name: apart[name])
+    updates = [sum("apply" in event for event in own) for own in events]
+    Path(folder, RESULT).write_text(json.dumps({"checkpoint": str(final), "start": start, "updates": updates, "tensor": apart[worst], "worst": worst}))
+    return 0
+
+
+def _began(run: Path, start: int) -> Source | None:
+    """The checkpoint that the recorded attempt went on from."""
+    if not start:
+        return None
+    path = run / "checkpoints" / f"step_{start:06d}"
+    if not path.is_dir():
+        raise DataError(f"the recorded attempt began with {path}, which is gone; keep more of them with checkpoint.keep_last")
+    reader = Checkpointer(run / "checkpoints", Every(), _Nobody(), "", ("loss", "min"), "pserver").load(path)
+    reader.scalars = reader.scalars["program"]
+    return reader
+
+
+class _Nobody:
+    """Peers of a process that has none."""
+
+    rank, size = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+def _together(boxes: list[Box]) -> dict[str, np.ndarray]:
+    """Tensors by name; rows of tables of several servers one after the other, then in order of ids."""
+    tables: dict[str, list[np.ndarray]] = {}
+    found: dict[str, np.ndarray] = {}
+    for box in boxes:
+        values = box.tensor.detach().cpu()
+        array = values.numpy() if values.dtype is torch.int64 and box.name.endswith("/ids") else values.double().numpy()
+        if box.name.startswith("table/"):
+            tables.setdefault(box.name, []).append(array)
+            continue
+        whole = found.setdefault(box.name, np.full(box.shape, np.nan))
+        whole[tuple(slice(at, at + n) for at, n in zip(box.offset, array.shape, strict=True))] = array
+    for name, parts in tables.items():
+        found[name] = np.concatenate(parts) if parts[0].ndim else np.asarray(sum(parts)) if name.endswith("/count") else parts[0]
+    return in_order(found)
