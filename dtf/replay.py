@@ -99,5 +99,7 @@ def _together(boxes: list[Box]) -> dict[str, np.ndarray]:
         whole = found.setdefault(box.name, np.full(box.shape, np.nan))
         whole[tuple(slice(at, at + n) for at, n in zip(box.offset, array.shape, strict=True))] = array
     for name, parts in tables.items():
-        found[name] = np.concatenate(parts) if parts[0].ndim else np.asarray(sum(parts)) if name.endswith("/count") else parts[0]
+        found[name] = np.concatenate(parts) if parts[0].ndim else parts[0]
+    for name in [name for name in found if name.startswith("table/") and name.endswith("/count")]:  # the first server told its own
+        found[name] = np.asarray(float(len(found[name.removesuffix("count") + "ids"])))
     return in_order(found)

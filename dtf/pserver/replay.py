@@ -73,6 +73,7 @@ class Replay:
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._tickets: dict[int, tuple[Train, ...]] = {}
         self._replies: dict[tuple[Pull, int], list[_Reply]] = {}
+        self._needed: dict[tuple[int, ...], set[tuple[Pull, int]]] = {}  # of each push, what was pulled for it
         self._computed: dict[tuple[int, int, int], Computed] = {}
         self._loaders: dict[int, Loader] = {}
         self._batches: dict[tuple[int, int], Batch] = {}
@@ -80,6 +81,9 @@ class Replay:
 
     def run(self, events: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """All that happened, by server. DataError where what one server recorded does not fit what another one did."""
+        for server, own in enumerate(events):
+            for pull in (Pull(*event["pull"]) for event in own if "pull" in event):
+                self._needed.setdefault(pull[:3], set()).add((pull, server))
         at = [0] * self._servers
         while any(place < len(own) for place, own in zip(at, events, strict=True)):
             moved = False
@@ -131,9 +135,7 @@ class Replay:
 
     def _may(self, key: tuple[int, int, int]) -> bool:
         """Whether all servers have given what a push was computed from."""
-        trainer, step, part = key
-        tickets = self._tickets.get(step)
-        return tickets is not None and all((Pull(trainer, step, part, tickets[0].step), server) in self._replies for server in range(self._servers))
+        return key[1] in self._tickets and self._needed.get(key, set()) <= self._replies.keys()
 
     def _push(self, server: int, trainer: int, step: int, part: int, seen: int) -> Push:
         key = (trainer, step, part)
