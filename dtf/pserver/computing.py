@@ -29,7 +29,7 @@ ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
 class Pulled(NamedTuple):
     """What the servers gave for one lease, in their order."""
 
-    dense: list[np.ndarray | None]  # learning blocks; None: those that came last
+    dense: list[np.ndarray]  # learning blocks
     rows: list[dict[str, np.ndarray]]
     applied: list[int]  # updates in it
     scale: float
@@ -58,6 +58,7 @@ class Computing:
         self.replica = Replica(model, task, device)
         self.parameters = dict(model.named_parameters())
         self._learning = [[block.of(self.parameters[block.name].data) for block in layout.learning] for layout in layouts]
+        self._loaded: list[np.ndarray | None] = [None] * len(layouts)  # what the model has, by server
         self._outgoing = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
 
     def rehearse(self, batch: Batch) -> None:
@@ -107,9 +108,10 @@ class Computing:
     @torch.no_grad()
     def load(self, pulled: Pulled) -> None:
         """Put pulled blocks into the model."""
-        for layout, into, arrived in zip(self._layouts, self._learning, pulled.dense, strict=True):
-            if arrived is not None and into:
+        for server, (layout, into, arrived) in enumerate(zip(self._layouts, self._learning, pulled.dense, strict=True)):
+            if arrived is not self._loaded[server] and into:
                 torch._foreach_copy_(into, views(torch.from_numpy(arrived).to(self.device), layout.learning))
+            self._loaded[server] = arrived
 
     @torch.no_grad()
     def take_frozen(self, server: int, data: np.ndarray) -> None:

@@ -49,7 +49,7 @@ class Trainer:
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._schemas, self._reports, self._hellos = protocol.exchange_schemas(task.recipe), protocol.report_schemas(), protocol.hello_schemas()
         self._loaders: dict[tuple[int, int, int], Loader] = {}
-        self._stamps = [ANY] * len(servers)  # of the learning blocks that were pulled last
+        self._latest: list[tuple[int, np.ndarray]] = [(ANY, np.empty(0))] * len(servers)  # stamp of the learning blocks that were pulled last, and they
         self._evaluation = ANY  # of which the buffers are here
         self._sender = ThreadPoolExecutor(1, "sender")
         self._sending: list[Future[None]] = []
@@ -74,6 +74,7 @@ class Trainer:
                 else:
                     ahead = self._train(prepared, ahead)
             self._drain(0)
+            self._feeder.leave()
         finally:
             self._feeder.close()
             self._sender.shutdown(wait=False, cancel_futures=True)
@@ -110,7 +111,7 @@ class Trainer:
         self._errand.beat("step", prepared.ticket.step)
         if first:
             self._drain(0)  # else it would begin without what it learnt last
-            self._ids, self._unread, self._stamps = [], 0, [ANY] * len(self._servers)
+            self._ids, self._unread = [], 0
         wanted = [prepared.wanted.ids(server) if first else local.missing(prepared.wanted, server) for server in range(len(self._servers))]
         if first or any(len(ids) for part in wanted for ids in part.values()):
             known = ANY if first else NONE
@@ -121,7 +122,7 @@ class Trainer:
                 return
             if first:
                 self._applied = pulled.applied
-                local.begin([dense for dense in pulled.dense if dense is not None])
+                local.begin(pulled.dense)
             for part, rows in zip(wanted, pulled.rows, strict=True):
                 for name, ids in part.items():
                     local.keep(name, ids, rows[name])
@@ -173,7 +174,7 @@ class Trainer:
         """Questions to the servers for what a lease needs, once it is the lease's turn."""
         train = prepared.lease.kind != EVALUATE
         after = prepared.lease.step if train and self._merging.exact else ANY
-        requests = [self._wants(server, prepared.wanted.ids(server), after, train, self._stamps[server]) for server in range(len(self._servers))]
+        requests = [self._wants(server, prepared.wanted.ids(server), after, train, self._latest[server][0]) for server in range(len(self._servers))]
         return [encode(self._schemas[0], scalars | {"frozen": int(frozen)}, arrays) for scalars, arrays in requests]
 
     def _wants(self, server: int, ids: dict[str, np.ndarray], after: int, train: bool, known: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -193,7 +194,7 @@ class Trainer:
             if server == 0:
                 arrays |= {"sums": computed.sums.cpu().double().numpy(), "statistics": computed.statistics, "rows": ids[ids >= 0]}
             if following is not None:
-                more, wants = self._wants(server, following.wanted.ids(server), following.lease.step, True, self._stamps[server])
+                more, wants = self._wants(server, following.wanted.ids(server), following.lease.step, True, self._latest[server][0])
                 scalars, arrays = scalars | more, arrays | wants
             found.append(encode(self._schemas[0], scalars, arrays))
         return found
@@ -227,11 +228,11 @@ class Trainer:
             return (LATE if LATE in states else NO), None
         for server, answer in enumerate(found):
             if "dense" in answer.arrays:
-                self._stamps[server] = int(answer.scalars["stamp"])
+                self._latest[server] = int(answer.scalars["stamp"]), answer.arrays["dense"]
             if "frozen" in answer.arrays:
                 self._computing.take_frozen(server, answer.arrays["frozen"])
         return READY, Pulled(
-            [answer.arrays.get("dense") for answer in found],
+            [answer.arrays.get("dense", blocks) for answer, (_, blocks) in zip(found, self._latest, strict=True)],
             [self._rows(answer) for answer in found],
             [int(answer.scalars["applied"]) for answer in found],
             float(found[0].scalars["scale"]),
@@ -259,7 +260,6 @@ class Trainer:
             if refusal:
                 raise ConfigError(refusal)
             ready = bool(answer.scalars["ready"])
-        self._stamps = [ANY] * len(self._servers)
         self._evaluation = ANY
         question = encode(self._schemas[0], {"trainer": self._number, "frozen": 1}, {})
         for server, transport in enumerate(self._servers):
