@@ -1,0 +1,41 @@
+"""Laws of the parameter server on a bad network: requests and answers that are lost, doubled, late and out of order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.harness import spread
+from tests.test_tables import ANY
+
+slow = pytest.mark.slow
+SEEDS = [pytest.param(seed, marks=slow if seed else ()) for seed in range(8)]
+MISDEEDS = {"lose_request", "lose_response", "double", "late"}
+
+
+@cache
+def calm(servers: int) -> dict[str, Any]:
+    return spread("pserver", 3, recipe=ANY, options={"servers": servers, "min_block": 1})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_sync_ends_bit_for_bit_as_on_a_good_network(servers: int, seed: int) -> None:
+    found = spread("pserver", 3, recipe=ANY, options={"servers": servers, "min_block": 1}, network=seed)
+    met = found.pop("met")
+    assert found == {key: value for key, value in calm(servers).items() if key != "met"}
+    assert met.keys() >= (MISDEEDS if servers > 1 else MISDEEDS - {"late"})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "half_async", "gather": 2}], ids=lambda mode: mode["mode"])
+def test_each_ticket_is_applied_once(mode: dict[str, Any], servers: int, seed: int) -> None:
+    """Also where two servers get the pushes in different orders, one of them before it has opened the step."""
+    found = spread("pserver", 3, options=mode | {"servers": servers, "min_block": 1}, network=seed, clip_norm=0.0, steps=10)
+    for epoch in range(2):
+        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(range(100))
+    assert found["met"].keys() & MISDEEDS
