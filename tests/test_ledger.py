@@ -13,14 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dtf.pserver.feeder import AHEAD
 from dtf.pserver.ledger import EVALUATE, TRAIN, Key, Lease, Ledger
-from dtf.pserver.merging import Async, HalfAsync, Merging, Sync
+from dtf.pserver.merging import Async, Geo, HalfAsync, Merging, Sync
+from dtf.values import Train
 
 SILENCE_S = 10.0
 Trainers = st.integers(0, 4)
 
 
 def work(kind: int, step: int, parts: int) -> list[Lease]:
-    return [Lease(kind, step, part, parts, 0, step, 24, 0.1) for part in range(parts)]
+    return [Lease(kind, step, part, parts, (Train(step, 0, step, 24, 0.1),)) for part in range(parts)]
 
 
 class Any_(RuleBasedStateMachine):
@@ -140,10 +141,10 @@ class Server:
 
     def turn(self) -> bool:
         """The engine's: open, or merge; whether it did something."""
+        if self.merging.exact:
+            self.basket.sort()
         count = self.merging.ready(self.basket, self.waiting)
         if count:
-            if self.merging.exact:
-                self.basket.sort()
             pushes, self.basket = self.basket[:count], self.basket[count:]
             self.updates.append(pushes)
             for push in pushes:
@@ -158,7 +159,7 @@ class Server:
             self.last += 1
             parts = min(self.shares, self.shares_of[self.last % len(self.shares_of)])  # the last batch of an epoch has fewer
             self.waiting[self.last] = set(range(parts))
-            self.ledger.open(Lease(TRAIN, self.last, part, self.shares, 0, self.last, 24, 0.1) for part in range(parts))
+            self.ledger.open(Lease(TRAIN, self.last, part, self.shares, (Train(self.last, 0, self.last, 24, 0.1),)) for part in range(parts))
             return True
         return False
 
@@ -220,7 +221,9 @@ class Server:
 
 def modes() -> st.SearchStrategy[Merging]:
     staleness = st.one_of(st.none(), st.integers(0, 4))
-    return st.one_of(st.just(Sync(None)), st.builds(Async, staleness), st.builds(HalfAsync, staleness, st.integers(0, 9)))
+    return st.one_of(
+        st.just(Sync(None)), st.builds(Async, staleness), st.builds(HalfAsync, staleness, st.integers(0, 9)), st.builds(Geo, staleness, st.just(1))
+    )
 
 
 @given(
