@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Client as Connection
 from multiprocessing.connection import Listener
+from random import Random
 from typing import Any
 
 import torch
@@ -101,10 +102,51 @@ def connect(between: Callable[[Client], Transport] = lambda client: client) -> N
     session._store = lambda place: dist.distributed_c10d._get_default_store()  # type: ignore[assignment]
 
 
-class Assistants:
-    """The processes of all roles but the first, as threads of this one; the program fails with them."""
+class Died(BaseException):
+    """A trainer was killed."""
 
-    def __init__(self, strategy: Strategy, task: Task, slots: int, open_rows: Callable[..., Any], program: Program) -> None:
+
+class Life:
+    """Of one trainer, from when it is started until it dies, at a request that a seed says: just before it is sent, or when it was answered."""
+
+    current = threading.local()
+
+    def __init__(self, random: Random, chance: float) -> None:
+        self._random, self._chance, self._dead, self._lock = random, chance, False, threading.Lock()
+
+    def risk(self) -> None:
+        with self._lock:
+            self._dead = self._dead or self._random.random() < self._chance
+        if self._dead:
+            raise Died
+
+
+class Deadly:
+    """A transport of a trainer that may die."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner, self._life = inner, Life.current.value
+
+    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+        self._life.risk()
+        answer = self._inner.call(method, data, deadline_s)
+        self._life.risk()
+        return answer
+
+    def start(self, method: str, data: bytes, deadline_s: float) -> Any:
+        self._life.risk()
+        return self._inner.start(method, data, deadline_s)
+
+
+class Assistants:
+    """The processes of all roles but the first, as threads of this one; the program fails with them. With `deaths`, a seed, each dies `lives` - 1 times at
+    most and is started again."""
+
+    lives, chance = 3, 0.1
+
+    def __init__(self, strategy: Strategy, task: Task, slots: int, open_rows: Callable[..., Any], program: Program, deaths: int | None = None) -> None:
+        self.died = 0
+        self._deaths = deaths
         leading, *others = strategy.roles(slots).items()
         ranks = range(leading[1], sum(count for _, count in (leading, *others)))
         names = [role for role, count in others for _ in range(count)]
@@ -119,8 +161,14 @@ class Assistants:
 
     def _live(self, errand: Errand) -> None:
         torch.set_num_threads(1)
+        random = Random(f"{self._deaths} {errand.place.rank}")
         try:
-            self._strategy.assist(self._task, errand)
+            for life in range(self.lives):
+                Life.current.value = Life(random, self.chance if self._deaths is not None and life + 1 < self.lives else 0.0)
+                try:
+                    return self._strategy.assist(self._task, errand)
+                except Died:
+                    self.died += 1
         except BaseException as error:  # noqa: BLE001
             traceback.print_exc()
             self._program.fail(error)  # type: ignore[attr-defined]

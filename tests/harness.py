@@ -34,7 +34,7 @@ from dtf.strategy import Task
 from dtf.values import Measured, Saved, Shard
 from dtf.weights import fitted, open_weights
 from dtf.world import World
-from tests.direct import Assistants, connect
+from tests.direct import Assistants, Deadly, connect
 from tests.interposer import Interposer
 from tests.ranks import ranks
 from tests.tabled import Tabled  # noqa: F401 (registers itself)
@@ -83,9 +83,11 @@ def train(
     sparse: str = "adagrad",
     sparse_options: dict[str, Any] | None = None,
     network: int | None = None,
+    deaths: int | None = None,
 ) -> dict[str, Any]:
     """All `steps` of a run, from the checkpoint `start` if given; saves to `folder` if given; `halt`: dies after the first save;
-    `network`: the seed of a bad one between processes of several roles, whose misdeeds are counted in `met`.
+    `network`: the seed of a bad one between processes of several roles, whose misdeeds are counted in `met`;
+    `deaths`: the seed of those of trainers, which are counted in `died`.
 
     Returns metrics by split and step, sample ids by step, and every box of the state that this rank writes: global shape, offset, nested lists.
     """
@@ -114,7 +116,7 @@ def train(
         if network is not None:
             client = Interposer(client, seed=network + 1000 * len(networks))
             networks.append(client)
-        return client
+        return client if deaths is None else Deadly(client)
 
     if several:
         connect(between)
@@ -137,7 +139,7 @@ def train(
         state, carried, source.scalars = source.scalars["clock"], source.scalars["window"], source.scalars["program"]
         program.load(source)
     world.barrier()  # all servers can be found
-    assistants = Assistants(chosen, task, slots or size, rows, program) if several and rank == 0 else None
+    assistants = Assistants(chosen, task, slots or size, rows, program, deaths) if several and rank == 0 else None
     clock = PlannedClock(Plan(steps, log_every, eval_every, save_every, objective=toy.objective), epochs, Constant(peak=0.1), state)
 
     def see(event: Any) -> None:
@@ -171,7 +173,7 @@ def train(
     program.end()
     if assistants:
         assistants.join()
-        result["met"] = sum((each.met for each in networks), Counter())
+        result |= {"met": sum((each.met for each in networks), Counter()), "died": assistants.died}
     return result
 
 
