@@ -58,3 +58,11 @@ def test_resume_in_another_mode_and_of_one(mode: str, tmp_path: Any) -> None:
         ids = a["ids"] | found["ids"]
         assert Counter(i for step in range(5) for i in ids[str(step)]) == Counter(range(100))
         assert len(ids) == 10 and not a["ids"].keys() & found["ids"].keys()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_full_table_ends_the_run_in_every_mode(mode: str, servers: int) -> None:
+    """Found in a thread of the service, where a trainer's pull would create the row: the engine does not wait for what cannot come."""
+    with pytest.raises(AssertionError, match="table ids is full: capacity=60"):
+        spread("pserver", 2, options={"mode": mode, "servers": servers}, recipe=ANY | {"capacity": 60}, clip_norm=0.0)
