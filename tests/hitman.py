@@ -35,18 +35,18 @@ class Hitman(Observer):
     def see(self, event: Event) -> None:
         if not isinstance(event, Measured) or event.split != "train":
             return
-        left = self.__dict__.setdefault("left", list(self.orders))
-        open_ = self.__dict__.setdefault("open", [])
-        for when, step, order in [entry for entry in open_ if event.step >= entry[1]]:
-            open_.remove((when, step, order))
+        if not hasattr(self, "left"):
+            self.left, self.out = list(self.orders), list[tuple[float, int, str]]()
+        for when, step, order in [entry for entry in self.out if event.step >= entry[1]]:
+            self.out.remove((when, step, order))
             if self.book:
                 with open(self.book, "a") as book:
                     book.write(f"{order} {time.monotonic() - when:.3f}\n")
-        for order in [order for order in left if int(order.split(":")[0]) <= event.step]:
+        for order in [order for order in self.left if int(order.split(":")[0]) <= event.step]:
             _, rank, name = order.split(":")
             if pid := os.getpid() if int(rank) < 0 else pids().get(int(rank), 0):
-                left.remove(order)
-                open_.append((time.monotonic(), event.step + PROOF, order))
+                self.left.remove(order)
+                self.out.append((time.monotonic(), event.step + PROOF, order))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.Signals[name])
 

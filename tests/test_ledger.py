@@ -150,7 +150,7 @@ class Server:
             for push in pushes:
                 self.applied[push] += 1
                 self.waiting[push.step].discard(push.part)
-                self.ledger.finish((TRAIN, *push))
+                self.ledger.finish((TRAIN, push.step, push.part))
                 if not self.waiting[push.step]:
                     del self.waiting[push.step]
             return True

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow
 STEPS = 100
 BASE = [
     "plugins=[tests.hitman]", "recipe=dawdling", "recipe.rows=100", "step.batch_size=24", "step.micro_batch_rows=5", f"train.steps={STEPS}",
-    "train.log_every=1", "train.eval_every=25", "checkpoint.every_steps=5", "checkpoint.keep_last=2", "train.record=true", "lr.warmup=0", "observer=[jsonl,hitman]",
+    "train.log_every=1", "train.eval_every=25", "checkpoint.every_steps=5", "checkpoint.keep_last=2", "train.record=true", "lr.warmup=0",
+    "observer=[jsonl,hitman]",
     "strategy=pserver", "strategy.min_block=1", "launcher.processes=3", "launcher.threads=1", "launcher.hang_timeout_s=30", "launcher.max_restarts=3",
 ]  # fmt: skip
 

@@ -64,5 +64,5 @@ def test_resume_in_another_mode_and_of_one(mode: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_full_table_ends_the_run_in_every_mode(mode: str, servers: int) -> None:
     """Found in a thread of the service, where a trainer's pull would create the row: the engine does not wait for what cannot come."""
-    with pytest.raises(AssertionError, match="table ids is full: capacity=60"):
-        spread("pserver", 2, options={"mode": mode, "servers": servers}, recipe=ANY | {"capacity": 60}, clip_norm=0.0)
+    with pytest.raises(AssertionError, match="table ids is full: capacity=30"):
+        spread("pserver", 2, options={"mode": mode, "servers": servers}, recipe=ANY | {"capacity": 30}, clip_norm=0.0)
