@@ -106,6 +106,18 @@ def test_pushes_in_any_order_and_number_are_applied_once_and_in_order() -> None:
         assert [(step, len(ids)) for step, ids in made.consumed()] == [(step, 12) for step in range(4) for _ in range(2)]
 
 
+@pytest.mark.parametrize("mode", [Mode.async_, Mode.half_async])
+def test_a_push_for_a_step_that_is_not_open_yet_keeps_nobody_waiting(mode: Mode) -> None:
+    """As when another server is ahead, and trainers that learn of work from it."""
+    with server(mode, staleness=0) as (made, _, engine):
+        done = engine.submit(steps, made, 3)
+        for step in (2, 1, 0):
+            for part in range(made.shares):
+                made.receive(push(made, step, part))
+        done.result(SOON_S)
+        assert learnt(made) == in_order(3, mode) and made.dropped == 0
+
+
 @pytest.mark.parametrize("mode", [Mode.sync, Mode.async_, Mode.half_async])
 def test_a_push_that_comes_again_while_it_is_applied_changes_nothing(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     with server(mode) as (made, _, engine):
