@@ -114,6 +114,9 @@ class Life:
     def __init__(self, random: Random, chance: float) -> None:
         self._random, self._chance, self._dead, self._lock = random, chance, False, threading.Lock()
 
+    def kill(self) -> None:
+        self._dead = True
+
     def risk(self) -> None:
         with self._lock:
             self._dead = self._dead or self._random.random() < self._chance

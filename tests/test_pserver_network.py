@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.harness import spread
+from tests.ranks import ranks
 from tests.test_tables import ANY
 
 slow = pytest.mark.slow
@@ -60,3 +61,32 @@ def test_each_ticket_is_applied_once(mode: dict[str, Any], servers: int, seed: i
     for epoch in range(2):
         assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(range(100))
     assert found["met"].keys() & MISDEEDS
+
+
+@pytest.mark.parametrize("trainers", [1, 3])
+def test_a_trainer_that_dies_between_its_pushes_to_two_servers(trainers: int) -> None:
+    """The first server then has all shares of the step; it must not keep out whoever computes the second one's again."""
+    case: dict[str, Any] = {"strategy": "pserver", "slots": trainers, "recipe": ANY, "options": {"servers": 2, "min_block": 1}, "deaths": 0}
+    assert ranks(2, "tests.test_pserver_network:torn", **case)[0] == 1
+
+
+def torn(rank: int, size: int, **case: Any) -> int | None:
+    """Train with one death just there; how many there were."""
+    from tests import direct, harness
+
+    died: list[int] = []
+
+    class Torn(direct.Deadly):
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner)
+            self._life.clients = getattr(self._life, "clients", 0) + 1
+            self._second = self._life.clients == 2
+
+        def start(self, method: str, data: bytes, deadline_s: float) -> Any:
+            if self._second and b"finite" in data[:600] and not died:  # which only pushes have
+                died.append(1)
+                self._life.kill()
+            return super().start(method, data, deadline_s)
+
+    harness.Deadly, direct.Assistants.chance = Torn, 0.0  # type: ignore[misc]
+    return harness.train(rank, size, **case).get("died")
