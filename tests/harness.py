@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,11 @@ from dtf.sampler import Epochs, Sequential, Shuffle, Tail
 from dtf.settings import load_parts
 from dtf.spmd import SHARE
 from dtf.strategy import Task
-from dtf.values import Measured, Saved
+from dtf.values import Measured, Saved, Shard
 from dtf.weights import fitted, open_weights
 from dtf.world import World
+from tests.direct import Assistants, Deadly, connect
+from tests.interposer import Interposer
 from tests.ranks import ranks
 from tests.tabled import Tabled  # noqa: F401 (registers itself)
 from tests.toy import Toy  # noqa: F401
@@ -78,8 +82,12 @@ def train(
     lr_factors: dict[str, float] | None = None,
     sparse: str = "adagrad",
     sparse_options: dict[str, Any] | None = None,
+    network: int | None = None,
+    deaths: int | None = None,
 ) -> dict[str, Any]:
-    """All `steps` of a run, from the checkpoint `start` if given; saves to `folder` if given; `halt`: dies after the first save.
+    """All `steps` of a run, from the checkpoint `start` if given; saves to `folder` if given; `halt`: dies after the first save;
+    `network`: the seed of a bad one between processes of several roles, whose misdeeds are counted in `met`;
+    `deaths`: the seed of those of trainers, which are counted in `died`.
 
     Returns metrics by split and step, sample ids by step, and every box of the state that this rank writes: global shape, offset, nested lists.
     """
@@ -93,16 +101,34 @@ def train(
     start_from = fitted(open_weights(weights, "weights"), toy, sketch(toy), "weights")[0] if weights else None
     stepper = averaged(lookup("optimizer", optimizer)(lr_factors=lr_factors or {}), ema)
     task = Task(toy, stepper, PRECISIONS[precision], step, 0, weights=start_from, rows=lookup("sparse", sparse)(**(sparse_options or {})))
-    chosen = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options or {}))
+    options = options or {}
+    if "servers" in options and stepper.by_tensor:
+        options |= {"slice_parameters": False}
+    chosen = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options))
     world = World(Place(rank=rank, size=size, slots=slots or size))
     training, evaluation = toy.open_data("train", 0), toy.open_data("eval", 0)
     task = replace(task, sample=lambda rows: stand_ins(training.fetch(np.arange(rows), 0)[0], toy.tables()))
     chosen.check(task, slots or size, "cpu")
+    several = len(chosen.roles(1)) > 1
+    networks: list[Interposer] = []
+
+    def between(client: Any) -> Any:
+        if network is not None:
+            client = Interposer(client, seed=network + 1000 * len(networks))
+            networks.append(client)
+        return client if deaths is None else Deadly(client)
+
+    if several:
+        connect(between)
     program = chosen.setup(task, world)
-    epochs = Epochs(Shuffle(tail=Tail[tail]), len(training), 24, 0)
+    epochs, eval_epochs = Epochs(Shuffle(tail=Tail[tail]), len(training), 24, 0), Epochs(Sequential(), len(evaluation), 24, 0)
     result: dict[str, Any] = {"train": {}, "eval": {}, "ids": {}, "tensors": {}, "micro_batch_rows": program.micro_batch_rows}
     saver = Checkpointer(Path(folder or "unused"), Every(), world, "test", toy.objective, strategy) if folder else None
-    loader = Loader(training, epochs, program.shard, program.micro_batch_rows)
+
+    def rows(split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
+        return Loader(*{"train": (training, epochs), "eval": (evaluation, eval_epochs)}[split], shard, micro_batch_rows)
+
+    loader = rows("train", program.shard, program.micro_batch_rows)
     program.rehearse(program.prepare(loader.get(0, 0)))
     state, carried = None, None
     if start:
@@ -112,6 +138,8 @@ def train(
         source = reader.load(path)
         state, carried, source.scalars = source.scalars["clock"], source.scalars["window"], source.scalars["program"]
         program.load(source)
+    world.barrier()  # all servers can be found
+    assistants = Assistants(chosen, task, slots or size, rows, program, deaths) if several and rank == 0 else None
     clock = PlannedClock(Plan(steps, log_every, eval_every, save_every, objective=toy.objective), epochs, Constant(peak=0.1), state)
 
     def see(event: Any) -> None:
@@ -124,7 +152,7 @@ def train(
         program=program,
         clock=clock,
         train=loader,
-        evaluation=Loader(evaluation, Epochs(Sequential(), len(evaluation), 24, 0), program.shard, -(-24 // program.shares)),
+        evaluation=rows("eval", program.shard, -(-24 // program.shares)),
         evaluation_rows=len(evaluation),
         recipe=toy,
         world=world,
@@ -133,7 +161,7 @@ def train(
         scalars={},
         steps_per_epoch=epochs.batches,
         skip_nonfinite=skip_nonfinite,
-        record=lambda step, ids: result["ids"].update({str(step): [i for i in ids.tolist() if i >= 0]}),
+        record=lambda step, ids: result["ids"].setdefault(str(step), []).extend(i for i in ids.tolist() if i >= 0),
         carried=carried,
         averages=bool(ema),
     )
@@ -142,13 +170,17 @@ def train(
     program.settle()
     for box in program.state().boxes:
         result["tensors"][box.name] = [[list(box.shape), list(box.offset), (box.tensor if box.name.endswith("/ids") else box.tensor.double()).tolist()]]
+    program.end()
+    if assistants:
+        assistants.join()
+        result |= {"met": sum((each.met for each in networks), Counter()), "died": assistants.died}
     return result
 
 
 def _enums(cls: type, options: dict[str, Any]) -> dict[str, Any]:
     """Option texts as the class's enum members."""
     defaults = cls()
-    return {key: type(getattr(defaults, key))(value) for key, value in options.items()}
+    return {key: type(default)(value) if isinstance(default := getattr(defaults, key), Enum) else value for key, value in options.items()}
 
 
 def variants() -> list[tuple[str, dict[str, Any]]]:
@@ -160,6 +192,7 @@ def variants() -> list[tuple[str, dict[str, Any]]]:
         ("ddp", {"static_graph": True, "bucket_mb": 0.0001}),
         ("fsdp", {"unit": "layer", "reshard_after_forward": False, "prefetch": 0}),
         ("pipeline", {"schedule": "gpipe", "balance": "flops"}),
+        ("pserver", {"servers": 2, "min_block": 1}),
     ]
     own = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]  # tests register faulty ones
     return [(name, {}) for name in own] + extra
@@ -172,7 +205,8 @@ def meshes() -> list[tuple[str, dict[str, Any]]]:
 
 def spread(strategy: str, processes: int, **case: Any) -> dict[str, Any]:
     """`train` on the ranks that the strategy starts for `processes`; metrics of rank 0, ids and tensors of all."""
-    size = lookup("strategy", strategy)().roles(processes)["trainer"]
+    chosen = lookup("strategy", strategy)
+    size = next(iter(chosen(**_enums(chosen, case.get("options") or {})).roles(processes).values()))
     results = ranks(size, "tests.harness:train", strategy=strategy, slots=processes, **case)
     merged = _whole(results)
     for other in results[1:]:

@@ -24,6 +24,9 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tensor x dp": ("tensor", 4, {"degree": 2}),
     "pipeline": ("pipeline", 3, {}),
     "pipeline x dp": ("pipeline", 4, {"degree": 2, "virtual": 2}),
+    "server": ("pserver", 2, {}),
+    "two servers": ("pserver", 3, {"servers": 2, "min_block": 1}),
+    "three servers": ("pserver", 1, {"servers": 3, "min_block": 1}),
     "one process": ("ddp", 1, {}),
 }
 """Every way to spread a run: strategy, processes, options."""
@@ -90,7 +93,7 @@ def test_optimizer_state_travels(strategy: str, options: dict, optimizer: str, o
     assert difference(unbroken(once, optimizer=optimizer), whole) <= 1e-10
 
 
-@pytest.mark.parametrize(("strategy", "processes"), [("dp", 2), ("ddp", 3)])
+@pytest.mark.parametrize(("strategy", "processes"), [("dp", 2), ("ddp", 3), ("pserver", 3)])
 def test_saving_and_evaluating_leave_no_trace(strategy: str, processes: int) -> None:
     """Batch statistics too: what a rank has averaged itself goes on, the mean over ranks only stands in for it."""
     calm, busy = (spread(strategy, processes, precision="fp32", steps=STEPS, log_every=4, eval_every=every) for every in (STEPS, 1))
@@ -99,7 +102,7 @@ def test_saving_and_evaluating_leave_no_trace(strategy: str, processes: int) -> 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master", "fp16"])
-@pytest.mark.parametrize(("strategy", "processes"), [("dp", 2), ("ddp", 3), ("fsdp", 3), ("tensor", 2), ("pipeline", 2)])
+@pytest.mark.parametrize(("strategy", "processes"), [("dp", 2), ("ddp", 3), ("fsdp", 3), ("tensor", 2), ("pipeline", 2), ("pserver", 3)])
 def test_resume_is_exact(strategy: str, processes: int, precision: str, once: Callable[..., Any]) -> None:
     """Bit for bit the uninterrupted run: parameters, optimizer, loss scale, metrics, masks and data position."""
     whole = unbroken(once, strategy, processes, precision=precision)

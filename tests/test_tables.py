@@ -63,7 +63,7 @@ def test_tensor_divides_tables_where_it_can_divide_nothing_else() -> None:
     assert difference(reference(recipe=recipe), spread("tensor", 2, recipe=recipe)) <= 1e-10
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pserver"])
 def test_a_full_table_is_refused(strategy: str) -> None:
     with pytest.raises(AssertionError, match="table ids is full: capacity=100"):
         spread(strategy, 2, recipe=ANY | {"capacity": 100})
@@ -76,14 +76,14 @@ def test_a_table_that_met_no_id_yet_is_saved(tmp_path: Path) -> None:
     assert difference(whole, whole | {"tensors": spread("ddp", 2, start=str(tmp_path / "step_000003"), recipe=recipe)["tensors"]}) <= 1e-10
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=slow)])
+@pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("pserver", {"servers": 2, "min_block": 1}), pytest.param("ddp", {}, marks=slow)], ids=str)
 @pytest.mark.parametrize("rule", sorted(registered("sparse")))
-def test_with_every_row_optimizer(strategy: str, rule: str) -> None:
-    assert difference(reference(recipe=ANY, sparse=rule), spread(strategy, 3, recipe=ANY, sparse=rule)) <= 1e-10
+def test_with_every_row_optimizer(strategy: str, options: dict, rule: str) -> None:
+    assert difference(reference(recipe=ANY, sparse=rule), spread(strategy, 3, options=options, recipe=ANY, sparse=rule)) <= 1e-10
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params"])
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("tensor", marks=slow)])
+@pytest.mark.parametrize("strategy", ["ddp", "pserver", pytest.param("tensor", marks=slow)])
 def test_other_precisions_stay_close(strategy: str, precision: str) -> None:
     bound = 1e-4 if precision == "fp32" else 0.3 if precision == "bf16_params" else 0.1
     a, b = reference(recipe=ANY, precision=precision), spread(strategy, 2, recipe=ANY, precision=precision)
@@ -149,6 +149,8 @@ WAYS = {
     "rows": ("fsdp", 3, {}),
     "whole": ("tensor", 4, {"degree": 2, "tables": "tables"}),
     "pipeline": ("pipeline", 3, {}),
+    "server": ("pserver", 3, {}),
+    "two servers": ("pserver", 2, {"servers": 2, "min_block": 1}),
     "one process": ("ddp", 1, {}),
 }
 

@@ -30,7 +30,6 @@ class Pulled(NamedTuple):
     """What the servers gave for one lease, in their order."""
 
     dense: list[np.ndarray]  # learning blocks
-    stamps: list[int]  # of these, see `Holdings`
     rows: list[dict[str, np.ndarray]]
     applied: list[int]  # updates in it
     scale: float
@@ -59,7 +58,7 @@ class Computing:
         self.replica = Replica(model, task, device)
         self.parameters = dict(model.named_parameters())
         self._learning = [[block.of(self.parameters[block.name].data) for block in layout.learning] for layout in layouts]
-        self._loaded = [-1] * len(layouts)  # stamps of the blocks in the model
+        self._loaded: list[np.ndarray | None] = [None] * len(layouts)  # what the model has, by server
         self._outgoing = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
 
     def rehearse(self, batch: Batch) -> None:
@@ -108,15 +107,15 @@ class Computing:
 
     @torch.no_grad()
     def load(self, pulled: Pulled) -> None:
-        """Put pulled blocks into the model, where they are others than those in it."""
-        for server, (layout, into) in enumerate(zip(self._layouts, self._learning, strict=True)):
-            if into and pulled.stamps[server] != self._loaded[server]:
-                torch._foreach_copy_(into, views(torch.from_numpy(pulled.dense[server]).to(self.device), layout.learning))
-        self._loaded = list(pulled.stamps)
+        """Put pulled blocks into the model."""
+        for server, (layout, into, arrived) in enumerate(zip(self._layouts, self._learning, pulled.dense, strict=True)):
+            if arrived is not self._loaded[server] and into:
+                torch._foreach_copy_(into, views(torch.from_numpy(arrived).to(self.device), layout.learning))
+            self._loaded[server] = arrived
 
     def forget(self) -> None:
         """The model was changed by others."""
-        self._loaded = [-1] * len(self._layouts)
+        self._loaded = [None] * len(self._layouts)
 
     @torch.no_grad()
     def take_frozen(self, server: int, data: np.ndarray) -> None:

@@ -52,31 +52,31 @@ class Desk:
     def lease(self, data: bytes) -> bytes:
         """Work for a trainer, and what it has done."""
         message = decode(self._lease[0], data)
-        trainer, serving, wait_s = int(message.scalars["trainer"]), self._serving, float(message.scalars["wait_s"])
+        trainer, serving = int(message.scalars["trainer"]), self._serving
         with serving.change:
             now = time.monotonic()
+            if message.scalars.get("leaving"):
+                serving.ledger.leave(trainer)
+                serving.change.notify_all()
+                return self._leases([], OVER, known=True)
             if serving.ledger.give_up(now - self._lease_s):
                 serving.change.notify_all()
             if not serving.ledger.hear(trainer, now):
-                return self._leases([], protocol.GO_ON, known=False)
+                return self._leases([], OVER if serving.over else protocol.GO_ON, known=serving.over)
             serving.stopping = serving.stopping or bool(message.scalars["stopping"])
             finished = [serving.ledger.finish((int(kind), int(step), int(part))) for kind, step, part in message.arrays["done"]]
             if any(finished):
                 serving.change.notify_all()
             leases = []
-            most = int(message.scalars["most"])
+            most, has = int(message.scalars["most"]), {tuple(key) for key in message.arrays["has"].tolist()}
 
             def found() -> bool:
                 nonlocal leases
-                leases = leases or (serving.ledger.grant(trainer, most) if most > 0 and trainer in serving.ledger.members() else [])
+                leases = leases or (serving.ledger.grant(trainer, most, has) if most > 0 and trainer in serving.ledger.members() else [])
                 return bool(leases) or serving.over
 
-            serving.change.wait_for(found, min(wait_s, LONGEST_WAIT_S))
-            if serving.over and not leases:
-                serving.ledger.leave(trainer)
-                serving.change.notify_all()
-                return self._leases([], OVER, known=True)
-            return self._leases(leases, protocol.GO_ON, known=True)
+            serving.change.wait_for(found, min(float(message.scalars["wait_s"]), LONGEST_WAIT_S))
+            return self._leases(leases, OVER if serving.over and not leases else protocol.GO_ON, known=True)
 
     def exchange(self, data: bytes) -> bytes:
         """Gradients of one lease come, what another one needs goes."""

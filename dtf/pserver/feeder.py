@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dtf.pserver import protocol
-from dtf.pserver.ledger import Lease
+from dtf.pserver.ledger import TRAIN, Key, Lease
 from dtf.pserver.protocol import LEASE
 from dtf.pserver.rows import Wanted
-from dtf.pserver.transport import Transport
-from dtf.pserver.wire import decode, encode
+from dtf.pserver.transport import Lost, Transport
+from dtf.pserver.wire import Message, decode, encode
 from dtf.values import Batch, Train
 
 AHEAD = 2
@@ -35,9 +37,9 @@ class Prepared(NamedTuple):
     pulled: Any = None
 
     @property
-    def order(self) -> tuple[int, int, int, int]:
-        """The first comes first."""
-        return (*self.lease.key, self.ticket.step)
+    def order(self) -> Key:
+        """The first step comes first, as others may wait for it; those of a lease of several follow each other, whatever is granted meanwhile."""
+        return self.lease.key if len(self.lease.tickets) == 1 else (TRAIN, 0, 0)
 
 
 class Feeder:
@@ -49,9 +51,10 @@ class Feeder:
         self._transport, self._trainer, self._prepare, self._join, self._stopping = transport, trainer, prepare, join, stopping
         self._schemas = protocol.lease_schemas()
         self._change = threading.Condition()
-        self._ready: list[tuple[tuple[int, int, int, int], Prepared]] = []
-        self._held: set[tuple[int, int, int]] = set()
-        self._done: list[tuple[int, int, int]] = []
+        self._ready: list[tuple[Key, int, Prepared]] = []
+        self._numbers = itertools.count()  # of what is prepared: among equals the first one comes first
+        self._held: set[Key] = set()
+        self._done: list[Key] = []
         self._limit, self._over, self._closed = AHEAD, False, False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
@@ -68,17 +71,17 @@ class Feeder:
             if not self._ready:
                 return None
             self._change.notify_all()
-            return heapq.heappop(self._ready)[1]
+            return heapq.heappop(self._ready)[-1]
 
     def peek(self) -> Prepared | None:
         """The next piece, if it is ready; it stays there."""
         with self._change:
-            return self._ready[0][1] if self._ready else None
+            return self._ready[0][-1] if self._ready else None
 
     def back(self, prepared: Prepared) -> None:
         """It cannot be done yet: something before it has to be, which others may have left; ask for more than usual."""
         with self._change:
-            heapq.heappush(self._ready, (prepared.order, prepared))
+            heapq.heappush(self._ready, (prepared.order, next(self._numbers), prepared))
             self._limit = AHEAD + 1
             self._change.notify_all()
 
@@ -101,6 +104,12 @@ class Feeder:
             self._closed = True
             self._change.notify_all()
 
+    def leave(self) -> None:
+        """Tell server 0 that this trainer knows that the run is over and asks for nothing more: until then the service stays."""
+        nothing = np.empty((0, 3), np.int64)
+        with suppress(Lost):  # it waits for nobody for ever
+            self._transport.call(LEASE, encode(self._schemas[0], {"trainer": self._trainer, "leaving": 1}, {"done": nothing, "has": nothing}), DEADLINE_S)
+
     def _run(self) -> None:
         try:
             while not (self._over or self._closed):
@@ -110,31 +119,42 @@ class Feeder:
                 self._error = error
                 self._change.notify_all()
 
+    def _room(self) -> bool:
+        """Whether more may be prepared, within a time in which server 0 should hear that this trainer lives."""
+        with self._change:
+            return self._change.wait_for(lambda: len(self._ready) < self._limit or self._closed, WAIT_S)
+
+    def _ask(self, more: bool = False) -> Message:
+        """Server 0's answer to what is done, what is held, and whether `more` may come."""
+        with self._change:
+            done, self._done, has = self._done, [], list(self._held)
+            most = max(0, self._limit - len(self._held)) if more else 0
+        request = {"trainer": self._trainer, "most": most, "wait_s": WAIT_S if most else 0.0, "stopping": int(self._stopping())}
+        data = encode(self._schemas[0], request, {name: np.array(keys, np.int64).reshape(-1, 3) for name, keys in (("done", done), ("has", has))})
+        return decode(self._schemas[1], self._transport.call(LEASE, data, DEADLINE_S))
+
     def _fetch(self) -> None:
         with self._change:
             self._change.wait_for(lambda: len(self._held) < self._limit or self._closed, WAIT_S)
-            done, self._done = self._done, []
-            most = max(0, self._limit - len(self._held))
-        request = {"trainer": self._trainer, "most": most, "wait_s": WAIT_S if most else 0.0, "stopping": int(self._stopping())}
-        data = encode(self._schemas[0], request, {"done": np.array(done, np.int64).reshape(-1, 3)})
-        answer = decode(self._schemas[1], self._transport.call(LEASE, data, DEADLINE_S))
+        answer = self._ask(more=True)
         if not answer.scalars["known"]:
             with self._change:
-                self._held = {prepared.lease.key for _, prepared in self._ready}
+                self._held, self._ready = set(), []  # it is granted anew, to whomever
             self._join()
             return
         leases = protocol.unpack_leases(answer.arrays)
         with self._change:
+            leases = [lease for lease in leases if lease.key not in self._held]
             self._held |= {lease.key for lease in leases}
         for lease in leases:
             for ticket in lease.tickets:
-                with self._change:
-                    self._change.wait_for(lambda: len(self._ready) < self._limit or self._closed)
-                    if self._closed:
-                        return
+                while not self._room():
+                    self._ask()
+                if self._closed:
+                    return
                 prepared = self._prepare(lease, ticket)
                 with self._change:
-                    heapq.heappush(self._ready, (prepared.order, prepared))
+                    heapq.heappush(self._ready, (prepared.order, next(self._numbers), prepared))
                     self._change.notify_all()
         if answer.scalars["state"] == protocol.OVER:
             with self._change:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from dtf.values import Train
@@ -69,18 +69,21 @@ class Ledger:
             self.leave(trainer)
         return silent
 
-    def grant(self, trainer: int, most: int) -> list[Lease]:
-        """Up to `most` leases of free work, the first steps first. Shares of a step are dealt among the living trainers, the same ones to the same: what a
-        trainer has read ahead is then what it needs; all else is for whoever asks.
+    def grant(self, trainer: int, most: int, has: Collection[Key] = ()) -> list[Lease]:
+        """What the trainer was granted and does not have, as the answer was lost; and up to `most` leases of free work in all, the first steps first.
+
+        Shares of a step are dealt among the living trainers, the same ones to the same: what a trainer has read ahead is then what it needs; all else is
+        for whoever asks.
         """
+        untold = [lease for key, (holder, lease) in self._held.items() if holder == trainer and key not in has]
         members = sorted(self._heard)
         place = members.index(trainer)
         mine = [lease for lease in self._free.values() if lease.kind == EVALUATE or lease.shares == 1 or lease.part % len(members) == place]
-        chosen = sorted(mine, key=lambda lease: lease.key)[:most]
+        chosen = sorted(mine, key=lambda lease: lease.key)[: max(0, most - len(untold))]
         for lease in chosen:
             self._held[lease.key] = (trainer, self._free.pop(lease.key))
             self.granted += 1
-        return chosen
+        return untold + chosen
 
     def finish(self, key: Key) -> bool:
         """A piece of work is done; False when it was before, or was never opened."""

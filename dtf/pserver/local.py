@@ -48,6 +48,7 @@ class Local:
         for own, memory in zip(self._fields, self._before, strict=True):
             for field, arrived in zip(own, views(memory, own), strict=True):
                 self._here(field).copy_(arrived)
+        self._computing.replica.model.train()  # it may have evaluated last, and a step without rows here says nothing else of it
         self._update.refresh(0)
         self._computing.forget()
         self._skipped_before = self._update.skipped()

@@ -48,7 +48,7 @@ class Merging(ABC):
 
     @abstractmethod
     def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
-        """How many pushes, from the first of the basket on, are the next update; 0: wait for more."""
+        """How many pushes, from the first of the basket on, are the next update; 0: wait for more. All of the basket are waited for."""
 
 
 class Sync(Merging):
@@ -78,7 +78,7 @@ class Async(Merging):
         return 2 * trainers if self._staleness is None else self._staleness
 
     def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
-        return 1 if basket and basket[0].step in waiting else 0
+        return 1 if basket else 0
 
 
 class HalfAsync(Merging):
@@ -97,9 +97,8 @@ class HalfAsync(Merging):
         return 1 if self._staleness is None else self._staleness
 
     def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
-        known = next((i for i, push in enumerate(basket) if push.step not in waiting), len(basket))
         wanted = min(self._gather or self._trainers, sum(len(parts) for parts in waiting.values()))
-        return wanted if wanted and known >= wanted else 0
+        return wanted if len(basket) >= wanted else 0
 
 
 class Geo(Merging):
@@ -119,6 +118,5 @@ class Geo(Merging):
 
     def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
         if self._staleness == 0:
-            here = sum(push.step in waiting for push in basket)
-            return here if here and here == sum(len(parts) for parts in waiting.values()) else 0
-        return 1 if basket and basket[0].step in waiting else 0
+            return len(basket) if len(basket) == sum(len(parts) for parts in waiting.values()) else 0
+        return 1 if basket else 0

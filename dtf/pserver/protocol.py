@@ -31,8 +31,10 @@ def hello_schemas() -> tuple[Schema, Schema]:
 
 
 def lease_schemas() -> tuple[Schema, Schema]:
-    """Of LEASE. `done` (n, 3): keys of finished work; `numbers` (t, 8) and `rates` (t,): tickets of leases, see `pack_leases`."""
-    request = Schema({"trainer": int, "most": int, "wait_s": float, "stopping": int}, {"done": Array(2, ("i64",))})
+    """Of LEASE. `done` and `has` (n, 3): keys of work that is finished, and of what the trainer has; `numbers` (t, 8) and `rates` (t,): tickets of leases,
+    see `pack_leases`."""
+    keys = Array(2, ("i64",))
+    request = Schema({"trainer": int, "most": int, "wait_s": float, "stopping": int, "leaving": int}, {"done": keys, "has": keys})
     return request, Schema({"state": int, "known": int}, {"numbers": Array(2, ("i64",)), "rates": SUMS})
 
 

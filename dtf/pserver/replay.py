@@ -47,8 +47,8 @@ class _Alone(World):
 class _Reply:
     """What one server gave for one pull."""
 
-    def __init__(self, stamp: int, applied: int, dense: np.ndarray, rows: dict[str, np.ndarray]) -> None:
-        self.stamp, self.applied, self.dense, self.rows = stamp, applied, dense, rows
+    def __init__(self, applied: int, dense: np.ndarray, rows: dict[str, np.ndarray]) -> None:
+        self.applied, self.dense, self.rows = applied, dense, rows
 
 
 class Replay:
@@ -128,10 +128,10 @@ class Replay:
             ids = {name: found[[each not in met[name] for each in found.tolist()]] if len(found) else found for name, found in ids.items()}
             for name, found in ids.items():
                 met[name] |= set(found.tolist())
-        stamp, now, dense, rows = self.holdings[server].pull(ids, pull, known)
+        _, now, dense, rows = self.holdings[server].pull(ids, pull, known)
         if now != applied:
             raise DataError(f"server {server} had made {applied} updates when it was asked, here it has made {now}; the record is not whole")
-        self._replies.setdefault((pull, server), []).append(_Reply(stamp, now, dense if dense is not None else np.empty(0, np.uint8), rows))
+        self._replies.setdefault((pull, server), []).append(_Reply(now, dense if dense is not None else np.empty(0, np.uint8), rows))
 
     def _may(self, key: tuple[int, int, int]) -> bool:
         """Whether all servers have given what a push was computed from."""
@@ -153,7 +153,7 @@ class Replay:
         pull = Pull(trainer, lease.step, lease.part, lease.step)
         replies = [self._replies[pull, each][-1] for each in range(self._servers)]
         replies[server] = next((reply for reply in self._replies[pull, server] if reply.applied == seen), replies[server])
-        columns = [[getattr(reply, name) for reply in replies] for name in ("dense", "stamp", "rows", "applied")]
+        columns = [[getattr(reply, name) for reply in replies] for name in ("dense", "rows", "applied")]
         found = self._computing.gradients(prepared, Pulled(*columns, scale=self.holdings[0].scale()))
         return found._replace(dense=[memory.copy() for memory in found.dense])  # whose memory the next one uses
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from time import sleep
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtf import heartbeat
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
 WAIT_S = 0.5
 """Between two signs of life while there is nothing to merge."""
+
+POLL_S = 0.0005
+"""Between two looks whether the other servers have come."""
 
 FAREWELL_S = 5.0
 """For trainers to hear that the run is over."""
@@ -52,8 +57,9 @@ class Serving(Program):
         self._opening: list[Train] = []  # tickets that the next leases will have
         self._waiting: dict[int, set[int]] = {}  # first step of leases -> shares that are not merged yet
         self._tickets: dict[int, tuple[Train, ...]] = {}  # of these leases
-        self._basket: list[Push] = []
-        self._basket_keys: set[tuple[int, int]] = set()
+        self._opened = 0
+        self._numbers: dict[int, int] = {}  # first step of leases -> how many were opened before
+        self._basket: dict[tuple[int, int], Push] = {}  # by first step and share, in order of arrival; there until they are applied
         self.change = threading.Condition()  # of all that follows and the ledger
         self.begun = self.over = False
         self._last = -1  # step that was opened last
@@ -85,7 +91,7 @@ class Serving(Program):
             self._opening.append(ticket)
             if len(self._opening) == self._merging.steps:
                 self._open()
-        self._advance(lambda: len(self._waiting) <= self._window)
+        self._advance(lambda: self._opened - self._numbers.get(min(self._waiting, default=ticket.step), self._opened) <= self._window)
         return self.tally.told()
 
     def rest(self) -> StepOutput:
@@ -99,6 +105,8 @@ class Serving(Program):
         self._advance(lambda: not self._waiting)
 
     def eval_step(self, batch: Batch | None) -> Evaluated:
+        if not self._batches:
+            self._meet()  # all are settled, and have the weights to evaluate in place
         with self.change:
             self.begun = True
             if not self._batches:
@@ -112,11 +120,14 @@ class Serving(Program):
 
     def eval_rest(self) -> Evaluated | None:
         batches, self._batches = self._batches, 0
-        if self._world.rank:
+        reports = []
+        if self._world.rank == 0:
+            with self.change:
+                self._wait(lambda: len(self._reports) == batches)
+                reports, self._reports = [self._reports[part] for part in range(batches)], {}
+        self._meet()  # until then trainers evaluate what the other servers have
+        if not reports:
             return None
-        with self.change:
-            self._wait(lambda: len(self._reports) == batches)
-            reports, self._reports = [self._reports[part] for part in range(batches)], {}
         judged = [rows for _, rows in reports if rows is not None]
         return Evaluated(torch.stack([sums for sums, _ in reports]).sum(0), torch.cat(judged) if judged else None)
 
@@ -150,6 +161,7 @@ class Serving(Program):
             self.change.notify_all()
             if self._world.rank == 0:
                 self.change.wait_for(lambda: not self.ledger.members(), FAREWELL_S)
+        self._meet()  # server 0 knows when trainers need no server any more
         if self.holdings.recorder is not None:
             self.holdings.recorder.close()
         self._close()
@@ -161,11 +173,10 @@ class Serving(Program):
         with self.change:
             step, part = push.step, push.part
             merged = part not in self._waiting[step] if step in self._waiting else step <= self._last
-            if merged or (step, part) in self._basket_keys:
+            if merged or (step, part) in self._basket:
                 self.dropped += 1
                 return
-            self._basket.append(push)
-            self._basket_keys.add((step, part))
+            self._basket[step, part] = push
             self.change.notify_all()
 
     def report(self, evaluation: int, part: int, sums: Tensor, judged: Tensor | None, unread: int) -> None:
@@ -190,8 +201,10 @@ class Serving(Program):
             with self.change:
                 if enough():
                     return
-                self._wait(lambda: self._merging.ready(self._basket, self._waiting) > 0)
-                pushes = self._take()
+                self._wait(lambda: bool(self._next()))
+                pushes = sorted(self._next(), key=_order)  # arrival decides nothing more
+            if self._merging.together:
+                self._meet()  # or a server that has all shares would keep trainers out, of which one has to compute another server's share
             norm = self.holdings.apply(pushes, self._tickets)
             if self._world.rank == 0:
                 self.tally.norm(norm)
@@ -199,13 +212,13 @@ class Serving(Program):
                 for push in pushes:
                     if self._world.rank == 0:
                         self.tally.add(push)
-                    self._basket_keys.discard((push.step, push.part))
+                    del self._basket[push.step, push.part]
                     missing = self._waiting[push.step]
                     missing.discard(push.part)
                     if self._world.rank == 0 and (self._world.size == 1 or self._merging.exact):
                         self.ledger.finish((TRAIN, push.step, push.part))
                     if not missing:
-                        del self._waiting[push.step], self._tickets[push.step]
+                        del self._waiting[push.step], self._tickets[push.step], self._numbers[push.step]
                 self.version = min(self._waiting, default=self._last + 1)
                 self.change.notify_all()
 
@@ -217,7 +230,8 @@ class Serving(Program):
         first = tickets[0].step
         parts = self._parts(max(ticket.rows for ticket in tickets))
         self._last = tickets[-1].step
-        self._waiting[first], self._tickets[first] = set(parts), tickets
+        self._waiting[first], self._tickets[first], self._numbers[first] = set(parts), tickets, self._opened
+        self._opened += 1
         if self.holdings.recorder is not None:
             self.holdings.recorder.opened(tickets)
         self.version = min(self._waiting)
@@ -225,13 +239,24 @@ class Serving(Program):
             self.ledger.open(Lease(TRAIN, first, part, self.shares, tickets) for part in parts)
         self.change.notify_all()
 
-    def _take(self) -> list[Push]:
-        """The next pushes to be merged, out of the basket, in an order that arrival does not decide."""
+    def _next(self) -> list[Push]:
+        """The pushes that are the next update. Another server may be ahead, and trainers with it: what is not open here yet is left aside."""
+        known = [push for push in self._basket.values() if push.step in self._waiting]
         if self._merging.exact:
-            self._basket.sort(key=_order)
-        count = self._merging.ready(self._basket, self._waiting)
-        pushes, self._basket = self._basket[:count], self._basket[count:]
-        return sorted(pushes, key=_order)
+            known.sort(key=_order)
+        return known[: self._merging.ready(known, self._waiting)]
+
+    def _meet(self) -> None:
+        """Wait for the other servers, and show signs of life meanwhile. Collective."""
+        if self._world.size == 1:
+            return
+        meeting = dist.barrier(async_op=True)
+        assert meeting is not None
+        while not meeting.is_completed():
+            with self.change:
+                self._wait(lambda: True)
+            sleep(POLL_S)
+        meeting.wait()
 
     def _parts(self, rows: int) -> list[int]:
         """Shares of a global batch that have micro-batches."""

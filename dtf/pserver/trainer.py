@@ -49,8 +49,7 @@ class Trainer:
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._schemas, self._reports, self._hellos = protocol.exchange_schemas(task.recipe), protocol.report_schemas(), protocol.hello_schemas()
         self._loaders: dict[tuple[int, int, int], Loader] = {}
-        self._stamps = [ANY] * len(servers)  # of the learning blocks that were pulled last ...
-        self._dense = [np.empty(0, np.uint8)] * len(servers)  # ... and these
+        self._latest: list[tuple[int, np.ndarray]] = [(ANY, np.empty(0))] * len(servers)  # stamp of the learning blocks that were pulled last, and they
         self._evaluation = ANY  # of which the buffers are here
         self._sender = ThreadPoolExecutor(1, "sender")
         self._sending: list[Future[None]] = []
@@ -75,6 +74,7 @@ class Trainer:
                 else:
                     ahead = self._train(prepared, ahead)
             self._drain(0)
+            self._feeder.leave()
         finally:
             self._feeder.close()
             self._sender.shutdown(wait=False, cancel_futures=True)
@@ -123,7 +123,7 @@ class Trainer:
             if first:
                 self._applied = pulled.applied
                 local.begin(pulled.dense)
-                self._stamps = [ANY] * len(self._servers)  # these were blocks with their optimizer state
+                self._latest = [(ANY, np.empty(0))] * len(self._servers)  # these were blocks with their optimizer state
             for part, rows in zip(wanted, pulled.rows, strict=True):
                 for name, ids in part.items():
                     local.keep(name, ids, rows[name])
@@ -175,7 +175,7 @@ class Trainer:
         """Questions to the servers for what a lease needs, once it is the lease's turn."""
         train = prepared.lease.kind != EVALUATE
         after = prepared.lease.step if train and self._merging.exact else ANY
-        requests = [self._wants(prepared, prepared.wanted.ids(server), after, self._stamps[server]) for server in range(len(self._servers))]
+        requests = [self._wants(prepared, prepared.wanted.ids(server), after, self._latest[server][0]) for server in range(len(self._servers))]
         return [encode(self._schemas[0], scalars | {"frozen": int(frozen)}, arrays) for scalars, arrays in requests]
 
     def _wants(self, prepared: Prepared, ids: dict[str, np.ndarray], after: int, known: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -197,7 +197,7 @@ class Trainer:
             if server == 0:
                 arrays |= {"sums": computed.sums.cpu().double().numpy(), "statistics": computed.statistics, "rows": ids[ids >= 0]}
             if following is not None:
-                more, wants = self._wants(following, following.wanted.ids(server), following.lease.step, self._stamps[server])
+                more, wants = self._wants(following, following.wanted.ids(server), following.lease.step, self._latest[server][0])
                 scalars, arrays = scalars | more, arrays | wants
             found.append(encode(self._schemas[0], scalars, arrays))
         return found
@@ -231,12 +231,11 @@ class Trainer:
             return (LATE if LATE in states else NO), None
         for server, answer in enumerate(found):
             if "dense" in answer.arrays:
-                self._stamps[server], self._dense[server] = int(answer.scalars["stamp"]), answer.arrays["dense"]
+                self._latest[server] = int(answer.scalars["stamp"]), answer.arrays["dense"]
             if "frozen" in answer.arrays:
                 self._computing.take_frozen(server, answer.arrays["frozen"])
         return READY, Pulled(
-            list(self._dense),
-            list(self._stamps),
+            [answer.arrays.get("dense", blocks) for answer, (_, blocks) in zip(found, self._latest, strict=True)],
             [self._rows(answer) for answer in found],
             [int(answer.scalars["applied"]) for answer in found],
             float(found[0].scalars["scale"]),
@@ -264,7 +263,6 @@ class Trainer:
             if refusal:
                 raise ConfigError(refusal)
             ready = bool(answer.scalars["ready"])
-        self._stamps = [ANY] * len(self._servers)
         self._evaluation = ANY
         question = encode(self._schemas[0], {"trainer": self._number, "frozen": 1}, {})
         for server, transport in enumerate(self._servers):

@@ -1,0 +1,247 @@
+"""A server by itself: pushes that come twice, late, early and damaged; pulls that are too late; an end to which nobody comes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dtf.launcher import Place
+from dtf.optimizers.sgd import Sgd
+from dtf.options import StepOptions
+from dtf.pserver import protocol, serving
+from dtf.pserver.blocks import views
+from dtf.pserver.desk import Desk
+from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, LEASE, OVER, READY
+from dtf.pserver.push import Push
+from dtf.pserver.serving import Serving
+from dtf.pserver.transport import Refused
+from dtf.pserver.wire import decode, encode
+from dtf.strategies.pserver import Mode, Pserver
+from dtf.strategy import Task
+from dtf.values import Train
+from dtf.world import World
+from tests.harness import PRECISIONS
+from tests.toy import Toy
+
+SOON_S = 20.0
+
+
+@contextmanager
+def server(mode: Mode = Mode.sync, trainers: int = 2, **options: Any) -> Iterator[tuple[Serving, Desk, ThreadPoolExecutor]]:
+    """One server with its desk, and a thread for the engine."""
+    task = Task(Toy(batch_norm=False), Sgd(), PRECISIONS["fp64"], StepOptions(batch_size=24, micro_batch_rows=6), 0)
+    world, strategy = World(Place(size=1, slots=trainers)), Pserver(mode=mode, **options)
+    made = Serving(task, world, strategy, strategy.merging(), trainers)
+    with ThreadPoolExecutor(1) as engine:
+        try:
+            yield made, Desk(made, task, {}, 0, 60.0), engine
+        finally:
+            made.fail(RuntimeError("the test is over"))
+
+
+def push(made: Serving, step: int, part: int, value: float | None = None) -> Push:
+    """A gradient that is the same number everywhere, another one for each push."""
+    memory = torch.zeros(made.holdings.layout.bytes, dtype=torch.uint8)
+    for view in views(memory, made.holdings.layout.learning):
+        view.fill_(0.01 * (1 + step + 0.1 * part) if value is None else value)
+    rows = np.arange(part, 24, made.shares)
+    return Push(0, step, part, memory.numpy(), {}, 1, 1.0, 0, 0, 0, 0, np.array([12.0, 1.0, 1.0]), np.empty(0), rows)
+
+
+def ticket(step: int) -> Train:
+    return Train(step, 0, step, 24, 0.1)
+
+
+def learnt(made: Serving) -> bytes:
+    return b"".join(box.tensor.numpy().tobytes() for box in made.state().boxes)
+
+
+def steps(made: Serving, count: int) -> None:
+    for step in range(count):
+        made.step(ticket(step), None)
+    made.settle()
+
+
+def in_order(count: int, mode: Mode = Mode.sync) -> bytes:
+    with server(mode) as (made, _, engine):
+        done = engine.submit(steps, made, count)
+        for step in range(count):
+            until(lambda step=step: made._last >= step)
+            for part in range(made.shares):
+                made.receive(push(made, step, part))
+        done.result(SOON_S)
+        return learnt(made)
+
+
+def until(true: Callable[[], bool]) -> None:
+    start = time.monotonic()
+    while not true():
+        assert time.monotonic() - start < SOON_S
+        time.sleep(0.001)
+
+
+def test_pushes_in_any_order_and_number_are_applied_once_and_in_order() -> None:
+    """Of four steps, two are open at once: some come before theirs is, some after it is done."""
+    with server() as (made, _, engine):
+        done = engine.submit(steps, made, 4)
+        until(lambda: made._last == 1)
+        for step, part in [(3, 1), (1, 1), (2, 0), (1, 1), (3, 1), (0, 1), (0, 1), (0, 0)]:
+            made.receive(push(made, step, part))
+        until(lambda: made.version == 1)
+        for step, part in [(0, 0), (1, 0), (3, 0), (0, 1), (2, 1), (2, 1)]:
+            made.receive(push(made, step, part))
+        done.result(SOON_S)
+        made.receive(push(made, 3, 0))
+        assert made.holdings.applied == 4 and made.dropped == 7
+        assert learnt(made) == in_order(4)
+        assert [(step, len(ids)) for step, ids in made.consumed()] == [(step, 12) for step in range(4) for _ in range(2)]
+
+
+@pytest.mark.parametrize("mode", [Mode.async_, Mode.half_async])
+def test_a_push_for_a_step_that_is_not_open_yet_keeps_nobody_waiting(mode: Mode) -> None:
+    """As when another server is ahead, and trainers that learn of work from it."""
+    with server(mode, staleness=0) as (made, _, engine):
+        done = engine.submit(steps, made, 3)
+        for step in (2, 1, 0):
+            for part in range(made.shares):
+                made.receive(push(made, step, part))
+        done.result(SOON_S)
+        assert learnt(made) == in_order(3, mode) and made.dropped == 0
+
+
+@pytest.mark.parametrize("mode", [Mode.sync, Mode.async_, Mode.half_async])
+def test_a_push_that_comes_again_while_it_is_applied_changes_nothing(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    with server(mode) as (made, _, engine):
+        plain = made.holdings.apply
+
+        def apply(pushes: Any, tickets: Any) -> Any:
+            for each in pushes:
+                made.receive(each)
+            return plain(pushes, tickets)
+
+        monkeypatch.setattr(made.holdings, "apply", apply)
+        done = engine.submit(steps, made, 2)
+        for step in range(2):
+            for part in range(made.shares):
+                made.receive(push(made, step, part))
+        done.result(SOON_S)
+        assert made.holdings.applied == 2 and made.dropped == 2 * made.shares and not made._basket
+
+
+@pytest.mark.parametrize("mode", [Mode.sync, Mode.async_, Mode.half_async])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(value: float, mode: Mode) -> None:
+    with server(mode) as (made, _, engine):
+        before = learnt(made)
+        done = engine.submit(steps, made, 2)
+        for part in range(made.shares):
+            made.receive(push(made, 0, part, value if part == 0 else None))
+        until(lambda: made.version == 1)
+        assert made.skipped() == 1 and learnt(made) == before
+        for part in range(made.shares):
+            made.receive(push(made, 1, part))
+        done.result(SOON_S)
+        assert made.skipped() == 1 and learnt(made) != before
+
+
+def pull(desk: Desk, after: int) -> dict[str, Any]:
+    request, reply = protocol.exchange_schemas(Toy())
+    scalars = {"trainer": 0, "pull": 1, "after": after, "train": 1, "known": -1, "frozen": 0, "wait_s": 0.0}
+    return dict(decode(reply, desk.handlers[EXCHANGE](encode(request, scalars, {}))).scalars)
+
+
+def lease(desk: Desk, trainer: int, **scalars: Any) -> Any:
+    request, reply = protocol.lease_schemas()
+    keys = {"done": np.empty((0, 3), np.int64), "has": np.empty((0, 3), np.int64)}
+    given = {"trainer": trainer, "most": 2, "wait_s": 0.0, "stopping": 0} | scalars
+    return decode(reply, desk.handlers[LEASE](encode(request, given, keys)))
+
+
+def hello(desk: Desk, trainer: int, facts: dict[str, Any] | None = None) -> str:
+    request, reply = protocol.hello_schemas()
+    told = np.frombuffer(json.dumps(facts or {}).encode(), np.uint8)
+    return decode(reply, desk.handlers[HELLO](encode(request, {"trainer": trainer}, {"facts": told}))).arrays["refusal"].tobytes().decode()
+
+
+def test_a_pull_for_work_that_others_have_done_says_so() -> None:
+    with server() as (made, desk, engine):
+        done = engine.submit(steps, made, 2)
+        until(lambda: made._last == 1)
+        assert pull(desk, 0)["pulled"] == READY and pull(desk, 1)["pulled"] == protocol.NO
+        for part in range(2):
+            made.receive(push(made, 0, part))
+        until(lambda: made.version == 1)
+        assert pull(desk, 0)["pulled"] == LATE and pull(desk, 1)["pulled"] == READY
+        for part in range(2):
+            made.receive(push(made, 1, part))
+        done.result(SOON_S)
+
+
+def test_a_trainer_of_another_kind_is_refused() -> None:
+    with server() as (made, desk, engine):
+        engine.submit(steps, made, 1)
+        until(lambda: made.begun)
+        assert "versions" in hello(desk, 0, {"versions": {"torch": "1"}}) and made.ledger.members() == []
+        assert hello(desk, 0) == "" and made.ledger.members() == [0]
+
+
+def test_a_push_of_another_size_is_refused() -> None:
+    with server() as (made, desk, engine):
+        engine.submit(steps, made, 1)
+        request, _ = protocol.exchange_schemas(Toy())
+        scalars = {"trainer": 0, "push": 1, "step": 0, "part": 0, "epoch": 0, "unread": 0, "finite": 1, "norm": 0.0, "seen": 0, "skipped": 0}
+        with pytest.raises(Refused, match="dense has 8 bytes"):
+            desk.handlers[EXCHANGE](encode(request, scalars, {"dense": np.zeros(8, np.uint8)}))
+        assert not made._basket
+
+
+def test_a_trainer_that_was_given_up_joins_again() -> None:
+    with server() as (made, desk, engine):
+        engine.submit(steps, made, 1)
+        until(lambda: made.begun)
+        hello(desk, 0)
+        assert len(lease(desk, 0).arrays["numbers"]) == 2 and not lease(desk, 1).scalars["known"]
+        with made.change:
+            assert made.ledger.give_up(time.monotonic() + 1) == [0]
+        assert not lease(desk, 0).scalars["known"]
+        hello(desk, 0)
+        assert len(lease(desk, 0).arrays["numbers"]) == 2, "the same work again"
+
+
+def test_the_end_waits_for_trainers_to_leave_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = threading.Event()
+    with server() as (made, desk, engine):
+        made.on_end(closed.set)
+        made.begun = True
+        hello(desk, 0)
+        ended: Future[None] = engine.submit(made.end)
+        until(lambda: made.over)
+        assert lease(desk, 0).scalars["state"] == OVER and lease(desk, 7).scalars["state"] == OVER and not closed.is_set()
+        lease(desk, 0, leaving=1)
+        ended.result(SOON_S)
+        assert closed.is_set()
+    monkeypatch.setattr(serving, "FAREWELL_S", 0.05)
+    with server() as (made, desk, engine):
+        made.begun = True
+        hello(desk, 0)
+        start = time.monotonic()
+        made.end()
+        assert 0.04 < time.monotonic() - start < 5.0
+
+
+def test_an_error_in_the_service_ends_the_engine() -> None:
+    with server() as (made, _, engine):
+        done = engine.submit(steps, made, 2)
+        until(lambda: made._last == 1)
+        made.fail(ValueError("something"))
+        with pytest.raises(Exception, match="the service failed: ValueError: something"):
+            done.result(SOON_S)
