@@ -55,6 +55,10 @@ class Desk:
         trainer, serving, wait_s = int(message.scalars["trainer"]), self._serving, float(message.scalars["wait_s"])
         with serving.change:
             now = time.monotonic()
+            if message.scalars.get("leaving"):
+                serving.ledger.leave(trainer)
+                serving.change.notify_all()
+                return self._leases([], OVER, known=True)
             if serving.ledger.give_up(now - self._lease_s):
                 serving.change.notify_all()
             if not serving.ledger.hear(trainer, now):
