@@ -12,11 +12,23 @@ from dtf.errors import ConfigError, DtfError, PeerError
 
 _LOCAL = ("launcher", "root")
 """Keys that may differ between hosts: how ranks are started there, and where the data lies."""
+_OWN = {"run": ("dir", "name"), "strategy": ("endpoints", "role", "server_id", "trainer_id", "token_file", "tls", "allow_insecure", "meet_timeout_s")}
+"""Keys that may differ between commands that each start one process of a run: which it is, how it reaches the others, and what only the first one does."""
+_FIRST = ("observer", "budget")
 
 
 def shared(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a config that all ranks must have alike, whoever composed it."""
     return {key: shared(value) if isinstance(value, dict) else value for key, value in config.items() if key not in _LOCAL}
+
+
+def common(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of it that commands which each start one process of a run must have alike."""
+    return {
+        group: {key: value for key, value in node.items() if key not in _OWN.get(group, ())} if isinstance(node, dict) else node
+        for group, node in shared(config).items()
+        if group not in _FIRST
+    }
 
 
 def digest(config: dict[str, Any]) -> str:

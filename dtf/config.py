@@ -98,6 +98,8 @@ class Composed:
             settings.precision.check(devices)
             task = Task(settings.recipe, settings.optimizer, settings.precision, settings.step, settings.seed, rows=settings.sparse)
             settings.strategy.check(task, processes, devices)
+            if settings.strategy.alone() and self.config["job"]["name"] != "train":
+                raise ConfigError("strategy.endpoints is for processes of a run that are started by hand, and this job starts its own; leave it out")
         return settings
 
     def recompose(self, overrides: Sequence[str]) -> Composed:

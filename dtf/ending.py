@@ -92,7 +92,7 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int, elsew
         cause = words[0].failed
         known = cause.exit in list(Exit)
         lost = cause.exit == Exit.PEER
-        return Outcome(Exit(cause.exit) if known else Exit.BUG, cause, external=lost, consequence=lost)
+        return Outcome(Exit(cause.exit) if known else Exit.BUG, cause, external=lost and not cause.patient, consequence=lost)
     if hang and hang.message:  # else killed for another reason before it was described
         return Outcome(Exit.PEER, hang, external=True)
     if elsewhere:

@@ -37,6 +37,8 @@ class DtfError(Exception):
     """Base of all expected failures. The message reads `what; why; what to do`."""
 
     exit = Exit.BUG
+    patient = False
+    """Whether what it misses was waited for already, so that starting again at once is of no use."""
 
 
 class ConfigError(DtfError):

@@ -43,6 +43,8 @@ class Place:
     attempt: int = 0
     again: int = 0  # how often this place alone was started again within the attempt
     token: str = field(default="", repr=False)  # of the run, a secret: travels through inherited descriptors only; "" where there is one role
+    hang_timeout_s: float = 60.0  # silence that means that another process hangs
+    start_timeout_s: float = 600.0  # the same while it starts
 
 
 class Launcher(ABC):
@@ -84,6 +86,8 @@ class Launcher(ABC):
 
 def check_one_role(launcher: str, strategy: Strategy, processes: int) -> None:
     """Raise ConfigError for a strategy of several roles, for launchers that start ranks of one."""
+    if strategy.alone():
+        raise ConfigError(f"launcher={launcher} finds ranks that exist already, and strategy.endpoints is for processes started by hand; use launcher=local")
     roles = strategy.roles(processes)
     if len(roles) > 1:
         parts = " and ".join(f"{number} {role}{'s' * (number != 1)}" for role, number in roles.items())

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dtf import heartbeat
@@ -83,7 +84,7 @@ def sender(channel: socket.socket) -> Callable[[Event], None]:
             print(f"dtf: warning: {event.text}", file=sys.stderr)
         if isinstance(event, Failed):
             print(event.traceback or event.message, file=sys.stderr)
-            event = Failed(event.rank, event.step, event.exit, event.message[:2000], event.traceback[-16_000:])
+            event = replace(event, message=event.message[:2000], traceback=event.traceback[-16_000:])
         data = json.dumps({"at": time.monotonic(), **event_to_json(event)}).encode()
         if len(data) > MESSAGE_BYTES:
             raise DtfError(f"an event of {len(data)} bytes is too long to send; {MESSAGE_BYTES} at most")

@@ -13,6 +13,7 @@ from dtf.errors import ConfigError
 T = TypeVar("T", bound=type)
 
 _CLASSES: dict[str, dict[str, type]] = {}
+_BRINGERS: set[str] = set()
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -79,6 +80,16 @@ def register(group: str, name: str) -> Callable[[T], T]:
         return made
 
     return decorate
+
+
+def brings(module: str) -> bool:
+    """Whether a module has registered something that is no class, see `bring`."""
+    return module in _BRINGERS
+
+
+def bring(module: str) -> None:
+    """A module registers something that is no class of a config group: as a plugin it is good for something."""
+    _BRINGERS.add(module)
 
 
 def groups() -> list[str]:

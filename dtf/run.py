@@ -11,8 +11,10 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf import __version__
 from dtf.errors import BusyError, ConfigError
+from dtf.live import withdraw
 
 if TYPE_CHECKING:
     from dtf.settings import Settings
@@ -38,6 +41,7 @@ class Run:
     def __init__(self, folder: Path, id: str, config: dict[str, Any], settings: Settings, leader: bool = True) -> None:
         self.folder, self.id, self.config, self.settings, self.leader = folder, id, config, settings, leader
         self._lock: int | None = None
+        self._temporary = False
         self._record: dict[str, Any] = {}
 
     @classmethod
@@ -69,6 +73,14 @@ class Run:
             key = f"run.dir={settings.run.dir}" if settings.run.dir else f"run.name={name}"
             raise ConfigError(f"{key}: the run folder {folder} cannot be used: {error.strerror}; choose another run.dir") from error
 
+    @classmethod
+    def guest(cls, config: dict[str, Any], settings: Settings, name: str) -> Run:
+        """Of a process that takes part in a run whose folder another one makes: a temporary folder for its log."""
+        id = unique_id()
+        run = cls(Path(tempfile.mkdtemp(prefix=f"dtf-{name}-")), id, config, settings, leader=False)
+        run._temporary = True
+        return run
+
     @cached_property
     def token(self) -> str:
         """By which processes of this run know each other: 256 bits, drawn anew for each launch, never written down."""
@@ -76,8 +88,12 @@ class Run:
 
     def end(self, exit: int, cause: str = "", results: Mapping[str, Any] | None = None) -> None:
         """Write how the run ended, and `results`, into run.json and unlock the folder; nothing to do where it was not opened."""
+        if self._temporary:
+            with suppress(OSError):  # a log is kept
+                self.folder.rmdir()
         if self._lock is None:
             return
+        withdraw(self.folder)
         self._record |= {"ended": _now(), "exit": int(exit), "cause": cause, **(results or {})}
         try:
             self._write()

@@ -21,7 +21,7 @@ from dtf.errors import ConfigError
 from dtf.lr import Schedule
 from dtf.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
 from dtf.recipe import Recipe
-from dtf.registry import groups, lookup, option, registered, suggest
+from dtf.registry import brings, groups, lookup, option, registered, suggest
 from dtf.row_optimizer import DEFAULT
 from dtf.sampler import Tail
 from dtf.schema import KeyProblem, fit, fit_option, is_node, keys, make, make_option, show, unset
@@ -181,7 +181,8 @@ def _brings(plugin: str) -> bool:
     told = vars(sys.modules[plugin]).values()
     homes = {plugin, *(value.__name__ for value in told if isinstance(value, ModuleType))}
     classes = [cls for group in groups() for cls in registered(group).values()]
-    return any(cls in told or cls.__module__ in homes or cls.__module__.startswith(f"{plugin}.") for cls in classes)
+    known = any(cls in told or cls.__module__ in homes or cls.__module__.startswith(f"{plugin}.") for cls in classes)
+    return known or any(brings(home) for home in homes)
 
 
 def load_plugin(name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dtf.errors import ConfigError
@@ -14,6 +14,7 @@ from dtf.values import Batch, Evaluated, Shard, State, StepOutput, Train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import numpy as np
     from torch import Tensor
@@ -193,6 +194,36 @@ class Errand:
     stop_requested: Callable[[], bool]
     """Whether this process was told to stop."""
 
+    say: Callable[[str], None] = lambda text: None
+    """Tell whoever watches this process."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The one process of a run that a command starts, where each of the others is started by a command of its own."""
+
+    role: str
+    rank: int  # among all processes of the run; 0 makes its folder, and reports
+    towards: tuple[str, int]  # host and port of rank 0
+    token: str = field(repr=False)  # by which they know each other
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a process of the first role stands in a run, and what it may do while it finds the others."""
+
+    place: Place
+    folder: Path
+    run_id: str
+    facts: dict[str, Any]
+    """What all must have alike and is known so early: JSON, as of Errand."""
+
+    wait: Callable[[], None]
+    """To be called now and then while waiting: a sign of life. Raises Preempted when this process was told to stop."""
+
+    say: Callable[[str], None]
+    """Tell whoever watches this process."""
+
 
 class Update(ABC):
     """What happens around forward and backward: where parameters come from and where gradients go."""
@@ -251,6 +282,18 @@ class Strategy(ABC):
     def computes_on_device(self, role: str) -> bool:
         """Whether each process of this role is given a GPU where there are some, which other roles may share; else it has the CPU. Default: trainers."""
         return role == "trainer"
+
+    def alone(self) -> Alone | None:
+        """The one process that this command is to start, the others being started elsewhere by hand. ConfigError. Default: None, it starts all."""
+        return None
+
+    def hints(self, processes: int) -> list[str]:
+        """What the user might want to do otherwise, each in a line. Default: nothing."""
+        return []
+
+    def meet(self, standing: Standing) -> Standing:
+        """Called first of all in processes of the first role: where this one really stands, once all of them are there. Default: as the launcher says."""
+        return standing
 
     @abstractmethod
     def check(self, task: Task, processes: int, devices: str) -> None:

@@ -166,6 +166,7 @@ class Failed:
     exit: int
     message: str
     traceback: str
+    patient: bool = False  # it has waited long for what it misses: to start it again would be to wait again
 
 
 @dataclass(frozen=True, slots=True)

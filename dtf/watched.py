@@ -104,15 +104,25 @@ class Watched(Launcher):
             "path": [os.path.abspath(part) for part in sys.path],
         }
         limits = Limits(self.hang_timeout_s, self.start_timeout_s, self.grace_s)
-        token = run.token if len({place["role"] for place in places}) > 1 else ""
-        here = [Place(**{**place, "attempt": number, "prefix": f"{run.id}/{number}", "token": token}) for place in places]
-        logs, again = log_folder(self.log_dir, run.folder), self.max_restarts
-        return Attempt(warm(self.env), order, here, pins, logs, limits, stop, see, store, listener, others, strategy.replaceable, again)
+        alone = strategy.alone()
+        token = alone.token if alone else run.token if len({place["role"] for place in places}) > 1 else ""
+        shared = {"attempt": number, "prefix": f"{run.id}/{number}", "token": token}
+        shared |= {"hang_timeout_s": self.hang_timeout_s, "start_timeout_s": self.start_timeout_s}
+        here = [Place(**{**place, **shared}) for place in places]
+        logs, again, replaceable = log_folder(self.log_dir, run.folder), self.max_restarts, frozenset() if alone else strategy.replaceable
+        return Attempt(warm(self.env), order, here, pins, logs, limits, stop, see, store, listener, others, replaceable, again)
 
     def _places(self, strategy: Strategy) -> tuple[list[dict[str, Any]], list[list[int]]]:
         """Where each rank of this host stands, but for what an attempt adds; and the cores it is pinned to, none when it is not."""
         slots, chosen = self.count(), devices.choose(self.devices)
         roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
+        alone = strategy.alone()
+        if alone and self.hosts > 1:
+            raise ConfigError(f"launcher.nodes={self.hosts}: with strategy.endpoints each command starts one process; use launcher=local")
+        if alone:
+            device = devices.device_of(0, 1, chosen) if strategy.computes_on_device(alone.role) else "cpu"
+            place = {"rank": alone.rank, "size": len(roles), "role": alone.role, "slots": slots, "device": device, "devices": (device,)}
+            return [place | {"threads": self.threads or devices.cores()}], [[]]
         if len(set(roles)) > 1 and self.hosts > 1:
             raise ConfigError(f"launcher.nodes={self.hosts}: {' and '.join(dict.fromkeys(roles))} processes of this strategy start on one host; use 1")
         if len(roles) % self.hosts:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dtf import __version__, budget, export, heartbeat, inference
-from dtf.agreement import agree, digest
+from dtf.agreement import agree, common, digest
 from dtf.build import sketch
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
@@ -34,10 +34,10 @@ from dtf.precision import set_switches
 from dtf.recipe import Dataset, Recipe
 from dtf.record import Record
 from dtf.rows import Rows
-from dtf.run import flat
+from dtf.run import flat, redact
 from dtf.settings import Settings, typed
-from dtf.strategy import Errand, Program, Task
-from dtf.values import Ended, Event, Failed, Measured, Note, Started
+from dtf.strategy import Errand, Program, Standing, Task
+from dtf.values import Ended, Event, Failed, Measured, Note, Saved, Started
 from dtf.weights import Fit, Weights, fitted, open_weights
 from dtf.world import World
 
@@ -71,8 +71,9 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
         if _peer_is_gone(error):
             error = PeerError(f"lost another rank: {error}")
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
+        patient = isinstance(error, DtfError) and error.patient
         message = str(error) if isinstance(error, DtfError) else f"{type(error).__name__}: {error}"
-        send(Failed(place.rank, last["step"], int(exit), message, "" if isinstance(error, Preempted) else traceback.format_exc()))
+        send(Failed(place.rank, last["step"], int(exit), message, "" if patient or isinstance(error, Preempted) else traceback.format_exc(), patient))
         return exit
 
 
@@ -93,9 +94,21 @@ def _train(
     meter = Meter(kind)
     leading, count = next(iter(strategy.roles(place.slots).items()))
     leads = place.role == leading
+    alone = strategy.alone() is not None
+    # Who composed a config of its own is told in which key it differs; ranks of one launching process have the same one.
+    config_facts = {"config": redact(common(config))} if alone else {"digest of the config": digest(config)}
+    if leads:
+
+        def wait() -> None:
+            beat("start", 0)
+            if stop_requested():
+                raise Preempted("asked to stop before the others were there; nothing is lost; start again with the same command")
+
+        standing = strategy.meet(Standing(place, folder, run_id, config_facts, wait, lambda text: send(Note("info", text))))
+        place, folder, run_id = standing.place, standing.folder, standing.run_id
     world = World.join(replace(place, size=count), strategy.communication(kind)) if leads else World(replace(place, size=1))
     rows = Rows(settings, config["recipe"]["name"], config["sampler"]["name"], pin=kind == "cuda")
-    facts = {"versions": _versions(kind), "digest of the config": digest(config)}
+    facts = {"versions": _versions(strategy.communication(kind) == "nccl"), **config_facts}
     facts |= {"training data": rows.fingerprint, "evaluation data": rows.eval.fingerprint()}
     batch = settings.step.batch_size
     if leads:
@@ -112,7 +125,7 @@ def _train(
     optimizer = averaged(settings.optimizer, settings.step.ema)
     task = Task(recipe, optimizer, settings.precision, settings.step, settings.seed, rows.sample, weights, settings.sparse)
     if not leads:
-        strategy.assist(task, Errand(place, facts, rows.loader, beat, stop_requested))
+        strategy.assist(task, Errand(place, facts, rows.loader, beat, stop_requested, lambda text: send(Note("info", text))))
         return
     program = strategy.setup(task, world)
     if recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
@@ -140,7 +153,7 @@ def _train(
         "train": {"steps": plan.total}
     }  # may change on the way
     course["step"] = course["step"] | {"micro_batch_rows": program.micro_batch_rows}  # 0 is another number under another strategy
-    see = send if world.rank == 0 else _nobody
+    see = send if world.rank == 0 else _progress(send) if alone else _nobody
     checkpointer = Checkpointer(
         folder / "checkpoints",
         settings.checkpoint,
@@ -238,9 +251,9 @@ def _ceiling(rows: Dataset, world: World) -> dict[str, str]:
     return {"best possible": " ".join(f"{name}={value:.4f}" for name, value in best.items())} if best else {}
 
 
-def _versions(kind: str) -> dict[str, str]:
+def _versions(nccl_is_used: bool) -> dict[str, str]:
     """Of what this process has really loaded."""
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if kind == "cuda" else ""  # type: ignore[attr-defined]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if nccl_is_used else ""  # type: ignore[attr-defined]
     return {"dtf": __version__, "python": platform.python_version(), "torch": torch.__version__, "nccl": nccl}
 
 
@@ -344,6 +357,11 @@ def _both(first: Callable[[str, int], None], second: Callable[[str, int], None])
         second(phase, step)
 
     return beat
+
+
+def _progress(send: Callable[[Event], None]) -> Callable[[Event], None]:
+    """Of a rank other than 0 whose launching process has no other: only what tells it whether starting again may help."""
+    return lambda event: send(event) if isinstance(event, Saved | Started) else None
 
 
 def _nobody(event: Event) -> None:

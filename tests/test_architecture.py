@@ -19,16 +19,17 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = {
     "vocabulary": "dtf errors registry trace values",
-    "leaves: one thing each": "agreement answers budget classes collectives devices ema ending environment eventfile feed frozen gradients heartbeat layout "
-    "id_kernels links lr manifest memory metrics network optimizer options partition patterns precision "
-    "pserver pserver.transport pserver.wire row_kernels row_optimizer sampler schedules schema sections seeding slices sparse strides "
+    "leaves: one thing each": "agreement answers by_hand budget classes collectives devices ema ending environment eventfile feed frozen gradients "
+    "heartbeat layout id_kernels links live lr manifest memory metrics network optimizer options partition patterns precision "
+    "pserver pserver.placing pserver.transport pserver.wire row_kernels row_optimizer sampler schedules schema sections seeding slices sparse strides "
     "supervise table tracking usage",
     "formats of files": "commit located shards untrusted",
     "contracts": "job launcher observer recipe strategy",
     "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined placement profiler ranking remat "
     "replicas screen seat sharded spmd stages tables update world",
-    "the parameter server": "pserver.blocks pserver.computing pserver.desk pserver.feeder pserver.holdings pserver.ledger pserver.local pserver.merging "
-    "pserver.protocol pserver.push pserver.recorder pserver.replay pserver.rows pserver.rpc pserver.serving pserver.session pserver.tally pserver.trainer",
+    "the parameter server": "pserver.blocks pserver.computing pserver.desk pserver.feeder pserver.holdings pserver.ledger pserver.local pserver.meeting "
+    "pserver.merging pserver.protocol pserver.push pserver.recorder pserver.replay pserver.rows pserver.rpc pserver.serving pserver.session pserver.status "
+    "pserver.tally pserver.trainer",
     "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes row_optimizers strategies",
     "the root config, typed": "settings",

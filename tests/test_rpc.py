@@ -116,7 +116,7 @@ def test_health_as_orchestrators_ask_for_it() -> None:
     with service({}) as server, grpc.insecure_channel(server.endpoint) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check", ask.SerializeToString, answer.FromString)
         assert check(ask(), timeout=SOON_S).status == answer.SERVING
-        server.ready = False
+        server.ready = lambda: False
         assert check(ask(service=""), timeout=SOON_S).status == answer.NOT_SERVING
         with pytest.raises(grpc.RpcError) as error:
             check(ask(service="echo"), timeout=SOON_S)
@@ -130,12 +130,12 @@ def test_waiting_for_a_server_that_is_not_there_yet() -> None:
     with client(address) as caller, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(caller.wait_ready, SOON_S)
         server = Service({"echo": echo}, TOKEN, EPOCH, address)
-        server.ready = False
+        server.ready = lambda: False
         server.start()
         with pytest.raises(Lost):
             caller.wait_ready(0.1)
         assert not waiting.done()
-        server.ready = True
+        server.ready = lambda: True
         waiting.result()
         assert caller.call("echo", b"x", SOON_S) == b"x"
         server.stop(0)

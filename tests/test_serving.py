@@ -156,6 +156,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(value: flo
 def pull(desk: Desk, after: int) -> dict[str, Any]:
     request, reply = protocol.exchange_schemas(Toy())
     scalars = {"trainer": 0, "pull": 1, "after": after, "train": 1, "known": -1, "frozen": 0, "wait_s": 0.0}
+    scalars |= {"of_step": after, "of_part": 0, "at": after}
     return dict(decode(reply, desk.handlers[EXCHANGE](encode(request, scalars, {}))).scalars)
 
 

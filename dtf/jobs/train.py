@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -47,7 +48,11 @@ class TrainJob(Job):
                 raise error
             return run
 
-        run = launcher.open(composed.config, make, composed.command)
+        alone = settings.strategy.alone()
+        if alone and alone.rank:
+            run = Run.guest(composed.config, settings, f"{alone.role}-{alone.rank}")
+        else:
+            run = launcher.open(composed.config, make, composed.command)
         self.folder = run.folder
         objective = settings.run.objective or settings.recipe.objective[0]
         observers = Observers(settings.observer if run.leader else {})
@@ -66,10 +71,14 @@ class TrainJob(Job):
                 self.best = (objective, event.values[f"best_{objective}"])
             with turn:
                 observers.see(event)
+            if alone and not run.leader and isinstance(event, Note):
+                print(f"dtf: {event.text}", file=sys.stderr, flush=True)
 
         meter = Meter(run.folder, settings.budget, self.elsewhere_s, lambda text: see(Note("warning", text))) if run.leader else None
         try:
             observers.open(run.folder, run.redacted())
+            for hint in settings.strategy.hints(processes) if run.leader else ():
+                see(Note("info", hint))
             with meter or nullcontext():
                 exit = Exit(launcher.launch(run, see))
         except DtfError as error:

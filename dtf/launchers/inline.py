@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from dtf import devices
@@ -41,6 +42,8 @@ class Inline(Launcher):
 
     def check(self, strategy: Strategy) -> None:
         slots = self.count()
+        if strategy.alone():
+            return
         check_one_role("inline", strategy, slots)
         size = sum(strategy.roles(slots).values())
         if size != 1:
@@ -60,6 +63,11 @@ class Inline(Launcher):
 
         all_devices = tuple(devices.device_of(slot, slots, chosen) for slot in range(slots))
         place = Place(slots=slots, device=all_devices[0], devices=all_devices, threads=self.threads or devices.cores(), prefix=f"{run.id}/0")
+        strategy = run.settings.strategy
+        if alone := strategy.alone():
+            device = all_devices[0] if strategy.computes_on_device(alone.role) else "cpu"
+            size = sum(strategy.roles(slots).values())
+            place = replace(place, rank=alone.rank, size=size, role=alone.role, token=alone.token, device=device, devices=(device,))
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             exit = function(entry)(run.config, str(run.folder), run.id, place, hear)

@@ -27,7 +27,10 @@ class Local(Watched):
         with Stop() as stop:
 
             def attempt(number: int) -> Attempt:
-                sockets = network.socket_variables(self.interface, ("127.0.0.1", 1), os.environ) if self.interface else network.loopback_variables(os.environ)
+                alone = run.settings.strategy.alone()
+                towards = alone.towards if alone else ("127.0.0.1", 1)
+                inside = network.loopback_variables(os.environ) if not (alone or self.interface) else None
+                sockets = inside or network.socket_variables(self.interface, towards, os.environ)
                 return self.attempt(run, entry, number, sockets, stop, see)
 
             outcome = supervise(attempt, self.max_restarts, lambda: stop.count > 0, see)

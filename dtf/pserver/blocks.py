@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,17 +13,11 @@ from dtf.build import formats
 from dtf.errors import ConfigError
 from dtf.optimizer import Optimizer
 from dtf.precision import Precision
-from dtf.registry import suggest
+from dtf.pserver.placing import placed
 from dtf.slices import bounds
 
 ALIGNED = 64
 """Each block begins at a multiple of so many bytes: any format fits, and no two share a cache line."""
-
-Placing = Callable[[Mapping[str, list[int]], int], Mapping[str, list[int]]]
-"""`placing(elements of each slice, by parameter, servers) -> server of each slice`; slices of one parameter go to different servers. A pure function: every
-process calls it for itself."""
-
-_PLACINGS: dict[str, Placing] = {}
 
 
 class Block(NamedTuple):
@@ -58,42 +50,12 @@ class Layout(NamedTuple):
     frozen_bytes: int
 
 
-def placing(name: str) -> Callable[[Placing], Placing]:
-    """Decorator: make a function a choice of `strategy.placement`."""
-
-    def decorate(function: Placing) -> Placing:
-        _PLACINGS[name] = function
-        return function
-
-    return decorate
-
-
-@placing("round_robin")
-def round_robin(sizes: Mapping[str, list[int]], servers: int) -> dict[str, list[int]]:
-    """One after the other, in the order of the model."""
-    numbers = itertools.count()
-    return {name: [next(numbers) % servers for _ in slices] for name, slices in sizes.items()}
-
-
-@placing("hash_name")
-def hash_name(sizes: Mapping[str, list[int]], servers: int) -> dict[str, list[int]]:
-    """By CRC-32 of the parameter's name: it stays where it is when others come and go."""
-    return {name: [(zlib.crc32(name.encode()) + number) % servers for number, _ in enumerate(slices)] for name, slices in sizes.items()}
-
-
-def check_placement(name: str) -> None:
-    """Raise ConfigError for one that nobody registered."""
-    if name not in _PLACINGS:
-        raise ConfigError(f"strategy.placement={name} is not registered; {suggest(name, _PLACINGS)}")
-
-
 def lay_out(model: nn.Module, precision: Precision, servers: int, sliced: bool, least: int, placement: str) -> list[Layout]:
     """The parameters of `model`, on meta or not, over servers. `sliced`: cut them into as many slices as there are servers, of at least `least` elements."""
-    check_placement(placement)
     pairs, parameters = formats(model, precision), dict(model.named_parameters())
     ends = {name: _cuts(parameter, servers, least) if sliced else [(0, _rows(parameter))] for name, parameter in parameters.items()}
     sizes = {name: [parameters[name].numel() // _rows(parameters[name]) * (last - first) for first, last in cuts] for name, cuts in ends.items()}
-    owners = _PLACINGS[placement](sizes, servers)
+    owners = placed(placement, sizes, servers)
     for name, slices in sizes.items():
         found = list(owners.get(name, []))
         if len(found) != len(slices) or len(set(found)) != len(found) or not set(found) <= set(range(servers)):

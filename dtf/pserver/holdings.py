@@ -211,8 +211,8 @@ class Holdings:
         """The factor of the loss that trainers differentiate."""
         return float(self._update.scale(torch.ones((), dtype=torch.float64)))
 
-    def sizes(self) -> dict[str, int]:
-        """Rows of each table here."""
+    def tables(self) -> dict[str, dict[str, int]]:
+        """Of each table: `rows` and `bytes` here, and the `capacity` of all servers together."""
         return self._shelves.sizes() if self._shelves else {}
 
     def _kept(self) -> np.ndarray:

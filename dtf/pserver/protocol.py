@@ -15,6 +15,9 @@ HELLO, LEASE, EXCHANGE, REPORT = "hello", "lease", "exchange", "report"
 """Methods: a trainer joins (server 0); it asks for work and says what is done (server 0); gradients go and parameters come (each server); what an
 evaluation batch gave (server 0)."""
 
+MEET, STATUS = "meet", "status"
+"""Methods that no attempt of the run has to be known for: where its processes meet (server 0); how it is (each server)."""
+
 GO_ON, OVER = 0, 1
 """What a reply to LEASE says of the run."""
 
@@ -30,9 +33,19 @@ def hello_schemas() -> tuple[Schema, Schema]:
     return Schema({"trainer": int}, {"facts": BYTES}), Schema({"ready": int}, {"refusal": BYTES})
 
 
+def meet_schemas() -> tuple[Schema, Schema]:
+    """Of MEET. `server`: who asks, -1 for a trainer; `born`: a number of this process; `told`: JSON, see `meeting.Told`, worth something once `complete`."""
+    return Schema({"server": int, "born": int, "servers": int}, {"facts": BYTES}), Schema({"complete": int}, {"told": BYTES})
+
+
+def status_schemas() -> tuple[Schema, Schema]:
+    """Of STATUS. `status`: JSON, see `status.snapshot`."""
+    return Schema({}, {}), Schema({}, {"status": BYTES})
+
+
 def lease_schemas() -> tuple[Schema, Schema]:
-    """Of LEASE. `done` and `has` (n, 3): keys of work that is finished, and of what the trainer has; `numbers` (t, 8) and `rates` (t,): tickets of leases,
-    see `pack_leases`."""
+    """Of LEASE. `leaving`: the trainer ends. `done` and `has` (n, 3): keys of finished work, and of what the trainer has; `numbers` (t, 8) and `rates`
+    (t,): tickets of leases, see `pack_leases`."""
     keys = Array(2, ("i64",))
     request = Schema({"trainer": int, "most": int, "wait_s": float, "stopping": int, "leaving": int}, {"done": keys, "has": keys})
     return request, Schema({"state": int, "known": int}, {"numbers": Array(2, ("i64",)), "rates": SUMS})

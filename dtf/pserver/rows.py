@@ -79,9 +79,10 @@ class Shelves(Tables):
         """Numbers of a row with its state."""
         return self._shelves[name].store.stride
 
-    def sizes(self) -> dict[str, int]:
-        """Rows of each table on this server. Not collective."""
-        return {name: len(shelf.store) for name, shelf in self._shelves.items()}
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """Of each table, on this server: see `Holdings.tables`. Not collective."""
+        stores = {name: shelf.store for name, shelf in self._shelves.items()}
+        return {name: {"rows": len(store), "bytes": store.byte_count(), "capacity": store.spec.capacity} for name, store in stores.items()}
 
 
 class Wanted:

@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import math
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +58,10 @@ class Service:
     """Listens on one address for requests to `handlers`, which get bytes and return bytes, each in one of `threads` threads.
 
     `address`: HOST:PORT, port 0 for a free one; beyond loopback only with `tls` or `allow_insecure` (ConfigError). BusyError where the port is taken.
-    `epoch` names the attempt of the run: who belongs to another one is told so. What a handler raises, except Refused, WireError and Stale, is logged
-    here and handed to `on_error`; the client learns only that the server failed.
-    Health checks need no token, as orchestrators have none to give; they say whether `ready` and nothing else.
+    `epoch` names the attempt of the run: who belongs to another one is told so, but by the methods `ageless`. What a handler raises, except Refused,
+    WireError and Stale, is logged here and handed to `on_error`; the client learns only that the server failed.
+    Health checks need no token, as orchestrators have none to give; they say whether `ready` and nothing else. Methods `shown` also answer those
+    who know no more than `viewer(token)`.
     """
 
     def __init__(
@@ -74,16 +75,20 @@ class Service:
         tls: Tls | None = None,
         allow_insecure: bool = False,
         on_error: Callable[[Exception], None] | None = None,
+        ageless: Collection[str] = (),
+        shown: Collection[str] = (),
     ) -> None:
         host, port = _listen_address(address, tls is not None or allow_insecure)
         keep_buffers()
-        self.ready = True
-        self._token, self._epoch = _checked("token", token).encode(), _checked("epoch", epoch)
-        self._on_error = on_error
+        self.ready: Callable[[], bool] = lambda: True
+        self.on_error = on_error
+        self.epoch = _checked("epoch", epoch)
+        self._token, self._viewer = _checked("token", token).encode(), viewer(token).encode()
+        self._ageless, self._shown = ({_SERVICE + name for name in names} for names in (ageless, shown))
         self._threads = ThreadPoolExecutor(threads, "rpc")
         self._aside = ThreadPoolExecutor(1, "rpc-aside")  # what is answered even while all handlers are busy
-        self._methods = {_SERVICE + name: grpc.unary_unary_rpc_method_handler(self._answer(handler)) for name, handler in handlers.items()}
-        self._methods[_HEALTH] = grpc.unary_unary_rpc_method_handler(self._at_once(self._health))
+        self._methods = {_HEALTH: grpc.unary_unary_rpc_method_handler(self._at_once(self._health))}
+        self.add(handlers)
         self._server = grpc.server(self._threads, [_Handlers(self._method)], options=[*_options(most_bytes), *_SERVER_OPTIONS])
         try:
             port = _bind(self._server, endpoint_text(host, port), tls)
@@ -91,6 +96,10 @@ class Service:
             self._aside.shutdown()
             raise (ConfigError(f"{tls} is no certificate with its key") if tls else _taken(address)) from None
         self.endpoint = endpoint_text(host, port)
+
+    def add(self, handlers: Mapping[str, Callable[[bytes], bytes]]) -> None:
+        """From now on answer these too. Until it is `ready`, who asks for what is not there is told to ask again."""
+        self._methods |= {_SERVICE + name: grpc.unary_unary_rpc_method_handler(self._answer(handler)) for name, handler in handlers.items()}
 
     def start(self) -> None:
         """Answer; requests since the construction have waited."""
@@ -107,13 +116,17 @@ class Service:
 
     def _method(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Runs when the head of a request is there; its body is not received before a handler that wants it runs."""
-        if details.method != _HEALTH:
+        method = details.method
+        if method != _HEALTH:
             given = dict(details.invocation_metadata)
-            if not hmac.compare_digest(_bytes(given.get(_TOKEN, "")), self._token):
+            token = _bytes(given.get(_TOKEN, ""))
+            if not hmac.compare_digest(token, self._token) and not (method in self._shown and hmac.compare_digest(token, self._viewer)):
                 return self._refusal(grpc.StatusCode.UNAUTHENTICATED, "the token of the run is needed")
-            if given.get(_EPOCH) != self._epoch:
+            if method not in self._ageless and given.get(_EPOCH) != self.epoch:
                 return self._refusal(grpc.StatusCode.FAILED_PRECONDITION, "another attempt of the run is served here")
-        return self._methods.get(details.method)
+            if method not in self._methods and not self.ready():
+                return self._refusal(grpc.StatusCode.UNAVAILABLE, "this server is starting")
+        return self._methods.get(method)
 
     def _refusal(self, code: grpc.StatusCode, text: str) -> grpc.RpcMethodHandler:
         def refuse(requests: Any, context: grpc.ServicerContext) -> bytes:
@@ -132,7 +145,7 @@ class Service:
         """HealthCheckRequest {string service = 1} -> HealthCheckResponse {ServingStatus status = 1}, which need no protobuf."""
         if request not in (b"", b"\n\0"):
             context.abort(grpc.StatusCode.NOT_FOUND, "only the server as a whole is known, by the name ''")
-        return _SERVING if self.ready else _NOT_SERVING
+        return _SERVING if self.ready() else _NOT_SERVING
 
     def _answer(self, handler: Callable[[bytes], bytes]) -> Callable[[bytes, grpc.ServicerContext], bytes]:
         def behave(request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -144,12 +157,17 @@ class Service:
                 code, text = grpc.StatusCode.FAILED_PRECONDITION, short(str(error))
             except Exception as error:  # noqa: BLE001  # whatever it is must not travel
                 _LOG.error("a request failed", exc_info=error)
-                if self._on_error:
-                    self._on_error(error)
+                if self.on_error:
+                    self.on_error(error)
                 code, text = grpc.StatusCode.INTERNAL, "an error of the server, which its log has"
             return context.abort(code, text)
 
         return behave
+
+
+def viewer(token: str) -> str:
+    """The token of those who may look and change nothing, from that of the run, which does not follow from it."""
+    return hmac.digest(token.encode(), b"status", "sha256").hex()
 
 
 class Client:

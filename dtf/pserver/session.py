@@ -1,60 +1,251 @@
-"""How trainers find servers: a service for each server, and its address where all of them look. The only part of the parameter server that opens sockets."""
+"""How processes find each other: under a launcher by its store, by hand by server 0's endpoint. The only part of the parameter server that opens sockets."""
 
 from __future__ import annotations
 
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch.distributed import PrefixStore, TCPStore
 
+from dtf import network
+from dtf.errors import DtfError, PeerError, Preempted
 from dtf.launcher import Place
+from dtf.live import Live, announce
+from dtf.pserver import protocol
 from dtf.pserver.desk import Desk
-from dtf.pserver.rpc import Client, Service
+from dtf.pserver.meeting import ASK_S, NOBODY, QUIET_S, Absent, Guest, Host, Told, Watch
+from dtf.pserver.protocol import LEASE, MEET, STATUS
+from dtf.pserver.rpc import Client, Service, Tls, viewer
 from dtf.pserver.serving import Serving
+from dtf.pserver.status import snapshot
 from dtf.pserver.trainer import Trainer
 from dtf.pserver.transport import Retrying
-from dtf.strategy import Errand, Program, Task
+from dtf.pserver.wire import encode
+from dtf.strategy import Errand, Program, Standing, Task
 from dtf.world import World
 
 if TYPE_CHECKING:
+    from dtf.loader import Loader
     from dtf.strategies.pserver import Pserver
+    from dtf.values import Shard
 
-MEET_S = 600.0
-"""For servers to start."""
-
-LEASE_S = 60.0
-"""Silence of a trainer after which others get its work."""
+Handlers = Mapping[str, Callable[[bytes], bytes]]
 
 PATIENCE_S = 10.0
 """For a request that is lost to arrive after all."""
 
+READY_S = 1.0
+"""For a server that is there to have its state, before it is asked again whether it still is."""
+
 STOP_S = 1.0
 
+UNKNOWN = "none"
+"""The attempt, for who does not know it yet."""
 
-def serve(task: Task, world: World, strategy: Pserver, trainers: int) -> Program:
+
+@dataclass
+class Post:
+    """What a server knows of its place before it has a state."""
+
+    service: Service | None = None  # by hand: where others ask already, at `endpoint`
+    endpoint: str = ""
+    look: Callable[[], str] | None = None  # by hand: why the attempt cannot go on
+    store: TCPStore | None = None  # kept for all servers, by server 0
+
+
+def meet(standing: Standing, strategy: Pserver, trainers: int) -> tuple[Standing, Post]:
+    """By hand: wait until all servers are there; trainers may come, and are told to wait."""
+    place, endpoints = standing.place, strategy.where()
+    if not endpoints:
+        return standing, Post()
+    service = _service({}, place, strategy, trainers, endpoints[place.rank])
+    service.ready = lambda: False
+    post = Post(service, endpoints[place.rank])
+    if place.rank:
+        return _arrive(standing, strategy, post, service), post
+    store = ""
+    if len(endpoints) > 1:
+        host = network.endpoint(post.endpoint, "strategy.endpoints")[0]
+        listener = network.listen(host, 0)
+        port = listener.getsockname()[1]
+        store = network.endpoint_text(host, port)
+        post.store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    told = Told(place.prefix, store, str(standing.folder), standing.run_id, socket.gethostname())
+    here = Host(told, len(endpoints), standing.facts, place.hang_timeout_s)
+    service.add({MEET: here.meet})
+    service.start()
+    _gather(here, strategy.meet_timeout_s, standing)
+    post.look = here.look
+    return replace(standing, place=replace(place, store=store)), post
+
+
+def _arrive(standing: Standing, strategy: Pserver, post: Post, service: Service) -> Standing:
+    """A server other than 0 is told where it is."""
+    place, endpoints = standing.place, strategy.where()
+    service.epoch = UNKNOWN
+    service.start()
+    guest = Guest(Client(endpoints[0], place.token, UNKNOWN, tls=tls(strategy)), place.rank, len(endpoints), standing.facts)
+    told = guest.arrive(strategy.meet_timeout_s, standing.wait, standing.say)
+    service.epoch = told.epoch
+    post.look = lambda: guest.look(PATIENCE_S)
+    standing.say(f"server {place.rank} takes part in {told.folder}; server 0, on {told.host}, reports")
+    return replace(standing, place=replace(place, store=told.store, prefix=told.epoch), folder=Path(told.folder), run_id=told.run_id)
+
+
+def serve(task: Task, world: World, strategy: Pserver, trainers: int, post: Post) -> Program:
     """The program of a server, with its service running. Collective over the servers."""
     serving = Serving(task, world, strategy, strategy.merging(), trainers)
-    place = world.place
-    desk = Desk(serving, task, world.facts, world.rank, LEASE_S)
-    threads = strategy.rpc_threads or 4 + 2 * trainers
-    service = Service(desk.handlers, place.token, place.prefix, threads=threads, on_error=serving.fail)
-    service.start()
-    serving.on_end(lambda: service.stop(STOP_S))
-    _store(place).set(f"server/{world.rank}", service.endpoint)
+    place, began = world.place, time.monotonic()
+    desk = Desk(serving, task, world.facts, world.rank, place.hang_timeout_s)
+    about: dict[str, Any] = {"mode": strategy.mode.value, "attempt": place.prefix, "folder": str(world.folder)}
+
+    def status(data: bytes) -> bytes:
+        found = snapshot(serving, world.rank, world.size) | about | {"uptime_s": round(time.monotonic() - began, 1)}
+        return encode(protocol.status_schemas()[1], {}, {"status": np.frombuffer(json.dumps(found).encode(), np.uint8)})
+
+    handlers = desk.handlers | {STATUS: status}
+    if post.service:
+        service, endpoint = post.service, post.endpoint
+        service.add(handlers)
+    else:
+        service = _service(handlers, place, strategy, trainers)
+        service.start()
+        endpoint = service.endpoint
+        _store(place).set(f"server/{world.rank}", endpoint)
+    service.on_error, service.ready = serving.fail, lambda: serving.begun
+    watch = Watch(post.look, serving.fail) if post.look else None
+
+    def close() -> None:
+        if watch:
+            watch.close()
+        service.stop(STOP_S)
+
+    serving.on_end(close)
+    about["endpoints"] = world.gather(endpoint) or []
+    if world.rank == 0:
+        announce(world.folder, Live(about["endpoints"], viewer(place.token), strategy.tls.files(), strategy.tls.mutual))
     return serving
 
 
 def train(task: Task, errand: Errand, strategy: Pserver, trainers: int) -> None:
-    """A trainer's life. PeerError when a server is gone."""
-    place, store = errand.place, _store(errand.place)
-    servers = []
-    for server in range(strategy.servers):
-        endpoint = store.get(f"server/{server}").decode()
-        servers.append(Retrying(Client(endpoint, place.token, place.prefix), PATIENCE_S))
-    number = place.rank - strategy.servers
+    """A trainer's life. PeerError when a server is gone; by hand, when servers do not come back."""
+    place, endpoints = errand.place, strategy.where()
+    number = place.rank - strategy.count()
+    if endpoints:
+        _ByHand(task, errand, strategy, trainers, number).run()
+        return
+    store = _store(place)
+    endpoints = [store.get(f"server/{server}").decode() for server in range(strategy.count())]
+    servers = [Retrying(Client(endpoint, place.token, place.prefix, tls=tls(strategy)), PATIENCE_S) for endpoint in endpoints]
     Trainer(task, errand, strategy, strategy.merging(), trainers, number, servers).run()
+
+
+class _ByHand:
+    """A trainer that nobody restarts with the servers: it waits for them, and goes on with those that come after them."""
+
+    def __init__(self, task: Task, errand: Errand, strategy: Pserver, trainers: int, number: int) -> None:
+        self._task, self._errand, self._strategy, self._trainers, self._number = task, errand, strategy, trainers, number
+        self._endpoints, self._loaders = strategy.where(), list[Any]()
+        self._until = 0.0
+        self._guest = Guest(self._client(0, UNKNOWN), NOBODY, len(self._endpoints), {"config": errand.facts["config"]})
+
+    def run(self) -> None:
+        """To the end of the run. Preempted when this trainer was told to stop."""
+        self._until = time.monotonic() + self._strategy.meet_timeout_s
+        before = ""
+        while True:
+            left = self._until - time.monotonic()
+            told = self._guest.arrive(max(0.0, left), lambda: self._beat("wait", 0), self._errand.say)
+            clients = [self._client(server, told.epoch) for server in range(len(self._endpoints))]
+            try:
+                for client in clients:
+                    client.wait_ready(READY_S)
+                if before != told.epoch:
+                    self._errand.say(f"trainer {self._number} takes part in {told.folder}, on {told.host}; server 0 reports")
+                before = told.epoch
+                self._work(clients)
+                return
+            except PeerError as error:
+                if time.monotonic() > self._until:
+                    raise Absent(f"no step was finished within strategy.meet_timeout_s={self._strategy.meet_timeout_s:g}: {error}") from None
+                if before == told.epoch:
+                    self._errand.say(f"{error}; waiting for the servers to come back")
+            except Preempted:
+                self._leave(clients[0])
+                raise
+            finally:
+                for each in (*clients, *self._loaders):
+                    each.close()
+                self._loaders.clear()
+
+    def _work(self, clients: list[Client]) -> None:
+        errand = replace(self._errand, beat=self._beat, stop_requested=lambda: False, open=self._open)
+        servers = [Retrying(client, PATIENCE_S) for client in clients]
+        Trainer(self._task, errand, self._strategy, self._strategy.merging(), self._trainers, self._number, servers).run()
+
+    def _beat(self, phase: str, step: int) -> None:
+        self._errand.beat(phase, step)
+        if self._errand.stop_requested():
+            raise Preempted("this trainer was asked to stop and has left; the others go on with its work")
+        if phase == "step":
+            self._until = time.monotonic() + self._strategy.meet_timeout_s
+
+    def _leave(self, server: Client) -> None:
+        """Let others have what this one has not done, at once."""
+        request = {"trainer": self._number, "most": 0, "wait_s": 0.0, "stopping": 0, "leaving": 1}
+        with suppress(DtfError):
+            server.call(LEASE, encode(protocol.lease_schemas()[0], request, {"done": np.empty((0, 3), np.int64)}), PATIENCE_S)
+
+    def _open(self, split: str, shard: Shard, rows: int) -> Loader:
+        self._loaders.append(self._errand.open(split, shard, rows))
+        return self._loaders[-1]
+
+    def _client(self, server: int, epoch: str) -> Client:
+        return Client(self._endpoints[server], self._errand.place.token, epoch, tls=tls(self._strategy))
+
+
+def _service(handlers: Handlers, place: Place, strategy: Pserver, trainers: int, address: str = "127.0.0.1:0") -> Service:
+    return Service(
+        handlers,
+        place.token,
+        place.prefix,
+        address,
+        threads=strategy.rpc_threads or 4 + 2 * trainers,
+        tls=tls(strategy),
+        allow_insecure=strategy.allow_insecure,
+        ageless=(MEET, STATUS),
+        shown=(STATUS,),
+    )
+
+
+def tls(strategy: Pserver) -> Tls | None:
+    """What `strategy.tls` says."""
+    files = {name: Path(path) for name, path in strategy.tls.files().items()}
+    return Tls(**files, mutual=strategy.tls.mutual) if files else None
+
+
+def _gather(host: Host, patience_s: float, standing: Standing) -> None:
+    """Wait until all servers are there."""
+    start, said = time.monotonic(), False
+    while not host.complete():
+        standing.wait()
+        waited, missing = time.monotonic() - start, host.missing()
+        if waited > patience_s:
+            raise Absent(f"servers {missing} did not come within strategy.meet_timeout_s={patience_s:g}")
+        if waited > QUIET_S and not said:
+            standing.say(f"server 0 waits for servers {missing}")
+            said = True
+        time.sleep(ASK_S)
 
 
 def _store(place: Place) -> PrefixStore:
     host, _, port = place.store.rpartition(":")
-    return PrefixStore(place.prefix, TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=MEET_S)))
+    return PrefixStore(place.prefix, TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=place.start_timeout_s)))

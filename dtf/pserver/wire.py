@@ -64,8 +64,15 @@ class Array(NamedTuple):
     dtypes: tuple[str, ...] = ("f32",)
 
 
+class Named(dict[str, Any]):
+    """What a message holds, by name. WireError for a name that it could have and has not."""
+
+    def __missing__(self, name: str) -> Any:
+        raise WireError(f"{name} is missing")
+
+
 class Message(NamedTuple):
-    """What was in a message. `arrays` are read-only views of its bytes; `dtypes` names what each came as."""
+    """What was in a message, each of them a Named. `arrays` are read-only views of its bytes; `dtypes` names what each came as."""
 
     scalars: dict[str, Scalar]
     arrays: dict[str, np.ndarray]
@@ -142,7 +149,7 @@ def decode(schema: Schema, data: bytes) -> Message:
         end = place.start + place.bytes
     if end != total:
         raise WireError("the message is longer than its arrays")
-    return Message(values, {place.name: _view(data, place) for place in places}, {place.name: place.dtype for place in places})
+    return Message(Named(values), Named({place.name: _view(data, place) for place in places}), {place.name: place.dtype for place in places})
 
 
 class _Place(NamedTuple):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
+from dtf import by_hand
 from dtf.devices import MOST_PROCESSES
 from dtf.errors import ConfigError
+from dtf.launcher import LONGEST_S
+from dtf.pserver.placing import check_placement
 from dtf.registry import option, register
-from dtf.strategy import Errand, Program, Strategy, Task
+from dtf.strategy import Alone, Errand, Program, Standing, Strategy, Task
 
 if TYPE_CHECKING:
     from dtf.pserver.merging import Merging
+    from dtf.pserver.session import Post
     from dtf.world import World
 
 
@@ -21,6 +26,51 @@ class Mode(Enum):
     async_ = "async"
     half_async = "half_async"
     geo = "geo"
+
+
+class Role(Enum):
+    server = "server"
+    trainer = "trainer"
+
+
+class Device(Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class TlsMode(Enum):
+    none = "none"
+    tls = "tls"
+    mtls = "mtls"
+
+
+@dataclass(kw_only=True)
+class TlsOptions:
+    """Files in PEM, by which processes know each other on a network that others can reach."""
+
+    mode: TlsMode = option(default=TlsMode.none, doc="`none`; `tls`: servers show a certificate, and what passes is encrypted; `mtls`: trainers show one too")
+    ca: str = option(default="", doc="who vouches for the others: the authority's certificate, or the one certificate that all have")
+    cert: str = option(default="", doc="this process's certificate, for the host as strategy.endpoints names it; trainers need one with mtls")
+    key: str = option(default="", doc="the private key of cert")
+
+    @property
+    def mutual(self) -> bool:
+        return self.mode is TlsMode.mtls
+
+    def files(self) -> dict[str, str]:
+        """The paths of those that are given, by name; none without TLS."""
+        given = {"ca": self.ca, "cert": self.cert, "key": self.key} if self.mode is not TlsMode.none else {}
+        return {name: path for name, path in given.items() if path}
+
+    def check(self, serves: bool, asks: bool) -> None:
+        """Raise ConfigError where a file is missing that a process needs which serves others, or asks them."""
+        if self.mode is TlsMode.none:
+            given = [name for name in ("ca", "cert", "key") if getattr(self, name)]
+            if given:
+                raise ConfigError(f"strategy.tls.{given[0]} is given and strategy.tls.mode=none uses no file; set it to tls or mtls")
+            return
+        needed = ({"cert", "key"} if serves or self.mutual else set()) | ({"ca"} if asks or self.mutual else set())
+        by_hand.check_files("strategy.tls", self.files(), sorted(needed))
 
 
 @register("strategy", "pserver")
@@ -54,17 +104,84 @@ class Pserver(Strategy):
     record: str = option(
         default="", doc="folder, in the run folder, where servers write the order of what they give and take, so that job=verify job.replay=RUN can do it again"
     )
+    server_device: Device = option(
+        default=Device.cpu, doc="where servers keep and update blocks, `cpu` or `cuda`: a GPU, which a trainer may share; tables stay in the host's memory"
+    )
+    endpoints: list[str] = option(
+        factory=list,
+        doc="HOST:PORT of each server, in order, for processes that are started by hand, a command for each; empty: the launcher starts all. "
+        "Also DTF_ENDPOINTS, with commas between",
+    )
+    role: Role | None = option(default=None, doc="with endpoints: what this command starts, `server` or `trainer`; also DTF_ROLE")
+    server_id: int | None = option(default=None, least=0, doc="which of the endpoints this server is, from 0; also DTF_SERVER_ID")
+    trainer_id: int | None = option(
+        default=None, least=0, most=MOST_PROCESSES - 1, doc="a number for this trainer that no other one of the run has; also DTF_TRAINER_ID"
+    )
+    token_file: str = option(
+        default="", doc="file that only you can read, with the secret that all processes started by hand share; also DTF_TOKEN, the secret"
+    )
+    meet_timeout_s: float = option(
+        default=600.0, above=0, most=LONGEST_S, doc="with endpoints: how long to wait for servers, at first and after they were lost", unit="s"
+    )
+    tls: TlsOptions = option(factory=TlsOptions, doc="certificates, for networks that others can reach")
+    allow_insecure: bool = option(default=False, doc="let endpoints beyond this host pass everything unencrypted, the token included")
     rpc_threads: int = option(default=0, least=0, most=1024, doc="threads of a server that answer trainers; 0: four, and two for each trainer")
 
     replaceable: ClassVar[frozenset[str]] = frozenset({"trainer"})
 
+    def __post_init__(self) -> None:
+        self._post: Post | None = None  # of a server, from `meet` on; no field, which would be a config key
+
     def roles(self, processes: int) -> dict[str, int]:
-        return {"server": self.servers, "trainer": self.trainers or processes}
+        return {"server": self.count(), "trainer": self.trainers or processes}
+
+    def count(self) -> int:
+        """How many servers there are."""
+        return len(self.where()) or self.servers
+
+    def where(self) -> list[str]:
+        """The endpoints of servers that are started by hand; none where a launcher starts them."""
+        return self.endpoints or by_hand.endpoints()
+
+    def computes_on_device(self, role: str) -> bool:
+        return role == "trainer" or self.server_device is Device.cuda
+
+    def alone(self) -> Alone | None:
+        endpoints = self.where()
+        if not endpoints:
+            by_hand.refuse_without_endpoints(self.role, self.server_id, self.trainer_id)
+            return None
+        if self.servers not in (1, len(endpoints)):
+            raise ConfigError(f"strategy.servers={self.servers} and strategy.endpoints has {len(endpoints)}; leave strategy.servers out")
+        if not self.trainers:
+            raise ConfigError(
+                "strategy.trainers=0 leaves the number to the launcher, and by hand there is none for all; give strategy.trainers=N, alike everywhere"
+            )
+        role, number = by_hand.standing(self.role.value if self.role else "", self.server_id, self.trainer_id, len(endpoints))
+        rank = number if role == "server" else len(endpoints) + number
+        return Alone(role, rank, by_hand.addresses(endpoints)[0], by_hand.token(self.token_file))
+
+    def hints(self, processes: int) -> list[str]:
+        servers, trainers = self.roles(processes).values()
+        if servers <= trainers:
+            return []
+        return [f"{servers} servers for {trainers} trainer(s): more servers than trainers mostly wait; use fewer, unless the tables need the memory of all"]
 
     def check(self, task: Task, processes: int, devices: str) -> None:
         if find_spec("grpc") is None:
             raise ConfigError("strategy=pserver needs grpcio, which is not installed: python -m pip install 'dtf[pserver]'")
-        several = self.servers > 1
+        if self.server_device is Device.cuda and devices == "cpu":
+            raise ConfigError("strategy.server_device=cuda needs a GPU, and launcher.devices has none here; use strategy.server_device=cpu")
+        alone = self.alone()
+        if alone and self.tls.mode is TlsMode.none and not self.allow_insecure:
+            by_hand.check_loopback(self.where())
+        elif self.allow_insecure and not alone:
+            raise ConfigError("strategy.allow_insecure=true is for strategy.endpoints; under a launcher all stays on this host, leave it out")
+        self.tls.check(serves=not alone or alone.role == "server", asks=not alone or alone.rank > 0)
+        if not alone and self.token_file:
+            raise ConfigError("strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out")
+        check_placement(self.placement)
+        several = self.count() > 1
         exact = self.mode is Mode.sync
         if self.gather and self.mode is not Mode.half_async:
             raise ConfigError(f"strategy.gather={self.gather} is for strategy.mode=half_async, this is {self.mode.value}; leave it at 0")
@@ -101,10 +218,16 @@ class Pserver(Strategy):
             case Mode.geo:
                 return Geo(self.staleness, self.geo_steps)
 
-    def setup(self, task: Task, world: World) -> Program:
-        from dtf.pserver.session import serve
+    def meet(self, standing: Standing) -> Standing:
+        from dtf.pserver.session import meet
 
-        return serve(task, world, self, self._trainers(world.slots))
+        standing, self._post = meet(standing, self, self._trainers(standing.place.slots))
+        return standing
+
+    def setup(self, task: Task, world: World) -> Program:
+        from dtf.pserver.session import Post, serve
+
+        return serve(task, world, self, self._trainers(world.slots), self._post or Post())
 
     def assist(self, task: Task, errand: Errand) -> None:
         from dtf.pserver.session import train
