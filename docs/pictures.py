@@ -3,6 +3,7 @@
     python docs/pictures.py terminal docs/images/terminal.svg               # trains the default recipe first
     python docs/pictures.py terminal docs/images/terminal.svg RUN_FOLDER    # of a run recorded with observer.events, below
     python docs/pictures.py curve docs/images/curve.png RUN_FOLDER...       # needs matplotlib: pip install -e '.[docs]'
+    python docs/pictures.py relay docs/images/relay.png RUN_FOLDER          # of a relay: python -m dtf experiment=relay run.dir=RUN_FOLDER
 
 A terminal is drawn again from events, by the code that drew it at the time. To record them, beside what the run folder holds anyway:
 
@@ -140,6 +141,16 @@ def curve(out: Path, runs: Sequence[Path]) -> None:
     Image.open(picture).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(out, optimize=True)
 
 
+def relay(out: Path, run: Path) -> None:
+    """Write the picture that `job=relay` drew once more, with fewer colours."""
+    from PIL import Image
+
+    from dtf import charts
+
+    charts.relay(json.loads((run / "relay.json").read_text(encoding="utf-8")), out)
+    Image.open(out).convert("RGB").quantize(240, dither=Image.Dither.NONE).save(out, optimize=True)
+
+
 def _draw(axis: Any, rows: list[dict], metric: str, scale: float, colour: str, name: str) -> None:
     """Training as a pale line, evaluation as a strong one whose last value is written beside it."""
     for split, look in (("train", {"linewidth": 1.1, "alpha": 0.45}), ("eval", {"linewidth": 1.8, "marker": "o", "markersize": 2.6})):
@@ -187,9 +198,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     two = pictures.add_parser("curve", help="top-1 and loss against epochs, as PNG")
     two.add_argument("out", type=Path)
     two.add_argument("runs", type=Path, nargs="+", help="run folders: the learning rate is that of the first")
+    three = pictures.add_parser("relay", help="one run under one strategy after the other, as PNG")
+    three.add_argument("out", type=Path)
+    three.add_argument("run", type=Path, help="run folder of job=relay")
     given = parser.parse_args(argv)
     try:
-        terminal(given.out, given.run, given.title) if given.picture == "terminal" else curve(given.out, given.runs)
+        match given.picture:
+            case "terminal":
+                terminal(given.out, given.run, given.title)
+            case "curve":
+                curve(given.out, given.runs)
+            case _:
+                relay(given.out, given.run)
     except (DtfError, subprocess.CalledProcessError) as error:
         print(f"pictures: {error}", file=sys.stderr)
         return error.exit if isinstance(error, DtfError) else error.returncode

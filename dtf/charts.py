@@ -19,6 +19,7 @@ PARTS = {"data": "#0b7285", "forward": "#2f6fdb", "backward": "#5f3dc4", "commun
 _LIGHT = {"ink": "#1f2328", "muted": "#57606a", "line": "#d0d7de", "pale": "#b6bec7"} | {f"run{i}": colour for i, colour in enumerate(PALETTE)}
 _MARKED = {name: f"#fe{number:02x}ef" for number, name in enumerate(_LIGHT)}
 """Colours that nothing else has: in an SVG they are replaced by the page's variables of these names."""
+_STRUCK = "#d1242f"
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 
 
@@ -92,12 +93,9 @@ def _figure(chart: Chart, colours: Mapping[str, str], legend: Sequence[str]) -> 
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.titlesize": 10}
-    style |= {"axes.edgecolor": colours["line"], "axes.labelcolor": colours["muted"], "xtick.color": colours["muted"], "ytick.color": colours["muted"]}
-    style |= {"text.color": colours["ink"], "axes.titlecolor": colours["ink"], "axes.titlelocation": "left", "axes.titleweight": "bold"}
     bars = max((len(axes.bars) for axes in chart.axes), default=0)
     height = 0.75 + 0.36 * bars if bars else 2.7
-    with rc_context(style):
+    with rc_context(_style(colours)):
         below = 0.24 * -(-len(legend) // 3)
         figure = Figure(figsize=(11.5 if chart.wide else 5.6, height + below), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
         places = figure.subplots(1, len(chart.axes), squeeze=False, width_ratios=chart.widths or None)[0]
@@ -111,6 +109,13 @@ def _figure(chart: Chart, colours: Mapping[str, str], legend: Sequence[str]) -> 
             figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(legend)), frameon=False)
         figure.canvas.draw()  # lay out with this style
     return figure
+
+
+def _style(colours: Mapping[str, str]) -> dict[Any, Any]:
+    style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.titlesize": 10}
+    style |= {"axes.edgecolor": colours["line"], "axes.labelcolor": colours["muted"], "xtick.color": colours["muted"], "ytick.color": colours["muted"]}
+    style |= {"text.color": colours["ink"], "axes.titlecolor": colours["ink"], "axes.titlelocation": "left", "axes.titleweight": "bold"}
+    return style
 
 
 def _lines(place: Any, axes: Axes, colours: Mapping[str, str]) -> None:
@@ -147,3 +152,57 @@ def _bars(place: Any, axes: Axes, colours: Mapping[str, str]) -> None:
 
 def _dash(run: int) -> Any:
     return _DASHES[run // len(PALETTE) % len(_DASHES)]
+
+
+def relay(report: Mapping[str, Any], path: Path) -> None:
+    """A relay, as its relay.json tells it: the loss of both runs over the legs, and below it how far they are apart. PNG on white."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    legs, steps, last, calm_run = report["legs"], report["steps"], report["legs"][-1]["last"], report["reference"]
+    with rc_context(_style(_LIGHT)):
+        figure = Figure(figsize=(10, 5.2), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.6])
+        for number, leg in enumerate(legs):
+            for place in (above, below):
+                place.axvspan(leg["first"], leg["last"], color=PALETTE[number % len(PALETTE)], alpha=0.07, linewidth=0)
+            _write(above, leg, 1.0, -6, leg["strategy"], PALETTE[number % len(PALETTE)], weight="bold", fontsize=10.5)
+            _write(above, leg, 1.0, -21, leg["world"].replace(", ", "\n"), _LIGHT["muted"], fontsize=8)
+        done = [row["step"] for row in steps]
+        calm, passed = ([row["loss"][side] for row in steps] for side in (0, 1))
+        most = 1.35 * max(calm)
+        above.plot(done, calm, color=_LIGHT["pale"], linewidth=5, solid_capstyle="round", label=f"undisturbed: {calm_run['strategy']}, {calm_run['world']}")
+        above.plot(done, passed, color=_LIGHT["ink"], linewidth=1.2, label="relay")
+        for leg in legs:
+            if killed := leg.get("killed"):
+                at, again, height = killed["at"], killed["again"], dict(zip(done, passed, strict=True)).get(killed["at"], 0.0)
+                above.axvspan(again, at, 0.3, 0.78, color=_STRUCK, alpha=0.2, linewidth=0)
+                above.plot([at, at], [0.3 * most, height], color=_STRUCK, linewidth=0.8)
+                above.plot([at], [height], "x", color=_STRUCK, markersize=9, markeredgewidth=2.2, zorder=5)
+                told = f"kill -9 at step {at}:\n{killed['who']}" + (f",\nagain from {again}" if again < at else "")
+                _write(above, leg, 0.29, 0, told, _STRUCK, fontsize=8)
+        above.set(ylabel="loss", xlim=(0, last), ylim=(0, most))
+        above.legend(loc="lower left", frameon=False)
+        least = report["bound"] / 1e7
+        for key, label, colour in (("loss", "loss", _LIGHT["ink"]), ("grad_norm", "gradient norm", PALETTE[0])):
+            apart = [max(least, abs(a - b) / (abs(a) or 1)) for a, b in (row[key] for row in steps)]
+            below.plot(done, apart, ".", color=colour, markersize=3.5, label=label, clip_on=False)
+        below.axhline(report["bound"], color=_STRUCK, linewidth=1.2, linestyle=_DASHES[1])
+        below.set(yscale="log", ylim=(least / 3, report["bound"] * 1e2), xlabel="step", ylabel="relative difference")
+        below.annotate("bound", (last, report["bound"]), xytext=(-4, 3), textcoords="offset points", ha="right", color=_STRUCK)
+        ticks = [report["bound"] / 10**power for power in (6, 4, 2, 0)]
+        below.set_yticks([least, *ticks], ["0", *(f"{tick:.0e}" for tick in ticks)])
+        below.minorticks_off()
+        below.legend(loc="upper left", frameon=False, ncols=2, markerscale=2, handletextpad=0.1)
+        for place in (above, below):
+            place.tick_params(length=0)
+        figure.suptitle(report["title"], x=0.01, ha="left", weight="bold", fontsize=10.5)
+        figure.savefig(path, dpi=180, facecolor="white")
+
+
+def _write(place: Any, leg: Mapping[str, Any], height: float, down: float, text: str, colour: str, fontsize: float, weight: str = "normal") -> None:
+    """In the middle of a leg, hanging from `height` of the axes."""
+    at, across = ((leg["first"] + leg["last"]) / 2, height), place.get_xaxis_transform()
+    style: dict[str, Any] = {"ha": "center", "va": "top", "color": colour, "fontsize": fontsize, "weight": weight}
+    place.annotate(text, at, xycoords=across, xytext=(0, down), textcoords="offset points", **style)

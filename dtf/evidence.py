@@ -48,10 +48,12 @@ class Evidence:
             for line in record:
                 if "ids" in line:
                     ids.setdefault(line["step"], []).append(line["ids"])
+        held = [line for record in records for line in record if "held" in line]
+        last = max((line["after"] for line in held), default=0)
         return cls(
             metrics={line["step"]: {name: _number(line[name]) for name in ("loss", "grad_norm")} for line in lines if line["split"] == "train"},
             ids=ids,
-            held=[line["held"] for record in records for line in record if "held" in line],
+            held=[line["held"] for line in held if line["after"] == last],  # a run that went on with fewer ranks has some of earlier ones
             tensors=checkpoint_tensors(located(folder, "run folder")[0]),
         )
 

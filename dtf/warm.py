@@ -22,7 +22,7 @@ def prestart(argv: Sequence[str]) -> None:
     ]
     words = dict(word.split("=", 1) for word in argv if "=" in word)
     own_environment = any(key.lstrip("+").startswith("launcher.env") for key in words)
-    forks = words.get("launcher", "local") in ("local", "static") and words.get("job", "train") in ("train", "verify", "doctor")
+    forks = words.get("launcher", "local") in ("local", "static") and words.get("job", "train") in ("train", "verify", "relay", "doctor")
     if forks and not flags and not own_environment and _server is None:
         _server = _start({})
 

@@ -213,7 +213,7 @@ def _train(
     try:
         ended, evaluated = fit(loop)
         if record:
-            record.close(program.replicated())
+            record.close(program.replicated(), ended.step)
     finally:
         probes.close()
         for loader in loaders:

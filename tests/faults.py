@@ -160,6 +160,24 @@ class StaleAverage(Ddp):
         return program
 
 
+@register("strategy", "forgetful")
+class Forgetful(Ddp):
+    """Going on from a checkpoint leaves the optimizer as it was at the start."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program: Any = _ddp(self, task, world)
+        load = program.load
+
+        def forget(source: Any) -> None:
+            load(source)
+            for state in program._update._bound.states.values():
+                for tensor in state.values():
+                    tensor.zero_()
+
+        program.load = forget
+        return program
+
+
 @register("recipe", "mortal")
 class Mortal(Toy):
     """The toy recipe in which the rank that fetches a certain row in the second epoch is killed, once."""

@@ -33,9 +33,9 @@ FLOORS = {
     "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes row_optimizers strategies",
     "the root config, typed": "settings",
-    "front and ranks": "charts config describe examine explain export inference inherited overview page presets record replay report results rows run "
-    "served sources sweep trained trials tuning worker",
-    "processes": "attempt elastic forkserver hosts rank stop warm watched",
+    "front and ranks": "charts config describe entries examine explain export inference inherited overview page presets record replay report results rows "
+    "run served sources sweep trained trials tuning worker",
+    "processes": "attempt elastic forkserver hosts killing rank stop warm watched",
     "what the fork server imports": "preload",
     "options that start processes": "launchers",
     "options that start runs": "jobs",

@@ -317,6 +317,7 @@ def test_a_limit_of_open_files_that_ranks_would_run_into_is_refused(tmp_path: Pa
         ([], True),
         (["strategy=dp", "-m"], True),
         (["launcher=local", "job=verify"], True),
+        (["experiment=relay"], True),
         (["launcher=inline"], False),
         (["launcher=env"], False),
         (["job=describe"], False),

@@ -9,11 +9,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dtf.commit import read_manifest
 from dtf.evidence import Evidence, compare
 from dtf.manifest import Objective
+from dtf.record import Record
 
 RUN = [
     "plugins=[tests.faults]", "recipe=mortal", "recipe.rows=100", "step.batch_size=24", "step.micro_batch_rows=5", "train.steps=17", "train.log_every=4",
@@ -102,6 +104,21 @@ def test_a_loss_scale_that_never_finds_its_value_fails_the_run(run_dtf: Any) -> 
     assert cut.code == 0, "it may yet find it"
     failed = run_dtf(*never, folder=cut.folder)
     assert failed.code == 79 and "no update was made; set a smaller precision.loss_scale" in failed.err
+
+
+def test_a_rank_killed_before_its_first_step_leaves_the_evidence_of_earlier_ones(tmp_path: Path) -> None:
+    first = Record(tmp_path, 1, 0)
+    for step in (0, 1, 2):
+        first.write(step, np.arange(4))
+    Record(tmp_path, 1, 2)  # goes on from step 2, and is killed
+    assert [json.loads(line)["step"] for line in (tmp_path / "record_rank_1.jsonl").read_text().splitlines()] == [0, 1]
+
+
+def test_evidence_of_ranks_that_are_no_more_says_nothing_of_those_that_went_on(run_dtf: Any) -> None:
+    cut = run_dtf(*RUN, "train.until=6", "launcher.processes=3")
+    assert run_dtf(*RUN, "launcher.processes=1", folder=cut.folder).code == 0
+    assert len(Evidence.read(cut.folder).held) == 1
+    assert sum(len(rows) for rows in Evidence.read(cut.folder).ids[0]) == 24, "but their samples were trained on"
 
 
 def test_going_on_with_other_arithmetic_is_said(run_dtf: Any) -> None:

@@ -16,6 +16,7 @@ from dtf.run import Run
 from dtf.values import Ended, Event, Failed, Measured, Note, Started
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from dtf.config import Composed
@@ -28,10 +29,11 @@ class TrainJob(Job):
     trains = True
 
     def __post_init__(self) -> None:
-        # What a sweep says before `run`, and finds after it; no fields, which would be config keys.
+        # What a sweep or a relay says before `run`, and finds after it; no fields, which would be config keys.
         self.folder: Path | None = None
         self.elsewhere_s = 0.0
         self.best: tuple[str, float] | None = None
+        self.watch: Callable[[Event], None] = lambda event: None
 
     def run(self, composed: Composed) -> int:
         settings = composed.check()
@@ -73,6 +75,7 @@ class TrainJob(Job):
                 observers.see(event)
             if alone and not run.leader and isinstance(event, Note):
                 print(f"dtf: {event.text}", file=sys.stderr, flush=True)
+            self.watch(event)
 
         meter = Meter(run.folder, settings.budget, self.elsewhere_s, lambda text: see(Note("warning", text))) if run.leader else None
         try:

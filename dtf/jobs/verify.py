@@ -15,10 +15,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.entries import read_entry
 from dtf.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.inherited import saved_config
 from dtf.job import Job
-from dtf.registry import option, register, suggest
+from dtf.registry import option, register
 from dtf.run import Run, unique_id
 from dtf.tracking import count_text
 
@@ -109,17 +110,9 @@ class Verify(Job):
         return Exit.BUG if broken else Exit.OK
 
     def _check(self, composed: Composed) -> list[str]:
-        known = composed.composer.options("strategy")
-        strategies = list(dict.fromkeys(self.strategies)) or known
+        strategies = list(dict.fromkeys(self.strategies)) or composed.composer.options("strategy")
         for text in strategies:
-            try:
-                name, *options = shlex.split(text) or [""]
-            except ValueError as error:
-                raise ConfigError(f"job.strategies has '{text}', which cannot be read: {error}") from error
-            if name not in known:
-                raise ConfigError(f"job.strategies names {name!r}; {suggest(name, known)}")
-            if options:
-                _check_options(composed, text, name, options)
+            read_entry(composed, "job.strategies", text, elsewhere={"launcher.processes": "numbers of processes are in job.processes"})
         for name in self.precisions:
             if name not in JUDGED:
                 raise ConfigError(f"job.precisions names {name}; there is a bound for {' and '.join(JUDGED)} only")
@@ -223,25 +216,6 @@ class Verify(Job):
             return row | {"ok": False, "first": str(failure)}
         except ConfigError as refusal:
             return row | {"ok": True, "worst": f"refused: {_told(refusal)}", "refused": _told(refusal)}  # not every strategy runs every recipe on any number
-
-
-def _check_options(composed: Composed, text: str, name: str, options: list[str]) -> None:
-    """A slip in an entry of job.strategies is told before anything runs."""
-    has = f"job.strategies has '{text}'"
-    keys = [option.partition("=")[0] for option in options]
-    if not all("=" in option for option in options):
-        raise ConfigError(f"{has}; after the strategy's name come options as key=value, parted by blanks")
-    known = composed.recompose(["job=train", f"strategy={name}"]).config["strategy"].keys() - {"name"}
-    for i, key in enumerate(keys):
-        if key in keys[:i]:
-            raise ConfigError(f"{has}, which gives {key} twice; give it once")
-        if key.partition(".")[0] not in known:
-            more = "; numbers of processes are in job.processes" if key == "launcher.processes" else ""
-            raise ConfigError(f"{has}, but {key} is no option of {name}; {suggest(key, known)}{more}")
-    try:
-        composed.recompose(["job=train", f"strategy={name}", *(f"strategy.{option}" for option in options)])
-    except ConfigError as error:
-        raise ConfigError(f"{has}: {str(error).removesuffix('; set on the command line')}") from error
 
 
 def _told(refusal: ConfigError) -> str:

@@ -1,0 +1,319 @@
+"""`job=relay`: one run handed from strategy to strategy, with processes killed on the way, against the same run undisturbed under one strategy."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from dtf.entries import Entry, read_entry
+from dtf.errors import ConfigError, DtfError, Exit, Preempted
+from dtf.job import Job
+from dtf.killing import Killed, Witness, kill_launcher
+from dtf.registry import option, register, suggest
+from dtf.run import unique_id
+from dtf.tracking import count_text
+
+if TYPE_CHECKING:
+    from dtf.config import Composed
+    from dtf.evidence import Evidence, Verdict
+    from dtf.values import Event
+
+
+class Format(Enum):
+    fp64 = "fp64"
+    fp32 = "fp32"
+
+
+STANDARD = (
+    "dp processes=2",
+    "ddp processes=2",
+    "fsdp processes=3 kill=rank",
+    "tensor processes=4",
+    "pipeline processes=2 kill=launcher",
+    "pserver processes=2 servers=1 kill=server",
+)
+LEGS = "job.legs"
+RELAY, REFERENCE = "relay", "reference"
+"""Run folders."""
+ANY, LAUNCHER = "rank", "launcher"
+LATEST = 2
+"""Steps before the end of a leg after which nobody is killed: the ranks are ahead of what they have reported."""
+
+
+@runtime_checkable
+class Watchable(Protocol):
+    """A job whose run can be watched."""
+
+    watch: Callable[[Event], None]  # hears every event; set before `run`
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL once `after` steps were reported. `rank`: which one, of those who `who` means."""
+
+    who: str
+    after: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Steps [first, last) of the run. `composed`: its config."""
+
+    entry: Entry
+    processes: int
+    first: int
+    last: int
+    composed: Composed
+    roles: dict[str, int]
+    kill: Kill | None = None
+
+    @property
+    def world(self) -> str:
+        """Its processes, as a person reads them."""
+        if len(self.roles) > 1:
+            return ", ".join(count_text(number, role) for role, number in self.roles.items())
+        world = sum(self.roles.values())
+        return count_text(world, "process") + (f", {self.processes} replicas" if world != self.processes else "")
+
+    def called(self, rank: int) -> str:
+        """`rank 2`, or by its number within its role where there are several."""
+        roles = _roles(self.roles)
+        return f"{roles[rank]} {roles[:rank].count(roles[rank])}" if len(self.roles) > 1 else f"rank {rank}"
+
+
+@register("job", "relay")
+class Relay(Job):
+    """Train on from one checkpoint under one strategy after the other, kill processes meanwhile, and compare with an undisturbed run; exit 1 on a break."""
+
+    trains = True
+
+    legs: list[str] = option(
+        factory=lambda: list(STANDARD),
+        doc="strategies in their order, with options after a blank, and of the leg: `processes` (1), `steps` (job.steps), and `kill`: `rank` (any one), "
+        "`launcher` or a role such as `server`, killed by SIGKILL in the middle",
+    )
+    reference: str = option(default="ddp processes=1", doc="the strategy of the undisturbed run, written as a leg without `steps` and `kill`")
+    steps: int = option(default=30, least=2, doc="length of a leg that gives none", unit="steps")
+    save_every: int = option(default=8, least=1, doc="save so often, and at the end of each leg", unit="steps")
+    precision: Format = option(default=Format.fp64, doc="fp64: every tensor within 1e-10; fp32: all parameters together within 1e-5")
+    keep: bool = option(default=False, doc="keep the run folders of both runs beside relay.json")
+
+    def run(self, composed: Composed) -> int:
+        run = composed.config["run"]
+        folder = Path(run["dir"] or Path("outputs", run["name"] or "relay", unique_id())).absolute()
+        legs, reference = self._legs(composed, folder)
+        folder.mkdir(parents=True, mode=0o700, exist_ok=bool(run["dir"]))
+        if any(folder.iterdir()):
+            raise ConfigError(f"run.dir={folder} is not empty; choose another")
+        try:
+            return self._compare(composed, folder, legs, reference)
+        finally:
+            if not self.keep:
+                for name in (RELAY, REFERENCE):
+                    shutil.rmtree(folder / name, ignore_errors=True)
+
+    def _compare(self, composed: Composed, folder: Path, legs: list[Leg], reference: Leg) -> int:
+        from dtf.evidence import Evidence, compare
+
+        print(f"{'steps':<9} {'strategy':<24} {'world':<22} {'seconds':>7}  killed", flush=True)
+        rows = []
+        for leg in [*legs, reference]:
+            began = time.monotonic()
+            killed = _go(leg, folder / RELAY)
+            rows.append(_row(leg, killed, time.monotonic() - began))
+            print(_line(rows[-1], "nobody: the reference" if leg is reference else ""), flush=True)
+        calm = rows.pop()
+        a, b = Evidence.read(folder / REFERENCE), Evidence.read(folder / RELAY)
+        verdict = compare(a, b, exact=self.precision is Format.fp64)
+        config = composed.config
+        report = {
+            "recipe": config["recipe"]["name"],
+            "optimizer": config["optimizer"]["name"],
+            "precision": self.precision.value,
+            "legs": rows,
+            "reference": calm,
+            **verdict.to_json(),
+            "samples": sum(len(ids) for ranks in b.ids.values() for ids in ranks),
+            "steps": _steps(a, b),
+        }
+        report["title"] = _title(report)
+        (folder / "relay.json").write_text(json.dumps(report, indent=1))
+        print(_summary(report, verdict))
+        if importlib.util.find_spec("matplotlib") is None:
+            print(f"{folder / 'relay.json'}; for the picture: {sys.executable} -m pip install 'matplotlib>=3.8'")
+        else:
+            from dtf.charts import relay
+
+            relay(report, folder / "relay.png")
+            print(folder / "relay.png")
+        return Exit.OK if verdict.ok else Exit.BUG
+
+    # ------------------------------------------------------------ what is to be done
+
+    def _legs(self, composed: Composed, folder: Path) -> tuple[list[Leg], Leg]:
+        """All legs, and the reference as one. ConfigError for what cannot run."""
+        config = composed.config
+        if config["launcher"]["name"] != "local":
+            raise ConfigError(f"launcher={config['launcher']['name']} has no ranks that job=relay could kill; use launcher=local")
+        if not self.legs:
+            raise ConfigError("job.legs=[] must hold at least one; job.legs=['ddp processes=2','fsdp processes=3 kill=rank']")
+        entries = [self._entry(composed, LEGS, text, ("processes", "steps", "kill")) for text in self.legs]
+        widths = [_number(LEGS, entry, "processes", 1) for entry in entries]
+        bounds = [0, *accumulate(_number(LEGS, entry, "steps", self.steps) for entry in entries)]
+        micro = config["step"]["micro_batch_rows"] or -(-config["step"]["batch_size"] // max(widths))
+        shared = {"train.steps": bounds[-1], "step.micro_batch_rows": micro}
+        legs = []
+        for number, (entry, width, (first, last)) in enumerate(zip(entries, widths, pairwise(bounds), strict=True)):
+            more = {**shared, "checkpoint.every_steps": self.save_every, "checkpoint.resume": "auto", "run.dir": f"'{folder / RELAY}'"}
+            leg = self._leg(composed, LEGS, entry, width, first, last, more)
+            legs.append(replace(leg, kill=self._kill(leg, random.Random(f"{config['seed']} {number}"))))
+        entry = self._entry(composed, "job.reference", self.reference, ("processes",))
+        width, more = _number("job.reference", entry, "processes", 1), {**shared, "checkpoint.every_steps": bounds[-1], "run.dir": f"'{folder / REFERENCE}'"}
+        return legs, self._leg(composed, "job.reference", entry, width, 0, bounds[-1], more)
+
+    def _leg(self, composed: Composed, place: str, entry: Entry, processes: int, first: int, last: int, more: dict[str, Any]) -> Leg:
+        overrides = {
+            "job": "train",
+            **entry.overrides,
+            "precision": self.precision.value,
+            "launcher.processes": processes,
+            "launcher.threads": 1,  # the same kernels everywhere: what is left to differ is the order of sums
+            "train.until": last,
+            "train.log_every": 1,
+            "train.eval_every": 0,
+            "train.early_stop": 0,
+            "train.record": "true",
+            "checkpoint": "every",
+            "checkpoint.keep_best": 0,
+            "checkpoint.resume": "never",
+            "observer": "[jsonl]",
+            **more,
+        }
+        try:
+            again = composed.recompose([f"{key}={value}" for key, value in overrides.items()])
+            settings = again.check()
+            settings.launcher.check(settings.strategy)
+        except ConfigError as refusal:
+            raise ConfigError(f"{place} has '{entry.text}': {refusal}") from refusal
+        return Leg(entry, processes, first, last, again, settings.strategy.roles(processes))
+
+    def _entry(self, composed: Composed, place: str, text: str, own: tuple[str, ...]) -> Entry:
+        return read_entry(composed, place, text, own, {"launcher.processes": "write processes=N"})
+
+    def _kill(self, leg: Leg, chance: random.Random) -> Kill | None:
+        """Whom and when: late between two saves, so that as many steps as half of job.save_every are lost, or more."""
+        who, has = leg.entry.own.get("kill"), f"job.legs has '{leg.entry.text}'"
+        if who is None:
+            return None
+        if who not in (ANY, LAUNCHER, *leg.roles):
+            raise ConfigError(f"{has}, but kill={who} names nobody; {suggest(who, (ANY, LAUNCHER, *leg.roles))}")
+        every, lost = self.save_every, max(1, self.save_every // 2)
+        moments = [step for step in range(leg.first + 1, leg.last - LATEST) if step - max(leg.first, step - step % every) >= lost]
+        if not moments:
+            raise ConfigError(f"{has}, but no step between two saves to kill somebody at; use more steps, or a larger job.save_every")
+        ranks = [rank for rank, role in enumerate(_roles(leg.roles)) if who in (role, ANY, LAUNCHER)]
+        return Kill(who, chance.choice(moments), chance.choice(ranks))
+
+
+def _go(leg: Leg, folder: Path) -> Killed | None:
+    """One leg to its end."""
+    if leg.kill is None:
+        _train(leg)
+        return None
+    if leg.kill.who == LAUNCHER:
+        who, witness = "the launcher", Witness(at=kill_launcher(leg.composed.command, folder, leg.kill.after))
+    else:
+        from dtf.warm import warm
+
+        server, rank = warm(leg.composed.config["launcher"]["env"]), leg.kill.rank
+        who, witness = leg.called(rank), Witness(leg.kill.after, lambda: server.signal(rank, signal.SIGKILL))
+    _train(leg, witness)
+    killed = witness.killed(who)
+    if killed is None:
+        raise DtfError(f"the leg '{leg.entry.text}' was over before {who} was missed, killed at step {leg.kill.after}; give it more steps")
+    return killed
+
+
+def _train(leg: Leg, witness: Witness | None = None) -> None:
+    job = leg.composed.job
+    if witness is not None and isinstance(job, Watchable):
+        job.watch = witness.see
+    code = job.run(leg.composed)
+    if code == Exit.PREEMPTED:
+        raise Preempted("asked to stop in the middle of a relay; nothing is said of what is left")
+    if code:
+        raise DtfError(f"the leg '{leg.entry.text}' ended with exit code {code}; its own error line says why")
+
+
+def _roles(roles: dict[str, int]) -> list[str]:
+    """Of each rank: they are numbered role by role."""
+    return [role for role, number in roles.items() for _ in range(number)]
+
+
+def _number(place: str, entry: Entry, key: str, default: int) -> int:
+    text = entry.own.get(key, str(default))
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{place} has '{entry.text}'; {key}={text} must be a whole number from 1 on")
+    return int(text)
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def _row(leg: Leg, killed: Killed | None, seconds: float) -> dict[str, Any]:
+    options = " ".join(f"{key}={value}" for key, value in leg.entry.options.items() if not (key in ("servers", "trainers") and len(leg.roles) > 1))
+    row = {"strategy": f"{leg.entry.strategy} {options}".strip(), "world": leg.world, "first": leg.first, "last": leg.last, "seconds": round(seconds, 1)}
+    return row | ({"killed": asdict(killed)} if killed else {})
+
+
+def _line(row: dict[str, Any], told: str) -> str:
+    if killed := row.get("killed"):
+        told = f"{killed['who']} at step {killed['at']}, done again from {killed['again']}"
+    steps = f"{row['first']}-{row['last']}"
+    return f"{steps:<9} {row['strategy']:<24} {row['world']:<22} {row['seconds']:7.1f}  {told}".rstrip()
+
+
+def _steps(a: Evidence, b: Evidence) -> list[dict[str, Any]]:
+    """Loss and gradient norm of the reference and of the relay, by finished steps."""
+    return [
+        {"step": step, **{key: [a.metrics[step][key], b.metrics[step][key]] for key in ("loss", "grad_norm")}} for step in sorted(a.metrics.keys() & b.metrics)
+    ]
+
+
+def _title(report: dict[str, Any]) -> str:
+    """What a picture says in one line."""
+    legs = report["legs"]
+    killed = count_text(sum("killed" in leg for leg in legs), "kill")
+    near = f"every tensor within {report['tensor']:.0e}" if report["precision"] == Format.fp64.value else f"all parameters within {report['parameters']:.0e}"
+    end = f"{near} of the undisturbed run" if report["ok"] else f"broken: {report['first']}"
+    return f"One run, {count_text(len(legs), 'leg')}, {killed}, the same {report['samples']:,} samples: {end}"
+
+
+def _summary(report: dict[str, Any], verdict: Verdict) -> str:
+    legs = report["legs"]
+    killed = [leg["killed"] for leg in legs if "killed" in leg]
+    done = f"{legs[-1]['last']} steps in {count_text(len(legs), 'leg')}, {count_text(len(killed), 'kill')}"
+    done += f", {count_text(sum(kill['at'] - kill['again'] for kill in killed), 'step')} done again" if killed else ""
+    if not verdict.ok:
+        step = re.search(r" at step (\d+)", verdict.first)
+        leg = next((leg for leg in legs if step and leg["first"] <= int(step[1]) < leg["last"]), None)
+        where = f", under {leg['strategy']} ({leg['world']})" if leg else ""
+        return f"{done}\nBREAK{where}: {verdict.first}"
+    return (
+        f"{done}; {report['samples']:,} samples, the same ones in the same order as the reference\n"
+        f"differences: loss {verdict.loss:.1e}, gradient norm {verdict.grad_norm:.1e}, all parameters {verdict.parameters:.1e}, "
+        f"worst tensor {verdict.tensor:.1e} ({verdict.worst}); bound {verdict.bound:.0e}"
+    )
