@@ -28,8 +28,10 @@ _here: dict[str, Service] = {}
 class Service:
     """In the place of `rpc.Service`: of what that promises, how errors are told, and that nothing is answered after `stop`."""
 
-    def __init__(self, handlers: Handlers, token: str, epoch: str, threads: int = 0, on_error: Callable[[Exception], None] = lambda error: None) -> None:
-        self._handlers, self._on_error, self._over = handlers, on_error, False
+    def __init__(self, handlers: Handlers, token: str, epoch: str, address: str, **options: Any) -> None:
+        self._handlers, self._over = dict(handlers), False
+        self.on_error: Callable[[Exception], None] = lambda error: None
+        self.ready: Callable[[], bool] = lambda: True
         self.endpoint = f"\0dtf-test-{uuid.uuid4().hex}"
 
     def start(self) -> None:
@@ -47,7 +49,7 @@ class Service:
         except (Refused, WireError, Stale):
             raise
         except Exception as error:
-            self._on_error(error)
+            self.on_error(error)
             raise Failed("an error of the server") from error
 
     def _listen(self) -> None:
@@ -67,7 +69,7 @@ class Service:
 class Client:
     """In the place of `rpc.Client`."""
 
-    def __init__(self, endpoint: str, token: str, epoch: str) -> None:
+    def __init__(self, endpoint: str, token: str, epoch: str, tls: None = None) -> None:
         self._endpoint = endpoint
 
     def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
@@ -97,7 +99,9 @@ def connect(between: Callable[[Client], Transport] = lambda client: client) -> N
     """From now on processes of several roles find each other so. `between`: what stands before each client."""
     from dtf.pserver import session
 
-    session.Service, session.Client = Service, lambda *place: between(Client(*place))  # type: ignore[assignment,misc]
+    session.Service, session.Client = Service, lambda *place, tls: between(Client(*place))  # type: ignore[assignment,misc]
+    session.announce = lambda folder, live: None  # type: ignore[assignment]  # there is no run folder
+    session.viewer = lambda token: token
     session.PATIENCE_S = 3.0  # nothing is away for longer
     session._store = lambda place: dist.distributed_c10d._get_default_store()  # type: ignore[assignment]
 
