@@ -36,7 +36,7 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
         raise ConfigError(f"job.replay={run} is no run with strategy=pserver and strategy.record=PATH")
     torch.set_num_threads(place.threads)
     set_switches(settings.precision)
-    start, events = read(run / strategy.record, strategy.servers)
+    start, events = read(run / strategy.record, strategy.count())
     rows = Rows(settings, config["recipe"]["name"], config["sampler"]["name"], pin=False)
     rows.cut()
     task = Task(

@@ -130,7 +130,7 @@ def serve(task: Task, world: World, strategy: Pserver, trainers: int, post: Post
 
     serving.on_end(close)
     about["endpoints"] = world.gather(endpoint) or []
-    if world.rank == 0:
+    if world.rank == 0 and world.folder.parts:
         announce(world.folder, Live(about["endpoints"], viewer(place.token), strategy.tls.files(), strategy.tls.mutual))
     return serving
 
