@@ -11,10 +11,11 @@ from dtf.strategies.pserver import Mode
 from tests.harness import difference, reference, spread
 from tests.test_tables import ANY
 
+slow = pytest.mark.slow
 TOY: dict[str, Any] = {"rows": 100}
 
 
-@pytest.mark.parametrize("recipe", [TOY, ANY], ids=["toy", "tabled"])
+@pytest.mark.parametrize("recipe", [pytest.param(TOY, marks=slow), ANY], ids=["toy", "tabled"])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_async_with_one_trainer_that_waits_is_sync(servers: int, recipe: dict[str, Any]) -> None:
     """Bit for bit: nobody else's gradients, and none of one's own that are not applied yet."""
@@ -25,8 +26,8 @@ def test_async_with_one_trainer_that_waits_is_sync(servers: int, recipe: dict[st
     assert difference(sync, waiting) <= (1e-15 if servers == 1 else 1e-12)
 
 
-@pytest.mark.parametrize("recipe", [TOY, ANY], ids=["toy", "tabled"])
-@pytest.mark.parametrize("gather", [0, 3])
+@pytest.mark.parametrize("recipe", [TOY, pytest.param(ANY, marks=slow)], ids=["toy", "tabled"])
+@pytest.mark.parametrize("gather", [0, pytest.param(3, marks=slow)])
 def test_half_async_that_gathers_all_and_runs_not_ahead_is_sync(gather: int, recipe: dict[str, Any]) -> None:
     """But for the order of the sums, which is that of arrival."""
     found = spread("pserver", 3, options={"mode": "half_async", "gather": gather, "staleness": 0}, recipe=recipe)
@@ -35,8 +36,8 @@ def test_half_async_that_gathers_all_and_runs_not_ahead_is_sync(gather: int, rec
     assert difference(whole, found) <= 1e-10
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
 @pytest.mark.parametrize("mode", [mode.value for mode in Mode])
 def test_every_mode_takes_every_sample_once_and_counts_evaluations_exactly(mode: str, servers: int, processes: int) -> None:
     """The engine refuses an evaluation that counts a row twice or not at all."""
@@ -60,8 +61,8 @@ def test_resume_in_another_mode_and_of_one(mode: str, tmp_path: Any) -> None:
         assert len(ids) == 10 and not a["ids"].keys() & found["ids"].keys()
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=slow), "async"])
 def test_a_full_table_ends_the_run_in_every_mode(mode: str, servers: int) -> None:
     """Found in a thread of the service, where a trainer's pull would create the row: the engine does not wait for what cannot come."""
     with pytest.raises(AssertionError, match="table ids is full: capacity=30"):

@@ -35,7 +35,7 @@ def test_sync_ends_bit_for_bit_although_trainers_die(servers: int, seed: int) ->
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
 @pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "half_async", "gather": 2}, {"mode": "geo", "geo_steps": 2}], ids=lambda mode: mode["mode"])
 def test_each_ticket_is_applied_once_although_trainers_die(mode: dict[str, Any], servers: int, seed: int) -> None:
     found = spread("pserver", 3, options=mode | {"servers": servers, "min_block": 1}, deaths=seed, clip_norm=0.0, steps=10)
@@ -53,7 +53,7 @@ def test_sync_ends_bit_for_bit_as_on_a_good_network(servers: int, seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
 @pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "half_async", "gather": 2}], ids=lambda mode: mode["mode"])
 def test_each_ticket_is_applied_once(mode: dict[str, Any], servers: int, seed: int) -> None:
     """Also where two servers get the pushes in different orders, one of them before it has opened the step."""
@@ -63,7 +63,7 @@ def test_each_ticket_is_applied_once(mode: dict[str, Any], servers: int, seed: i
     assert found["met"].keys() & MISDEEDS
 
 
-@pytest.mark.parametrize("trainers", [1, 3])
+@pytest.mark.parametrize("trainers", [1, pytest.param(3, marks=slow)])
 def test_a_trainer_that_dies_between_its_pushes_to_two_servers(trainers: int) -> None:
     """The first server then has all shares of the step; it must not keep out whoever computes the second one's again."""
     case: dict[str, Any] = {"strategy": "pserver", "slots": trainers, "recipe": ANY, "options": {"servers": 2, "min_block": 1}, "deaths": 0}

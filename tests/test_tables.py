@@ -76,7 +76,9 @@ def test_a_table_that_met_no_id_yet_is_saved(tmp_path: Path) -> None:
     assert difference(whole, whole | {"tensors": spread("ddp", 2, start=str(tmp_path / "step_000003"), recipe=recipe)["tensors"]}) <= 1e-10
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("pserver", {"servers": 2, "min_block": 1}), pytest.param("ddp", {}, marks=slow)], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("fsdp", {}), pytest.param("pserver", {"servers": 2, "min_block": 1}, marks=slow), pytest.param("ddp", {}, marks=slow)], ids=str
+)
 @pytest.mark.parametrize("rule", sorted(registered("sparse")))
 def test_with_every_row_optimizer(strategy: str, options: dict, rule: str) -> None:
     assert difference(reference(recipe=ANY, sparse=rule), spread(strategy, 3, options=options, recipe=ANY, sparse=rule)) <= 1e-10
