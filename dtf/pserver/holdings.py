@@ -78,7 +78,7 @@ class Holdings:
         self._part = Part(model, RunningStatistics(model, task.step.ema))
         model.train()
         self._norm: Tensor | None = None  # of the update being made, where trainers know it
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()  # of the state
         self._skipped = 0  # updates that trainers which learn by themselves did not make
         self.stamp = self.applied = 0
         self.staleness: Counter[int] = Counter()
@@ -88,7 +88,7 @@ class Holdings:
 
     def apply(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
         """One update; its gradient norm, (2,) [norm, 1], or sums of these over steps. Collective over servers where all merge alike."""
-        with self._lock:
+        with self.lock:
             norm = self._learn(pushes, tickets) if self._merging.local else self._update_by(pushes, tickets)
             self._absorb(pushes, tickets)
             for push in pushes:
@@ -181,21 +181,19 @@ class Holdings:
     # ------------------------------------------------------------ what trainers are given
 
     def pull(self, wanted: Mapping[str, np.ndarray], create: bool, known: int) -> tuple[int, int, np.ndarray | None, dict[str, np.ndarray]]:
-        """The stamp of the state, the updates in it, learning blocks unless those of stamp `known`, and rows by table; all of one moment.
+        """The stamp of the state, the updates in it, learning blocks unless those of stamp `known`, and rows by table.
 
-        For training that is local, blocks and rows with their optimizer state.
+        For training that is local, blocks and rows with their optimizer state. Call it, and read what it gives, while `lock` is held.
         """
-        with self._lock:
-            if create and self._merging.local:
-                records = {name: self._shelves.records(name, ids) for name, ids in wanted.items()} if self._shelves else {}
-                return self.stamp, self.applied, self._kept() if known == ANY else None, records
-            rows = {name: self._shelves.rows(name, ids, create) for name, ids in wanted.items()} if self._shelves else {}
-            dense = None if known == self.stamp else self._dense.cpu().numpy().copy()
-            return self.stamp, self.applied, dense, rows
+        if create and self._merging.local:
+            records = {name: self._shelves.records(name, ids) for name, ids in wanted.items()} if self._shelves else {}
+            return self.stamp, self.applied, self._kept() if known == ANY else None, records
+        rows = {name: self._shelves.rows(name, ids, create) for name, ids in wanted.items()} if self._shelves else {}
+        return self.stamp, self.applied, None if known == self.stamp else self._dense.cpu().numpy(), rows
 
     def frozen(self) -> np.ndarray:
         """Blocks that do not learn, and on server 0 all buffers, bytes."""
-        with self._lock:
+        with self.lock:
             found = [self._frozen.cpu()]
             if self._world.rank == 0:
                 found += [buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for _, buffer in self._part.model.named_buffers()]
@@ -231,7 +229,7 @@ class Holdings:
 
     def use_averages(self, on: bool) -> None:
         """See `strategy.Program`."""
-        with self._lock:
+        with self.lock:
             self._update.use_averages(on)
             self._part.statistics.use_averages(on)
             self.stamp += 1
@@ -243,7 +241,7 @@ class Holdings:
 
     def load(self, source: Source) -> None:
         """See `strategy.Program`."""
-        with self._lock:
+        with self.lock:
             self._update.load(source)
             load_buffers(self._part, source, Shard(0, 1))
             self.stamp += 1
