@@ -23,12 +23,10 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import numpy as np
 import torch
 from ctr import CASES, Deep, engine, fill, processor
-from ctr_rivals import LR, Case, Run, draw, opened, timed
+from ctr_rivals import LR, Case, draw, opened, timed
 from ctr_rivals import Log as Rows
 from endless import Endless
 from torch.distributed import TCPStore
