@@ -2,12 +2,11 @@
 
     python bench/pserver.py                          # modes async and sync, both models of bench/ctr.py in fp32
     python bench/pserver.py --only 64-32 --modes async
-    python bench/pserver.py --server                 # what a server does in a second, alone: row updates, looking up, exchanges over gRPC
-    python bench/pserver.py --server --state         # and how long it takes to save and to load 260,000 rows
+    python bench/pserver.py --rows                   # how many rows one thread of a server steps and looks up in a second, alone
 
 Server and trainers are processes that talk over gRPC on loopback, as with `launcher=local`; the server runs the engine, and the trainer has the threads of
 the one process. The model, the log and the turns are those of bench/ctr.py: contestants take turns, all tables hold all rows before anything is timed, and
-all must come to the same loss on rows that they had not seen before: sync to the same as one process, async to one that is near.
+what they lose on rows that they had not seen before is compared at the end: sync must be the same as one process, async near it.
 A turn ends when its last gradients are applied. Ratios are medians of those of each round.
 """
 
@@ -24,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 from ctr import CASES, Deep, engine, fill, processor
 from ctr_rivals import LR, Case, draw, opened, timed
@@ -39,6 +39,7 @@ from dtf.options import StepOptions
 from dtf.precision import Precision
 from dtf.row_optimizers.adagrad import RowAdagrad
 from dtf.sampler import Epochs, Sequential
+from dtf.sparse import SparseTable, unique
 from dtf.strategies.pserver import Mode, Pserver
 from dtf.strategy import Errand, Task
 from dtf.values import Event, Measured, Shard
@@ -142,22 +143,45 @@ def compare(name: str, log: Rows, saved: Path, given: argparse.Namespace) -> Non
             for key in found if number % 2 else reversed(found):
                 time.sleep(0.5)  # threads of the one before may still spin
                 found[key].append(pairs[key].turn(given.steps) if key in pairs else timed(run, given.steps))
-    say(name, found, given.steps * log.batch)
+    say(name, found, given.steps, log.batch)
     for key, turns in found.items():
         apart = abs(turns[-1][1] - found["one process"][-1][1])
         if apart > APART.get(key, 0):
             raise SystemExit(f"{name}: the losses of mode {key} must be those of one process within {APART[key]:g}, they are {apart:.6f} apart")
 
 
-def say(name: str, found: dict[str, list[tuple[float, float]]], rows: int) -> None:
+def say(name: str, found: dict[str, list[tuple[float, float]]], steps: int, batch: int) -> None:
     """A table of medians and ranges, of ratios to one process, and of the losses of the last turn."""
     print(f"\n{name:14}{'rows/s':>10} {'least to most':>20} {'of one process':>16} {'least to most':>14} {'ms a step':>10} {'loss':>10}")
     one = [seconds for seconds, _ in found["one process"]]
     for key, turns in found.items():
-        rates, ratios = sorted(rows / seconds for seconds, _ in turns), sorted(base / seconds for base, (seconds, _) in zip(one, turns, strict=True))
-        spread, range_text, rate = f"{rates[0]:,.0f} to {rates[-1]:,.0f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}", statistics.median(rates)
-        print(f"{key:14}{rate:10,.0f} {spread:>20} {statistics.median(ratios):16.3f} {range_text:>14} {2048e3 / rate:10.2f} {turns[-1][1]:10.6f}")
+        took, loss = [seconds for seconds, _ in turns], turns[-1][1]
+        rates, ratios = sorted(steps * batch / seconds for seconds in took), sorted(base / seconds for base, seconds in zip(one, took, strict=True))
+        spread, range_text = f"{rates[0]:,.0f} to {rates[-1]:,.0f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        middle = f"{statistics.median(rates):10,.0f} {spread:>20} {statistics.median(ratios):16.3f} {range_text:>14}"
+        print(f"{key:14}{middle} {1e3 * statistics.median(took) / steps:10.2f} {loss:10.6f}")
     sys.stdout.flush()
+
+
+def rows_alone(log: Rows, batches: int) -> None:
+    """What a server does with the rows of batches, each once, in one thread, with all rows of the table there."""
+    table = Deep(log, ()).tables()["ids"]
+    store = SparseTable(table, RowAdagrad(), 0, "ids")
+    fill(store)
+    starts = np.cumsum([0, *log.sizes[:-1]])
+    rates: dict[str, list[float]] = {"step": [], "look up": []}
+    for number in range(2 * batches):
+        ids = unique((log.ids[number * log.batch : (number + 1) * log.batch] + starts).reshape(-1))[0]
+        gradients = np.full((len(ids), table.width), 1e-3, np.float32)
+        started = time.perf_counter()
+        if number < batches:
+            store.update(ids, gradients, LR, 1.0, number)
+        else:
+            store.lookup(ids, True)
+        rates["step" if number < batches else "look up"].append(len(ids) / (time.perf_counter() - started))
+    for name, values in rates.items():
+        low, middle, high = (1e-6 * rate for rate in (min(values), statistics.median(values), max(values)))
+        print(f"{name:8} {middle:7.1f} million rows of {table.width} numbers a second, {low:.1f} to {high:.1f}; of {len(store):,}")
 
 
 def main() -> None:
@@ -171,6 +195,7 @@ def main() -> None:
     parser.add_argument("--ids", type=int, default=10_000_000, help="distinct ids of all fields")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--warm", type=int, default=100, help="steps before the first turn")
+    parser.add_argument("--rows", action="store_true", help="measure the table of a server alone")
     for hidden in ("role", "log", "store"):
         parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -186,6 +211,9 @@ def main() -> None:
         saved = Path(folder, "log.npz")
         log = draw(given.ids, given.batch, given.warm + given.rounds * given.steps)
         log.save(saved)
+        if given.rows:
+            rows_alone(log, given.rounds * given.steps // 2)
+            return
         for name in [given.only] if given.only else MODELS:
             compare(name, log, saved, given)
 
