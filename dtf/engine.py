@@ -249,8 +249,8 @@ def _take_rest(loop: Loop, window: Window) -> None:
 
 
 def _record_consumed(loop: Loop) -> None:
-    if loop.record is not None:
-        for step, ids in loop.program.consumed():
+    for step, ids in loop.program.consumed():  # asked in any case: who keeps them until then keeps them no longer
+        if loop.record is not None:
             loop.record(step, ids)
 
 

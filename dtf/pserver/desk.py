@@ -96,11 +96,13 @@ class Desk:
                 state = NO if not serving.begun or serving.version < after else LATE if 0 <= after < serving.version else READY
             if state == READY:
                 wanted = {name: message.arrays[f"want/{name}"] for name in self._names}
-                stamp, applied, dense, rows = serving.holdings.pull(wanted, self._pull_of(scalars), int(scalars["known"]))
-                answer |= {"stamp": stamp, "applied": applied, "scale": serving.holdings.scale()}
-                arrays |= {f"rows/{name}": found for name, found in rows.items()}
-                if dense is not None:
-                    arrays["dense"] = dense
+                with serving.holdings.lock:  # until the state is in the message, all of one moment
+                    stamp, applied, dense, rows = serving.holdings.pull(wanted, self._pull_of(scalars), int(scalars["known"]))
+                    answer |= {"stamp": stamp, "applied": applied, "scale": serving.holdings.scale()}
+                    arrays |= {f"rows/{name}": found for name, found in rows.items()}
+                    if dense is not None:
+                        arrays["dense"] = dense
+                    return encode(self._exchange[1], {"pulled": state, **answer}, arrays)
         return encode(self._exchange[1], {"pulled": state, **answer}, arrays)
 
     def report(self, data: bytes) -> bytes:

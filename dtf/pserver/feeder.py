@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from dtf.pserver.transport import Lost, Transport
 from dtf.pserver.wire import Message, decode, encode
 from dtf.values import Batch, Train
 
-AHEAD = 2
-"""Leases that are held at once: the one that is computed and the next."""
+AHEAD = 3
+"""Leases that are held at once: the one that is computed, the next, and one that is read meanwhile."""
 
 WAIT_S, DEADLINE_S = 4.0, 30.0
 """How long server 0 may wait for work to turn up, and how long its answer may take."""
@@ -34,7 +34,6 @@ class Prepared(NamedTuple):
     batch: Batch
     wanted: Wanted
     unread: int  # rows that could not be read
-    pulled: Any = None
 
     @property
     def order(self) -> Key:
@@ -54,6 +53,7 @@ class Feeder:
         self._ready: list[tuple[Key, int, Prepared]] = []
         self._numbers = itertools.count()  # of what is prepared: among equals the first one comes first
         self._held: set[Key] = set()
+        self._leaving: set[Key] = set()
         self._done: list[Key] = []
         self._limit, self._over, self._closed = AHEAD, False, False
         self._error: BaseException | None = None
@@ -73,10 +73,10 @@ class Feeder:
             self._change.notify_all()
             return heapq.heappop(self._ready)[-1]
 
-    def peek(self) -> Prepared | None:
-        """The next piece, if it is ready; it stays there."""
+    def ready(self) -> list[Prepared]:
+        """The pieces to come, the first one first; they stay there."""
         with self._change:
-            return self._ready[0][-1] if self._ready else None
+            return [each[-1] for each in sorted(self._ready)]
 
     def back(self, prepared: Prepared) -> None:
         """It cannot be done yet: something before it has to be, which others may have left; ask for more than usual."""
@@ -85,10 +85,17 @@ class Feeder:
             self._limit = AHEAD + 1
             self._change.notify_all()
 
+    def leaving(self, lease: Lease) -> None:
+        """A piece of work is computed and on its way: another one may take its place."""
+        with self._change:
+            self._leaving.add(lease.key)
+            self._change.notify_all()
+
     def finished(self, lease: Lease) -> None:
         """A piece of work is done, or not wanted any more."""
         with self._change:
             self._held.discard(lease.key)
+            self._leaving.discard(lease.key)
             self._done.append(lease.key)
             self._limit = AHEAD
             self._change.notify_all()
@@ -124,22 +131,25 @@ class Feeder:
         with self._change:
             return self._change.wait_for(lambda: len(self._ready) < self._limit or self._closed, WAIT_S)
 
+    def _wanted(self) -> int:
+        return self._limit - len(self._held - self._leaving)
+
     def _ask(self, more: bool = False) -> Message:
         """Server 0's answer to what is done, what is held, and whether `more` may come."""
         with self._change:
             done, self._done, has = self._done, [], list(self._held)
-            most = max(0, self._limit - len(self._held)) if more else 0
+            most = max(0, self._wanted()) if more else 0
         request = {"trainer": self._trainer, "most": most, "wait_s": WAIT_S if most else 0.0, "stopping": int(self._stopping())}
         data = encode(self._schemas[0], request, {name: np.array(keys, np.int64).reshape(-1, 3) for name, keys in (("done", done), ("has", has))})
         return decode(self._schemas[1], self._transport.call(LEASE, data, DEADLINE_S))
 
     def _fetch(self) -> None:
         with self._change:
-            self._change.wait_for(lambda: len(self._held) < self._limit or self._closed, WAIT_S)
+            self._change.wait_for(lambda: self._wanted() > 0 or self._closed, WAIT_S)
         answer = self._ask(more=True)
         if not answer.scalars["known"]:
             with self._change:
-                self._held, self._ready = set(), []  # it is granted anew, to whomever
+                self._held, self._leaving, self._ready = set(), set(), []  # it is granted anew, to whomever
             self._join()
             return
         leases = protocol.unpack_leases(answer.arrays)

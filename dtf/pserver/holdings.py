@@ -79,7 +79,7 @@ class Holdings:
         self._part = Part(model, RunningStatistics(model, task.step.ema))
         model.train()
         self._norm: Tensor | None = None  # of the update being made, where trainers know it
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()  # of the state
         self._skipped = 0  # updates that trainers which learn by themselves did not make
         self.recorder: Recorder | None = None
         self.stamp = self.applied = 0
@@ -90,7 +90,7 @@ class Holdings:
 
     def apply(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
         """One update; its gradient norm, (2,) [norm, 1], or sums of these over steps. Collective over servers where all merge alike."""
-        with self._lock:
+        with self.lock:
             norm = self._learn(pushes, tickets) if self._merging.local else self._update_by(pushes, tickets)
             self._absorb(pushes, tickets)
             if self.recorder is not None:
@@ -185,23 +185,22 @@ class Holdings:
     # ------------------------------------------------------------ what trainers are given
 
     def pull(self, wanted: Mapping[str, np.ndarray], training: Pull | None, known: int) -> tuple[int, int, np.ndarray | None, dict[str, np.ndarray]]:
-        """The stamp of the state, the updates in it, learning blocks unless those of stamp `known`, and rows by table; all of one moment.
+        """The stamp of the state, the updates in it, learning blocks unless those of stamp `known`, and rows by table.
 
-        For training that is local, blocks and rows with their optimizer state. An evaluation makes no new rows.
+        For training that is local, blocks and rows with their optimizer state. An evaluation makes no new rows. Call it, and read what it gives, while
+        `lock` is held.
         """
-        with self._lock:
-            if training is not None and self.recorder is not None:
-                self.recorder.pulled(training, self.applied)
-            if training is not None and self._merging.local:
-                records = {name: self._shelves.records(name, ids) for name, ids in wanted.items()} if self._shelves else {}
-                return self.stamp, self.applied, self._kept() if known == ANY else None, records
-            rows = {name: self._shelves.rows(name, ids, training is not None) for name, ids in wanted.items()} if self._shelves else {}
-            dense = None if known in (self.stamp, NONE) else self._dense.cpu().numpy().copy()
-            return self.stamp, self.applied, dense, rows
+        if training is not None and self.recorder is not None:
+            self.recorder.pulled(training, self.applied)
+        if training is not None and self._merging.local:
+            records = {name: self._shelves.records(name, ids) for name, ids in wanted.items()} if self._shelves else {}
+            return self.stamp, self.applied, self._kept() if known == ANY else None, records
+        rows = {name: self._shelves.rows(name, ids, training is not None) for name, ids in wanted.items()} if self._shelves else {}
+        return self.stamp, self.applied, None if known in (self.stamp, NONE) else self._dense.cpu().numpy(), rows
 
     def frozen(self) -> np.ndarray:
         """Blocks that do not learn, and on server 0 all buffers, bytes."""
-        with self._lock:
+        with self.lock:
             found = [self._frozen.cpu()]
             if self._world.rank == 0:
                 found += [buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for _, buffer in self._part.model.named_buffers()]
@@ -237,7 +236,7 @@ class Holdings:
 
     def use_averages(self, on: bool) -> None:
         """See `strategy.Program`."""
-        with self._lock:
+        with self.lock:
             self._update.use_averages(on)
             self._part.statistics.use_averages(on)
             self.stamp += 1
@@ -249,7 +248,7 @@ class Holdings:
 
     def load(self, source: Source) -> None:
         """See `strategy.Program`."""
-        with self._lock:
+        with self.lock:
             self._update.load(source)
             load_buffers(self._part, source, Shard(0, 1))
             self.stamp += 1

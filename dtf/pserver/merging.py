@@ -52,7 +52,7 @@ class Merging(ABC):
 
 
 class Sync(Merging):
-    """All shares of a step at once. The next step is open meanwhile, so that its rows can be read and asked for."""
+    """All shares of a step at once. The next two steps are open meanwhile, so that their rows can be read."""
 
     exact = together = True
 
@@ -60,7 +60,7 @@ class Sync(Merging):
         return trainers
 
     def window(self, trainers: int) -> int:
-        return 1
+        return 2
 
     def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
         step = min(waiting, default=None)

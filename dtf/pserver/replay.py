@@ -131,7 +131,7 @@ class Replay:
         _, now, dense, rows = self.holdings[server].pull(ids, pull, known)
         if now != applied:
             raise DataError(f"server {server} had made {applied} updates when it was asked, here it has made {now}; the record is not whole")
-        self._replies.setdefault((pull, server), []).append(_Reply(now, dense if dense is not None else np.empty(0, np.uint8), rows))
+        self._replies.setdefault((pull, server), []).append(_Reply(now, np.empty(0, np.uint8) if dense is None else dense.copy(), rows))
 
     def _may(self, key: tuple[int, int, int]) -> bool:
         """Whether all servers have given what a push was computed from."""

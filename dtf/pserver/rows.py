@@ -85,21 +85,24 @@ class Shelves(Tables):
         return {name: {"rows": len(store), "bytes": store.byte_count(), "capacity": store.spec.capacity} for name, store in stores.items()}
 
 
+Places = np.ndarray | slice
+"""Of some elements of an array."""
+
+ALL = slice(None)
+
+
 class Wanted:
     """The ids of one batch's inputs, each once and by the server that holds it; then its rows, and gradients on their way back."""
 
     def __init__(self, batch: Batch, widths: Mapping[str, int], servers: int) -> None:
         self._widths, self._servers = widths, servers
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._found: dict[str, tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = {}  # ids, place of each position in them, places by server
+        self._found: dict[str, tuple[np.ndarray, np.ndarray, list[Places]]] = {}  # ids, place of each position in them, places by server
         for name in widths:
             ids = batch.inputs[name]
             self._shapes[name] = tuple(ids.shape)
             found, inverse = unique(ids.cpu().numpy().reshape(-1))
-            owners = dealt(found, servers)
-            owners[found < 0] = -1  # stands for zeros, which nobody has to hold
-            places = [np.flatnonzero(owners == server) for server in range(servers)]
-            self._found[name] = found, inverse, places
+            self._found[name] = found, inverse, _places(found, servers)
 
     def ids(self, server: int) -> dict[str, np.ndarray]:
         """What this server is asked for, by table."""
@@ -112,9 +115,12 @@ class Wanted:
         inputs = dict(batch.inputs)
         for name, (found, inverse, places) in self._found.items():
             width, kind = self._widths[name], rows[0][name].dtype
-            distinct = np.zeros((len(found), width), kind)
-            for server in range(self._servers):
-                distinct[places[server]] = rows[server][name]
+            if places[0] is ALL:
+                distinct = rows[0][name]
+            else:
+                distinct = np.zeros((len(found), width), kind)
+                for place, part in zip(places, rows, strict=True):
+                    distinct[place] = part[name]
             out = gather(distinct, inverse, np.empty((len(inverse), width), kind))
             inputs[name] = torch.from_numpy(out).view(*self._shapes[name], width).to(device)
         return batch._replace(inputs=inputs)
@@ -129,3 +135,13 @@ class Wanted:
                 for server, part in enumerate(parts):
                     part[name] = found[places[server]], summed[places[server]]
         return parts
+
+
+def _places(ids: np.ndarray, servers: int) -> list[Places]:
+    """Places of distinct ids by the server that holds them; -1 stands for zeros, which nobody has to hold."""
+    real = ids >= 0
+    if servers == 1:
+        return [ALL if real.all() else np.flatnonzero(real)]
+    owners = dealt(ids, servers)
+    owners[~real] = -1
+    return [np.flatnonzero(owners == server) for server in range(servers)]

@@ -52,7 +52,8 @@ class Trainer:
         self._latest: list[tuple[int, np.ndarray]] = [(ANY, np.empty(0))] * len(servers)  # stamp of the learning blocks that were pulled last, and they
         self._evaluation = ANY  # of which the buffers are here
         self._sender = ThreadPoolExecutor(1, "sender")
-        self._sending: list[Future[None]] = []
+        self._sending: list[Future[Pulled | None]] = []
+        self._coming: dict[tuple[int, int, int], Future[Pulled | None]] = {}  # what was asked for, by lease
         self._send_queue = strategy.send_queue
         self._feeder = Feeder(servers[0], number, self._prepare, self._join, errand.stop_requested)
 
@@ -62,7 +63,6 @@ class Trainer:
         self._join()
         self._feeder.start()
         try:
-            ahead: tuple[Lease, Pulled] | None = None  # what came with the answer to the last push
             while not self._feeder.over:
                 prepared = self._feeder.next(WAIT_S)
                 if prepared is None:
@@ -72,7 +72,7 @@ class Trainer:
                 elif self._local is not None:
                     self._train_alone(self._local, prepared)
                 else:
-                    ahead = self._train(prepared, ahead)
+                    self._train(prepared)
             self._drain(0)
             self._feeder.leave()
         finally:
@@ -81,29 +81,29 @@ class Trainer:
 
     # ------------------------------------------------------------ one piece of work
 
-    def _train(self, prepared: Prepared, ahead: tuple[Lease, Pulled] | None) -> tuple[Lease, Pulled] | None:
+    def _train(self, prepared: Prepared) -> None:
+        """Compute a lease. Its push asks for what is ready to follow; where that need not wait for this one, it is asked for at once."""
         lease = prepared.lease
         self._errand.beat("step", prepared.ticket.step)
-        pulled = prepared.pulled or (ahead[1] if ahead is not None and ahead[0] == lease else None)
+        coming = self._coming.pop(lease.key, None)
+        pulled = None if coming is None else coming.result()
         if pulled is None:
             state, pulled = self._answers(self._pull(prepared))
             if state == LATE:
                 self._feeder.finished(lease)
-                return None
+                return
             if pulled is None:
                 self._feeder.back(prepared)
-                return None
+                return
+        following = None if self._merging.exact else self._following()
+        if following is not None:
+            self._coming[following.lease.key] = self._sender.submit(lambda: self._answers(self._pull(following))[1])
         computed = self._computing.gradients(prepared, pulled)
-        ids, unread = prepared.batch.ids, prepared.unread
-        if not self._merging.exact:
-            self._send_later(self._push(lease, pulled.applied, computed, ids, unread), lease)
-            return None
-        following = self._feeder.peek()
-        if following is not None and following.lease.kind == EVALUATE:
-            following = None
-        _, found = self._answers(self._push(lease, pulled.applied, computed, ids, unread, following), following is not None)
-        self._feeder.finished(lease)
-        return (following.lease, found) if following is not None and found is not None else None
+        self._send_later(lease, self._following(), pulled.applied, computed, prepared.batch.ids, prepared.unread)
+
+    def _following(self) -> Prepared | None:
+        """What is to be computed next and has not been asked for, if its rows are there."""
+        return next((each for each in self._feeder.ready() if each.lease.kind != EVALUATE and each.lease.key not in self._coming), None)
 
     def _train_alone(self, local: Local, prepared: Prepared) -> None:
         """A step of this trainer's own; after the last one of the lease, what it learnt is pushed."""
@@ -131,7 +131,7 @@ class Trainer:
         self._ids.append(prepared.batch.ids)
         self._unread += prepared.unread
         if prepared.ticket is lease.tickets[-1]:
-            self._send_later(self._push(lease, self._applied, local.differences(), np.concatenate(self._ids), self._unread), lease)
+            self._send_later(lease, None, self._applied, local.differences(), np.concatenate(self._ids), self._unread)
 
     def _evaluate(self, prepared: Prepared) -> None:
         lease = prepared.lease
@@ -164,17 +164,13 @@ class Trainer:
         assert batch is not None
         unread = int(((batch.weight == 0).numpy() & (batch.ids >= 0)).sum())
         batch = received(to_device(batch, self._computing.device, self._task), self._task)
-        prepared = Prepared(lease, ticket, batch, Wanted(batch, self._widths, len(self._servers)), unread)
-        if evaluates or self._merging.exact or self._merging.local:
-            return prepared
-        return prepared._replace(pulled=self._answers(self._pull(prepared))[1])  # while the one before it is computed
+        return Prepared(lease, ticket, batch, Wanted(batch, self._widths, len(self._servers)), unread)
 
     # ------------------------------------------------------------ messages
 
     def _pull(self, prepared: Prepared, frozen: bool = False) -> list[bytes]:
         """Questions to the servers for what a lease needs, once it is the lease's turn."""
-        train = prepared.lease.kind != EVALUATE
-        after = prepared.lease.step if train and self._merging.exact else ANY
+        after = self._after(prepared.lease)
         requests = [self._wants(prepared, prepared.wanted.ids(server), after, self._latest[server][0]) for server in range(len(self._servers))]
         return [encode(self._schemas[0], scalars | {"frozen": int(frozen)}, arrays) for scalars, arrays in requests]
 
@@ -197,20 +193,30 @@ class Trainer:
             if server == 0:
                 arrays |= {"sums": computed.sums.cpu().double().numpy(), "statistics": computed.statistics, "rows": ids[ids >= 0]}
             if following is not None:
-                more, wants = self._wants(following, following.wanted.ids(server), following.lease.step, self._latest[server][0])
+                more, wants = self._wants(following, following.wanted.ids(server), self._after(following.lease), self._latest[server][0])
                 scalars, arrays = scalars | more, arrays | wants
             found.append(encode(self._schemas[0], scalars, arrays))
         return found
 
-    def _send_later(self, messages: list[bytes], lease: Lease) -> None:
-        """Push while the next lease is computed."""
-        self._drain(self._send_queue)
-        self._sending.append(self._sender.submit(self._send, messages, lease))
+    def _after(self, lease: Lease) -> int:
+        """Before which step all updates have to be there."""
+        return lease.step if lease.kind != EVALUATE and self._merging.exact else ANY
 
-    def _send(self, messages: Sequence[bytes], lease: Lease) -> None:
+    def _send_later(self, lease: Lease, following: Prepared | None, seen: Sequence[int], computed: Computed, ids: np.ndarray, unread: int) -> None:
+        """Push, and ask for what follows, while this thread goes on; and have the feeder read meanwhile."""
+        messages = self._push(lease, seen, computed, ids, unread, following)
+        self._drain(self._send_queue)
+        self._feeder.leaving(lease)
+        sending = self._sender.submit(self._send, messages, lease, following is not None)
+        self._sending.append(sending)
+        if following is not None:
+            self._coming[following.lease.key] = sending
+
+    def _send(self, messages: Sequence[bytes], lease: Lease, pulls: bool) -> Pulled | None:
         """Push, in the thread that sends."""
-        self._answers(messages, pulls=False)
+        _, pulled = self._answers(messages, pulls)
         self._feeder.finished(lease)
+        return pulled
 
     def _drain(self, left: int) -> None:
         """Wait until so few pushes are on their way. Raises what one of them met."""
@@ -264,6 +270,7 @@ class Trainer:
                 raise ConfigError(refusal)
             ready = bool(answer.scalars["ready"])
         self._evaluation = ANY
+        self._coming.clear()
         question = encode(self._schemas[0], {"trainer": self._number, "frozen": 1}, {})
         for server, transport in enumerate(self._servers):
             answer = decode(self._schemas[1], transport.call(EXCHANGE, question, DEADLINE_S))

@@ -1,0 +1,222 @@
+"""How fast a parameter server trains a click-through model: one server and one trainer, against dtf's table in one process, on the same rows in memory.
+
+    python bench/pserver.py                          # modes async and sync, both models of bench/ctr.py in fp32
+    python bench/pserver.py --only 64-32 --modes async
+    python bench/pserver.py --rows                   # how many rows one thread of a server steps and looks up in a second, alone
+
+Server and trainers are processes that talk over gRPC on loopback, as with `launcher=local`; the server runs the engine, and the trainer has the threads of
+the one process. The model, the log and the turns are those of bench/ctr.py: contestants take turns, all tables hold all rows before anything is timed, and
+what they lose on rows that they had not seen before is compared at the end: sync must be the same as one process, async near it.
+A turn ends when its last gradients are applied. Ratios are medians of those of each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from ctr import CASES, Deep, engine, fill, processor
+from ctr_rivals import LR, Case, draw, opened, timed
+from ctr_rivals import Log as Rows
+from endless import Endless
+from torch.distributed import TCPStore
+
+from dtf.engine import Loop, fit
+from dtf.launcher import Place
+from dtf.loader import Loader
+from dtf.optimizers.adagrad import Adagrad
+from dtf.options import StepOptions
+from dtf.precision import Precision
+from dtf.row_optimizers.adagrad import RowAdagrad
+from dtf.sampler import Epochs, Sequential
+from dtf.sparse import SparseTable, unique
+from dtf.strategies.pserver import Mode, Pserver
+from dtf.strategy import Errand, Task
+from dtf.values import Event, Measured, Shard
+from dtf.world import World
+
+MODELS = ("400-400-400", "64-32")
+APART = {"sync": 1e-4, "async": 0.01}
+"""How far a mean log loss may be from that of one process."""
+
+
+def parts(log: Rows, hidden: str) -> tuple[Task, Epochs]:
+    recipe = Deep(log, CASES[hidden][0])
+    return Task(recipe, Adagrad(), Precision(), StepOptions(batch_size=log.batch), 0, rows=RowAdagrad()), Epochs(Sequential(), len(log.clicks), log.batch, 0)
+
+
+def serve(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
+    """A server: it takes numbers of steps, one a line, and answers each with seconds and mean loss; at the end of the lines it ends the run."""
+    world = World(replace(place, size=1))
+    program = strategy.setup(task, world)
+    clock, heard = Endless(epochs, LR, logs=True), []
+    loader = Loader(task.recipe.open_data("train", 0), epochs, program.shard, program.micro_batch_rows)
+
+    def see(event: Event) -> None:
+        if isinstance(event, Measured):
+            heard.append(event.values["loss"])
+
+    loop = Loop(program, clock, loader, loader, 0, task.recipe, world, None, see, {}, epochs.batches)
+
+    def run(steps: int) -> float:
+        clock.turn(steps)
+        fit(loop)
+        return heard[-1]
+
+    for line in sys.stdin:
+        if line.strip() == "fill":
+            fill(program.holdings._shelves._shelves["ids"].store)  # type: ignore[attr-defined]
+            print("full", flush=True)
+        else:
+            print(*timed(run, int(line)), flush=True)
+    program.end()
+
+
+def train(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
+    def rows(split: str, shard: Shard, micro_batch_rows: int) -> Loader:
+        return Loader(task.recipe.open_data(split, 0), epochs, shard, micro_batch_rows)
+
+    strategy.assist(task, Errand(place, {}, rows, lambda phase, step: None, lambda: False))
+
+
+def role(given: argparse.Namespace) -> None:
+    """One process of a pair."""
+    torch.set_num_threads(given.threads)
+    task, epochs = parts(opened(Path(given.log)), given.only)
+    strategy = Pserver(mode=Mode(given.modes[0]), servers=1, trainers=1)
+    place = Place(int(given.role == "trainer"), 2, role=given.role, threads=given.threads, store=given.store, prefix=given.modes[0], token="bench")
+    (serve if given.role == "server" else train)(task, epochs, place, strategy)
+
+
+class Pair:
+    """A server and its trainer."""
+
+    def __init__(self, name: str, mode: str, log: Path, given: argparse.Namespace) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
+        command = [sys.executable, __file__, "--log", str(log), "--only", name, "--modes", mode, "--store", f"127.0.0.1:{self._store.port}"]
+        self._server = subprocess.Popen(
+            [*command, "--role", "server", "--threads", str(given.server_threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._trainer = subprocess.Popen([*command, "--role", "trainer", "--threads", str(given.threads)])
+
+    def turn(self, steps: int) -> tuple[float, float]:
+        seconds, loss = self.say(str(steps)).split()
+        return float(seconds), float(loss)
+
+    def say(self, line: str) -> str:
+        assert self._server.stdin is not None and self._server.stdout is not None
+        print(line, file=self._server.stdin, flush=True)
+        answer = self._server.stdout.readline()
+        if not answer:
+            raise SystemExit("the server ended without a word")
+        return answer
+
+    def close(self) -> None:
+        self._server.communicate()
+        self._trainer.wait()
+
+
+def compare(name: str, log: Rows, saved: Path, given: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    run, store = engine(log, Case(CASES[name][0], False, given.threads))
+    with ExitStack() as stack:
+        pairs = {mode: Pair(name, mode, saved, given) for mode in given.modes}
+        for pair in pairs.values():
+            stack.callback(pair.close)
+        run(given.warm)
+        fill(store)
+        for pair in pairs.values():
+            pair.turn(given.warm)
+            pair.say("fill")
+        found: dict[str, list[tuple[float, float]]] = {key: [] for key in ("one process", *pairs)}
+        for number in range(given.rounds):
+            for key in found if number % 2 else reversed(found):
+                time.sleep(0.5)  # threads of the one before may still spin
+                found[key].append(pairs[key].turn(given.steps) if key in pairs else timed(run, given.steps))
+    say(name, found, given.steps, log.batch)
+    for key, turns in found.items():
+        apart = abs(turns[-1][1] - found["one process"][-1][1])
+        if apart > APART.get(key, 0):
+            raise SystemExit(f"{name}: the losses of mode {key} must be those of one process within {APART[key]:g}, they are {apart:.6f} apart")
+
+
+def say(name: str, found: dict[str, list[tuple[float, float]]], steps: int, batch: int) -> None:
+    """A table of medians and ranges, of ratios to one process, and of the losses of the last turn."""
+    print(f"\n{name:14}{'rows/s':>10} {'least to most':>20} {'of one process':>16} {'least to most':>14} {'ms a step':>10} {'loss':>10}")
+    one = [seconds for seconds, _ in found["one process"]]
+    for key, turns in found.items():
+        took, loss = [seconds for seconds, _ in turns], turns[-1][1]
+        rates, ratios = sorted(steps * batch / seconds for seconds in took), sorted(base / seconds for base, seconds in zip(one, took, strict=True))
+        spread, range_text = f"{rates[0]:,.0f} to {rates[-1]:,.0f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        middle = f"{statistics.median(rates):10,.0f} {spread:>20} {statistics.median(ratios):16.3f} {range_text:>14}"
+        print(f"{key:14}{middle} {1e3 * statistics.median(took) / steps:10.2f} {loss:10.6f}")
+    sys.stdout.flush()
+
+
+def rows_alone(log: Rows, batches: int) -> None:
+    """What a server does with the rows of batches, each once, in one thread, with all rows of the table there."""
+    table = Deep(log, ()).tables()["ids"]
+    store = SparseTable(table, RowAdagrad(), 0, "ids")
+    fill(store)
+    starts = np.cumsum([0, *log.sizes[:-1]])
+    rates: dict[str, list[float]] = {"step": [], "look up": []}
+    for number in range(2 * batches):
+        ids = unique((log.ids[number * log.batch : (number + 1) * log.batch] + starts).reshape(-1))[0]
+        gradients = np.full((len(ids), table.width), 1e-3, np.float32)
+        started = time.perf_counter()
+        if number < batches:
+            store.update(ids, gradients, LR, 1.0, number)
+        else:
+            store.lookup(ids, True)
+        rates["step" if number < batches else "look up"].append(len(ids) / (time.perf_counter() - started))
+    for name, values in rates.items():
+        low, middle, high = (1e-6 * rate for rate in (min(values), statistics.median(values), max(values)))
+        print(f"{name:8} {middle:7.1f} million rows of {table.width} numbers a second, {low:.1f} to {high:.1f}; of {len(store):,}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=MODELS)
+    parser.add_argument("--modes", nargs="+", choices=list(APART), default=["async", "sync"])
+    parser.add_argument("--threads", type=int, default=2, help="of torch in the one process and in the trainer")
+    parser.add_argument("--server-threads", type=int, default=1, help="of torch in the server")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=50, help="of a turn")
+    parser.add_argument("--ids", type=int, default=10_000_000, help="distinct ids of all fields")
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--warm", type=int, default=100, help="steps before the first turn")
+    parser.add_argument("--rows", action="store_true", help="measure the table of a server alone")
+    for hidden in ("role", "log", "store"):
+        parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.role:
+        role(given)
+        return
+    torch.set_num_threads(given.threads)
+    print(
+        f"{processor()}, {given.threads} threads, {given.server_threads} of the server, torch {torch.__version__}; {given.ids:,} ids, batches of {given.batch}",
+        flush=True,
+    )
+    with TemporaryDirectory() as folder:
+        saved = Path(folder, "log.npz")
+        log = draw(given.ids, given.batch, given.warm + given.rounds * given.steps)
+        log.save(saved)
+        if given.rows:
+            rows_alone(log, given.rounds * given.steps // 2)
+            return
+        for name in [given.only] if given.only else MODELS:
+            compare(name, log, saved, given)
+
+
+if __name__ == "__main__":
+    main()
