@@ -79,10 +79,10 @@ class Feeder:
             return [each[-1] for each in sorted(self._ready)]
 
     def back(self, prepared: Prepared) -> None:
-        """It cannot be done yet: something before it has to be, which others may have left; ask for more than usual."""
+        """It cannot be done yet: something before it has to be, which others may have left; ask for one more than there is, each time, until it comes."""
         with self._change:
             heapq.heappush(self._ready, (prepared.order, next(self._numbers), prepared))
-            self._limit = AHEAD + 1
+            self._limit = max(AHEAD, len(self._held)) + 1
             self._change.notify_all()
 
     def leaving(self, lease: Lease) -> None:
