@@ -40,7 +40,10 @@ class Desk:
         """A trainer joins, once this server has its state."""
         message = decode(self._hello[0], data)
         trainer, serving = int(message.scalars["trainer"]), self._serving
-        told = json.loads(message.arrays["facts"].tobytes())
+        try:
+            told = json.loads(message.arrays["facts"].tobytes())
+        except (ValueError, RecursionError):
+            raise Refused("facts are no JSON") from None
         refusal = mixture({"server 0": self._facts, f"trainer {trainer}": told})
         with serving.change:
             ready = serving.change.wait_for(lambda: serving.begun or serving.over, LONGEST_WAIT_S)

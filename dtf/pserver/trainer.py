@@ -84,7 +84,7 @@ class Trainer:
     def _train(self, prepared: Prepared) -> None:
         """Compute a lease. Its push asks for what is ready to follow; where that need not wait for this one, it is asked for at once."""
         lease = prepared.lease
-        self._errand.beat("step", prepared.ticket.step)
+        self._errand.beat("wait", prepared.ticket.step)
         coming = self._coming.pop(lease.key, None)
         pulled = None if coming is None else coming.result()
         if pulled is None:
@@ -98,7 +98,9 @@ class Trainer:
         following = None if self._merging.exact else self._following()
         if following is not None:
             self._coming[following.lease.key] = self._sender.submit(lambda: self._answers(self._pull(following))[1])
+        self._errand.beat("step", prepared.ticket.step)
         computed = self._computing.gradients(prepared, pulled)
+        self._errand.beat("wait", prepared.ticket.step)
         self._send_later(lease, self._following(), pulled.applied, computed, prepared.batch.ids, prepared.unread)
 
     def _following(self) -> Prepared | None:
