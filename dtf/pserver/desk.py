@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,11 +39,7 @@ class Desk:
         """A trainer joins, once this server has its state."""
         message = decode(self._hello[0], data)
         trainer, serving = int(message.scalars["trainer"]), self._serving
-        try:
-            told = json.loads(message.arrays["facts"].tobytes())
-        except (ValueError, RecursionError):
-            raise Refused("facts are no JSON") from None
-        refusal = mixture({"server 0": self._facts, f"trainer {trainer}": told})
+        refusal = mixture({"server 0": self._facts, f"trainer {trainer}": protocol.facts_of(message)})
         with serving.change:
             ready = serving.change.wait_for(lambda: serving.begun or serving.over, LONGEST_WAIT_S)
             if ready and not refusal:

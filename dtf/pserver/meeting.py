@@ -13,7 +13,7 @@ import numpy as np
 
 from dtf.agreement import mixture
 from dtf.errors import ConfigError, PeerError
-from dtf.pserver.protocol import MEET, meet_schemas
+from dtf.pserver.protocol import MEET, facts_of, meet_schemas
 from dtf.pserver.transport import Lost, Refused, Transport
 from dtf.pserver.wire import decode, encode
 
@@ -67,7 +67,7 @@ class Host:
             raise Refused(f"strategy.endpoints names {servers} server(s), and {len(self._others) + 1} for server 0")
         if server != NOBODY and server not in self._others:
             raise Refused(f"strategy.server_id={server} is none of 1 to {len(self._others)}")
-        refusal = mixture({"server 0": self._facts, "this process": json.loads(message.arrays["facts"].tobytes())})
+        refusal = mixture({"server 0": self._facts, "this process": facts_of(message)})
         if refusal:
             raise Refused(refusal)
         with self._lock:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from dtf.pserver.ledger import Lease
-from dtf.pserver.wire import Array, Schema
+from dtf.pserver.wire import Array, Message, Schema, WireError
 from dtf.recipe import Recipe
 from dtf.values import Train
 
@@ -31,6 +33,14 @@ BYTES, NUMBERS, SUMS = Array(1, ("u8",)), Array(1, ("i64",)), Array(1, ("f64",))
 def hello_schemas() -> tuple[Schema, Schema]:
     """Request and reply of HELLO. `facts`: JSON text of what all processes must have alike; `refusal`: why this one cannot take part, or nothing."""
     return Schema({"trainer": int}, {"facts": BYTES}), Schema({"ready": int}, {"refusal": BYTES})
+
+
+def facts_of(message: Message) -> Any:
+    """The JSON under `facts`. WireError when it is none."""
+    try:
+        return json.loads(message.arrays["facts"].tobytes())
+    except (ValueError, RecursionError):
+        raise WireError("facts are no JSON") from None
 
 
 def meet_schemas() -> tuple[Schema, Schema]:
