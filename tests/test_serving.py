@@ -90,10 +90,10 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def test_pushes_in_any_order_and_number_are_applied_once_and_in_order() -> None:
-    """Of four steps, two are open at once: some come before theirs is, some after it is done."""
+    """Of four steps, three are open at once: some come before theirs is, some after it is done."""
     with server() as (made, _, engine):
         done = engine.submit(steps, made, 4)
-        until(lambda: made._last == 1)
+        until(lambda: made._last == 2)
         for step, part in [(3, 1), (1, 1), (2, 0), (1, 1), (3, 1), (0, 1), (0, 1), (0, 0)]:
             made.receive(push(made, step, part))
         until(lambda: made.version == 1)

@@ -80,8 +80,11 @@ class Desk:
         """Gradients of one lease come, what another one needs goes."""
         message, serving = decode(self._exchange[0], data), self._serving
         scalars = message.scalars
+        pushed = None
         if scalars.get("push"):
-            serving.receive(self._push(message))
+            push = self._push(message)
+            serving.receive(push)
+            pushed = push.step, push.part
         state = NO
         arrays: dict[str, np.ndarray] = {}
         answer: dict[str, int | float | str] = {}
@@ -90,8 +93,8 @@ class Desk:
         if scalars.get("pull"):
             after = int(scalars["after"])
             with serving.change:
-                serving.change.wait_for(lambda: (serving.begun and serving.version >= after) or serving.over, min(float(scalars["wait_s"]), LONGEST_WAIT_S))
-                state = NO if not serving.begun or serving.version < after else LATE if 0 <= after < serving.version else READY
+                serving.change.wait_for(lambda: serving.ready(after, pushed) or serving.over, min(float(scalars["wait_s"]), LONGEST_WAIT_S))
+                state = NO if not serving.ready(after, pushed) else LATE if 0 <= after < serving.version else READY
             if state == READY:
                 wanted = {name: message.arrays[f"want/{name}"] for name in self._names}
                 with serving.holdings.lock:  # until the state is in the message, all of one moment

@@ -29,6 +29,9 @@ class Merging(ABC):
     together = False
     """Whether all servers merge the same pushes, one update after the other: what needs the whole gradient can then be known."""
 
+    prompt = False
+    """Whether each push is an update at once: what is asked for with it then waits for that."""
+
     local = False
     """Whether trainers learn by themselves and push differences of the state, not gradients."""
 
@@ -70,6 +73,8 @@ class Sync(Merging):
 
 class Async(Merging):
     """Each push as it arrives; a lease is a whole global batch."""
+
+    prompt = True
 
     def shares(self, trainers: int) -> int:
         return 1

@@ -179,6 +179,11 @@ class Serving(Program):
             self._basket[step, part] = push
             self.change.notify_all()
 
+    def ready(self, after: int, pushed: tuple[int, int] | None) -> bool:
+        """Whether a trainer may pull which has to see all updates before step `after`, and has `pushed` with the same message; `change` is held."""
+        known = pushed is None or not self._merging.prompt or pushed not in self._basket
+        return self.begun and self.version >= after and known
+
     def report(self, evaluation: int, part: int, sums: Tensor, judged: Tensor | None, unread: int) -> None:
         """Take what a batch of an evaluation gave, unless it came before."""
         with self.change:

@@ -95,7 +95,7 @@ class Trainer:
             if pulled is None:
                 self._feeder.back(prepared)
                 return
-        following = None if self._merging.exact else self._following()
+        following = None if self._merging.exact or self._coming else self._following()  # one ahead: more would only be staler
         if following is not None:
             self._coming[following.lease.key] = self._sender.submit(lambda: self._answers(self._pull(following))[1])
         self._errand.beat("step", prepared.ticket.step)
