@@ -97,6 +97,17 @@ def _cuts(parameter: nn.Parameter, servers: int, least: int) -> list[tuple[int, 
     return [(first, last) for first, last in found if first < last]
 
 
+def travelling(layout: Layout, wire: torch.dtype | None) -> Layout:
+    """As learning blocks lie in messages: those of fp32 in the format `wire`, if any."""
+    if wire is None:
+        return layout
+    found, at = [], 0
+    for block in layout.learning:
+        found.append(block._replace(dtype=wire if block.dtype is torch.float32 else block.dtype, at=at))
+        at += -(-math.prod(block.shape) * found[-1].dtype.itemsize // ALIGNED) * ALIGNED
+    return layout._replace(learning=tuple(found), bytes=at)
+
+
 class Field(NamedTuple):
     """A learning block as it is kept, or a part of its optimizer's state."""
 

@@ -11,6 +11,7 @@ import torch
 
 from dtf.agreement import mixture
 from dtf.pserver import protocol
+from dtf.pserver.narrow import narrow, widen
 from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, LEASE, NO, OVER, READY, REPORT
 from dtf.pserver.push import Push
 from dtf.pserver.recorder import Pull
@@ -100,7 +101,7 @@ class Desk:
                 with serving.holdings.lock:  # until the state is in the message, all of one moment
                     stamp, applied, dense, rows = serving.holdings.pull(wanted, self._pull_of(scalars), int(scalars["known"]))
                     answer |= {"stamp": stamp, "applied": applied, "scale": serving.holdings.scale()}
-                    arrays |= {f"rows/{name}": found for name, found in rows.items()}
+                    arrays |= {f"rows/{name}": narrow(found, serving.holdings.wire) for name, found in rows.items()}
                     if dense is not None:
                         arrays["dense"] = dense
                     return encode(self._exchange[1], {"pulled": state, **answer}, arrays)
@@ -127,7 +128,8 @@ class Desk:
         scalars, arrays = message.scalars, message.arrays
         if len(arrays["dense"]) != self._serving.holdings.push_bytes:
             raise Refused(f"dense has {len(arrays['dense'])} bytes, this server takes {self._serving.holdings.push_bytes}")
-        rows = {name: (arrays[f"ids/{name}"], arrays[f"gradients/{name}"]) for name in self._names if f"ids/{name}" in arrays}
+        given = [name for name in self._names if f"ids/{name}" in arrays]
+        rows = {name: (arrays[f"ids/{name}"], widen(arrays[f"gradients/{name}"], message.dtypes[f"gradients/{name}"])) for name in given}
         for name, (ids, gradients) in rows.items():
             if gradients.shape != (len(ids), self._serving.holdings.columns(name)):
                 raise Refused(f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, {self._serving.holdings.columns(name)})")

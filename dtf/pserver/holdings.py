@@ -16,8 +16,9 @@ from dtf.build import DTYPES, cast_model, draw_model
 from dtf.errors import ConfigError
 from dtf.memory import Memory
 from dtf.microbatch import RunningStatistics
-from dtf.pserver.blocks import balance, fields, lay_out, views
+from dtf.pserver.blocks import balance, fields, lay_out, travelling, views
 from dtf.pserver.merging import Merging
+from dtf.pserver.narrow import FORMATS
 from dtf.pserver.push import Push
 from dtf.pserver.recorder import Pull, Recorder
 from dtf.pserver.rows import Given, Shelf, Shelves
@@ -58,6 +59,9 @@ class Holdings:
         masters = cast_model(model, task.precision, world.device)
         layouts = lay_out(model, task.precision, world.size, strategy.slice_parameters, strategy.min_block, strategy.placement)
         self.layout, self.balance = layouts[world.rank], balance(layouts)
+        self.wire = FORMATS[strategy.wire.value]
+        self._travelling = travelling(self.layout, self.wire)
+        self._outgoing, self._outgoing_stamp = torch.zeros(self._travelling.bytes if self.wire else 0, dtype=torch.uint8, device=world.device), -1
         self._dense, self._frozen, self._gradients = (
             torch.zeros(size, dtype=torch.uint8, device=world.device) for size in (self.layout.bytes, self.layout.frozen_bytes, self.layout.bytes)
         )
@@ -138,9 +142,11 @@ class Holdings:
 
     def _sum(self, pushes: Sequence[Push], weights: Sequence[float]) -> None:
         for number, (push, weight) in enumerate(zip(pushes, weights, strict=True)):
-            blocks = views(torch.from_numpy(push.dense).to(self._world.device), self.layout.learning)
+            blocks = views(torch.from_numpy(push.dense).to(self._world.device), self._travelling.learning)
             if not blocks:
                 continue
+            if self.wire is not None:
+                blocks = [block.to(here.dtype) for block, here in zip(blocks, self._arriving, strict=True)]
             if number:
                 torch._foreach_add_(self._arriving, blocks, alpha=weight)
             else:
@@ -196,7 +202,16 @@ class Holdings:
             records = {name: self._shelves.records(name, ids) for name, ids in wanted.items()} if self._shelves else {}
             return self.stamp, self.applied, self._kept() if known == ANY else None, records
         rows = {name: self._shelves.rows(name, ids, training is not None) for name, ids in wanted.items()} if self._shelves else {}
-        return self.stamp, self.applied, None if known in (self.stamp, NONE) else self._dense.cpu().numpy(), rows
+        return self.stamp, self.applied, None if known in (self.stamp, NONE) else self._blocks().cpu().numpy(), rows
+
+    def _blocks(self) -> Tensor:
+        """The learning blocks as they travel."""
+        if self.wire is None:
+            return self._dense
+        if self._outgoing_stamp != self.stamp:
+            torch._foreach_copy_(views(self._outgoing, self._travelling.learning), views(self._dense, self.layout.learning))
+            self._outgoing_stamp = self.stamp
+        return self._outgoing
 
     def frozen(self) -> np.ndarray:
         """Blocks that do not learn, and on server 0 all buffers, bytes."""
@@ -230,7 +245,7 @@ class Holdings:
     @property
     def push_bytes(self) -> int:
         """Of `dense` in a push."""
-        return self._field_bytes if self._merging.local else self.layout.bytes
+        return self._field_bytes if self._merging.local else self._travelling.bytes
 
     # ------------------------------------------------------------ as a program's state
 

@@ -27,6 +27,7 @@ NO, READY, LATE = 0, 1, 2
 """What a reply to EXCHANGE says of what was pulled: it is not there yet, ask again; it is; others have done this work."""
 
 REAL = ("f32", "f64")
+ROWS = Array(2, (*REAL, "f16", "bf16"))  # as they are kept, or narrower: see strategy.wire
 BYTES, NUMBERS, SUMS = Array(1, ("u8",)), Array(1, ("i64",)), Array(1, ("f64",))
 
 
@@ -75,12 +76,12 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
         {"trainer": int, **dict.fromkeys(numbers, int), "norm": float, "wait_s": float},
         {"dense": BYTES, "sums": SUMS, "statistics": Array(1, REAL), "rows": NUMBERS}
         | {f"ids/{name}": NUMBERS for name in names}
-        | {f"gradients/{name}": Array(2, REAL) for name in names}
+        | {f"gradients/{name}": ROWS for name in names}
         | {f"want/{name}": NUMBERS for name in names},
     )
     reply = Schema(
         {"pulled": int, "stamp": int, "applied": int, "scale": float},
-        {"dense": BYTES, "frozen": BYTES} | {f"rows/{name}": Array(2, REAL) for name in names},
+        {"dense": BYTES, "frozen": BYTES} | {f"rows/{name}": ROWS for name in names},
     )
     return request, reply
 

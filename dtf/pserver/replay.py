@@ -13,13 +13,14 @@ from dtf.build import sketch
 from dtf.errors import DataError
 from dtf.launcher import Place
 from dtf.passes import received, to_device
-from dtf.pserver.blocks import lay_out
+from dtf.pserver.blocks import lay_out, travelling
 from dtf.pserver.computing import Computed, Computing, Pulled
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.holdings import ANY, NONE, Holdings
 from dtf.pserver.ledger import TRAIN, Lease
 from dtf.pserver.local import Local
 from dtf.pserver.merging import Merging
+from dtf.pserver.narrow import FORMATS, rounded
 from dtf.pserver.push import Push
 from dtf.pserver.recorder import Pull
 from dtf.pserver.rows import Wanted
@@ -64,7 +65,9 @@ class Replay:
         for holdings in self.holdings if source is not None else ():
             assert source is not None
             holdings.load(source)
-        layouts = lay_out(sketch(task.recipe), task.precision, self._servers, strategy.slice_parameters, strategy.min_block, strategy.placement)
+        found = lay_out(sketch(task.recipe), task.precision, self._servers, strategy.slice_parameters, strategy.min_block, strategy.placement)
+        self._wire = FORMATS[strategy.wire.value]
+        layouts = [travelling(layout, self._wire) for layout in found]
         whole_norm = self._servers > 1 and not merging.together
         self._computing = Computing(task, torch.device("cpu"), layouts, self._shares, self._micro_batch_rows, whole_norm)
         for server, holdings in enumerate(self.holdings):
@@ -129,6 +132,7 @@ class Replay:
             for name, found in ids.items():
                 met[name] |= set(found.tolist())
         _, now, dense, rows = self.holdings[server].pull(ids, pull, known)
+        rows = {name: rounded(found, self._wire) for name, found in rows.items()}
         if now != applied:
             raise DataError(f"server {server} had made {applied} updates when it was asked, here it has made {now}; the record is not whole")
         self._replies.setdefault((pull, server), []).append(_Reply(now, np.empty(0, np.uint8) if dense is None else dense.copy(), rows))
@@ -155,7 +159,8 @@ class Replay:
         replies[server] = next((reply for reply in self._replies[pull, server] if reply.applied == seen), replies[server])
         columns = [[getattr(reply, name) for reply in replies] for name in ("dense", "rows", "applied")]
         found = self._computing.gradients(prepared, Pulled(*columns, scale=self.holdings[0].scale()))
-        return found._replace(dense=[memory.copy() for memory in found.dense])  # whose memory the next one uses
+        parts = [{name: (ids, rounded(numbers, self._wire)) for name, (ids, numbers) in part.items()} for part in found.rows]
+        return found._replace(dense=[memory.copy() for memory in found.dense], rows=parts)  # whose memory the next one uses
 
     def _alone(self, trainer: int, lease: Lease) -> Computed:
         local = self._local

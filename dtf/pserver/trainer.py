@@ -14,12 +14,13 @@ from dtf.build import sketch
 from dtf.errors import ConfigError
 from dtf.passes import received, to_device
 from dtf.pserver import protocol
-from dtf.pserver.blocks import lay_out
+from dtf.pserver.blocks import lay_out, travelling
 from dtf.pserver.computing import Computed, Computing, Pulled
 from dtf.pserver.feeder import DEADLINE_S, WAIT_S, Feeder, Prepared
 from dtf.pserver.ledger import EVALUATE, Lease
 from dtf.pserver.local import Local
 from dtf.pserver.merging import Merging
+from dtf.pserver.narrow import FORMATS, narrow, widen
 from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, NO, READY, REPORT
 from dtf.pserver.rows import Wanted
 from dtf.pserver.transport import Transport
@@ -42,7 +43,9 @@ class Trainer:
         self._task, self._errand, self._servers, self._number = task, errand, servers, number
         self._merging, self._shares = merging, merging.shares(trainers)
         self._micro_batch_rows = task.step.rows_each(self._shares)
-        layouts = lay_out(sketch(task.recipe), task.precision, len(servers), strategy.slice_parameters, strategy.min_block, strategy.placement)
+        self._wire = FORMATS[strategy.wire.value]
+        found = lay_out(sketch(task.recipe), task.precision, len(servers), strategy.slice_parameters, strategy.min_block, strategy.placement)
+        layouts = [travelling(layout, self._wire) for layout in found]
         whole_norm = len(servers) > 1 and not merging.together
         self._computing = Computing(task, torch.device(errand.place.device), layouts, self._shares, self._micro_batch_rows, whole_norm)
         self._local = Local(task, self._computing, layouts) if merging.local else None
@@ -191,7 +194,7 @@ class Trainer:
             scalars = common | {"seen": seen[server]}
             arrays = {"dense": computed.dense[server]}
             for name, (own, numbers) in computed.rows[server].items():
-                arrays |= {f"ids/{name}": own, f"gradients/{name}": numbers}
+                arrays |= {f"ids/{name}": own, f"gradients/{name}": narrow(numbers, self._wire)}
             if server == 0:
                 arrays |= {"sums": computed.sums.cpu().double().numpy(), "statistics": computed.statistics, "rows": ids[ids >= 0]}
             if following is not None:
@@ -250,7 +253,7 @@ class Trainer:
         )
 
     def _rows(self, answer: Message) -> dict[str, np.ndarray]:
-        return {name: answer.arrays[f"rows/{name}"] for name in self._widths}
+        return {name: widen(answer.arrays[f"rows/{name}"], answer.dtypes[f"rows/{name}"]) for name in self._widths}
 
     # ------------------------------------------------------------ beginning
 

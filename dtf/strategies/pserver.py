@@ -11,6 +11,7 @@ from dtf import by_hand
 from dtf.devices import MOST_PROCESSES
 from dtf.errors import ConfigError
 from dtf.launcher import LONGEST_S
+from dtf.precision import Format
 from dtf.pserver.placing import check_placement
 from dtf.registry import option, register
 from dtf.strategy import Alone, Errand, Program, Standing, Strategy, Task
@@ -26,6 +27,12 @@ class Mode(Enum):
     async_ = "async"
     half_async = "half_async"
     geo = "geo"
+
+
+class Wire(Enum):
+    same = "same"
+    bf16 = "bf16"
+    fp16 = "fp16"
 
 
 class Role(Enum):
@@ -100,6 +107,11 @@ class Pserver(Strategy):
     slice_parameters: bool = option(default=True, doc="cut parameters into a slice for each server, along their first axis")
     min_block: int = option(default=8192, least=1, doc="no smaller slices than this", unit="elements")
     placement: str = option(default="round_robin", doc="which server gets which slice: `round_robin`, `hash_name`, or a function of yours, see docs/pserver.md")
+    wire: Wire = option(
+        default=Wire.same,
+        doc="format in which blocks, rows and gradients of fp32 travel: as they are, or rounded to bf16 or fp16, half the bytes. "
+        "All but `same` change the numbers",
+    )
     send_queue: int = option(default=1, least=0, doc="pushes on their way while the next batch is computed, in modes other than sync")
     record: str = option(
         default="", doc="folder, in the run folder, where servers write the order of what they give and take, so that job=verify job.replay=RUN can do it again"
@@ -196,6 +208,9 @@ class Pserver(Strategy):
                 f"step.clip_norm={task.step.clip_norm:g} needs the norm of what is merged, and with strategy.mode=half_async no server has all of it; "
                 "use strategy.servers=1, or strategy.staleness=0"
             )
+        if self.wire is not Wire.same and (self.mode is Mode.geo or task.precision.param is not Format.fp32):
+            what = "strategy.mode=geo, which exchanges the optimizer's state" if self.mode is Mode.geo else f"precision.param={task.precision.param.value}"
+            raise ConfigError(f"strategy.wire={self.wire.value} narrows gradients and parameters of fp32, not those of {what}; use strategy.wire=same")
         if self.mode is Mode.geo and task.rows is not None and task.recipe.table_widths() and task.rows.shrinkage(1.0):
             raise ConfigError("strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; set it to 0")
         if several and self.slice_parameters and task.optimizer.by_tensor:
