@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,8 +15,6 @@ from dtf.optimizer import Optimizer
 from dtf.precision import Precision
 from dtf.pserver.placing import placed
 from dtf.slices import bounds
-
-warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
 
 ALIGNED = 64
 """Each block begins at a multiple of so many bytes: any format fits, and no two share a cache line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from dtf.sampler import cut, share
 from dtf.spmd import Replica
 from dtf.strategy import Task
 from dtf.values import Batch, Evaluated, Shard
+
+warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
 
 ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Ids (U,) and numbers (U, columns) of each table."""

@@ -32,7 +32,6 @@ class Desk:
         self._names = list(task.recipe.tables())
         self._hello, self._lease = protocol.hello_schemas(), protocol.lease_schemas()
         self._exchange, self._report = protocol.exchange_schemas(task.recipe), protocol.report_schemas()
-        serving.read = lambda data: self._push(decode(self._exchange[0], data))
         self.handlers: dict[str, Callable[[bytes], bytes]] = {EXCHANGE: self.exchange}
         if rank == 0:
             self.handlers |= {HELLO: self.hello, LEASE: self.lease, REPORT: self.report}
@@ -85,9 +84,7 @@ class Desk:
         pushed = None
         if scalars.get("push"):
             push = self._push(message)
-            with serving.change:  # another server may have begun before this one has its state
-                serving.change.wait_for(lambda: serving.begun or serving.over, LONGEST_WAIT_S)
-            serving.receive(push, data)
+            serving.receive(push)
             pushed = push.step, push.part
         state = NO
         arrays: dict[str, np.ndarray] = {}

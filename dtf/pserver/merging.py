@@ -41,10 +41,6 @@ class Merging(ABC):
     def __init__(self, staleness: int | None) -> None:
         self._staleness = staleness
 
-    def describe(self) -> str:
-        """Text that differs when pushes mean something else."""
-        return f"{type(self).__name__} {self.steps}"
-
     @abstractmethod
     def shares(self, trainers: int) -> int:
         """Into how many leases the rows of a step are cut."""

@@ -16,7 +16,6 @@ from dtf import heartbeat
 from dtf.errors import DtfError
 from dtf.memory import Memory
 from dtf.pserver.holdings import Holdings
-from dtf.pserver.journal import Journal
 from dtf.pserver.ledger import EVALUATE, TRAIN, Lease, Ledger
 from dtf.pserver.merging import Merging
 from dtf.pserver.push import Push
@@ -35,9 +34,6 @@ WAIT_S = 0.5
 
 POLL_S = 0.0005
 """Between two looks whether the other servers have come."""
-
-JOURNAL = "journal"
-"""Folder of the run folder."""
 
 FAREWELL_S = 5.0
 """For trainers to hear that the run is over."""
@@ -75,10 +71,6 @@ class Serving(Program):
         self._evaluations = self._batches = 0
         self._reports: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._measures = 1 + len(task.recipe.measures)
-        self._journal: Journal | None = None
-        self._journal_folder = world.folder / JOURNAL / f"server_{world.rank}" if strategy.wal else None
-        self._recovered: set[tuple[int, int]] = set()  # what all servers had before a crash
-        self.read: Callable[[bytes], Push] = lambda message: NotImplemented  # a message with a push, as the desk reads it
         self._close: Callable[[], None] = lambda: None
 
     def on_end(self, close: Callable[[], None]) -> None:
@@ -94,7 +86,6 @@ class Serving(Program):
         with self.change:
             if not self.begun:
                 self.begun, self.version = True, ticket.step
-                self._recover(ticket.step)
                 if self._record:
                     self.holdings.recorder = Recorder(self._world.folder / self._record, self._world.rank, ticket.step)
             self._opening.append(ticket)
@@ -144,8 +135,6 @@ class Serving(Program):
         self.holdings.use_averages(on)
 
     def state(self) -> State:
-        if self._journal is not None:
-            self._journal.cut(self._last + 1)
         return self.holdings.state()
 
     def load(self, source: Source) -> None:
@@ -173,23 +162,20 @@ class Serving(Program):
             if self._world.rank == 0:
                 self.change.wait_for(lambda: not self.ledger.members(), FAREWELL_S)
         self._meet()  # server 0 knows when trainers need no server any more
-        for kept in (self.holdings.recorder, self._journal):
-            if kept is not None:
-                kept.close()
+        if self.holdings.recorder is not None:
+            self.holdings.recorder.close()
         self._close()
 
     # ------------------------------------------------------------ the service's side
 
-    def receive(self, push: Push, message: bytes = b"") -> None:
-        """Take a push, unless it came before; into the journal, if there is one, as the message it came with."""
+    def receive(self, push: Push) -> None:
+        """Take a push, unless it came before."""
         with self.change:
             step, part = push.step, push.part
             merged = part not in self._waiting[step] if step in self._waiting else step <= self._last
             if merged or (step, part) in self._basket:
                 self.dropped += 1
                 return
-            if self._journal is not None:
-                self._journal.append(message)
             self._basket[step, part] = push
             self.change.notify_all()
 
@@ -255,22 +241,8 @@ class Serving(Program):
             self.holdings.recorder.opened(tickets)
         self.version = min(self._waiting)
         if self._world.rank == 0:
-            self.ledger.open(Lease(TRAIN, first, part, self.shares, tickets) for part in parts if (first, part) not in self._recovered)
+            self.ledger.open(Lease(TRAIN, first, part, self.shares, tickets) for part in parts)
         self.change.notify_all()
-
-    def _recover(self, step: int) -> None:
-        """Take what the journal has from this step on: nobody has to compute what all servers have. `change` is held; collective."""
-        if self._journal_folder is None:
-            return
-        kind = f"{self._merging.describe()} {self.shares} {self._world.size} {self.holdings.push_bytes}"
-        journal = Journal(self._journal_folder, step, kind)
-        for message in journal.found:
-            push = self.read(message)
-            self._basket.setdefault((push.step, push.part), push)
-        told = self._world.broadcast(self._world.gather([list(key) for key in self._basket]))
-        self._recovered = set.intersection(*({(step, part) for step, part in each} for each in told))
-        journal.found.clear()
-        self._journal = journal
 
     def _next(self) -> list[Push]:
         """The pushes that are the next update. Another server may be ahead, and trainers with it: what is not open here yet is left aside."""

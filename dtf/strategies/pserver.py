@@ -107,11 +107,6 @@ class Pserver(Strategy):
     slice_parameters: bool = option(default=True, doc="cut parameters into a slice for each server, along their first axis")
     min_block: int = option(default=8192, least=1, doc="no smaller slices than this", unit="elements")
     placement: str = option(default="round_robin", doc="which server gets which slice: `round_robin`, `hash_name`, or a function of yours, see docs/pserver.md")
-    wal: bool = option(
-        default=False,
-        doc="write each push to the run folder before it is acknowledged: after a crash of a server no acknowledged push is lost or computed again; "
-        "else all go back to the last checkpoint",
-    )
     wire: Wire = option(
         default=Wire.same,
         doc="format in which blocks, rows and gradients of fp32 travel: as they are, or rounded to bf16 or fp16, half the bytes. "
