@@ -33,7 +33,7 @@ class Averaged(Optimizer):
     def __init__(self, optimizer: Optimizer, decay: float) -> None:
         super().__init__(lr_factors=optimizer.lr_factors)
         self._optimizer, self._decay = optimizer, decay
-        self.by_tensor = optimizer.by_tensor
+        self.by_tensor, self.averages_squares = optimizer.by_tensor, optimizer.averages_squares
 
     def init(self, parameter: Tensor) -> dict[str, Tensor]:
         import torch

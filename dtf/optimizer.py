@@ -53,6 +53,9 @@ class Optimizer(ABC):
     )
     weight_decay = 0.0
     decay_norm_and_bias = True
+    averages_squares = False
+    """Whether its state holds decayed averages of squares, which differences of other states may make negative."""
+
     by_tensor = False
     """Whether a step looks at whole tensors, not at each element by itself."""
 
@@ -169,6 +172,8 @@ def _aligned(gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
 @dataclass(kw_only=True)
 class AdamMoments(Optimizer):
     """Adam's running means and its step; its kinds differ in what weight decay acts on."""
+
+    averages_squares = True
 
     decoupled = False
     """Whether weight decay acts on the parameter itself, not on its gradient."""

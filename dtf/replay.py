@@ -34,6 +34,8 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
     strategy = settings.strategy
     if not isinstance(strategy, Pserver) or not strategy.record:
         raise ConfigError(f"job.replay={run} is no run with strategy=pserver and strategy.record=PATH")
+    if settings.recipe.fine_tuning.weights:
+        raise ConfigError(f"job.replay={run} started from recipe.model.weights, and replays start from drawn numbers; record a run that does")
     torch.set_num_threads(place.threads)
     set_switches(settings.precision)
     start, events = read(run / strategy.record, strategy.count())

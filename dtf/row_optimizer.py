@@ -23,6 +23,9 @@ class RowOptimizer(ABC):
     bound: ClassVar[tuple[str, ...]] = ()
     """Fields that the state of rows was made with and is read with: a run goes on with the same. Default: none."""
 
+    averages_squares = False
+    """As of `optimizer.Optimizer`."""
+
     def check(self) -> None:
         """Raise ConfigError for values that do not go together."""
         return

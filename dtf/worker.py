@@ -91,6 +91,8 @@ def _train(
     torch.set_num_threads(place.threads)
     set_switches(settings.precision)
     kind = place.device.partition(":")[0]
+    if kind == "cuda":
+        torch.cuda.set_device(place.device)
     meter = Meter(kind)
     leading, count = next(iter(strategy.roles(place.slots).items()))
     leads = place.role == leading

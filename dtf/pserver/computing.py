@@ -15,6 +15,7 @@ from dtf.build import cast_model, draw_model
 from dtf.passes import loss_dtype, received, rows_of, stand_ins
 from dtf.pserver.blocks import Layout, views
 from dtf.pserver.feeder import Prepared
+from dtf.pserver.narrow import rounded
 from dtf.sampler import cut, share
 from dtf.spmd import Replica
 from dtf.strategy import Task
@@ -50,9 +51,11 @@ class Computed(NamedTuple):
 class Computing:
     """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient."""
 
-    def __init__(self, task: Task, device: torch.device, layouts: Sequence[Layout], shares: int, micro_batch_rows: int, whole_norm: bool) -> None:
+    def __init__(
+        self, task: Task, device: torch.device, layouts: Sequence[Layout], shares: int, micro_batch_rows: int, whole_norm: bool, wire: torch.dtype | None
+    ) -> None:
         self._task, self.device, self._layouts, self._shares, self._micro_batch_rows = task, device, layouts, shares, micro_batch_rows
-        self._whole_norm = whole_norm
+        self._whole_norm, self._wire = whole_norm, wire
         model = draw_model(task.recipe, task.seed, task.weights)
         self.masters = cast_model(model, task.precision, device)
         self.replica = Replica(model, task, device)
@@ -132,7 +135,7 @@ class Computing:
     def _norm(self, rows: Sequence[ByTable]) -> float:
         from dtf.sparse import squares
 
-        total = sum(squares(gradients) for part in rows for _, gradients in part.values())
+        total = sum(squares(rounded(gradients, self._wire)) for part in rows for _, gradients in part.values())
         for layout, memory in zip(self._layouts, self._outgoing, strict=True):
             total += sum(float(view.double().square().sum()) for view in views(memory, layout.learning))
         return math.sqrt(total)

@@ -30,6 +30,7 @@ class Desk:
     def __init__(self, serving: Serving, task: Task, facts: dict[str, Any], rank: int, lease_s: float) -> None:
         self._serving, self._facts, self._lease_s = serving, facts, lease_s
         self._names = list(task.recipe.tables())
+        self._leads, self._measures = rank == 0, 1 + len(task.recipe.measures)
         self._hello, self._lease = protocol.hello_schemas(), protocol.lease_schemas()
         self._exchange, self._report = protocol.exchange_schemas(task.recipe), protocol.report_schemas()
         self.handlers: dict[str, Callable[[bytes], bytes]] = {EXCHANGE: self.exchange}
@@ -58,10 +59,13 @@ class Desk:
                 serving.ledger.leave(trainer)
                 serving.change.notify_all()
                 return self._leases([], OVER, known=True)
+            known = serving.ledger.hear(trainer, now)
             if serving.ledger.give_up(now - self._lease_s):
                 serving.change.notify_all()
-            if not serving.ledger.hear(trainer, now):
+            if not known:
                 return self._leases([], OVER if serving.over else protocol.GO_ON, known=serving.over)
+            if any(message.arrays[name].shape[1] != 3 for name in ("done", "has")):
+                raise Refused("done and has are rows of three numbers")
             serving.stopping = serving.stopping or bool(message.scalars["stopping"])
             finished = [serving.ledger.finish((int(kind), int(step), int(part))) for kind, step, part in message.arrays["done"]]
             if any(finished):
@@ -111,6 +115,8 @@ class Desk:
         """What a batch of an evaluation gave."""
         message = decode(self._report[0], data)
         judged = message.arrays.get("judged")
+        if len(message.arrays["sums"]) != self._measures:
+            raise Refused(f"sums are {len(message.arrays['sums'])} numbers, not {self._measures}")
         self._serving.report(
             int(message.scalars["step"]),
             int(message.scalars["part"]),
@@ -129,6 +135,10 @@ class Desk:
         if len(arrays["dense"]) != self._serving.holdings.push_bytes:
             raise Refused(f"dense has {len(arrays['dense'])} bytes, this server takes {self._serving.holdings.push_bytes}")
         given = [name for name in self._names if f"ids/{name}" in arrays]
+        if not self._serving.may_come(int(scalars["step"])):
+            raise Refused(f"step {scalars['step']} is not open")
+        if self._leads and len(arrays["sums"]) != self._measures:
+            raise Refused(f"sums are {len(arrays['sums'])} numbers, not {self._measures}")
         rows = {name: (arrays[f"ids/{name}"], widen(arrays[f"gradients/{name}"], message.dtypes[f"gradients/{name}"])) for name in given}
         for name, (ids, gradients) in rows.items():
             if gradients.shape != (len(ids), self._serving.holdings.columns(name)):

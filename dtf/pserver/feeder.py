@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
@@ -34,23 +35,25 @@ class Prepared(NamedTuple):
     batch: Batch
     wanted: Wanted
     unread: int  # rows that could not be read
+    number: int = 0  # of those that were prepared before
 
     @property
-    def order(self) -> Key:
+    def order(self) -> tuple[Key, int]:
         """The first step comes first, as others may wait for it; those of a lease of several follow each other, whatever is granted meanwhile."""
-        return self.lease.key if len(self.lease.tickets) == 1 else (TRAIN, 0, 0)
+        return (self.lease.key if len(self.lease.tickets) == 1 else (TRAIN, 0, 0)), self.number
 
 
 class Feeder:
-    """A thread that keeps up to AHEAD pieces of work ready. `prepare` reads the rows of a ticket; `join` is called anew when server 0 has given this up."""
+    """A thread that keeps up to AHEAD pieces of work ready. `prepare` reads the rows of a ticket. When server 0 has given this trainer up, `anew` is so, and
+    it waits until the trainer has `joined` again."""
 
-    def __init__(
-        self, transport: Transport, trainer: int, prepare: Callable[[Lease, Train], Prepared], join: Callable[[], None], stopping: Callable[[], bool]
-    ) -> None:
-        self._transport, self._trainer, self._prepare, self._join, self._stopping = transport, trainer, prepare, join, stopping
+    def __init__(self, transport: Transport, trainer: int, prepare: Callable[[Lease, Train], Prepared], stopping: Callable[[], bool]) -> None:
+        self._transport, self._trainer, self._prepare, self._stopping = transport, trainer, prepare, stopping
         self._schemas = protocol.lease_schemas()
         self._change = threading.Condition()
-        self._ready: list[tuple[Key, int, Prepared]] = []
+        self._ready: list[tuple[tuple[Key, int], Prepared]] = []
+        self.anew = False
+        self._asked = 0.0  # when server 0 heard of this trainer last
         self._numbers = itertools.count()  # of what is prepared: among equals the first one comes first
         self._held: set[Key] = set()
         self._leaving: set[Key] = set()
@@ -65,7 +68,7 @@ class Feeder:
     def next(self, timeout_s: float) -> Prepared | None:
         """The first piece of work; None when there is none yet, or will be none: see `over`. Raises what the thread met."""
         with self._change:
-            self._change.wait_for(lambda: self._ready or self._over or self._error, timeout_s)
+            self._change.wait_for(lambda: self._ready or self._over or self._error or self.anew, timeout_s)
             if self._error is not None:
                 raise self._error
             if not self._ready:
@@ -81,8 +84,14 @@ class Feeder:
     def back(self, prepared: Prepared) -> None:
         """It cannot be done yet: something before it has to be, which others may have left; ask for one more than there is, each time, until it comes."""
         with self._change:
-            heapq.heappush(self._ready, (prepared.order, next(self._numbers), prepared))
+            heapq.heappush(self._ready, (prepared.order, prepared))
             self._limit = max(AHEAD, len(self._held)) + 1
+            self._change.notify_all()
+
+    def joined(self) -> None:
+        """Server 0 knows this trainer again; nothing that it held before is its own."""
+        with self._change:
+            self.anew = False
             self._change.notify_all()
 
     def leaving(self, lease: Lease) -> None:
@@ -141,30 +150,34 @@ class Feeder:
             most = max(0, self._wanted()) if more else 0
         request = {"trainer": self._trainer, "most": most, "wait_s": WAIT_S if most else 0.0, "stopping": int(self._stopping())}
         data = encode(self._schemas[0], request, {name: np.array(keys, np.int64).reshape(-1, 3) for name, keys in (("done", done), ("has", has))})
-        return decode(self._schemas[1], self._transport.call(LEASE, data, DEADLINE_S))
+        answer = decode(self._schemas[1], self._transport.call(LEASE, data, DEADLINE_S))
+        self._asked = monotonic()
+        if not answer.scalars["known"]:
+            with self._change:
+                self._held, self._leaving, self._ready, self.anew = set(), set(), [], True  # it is granted anew, to whomever
+                self._change.notify_all()
+        return answer
 
     def _fetch(self) -> None:
         with self._change:
             self._change.wait_for(lambda: self._wanted() > 0 or self._closed, WAIT_S)
+            self._change.wait_for(lambda: not self.anew or self._closed)
         answer = self._ask(more=True)
-        if not answer.scalars["known"]:
-            with self._change:
-                self._held, self._leaving, self._ready = set(), set(), []  # it is granted anew, to whomever
-            self._join()
-            return
         leases = protocol.unpack_leases(answer.arrays)
         with self._change:
             leases = [lease for lease in leases if lease.key not in self._held]
             self._held |= {lease.key for lease in leases}
         for lease in leases:
             for ticket in lease.tickets:
-                while not self._room():
+                while not self._room() or monotonic() - self._asked > WAIT_S:
                     self._ask()
+                    if self.anew:
+                        return
                 if self._closed:
                     return
-                prepared = self._prepare(lease, ticket)
+                prepared = self._prepare(lease, ticket)._replace(number=next(self._numbers))
                 with self._change:
-                    heapq.heappush(self._ready, (prepared.order, next(self._numbers), prepared))
+                    heapq.heappush(self._ready, (prepared.order, prepared))
                     self._change.notify_all()
         if answer.scalars["state"] == protocol.OVER:
             with self._change:

@@ -118,9 +118,11 @@ class Holdings:
             self._norm = torch.tensor([norm], dtype=torch.float64, device=self._world.device)
             if self._shelves is not None:
                 self._shelves.norm = torch.zeros((), dtype=torch.float64)
-        norm = self._update.apply(ticket.step, ticket.lr)
+        known = self._update.apply(ticket.step, ticket.lr)
+        if self._norm is not None and len(pushes) > 1:
+            known = torch.tensor([float("nan"), 1.0], dtype=torch.float64)  # that of the sum is known to nobody
         self._norm = None
-        return norm
+        return known
 
     @torch.no_grad()
     def _learn(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:

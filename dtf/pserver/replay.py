@@ -69,7 +69,7 @@ class Replay:
         self._wire = FORMATS[strategy.wire.value]
         layouts = [travelling(layout, self._wire) for layout in found]
         whole_norm = self._servers > 1 and not merging.together
-        self._computing = Computing(task, torch.device("cpu"), layouts, self._shares, self._micro_batch_rows, whole_norm)
+        self._computing = Computing(task, torch.device("cpu"), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire)
         for server, holdings in enumerate(self.holdings):
             self._computing.take_frozen(server, holdings.frozen())
         self._local = Local(task, self._computing, layouts) if merging.local else None

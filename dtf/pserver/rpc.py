@@ -21,11 +21,8 @@ import grpc
 from dtf.errors import AuthError, BusyError, ConfigError
 from dtf.network import endpoint as parsed
 from dtf.network import endpoint_text, listen
-from dtf.pserver.transport import Failed, Lost, Pending, Refused, Stale, short
+from dtf.pserver.transport import MOST_BYTES, Failed, Lost, Pending, Refused, Stale, short
 from dtf.pserver.wire import WireError
-
-MOST_BYTES = 256 << 20
-"""Of a message, either way."""
 
 _TOKEN, _EPOCH, _SERVICE = "dtf-token", "dtf-epoch", "/dtf.pserver/"
 _HEALTH, _SERVING, _NOT_SERVING = "/grpc.health.v1.Health/Check", b"\x08\x01", b"\x08\x02"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from time import sleep
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtf import heartbeat
-from dtf.errors import DtfError
+from dtf.errors import ConfigError, DtfError
 from dtf.memory import Memory
 from dtf.pserver.holdings import Holdings
 from dtf.pserver.ledger import EVALUATE, TRAIN, Lease, Ledger
@@ -21,6 +21,7 @@ from dtf.pserver.merging import Merging
 from dtf.pserver.push import Push
 from dtf.pserver.recorder import Recorder
 from dtf.pserver.tally import Tally
+from dtf.pserver.transport import MOST_BYTES
 from dtf.sampler import cut, share
 from dtf.strategy import Program, Source, Task
 from dtf.values import Batch, Evaluated, Shard, State, StepOutput, Train
@@ -53,6 +54,12 @@ class Serving(Program):
         self._task, self._world, self._merging, self._trainers = task, world, merging, trainers
         self._window, self._record = merging.window(trainers), strategy.record
         self.holdings = Holdings(task, world, strategy, merging, self.shares, self.micro_batch_rows)
+        largest = max(self.holdings.push_bytes, len(self.holdings.frozen()))
+        if largest > MOST_BYTES // 2:  # what else is in a message has room then
+            raise ConfigError(
+                f"server {world.rank} holds {largest >> 20} MiB of parameters, and a message at most {MOST_BYTES >> 21}; use more servers (strategy.servers), "
+                "or strategy=fsdp for models of this size"
+            )
         self.ledger = Ledger()
         self._opening: list[Train] = []  # tickets that the next leases will have
         self._waiting: dict[int, set[int]] = {}  # first step of leases -> shares that are not merged yet
@@ -184,6 +191,10 @@ class Serving(Program):
         known = pushed is None or not self._merging.prompt or pushed not in self._basket
         return self.begun and self.version >= after and known
 
+    def may_come(self, step: int) -> bool:
+        """Whether a push for this step can have been asked for; another server may be ahead by what may be open."""
+        return 0 <= step <= max(self._last, self.version, 0) + 2 * (self._window + 1) * self._merging.steps
+
     def report(self, evaluation: int, part: int, sums: Tensor, judged: Tensor | None, unread: int) -> None:
         """Take what a batch of an evaluation gave, unless it came before."""
         with self.change:
@@ -257,9 +268,12 @@ class Serving(Program):
             return
         meeting = dist.barrier(async_op=True)
         assert meeting is not None
+        heard = 0.0
         while not meeting.is_completed():
-            with self.change:
-                self._wait(lambda: True)
+            self._raise_failure()
+            if monotonic() - heard > WAIT_S:
+                heard = monotonic()
+                heartbeat.beat("wait", max(0, self.version))
             sleep(POLL_S)
         meeting.wait()
 
@@ -270,12 +284,15 @@ class Serving(Program):
 
     # ------------------------------------------------------------ small things
 
+    def _raise_failure(self) -> None:
+        failure = self.failure
+        if failure is not None:
+            raise failure if isinstance(failure, DtfError) else DtfError(f"the service failed: {type(failure).__name__}: {failure}") from failure
+
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Until it is so; `change` is held. Raises what went wrong in a thread of the service."""
         while True:
-            if self.failure is not None:
-                failure = self.failure
-                raise failure if isinstance(failure, DtfError) else DtfError(f"the service failed: {type(failure).__name__}: {failure}") from failure
+            self._raise_failure()
             if ready():
                 return
             heartbeat.beat("wait", max(0, self.version))

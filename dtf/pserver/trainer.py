@@ -47,7 +47,7 @@ class Trainer:
         found = lay_out(sketch(task.recipe), task.precision, len(servers), strategy.slice_parameters, strategy.min_block, strategy.placement)
         layouts = [travelling(layout, self._wire) for layout in found]
         whole_norm = len(servers) > 1 and not merging.together
-        self._computing = Computing(task, torch.device(errand.place.device), layouts, self._shares, self._micro_batch_rows, whole_norm)
+        self._computing = Computing(task, torch.device(errand.place.device), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire)
         self._local = Local(task, self._computing, layouts) if merging.local else None
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._schemas, self._reports, self._hellos = protocol.exchange_schemas(task.recipe), protocol.report_schemas(), protocol.hello_schemas()
@@ -58,7 +58,7 @@ class Trainer:
         self._sending: list[Future[Pulled | None]] = []
         self._coming: dict[tuple[int, int, int], Future[Pulled | None]] = {}  # what was asked for, by lease
         self._send_queue = strategy.send_queue
-        self._feeder = Feeder(servers[0], number, self._prepare, self._join, errand.stop_requested)
+        self._feeder = Feeder(servers[0], number, self._prepare, errand.stop_requested)
 
     def run(self) -> None:
         """Work until the run is over. PeerError when a server is gone."""
@@ -68,7 +68,10 @@ class Trainer:
         try:
             while not self._feeder.over:
                 prepared = self._feeder.next(WAIT_S)
-                if prepared is None:
+                if self._feeder.anew:
+                    self._join()
+                    self._feeder.joined()
+                elif prepared is None:
                     self._errand.beat("wait", 0)
                 elif prepared.lease.kind == EVALUATE:
                     self._evaluate(prepared)
@@ -210,12 +213,12 @@ class Trainer:
     def _send_later(self, lease: Lease, following: Prepared | None, seen: Sequence[int], computed: Computed, ids: np.ndarray, unread: int) -> None:
         """Push, and ask for what follows, while this thread goes on; and have the feeder read meanwhile."""
         messages = self._push(lease, seen, computed, ids, unread, following)
-        self._drain(self._send_queue)
         self._feeder.leaving(lease)
         sending = self._sender.submit(self._send, messages, lease, following is not None)
         self._sending.append(sending)
         if following is not None:
             self._coming[following.lease.key] = sending
+        self._drain(self._send_queue)
 
     def _send(self, messages: Sequence[bytes], lease: Lease, pulls: bool) -> Pulled | None:
         """Push, in the thread that sends."""

@@ -11,6 +11,9 @@ from typing import Protocol
 
 from dtf.errors import DtfError, PeerError
 
+MOST_BYTES = 1 << 30
+"""Of a message, either way."""
+
 LONGEST = 512
 """Characters of a text from elsewhere that are kept."""
 

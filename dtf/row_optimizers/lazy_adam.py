@@ -19,6 +19,8 @@ class LazyAdam(Scheduled):
     Source: Kingma & Ba 2015 (arXiv:1412.6980).
     """
 
+    averages_squares = True
+
     beta1: float = option(default=0.9, least=0, below=1, doc="decay of the running mean of gradients, each time that the row is touched")
     beta2: float = option(default=0.999, least=0, below=1, doc="decay of the running mean of squared gradients, each time that the row is touched")
     eps: float = option(default=1e-8, above=0, doc="added to the denominator")

@@ -197,6 +197,10 @@ class Pserver(Strategy):
         exact = self.mode is Mode.sync
         if self.gather and self.mode is not Mode.half_async:
             raise ConfigError(f"strategy.gather={self.gather} is for strategy.mode=half_async, this is {self.mode.value}; leave it at 0")
+        if self.geo_steps != 400 and self.mode is not Mode.geo:
+            raise ConfigError(f"strategy.geo_steps={self.geo_steps} is for strategy.mode=geo, this is {self.mode.value}; leave it at 400")
+        if self.send_queue != 1 and self.mode in (Mode.sync, Mode.geo):
+            raise ConfigError(f"strategy.send_queue={self.send_queue} is for modes async and half_async, this is {self.mode.value}; leave it at 1")
         if self.staleness is not None and exact:
             raise ConfigError(f"strategy.staleness={self.staleness} is for modes other than sync, which has none; leave it at null")
         if task.precision.loss_scale and not exact:
@@ -211,6 +215,12 @@ class Pserver(Strategy):
         if self.wire is not Wire.same and (self.mode is Mode.geo or task.precision.param is not Format.fp32):
             what = "strategy.mode=geo, which exchanges the optimizer's state" if self.mode is Mode.geo else f"precision.param={task.precision.param.value}"
             raise ConfigError(f"strategy.wire={self.wire.value} narrows gradients and parameters of fp32, not those of {what}; use strategy.wire=same")
+        squares = task.optimizer.averages_squares or (task.rows is not None and bool(task.recipe.table_widths()) and task.rows.averages_squares)
+        if self.mode is Mode.geo and squares and self.staleness != 0:
+            raise ConfigError(
+                "strategy.mode=geo adds up what trainers learnt from states of different age, and averages of squares, as Adam keeps them, may become "
+                "negative; set strategy.staleness=0, with which all exchange at once, or use sgd or adagrad"
+            )
         if self.mode is Mode.geo and task.rows is not None and task.recipe.table_widths() and task.rows.shrinkage(1.0):
             raise ConfigError("strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; set it to 0")
         if several and self.slice_parameters and task.optimizer.by_tensor:
