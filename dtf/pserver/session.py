@@ -21,15 +21,17 @@ from dtf.launcher import Place
 from dtf.live import Live, announce
 from dtf.pserver import protocol
 from dtf.pserver.desk import Desk
+from dtf.pserver.lending import Lending, Write
 from dtf.pserver.meeting import ASK_S, NOBODY, QUIET_S, Absent, Guest, Host, Told, Watch
 from dtf.pserver.protocol import LEASE, MEET, STATUS
+from dtf.pserver.rows import shelves_of
 from dtf.pserver.rpc import Client, Service, Tls, viewer
 from dtf.pserver.serving import Serving
 from dtf.pserver.status import snapshot
 from dtf.pserver.trainer import Trainer
 from dtf.pserver.transport import Retrying
 from dtf.pserver.wire import encode
-from dtf.strategy import Errand, Program, Standing, Task
+from dtf.strategy import Errand, Program, Source, Standing, Task
 from dtf.world import World
 
 if TYPE_CHECKING:
@@ -142,10 +144,31 @@ def train(task: Task, errand: Errand, strategy: Pserver, trainers: int) -> None:
     if endpoints:
         _ByHand(task, errand, strategy, trainers, number).run()
         return
+    Trainer(task, errand, strategy, strategy.merging(), trainers, number, servers(place, strategy)).run()
+
+
+def lend(task: Task, errand: Errand, strategy: Pserver, trainers: int, read: Callable[[Path], Source], write: Write) -> None:
+    """The life of a server of rows alone."""
+    place = errand.place
+    number = place.rank - trainers
+    shelves = shelves_of(task, World(Place(rank=number, size=strategy.count())))
+    assert shelves is not None
+    lending = Lending(shelves, task.recipe, trainers, place.rank, errand.folder, read, write)
+    service = _service(lending.handlers, place, strategy, trainers)
+    service.on_error = lending.fail
+    service.start()
+    try:
+        _store(place).set(f"server/{number}", service.endpoint)
+        lending.run(errand.beat, errand.stop_requested)
+    finally:
+        service.stop(STOP_S)
+
+
+def servers(place: Place, strategy: Pserver) -> list[Retrying]:
+    """What carries requests to each server that the launcher started."""
     store = _store(place)
     endpoints = [store.get(f"server/{server}").decode() for server in range(strategy.count())]
-    servers = [Retrying(Client(endpoint, place.token, place.prefix, tls=tls(strategy)), PATIENCE_S) for endpoint in endpoints]
-    Trainer(task, errand, strategy, strategy.merging(), trainers, number, servers).run()
+    return [Retrying(Client(endpoint, place.token, place.prefix, tls=tls(strategy)), PATIENCE_S) for endpoint in endpoints]
 
 
 class _ByHand:
