@@ -33,7 +33,7 @@ TWO: dict[str, Any] = {"dense": "allreduce", "servers": 2}
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Also where numbers are none."""
-    return all(json.dumps(a[key]) == json.dumps(b[key]) for key in ("train", "eval", "ids", "tensors"))
+    return all(json.dumps(a[key], sort_keys=True) == json.dumps(b[key], sort_keys=True) for key in ("train", "eval", "ids", "tensors"))
 
 
 @pytest.mark.parametrize("recipe", [ANY, pytest.param(RANGE, marks=slow)], ids=["any", "range"])
