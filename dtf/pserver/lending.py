@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Lending:
         self._schemas = rows_schemas(recipe)
         self._change = threading.Condition()  # of the rows and all that follows
         self._basket: dict[int, dict[str, Given]] = {}  # by trainer, of this turn
-        self._turn = self._version = 0
+        self._turn = self._version = self._steps = self._pushes = self._dropped = 0
         self._squares = 0.0  # of the gradient of the turn before
         self._orders, self._worker, self._number, self._work = threading.Lock(), ThreadPoolExecutor(1, "order"), 0, Future[dict[str, np.ndarray]]()
         self._over, self._failure, self._stopping = threading.Event(), list[BaseException](), False
@@ -49,13 +49,14 @@ class Lending:
         while not self._over.wait(WAIT_S):
             beat("wait", self._turn)
             self._stopping = stop_requested()
-            if self._failure:
-                error = self._failure[0]
-                raise error if isinstance(error, DtfError) else DtfError(f"the service failed: {type(error).__name__}: {error}") from error
+        if self._failure:
+            error = self._failure[0]
+            raise error if isinstance(error, DtfError) else DtfError(f"the service failed: {type(error).__name__}: {error}") from error
 
     def fail(self, error: BaseException) -> None:
         """Something went wrong in a thread of the service."""
         self._failure.append(error)
+        self._over.set()
 
     # ------------------------------------------------------------ a step
 
@@ -74,8 +75,13 @@ class Lending:
         if not 0 <= rank < self._trainers:
             raise Refused(f"there is no trainer {rank}, but {self._trainers}")
         with self._change:
-            if message.scalars["given"] and turn == self._turn:
-                self._basket.setdefault(rank, self._given(message))
+            if turn > self._turn:
+                raise Refused(f"turn {turn} comes after {self._turn}")
+            if message.scalars["given"] and (turn < self._turn or rank in self._basket):
+                self._dropped += 1
+            elif message.scalars["given"]:
+                self._basket[rank] = self._given(message)
+                self._pushes += 1
                 if len(self._basket) == self._trainers:
                     self._merge()
             whole = self._change.wait_for(lambda: turn < self._turn, LONGEST_WAIT_S)
@@ -99,7 +105,7 @@ class Lending:
             raise Refused(f"update {version} comes after {self._version}")
         if version == self._version + 1:
             self._shelves.step(float(message.scalars["factor"]), float(message.scalars["lr"]), int(message.scalars["step"]))
-            self._version = version
+            self._version, self._steps = version, int(message.scalars["step"]) + 1
 
     def _given(self, message: Message) -> dict[str, Given]:
         given = {name: Given(message.arrays[f"ids/{name}"], message.arrays[f"gradients/{name}"], 1.0) for name in self._widths}
@@ -171,9 +177,19 @@ class Lending:
         self._over.set()
         return encode(self._schemas[END][1], {}, {})
 
-    def tables(self) -> Mapping[str, Mapping[str, int]]:
-        """See `Holdings.tables`."""
-        return self._shelves.sizes()
+    def snapshot(self) -> dict[str, Any]:
+        """What this server tells of itself, see `status.snapshot`; here a version is an update that was made."""
+        with self._change:
+            return {
+                "state": "over" if self._over.is_set() else "serving",
+                "version": self._steps,
+                "updates": self._version,
+                "pushes": self._pushes,
+                "dropped": self._dropped,
+                "staleness": {"0": self._pushes},
+                "blocks": {"number": 0, "bytes": 0},
+                "tables": self._shelves.sizes(),
+            }
 
     def _counts(self) -> np.ndarray:
         return np.array([table["rows"] for table in self._shelves.sizes().values()], np.int64)

@@ -212,7 +212,7 @@ class Pserver(Strategy):
         if not alone and self.token_file:
             raise ConfigError("strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out")
         check_placement(self.placement)
-        several = self.count() > 1
+        several = self.count() > 1 and not self._rows_alone
         exact = self.mode is Mode.sync
         if self.gather and self.mode is not Mode.half_async:
             raise ConfigError(f"strategy.gather={self.gather} is for strategy.mode=half_async, this is {self.mode.value}; leave it at 0")
