@@ -185,7 +185,9 @@ def bits(folder: Path) -> dict[str, bytes]:
     return {name: tensor.tobytes() for name, tensor in Evidence.read(folder).tensors.items()}
 
 
-@pytest.mark.parametrize(("rank", "signal"), [pytest.param(1, "SIGKILL", marks=slow), pytest.param(2, "SIGKILL", marks=slow), (3, "SIGKILL"), pytest.param(3, "SIGTERM", marks=slow)])
+@pytest.mark.parametrize(
+    ("rank", "signal"), [pytest.param(1, "SIGKILL", marks=slow), pytest.param(2, "SIGKILL", marks=slow), (3, "SIGKILL"), pytest.param(3, "SIGTERM", marks=slow)]
+)
 def test_whoever_is_killed_all_go_back_to_the_last_checkpoint(rank: int, signal: str, run_dtf: Any) -> None:
     """Trainers are ranks 0 and 1. Who is told to stop tells the others: all is saved."""
     whole = run_dtf(*RUN, "observer=[jsonl]")

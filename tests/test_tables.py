@@ -113,6 +113,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ((*TABLED, *ROWS, "strategy.mode=async"), "strategy.mode=sync, this is async"),
     ((*TABLED, *ROWS, "strategy.min_block=1"), "strategy.min_block is of no account with strategy.dense=allreduce"),
     ((*TABLED, *ROWS, "strategy.server_device=cpu", "strategy.placement=hash_name"), "strategy.placement is of no account"),
+    ((*TABLED, *ROWS, "launcher.processes=2", "strategy.rpc_threads=2"), "each of 2 trainers waits in one"),
     ((*TABLED, *ROWS, "strategy.endpoints=[127.0.0.1:4000]", "strategy.role=trainer"), "leave strategy.endpoints and DTF_ENDPOINTS out"),
     ((*TABLED, "step.ema=0.9"), "step.ema=0.9 averages all weights"),
     ((SINGLE[0], "sparse=ftrl"), "GeneratedClicks has none as recipe.model.table is set; leave sparse=... out; set on the command line"),

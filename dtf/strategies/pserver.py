@@ -202,7 +202,7 @@ class Pserver(Strategy):
         if self.server_device is Device.cuda and devices == "cpu":
             raise ConfigError("strategy.server_device=cuda needs a GPU, and launcher.devices has none here; use strategy.server_device=cpu")
         if self._rows_alone:
-            self._check_rows_alone(task)
+            self._check_rows_alone(task, self._trainers(processes))
         alone = self.alone()
         if alone and self.tls.mode is TlsMode.none and not self.allow_insecure:
             by_hand.check_loopback(self.where())
@@ -235,7 +235,7 @@ class Pserver(Strategy):
         if several and self.slice_parameters and task.optimizer.by_tensor:
             raise ConfigError(f"{type(task.optimizer).__name__} looks at whole tensors, which strategy.slice_parameters=true cuts; set it to false")
 
-    def _check_rows_alone(self, task: Task) -> None:
+    def _check_rows_alone(self, task: Task, trainers: int) -> None:
         said, plain = "strategy.dense=allreduce", Pserver()
         if not task.recipe.table_widths():
             raise ConfigError(f"{said} leaves sparse tables to servers, and {type(task.recipe).__name__} has none; use strategy=ddp")
@@ -243,6 +243,8 @@ class Pserver(Strategy):
             raise ConfigError(f"{said} makes one update of all gradients, which is strategy.mode=sync, this is {self.mode.value}; use sync, or dense=pserver")
         if self.where():
             raise ConfigError(f"{said} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use dense=pserver")
+        if 0 < self.rpc_threads <= trainers:
+            raise ConfigError(f"strategy.rpc_threads={self.rpc_threads}: with {said} each of {trainers} trainers waits in one; use more, or 0")
         used = {"mode", "dense", "servers", "trainers", "tls", "rpc_threads"}
         for key in (field.name for field in fields(self) if field.name not in used):
             if getattr(self, key) != getattr(plain, key):
