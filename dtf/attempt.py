@@ -253,7 +253,7 @@ class Attempt:
                     rank.hung_since = 0.0
         else:
             stopped = [rank.place.rank for rank in alive if rank.state() in ("T", "t")]
-            number = min(stopped or beats, key=lambda each: (beats[each].step, beats[each].at))  # the one the others wait for
+            number = min(stopped or beats, key=lambda each: (beats[each].phase == "wait", beats[each].step, beats[each].at))  # the one the others wait for
             self._hang = Failed(number, beats[number].step, int(Exit.PEER), "", "")
             self._hang_since = now
             self._signal(signal.SIGUSR1)  # stacks into the logs

@@ -96,31 +96,13 @@ class Checkpointer:
         if begun is None:
             return str(self._folder / name)
         draft = Path(begun)
-        parts = self._world.gather(self._attempt(lambda: self._write(draft, state.boxes)))
+        parts = self._world.gather(self._attempt(lambda: self._write(draft, state)))
         return self._lead(lambda: self._finish(draft, step, parts or [], scalars, value), SaveError, f"checkpoint {name}")
 
-    def _write(self, draft: Path, boxes: list[Box]) -> dict[str, Any] | None:
-        """This rank's file: its name, size, digests and boxes; None for a rank that owns nothing."""
-        if not boxes:
-            return None
-        name = f"rank_{self._world.rank}.safetensors"
-        counts: dict[str, int] = {}
-        entries: list[tuple[str, str, Box]] = []
-        for box in sorted(boxes, key=lambda box: -box.tensor.element_size()):  # wide formats first keep all of them aligned
-            number = counts[box.name] = counts.get(box.name, -1) + 1
-            dtype = _STORED_DTYPES.get(str(box.tensor.dtype))
-            if dtype is None:
-                raise TypeError(f"{box.name} is {box.tensor.dtype}, which checkpoints cannot hold; use {', '.join(TORCH_DTYPES.values())}")
-            entries.append((f"{box.name}#{number}" if number else box.name, dtype, box))
-
-        def pieces() -> Iterator[bytes | memoryview]:
-            yield header((key, dtype, tuple(box.tensor.shape)) for key, dtype, box in entries)
-            for _, _, box in entries:
-                yield _bytes(box.tensor)
-
-        stored = commit.write(draft / name, pieces())
-        listed = [[box.name, dtype, box.shape, key, box.offset, tuple(box.tensor.shape)] for key, dtype, box in entries]
-        return {"file": name, "size": stored.size, "crc32": stored.crc32, "boxes": listed}
+    def _write(self, draft: Path, state: State) -> list[dict[str, Any]]:
+        """What this rank, and others for it, wrote."""
+        own = [write_boxes(draft / f"rank_{self._world.rank}.safetensors", state.boxes)] if state.boxes else []
+        return own + (state.others(draft) if state.others else [])
 
     def _finish(self, draft: Path, step: int, parts: list[dict[str, Any]], scalars: dict[str, Any], value: float | None) -> str:
         """Rank 0's part: what all ranks wrote becomes one checkpoint, and old ones go."""
@@ -129,7 +111,7 @@ class Checkpointer:
             if failed:
                 rank, text, exit = failed[0]
                 raise (SaveError if exit is None else DtfError)(f"rank {rank}: {text}")
-            files, tensors = _merge([part["result"] for part in parts if part["result"] is not None])
+            files, tensors = _merge([written for part in parts for written in part["result"]])
             files[STATE] = commit.write(draft / STATE, [exact_json(scalars)])
             goal = Objective(*self._objective, value) if value is not None else None
             final = commit.commit(draft, Manifest(step, self._run_id, self._strategy, self._world.size, goal, files, tensors))
@@ -274,6 +256,27 @@ def _verdict(reports: list[dict[str, Any]]) -> str | None:
         if "error" in report:
             raise DataError(f"rank {rank} cannot read it: {report['error']}; all ranks need the run folder")
     return next((report["result"] for report in reports if report["result"] is not None), None)
+
+
+def write_boxes(path: Path, boxes: list[Box]) -> dict[str, Any]:
+    """A new file of a checkpoint: its name, size, digests and boxes, as JSON has them. Not collective."""
+    counts: dict[str, int] = {}
+    entries: list[tuple[str, str, Box]] = []
+    for box in sorted(boxes, key=lambda box: -box.tensor.element_size()):  # wide formats first keep all of them aligned
+        number = counts[box.name] = counts.get(box.name, -1) + 1
+        dtype = _STORED_DTYPES.get(str(box.tensor.dtype))
+        if dtype is None:
+            raise TypeError(f"{box.name} is {box.tensor.dtype}, which checkpoints cannot hold; use {', '.join(TORCH_DTYPES.values())}")
+        entries.append((f"{box.name}#{number}" if number else box.name, dtype, box))
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield header((key, dtype, tuple(box.tensor.shape)) for key, dtype, box in entries)
+        for _, _, box in entries:
+            yield _bytes(box.tensor)
+
+    stored = commit.write(path, pieces())
+    listed = [[box.name, dtype, box.shape, key, box.offset, tuple(box.tensor.shape)] for key, dtype, box in entries]
+    return {"file": path.name, "size": stored.size, "crc32": stored.crc32, "boxes": listed}
 
 
 def _bytes(tensor: Tensor) -> memoryview:

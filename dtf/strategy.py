@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dtf.errors import ConfigError
 from dtf.recipe import Recipe
@@ -14,7 +15,6 @@ from dtf.values import Batch, Evaluated, Shard, State, StepOutput, Train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     import numpy as np
     from torch import Tensor
@@ -74,6 +74,7 @@ class Source(Protocol):
 
     scalars: dict
     place: str  # what errors call it
+    folder: Path  # where it is
 
     def names(self) -> set[str]:
         """Names of all tensors."""
@@ -197,6 +198,9 @@ class Errand:
     say: Callable[[str], None] = lambda text: None
     """Tell whoever watches this process."""
 
+    folder: Path = Path()
+    """Of the run."""
+
 
 @dataclass(frozen=True)
 class Alone:
@@ -269,8 +273,13 @@ class Update(ABC):
 class Strategy(ABC):
     """A way to spread a task. Fields are the config node `strategy`; the module imports torch only inside `setup`."""
 
-    replaceable: ClassVar[frozenset[str]] = frozenset()
-    """Roles whose processes hold nothing: a lost one is started again alone while the others go on, and none outlives the others. Not the first role."""
+    @property
+    def replaceable(self) -> frozenset[str]:
+        """Roles whose processes hold nothing: a lost one is started again alone while the others go on, and none outlives the others. Not the first role.
+
+        Default: none.
+        """
+        return frozenset()
 
     def roles(self, processes: int) -> dict[str, int]:
         """How many processes of which role to start for `launcher.processes`, in order of their ranks. Default: all trainers.

@@ -321,8 +321,12 @@ def _boxes(name: str, table: Spread, world: World) -> list[Box]:
     elif world.rank and not table.by_columns:
         return []  # the first rank has the same
     before, total = (int(counts[: world.rank].sum()), int(counts.sum())) if table.by_rows else (0, len(table.store))
+    return boxes_of(name, table, world.rank == 0, before, total)
+
+
+def boxes_of(name: str, table: Spread, first: bool, before: int, total: int) -> list[Box]:
+    """One part of a table, of `total` rows in all parts of which `before` come first. `first`: whether it also tells what all parts have alike."""
     ids, rows, states = table.store.export()
-    first = world.rank == 0
     boxes = [Box(f"table/{name}/{COUNT}", torch.tensor(total), (), ())] if first else []
     if first and DECAYED in states:
         boxes.append(Box(f"table/{name}/{DECAY}", torch.tensor(table.store.decayed, dtype=torch.float64), (), ()))

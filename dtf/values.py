@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     import numpy as np
     from torch import Tensor
 
@@ -112,6 +115,8 @@ class State(NamedTuple):
 
     boxes: list[Box]
     scalars: dict[str, Any]
+    others: Callable[[Path], list[dict[str, Any]]] | None = None
+    """Has processes that work for this rank write boxes of their own into a checkpoint's folder; what they wrote, see `checkpoint.write_boxes`."""
 
 
 # ---------------------------------------------------------------- events: what observers see

@@ -127,7 +127,7 @@ def _train(
     optimizer = averaged(settings.optimizer, settings.step.ema)
     task = Task(recipe, optimizer, settings.precision, settings.step, settings.seed, rows.sample, weights, settings.sparse)
     if not leads:
-        strategy.assist(task, Errand(place, facts, rows.loader, beat, stop_requested, lambda text: send(Note("info", text))))
+        strategy.assist(task, Errand(place, facts, rows.loader, beat, stop_requested, lambda text: send(Note("info", text)), folder))
         return
     program = strategy.setup(task, world)
     if recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):

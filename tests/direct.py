@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Client as Connection
 from multiprocessing.connection import Listener
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -103,7 +104,7 @@ def connect(between: Callable[[Client], Transport] = lambda client: client) -> N
     session.announce = lambda folder, live: None  # type: ignore[assignment]  # there is no run folder
     session.viewer = lambda token: token
     session.PATIENCE_S = 3.0  # nothing is away for longer
-    session._store = lambda place: dist.distributed_c10d._get_default_store()  # type: ignore[assignment]
+    session._store = lambda place: dist.distributed_c10d._get_default_store().clone()  # type: ignore[assignment]  # who waits keeps others waiting
 
 
 class Died(BaseException):
@@ -159,7 +160,7 @@ class Assistants:
         names = [role for role, count in others for _ in range(count)]
         self._strategy, self._task, self._program = strategy, task, program
         errands = [
-            Errand(Place(rank=rank, size=ranks.stop, role=role, slots=slots), {}, open_rows, lambda phase, step: None, lambda: False)
+            Errand(Place(rank=rank, size=ranks.stop, role=role, slots=slots), {}, open_rows, lambda phase, step: None, lambda: False, folder=Path("/"))
             for rank, role in zip(ranks, names, strict=True)
         ]
         self._threads = [threading.Thread(target=self._live, args=(errand,), daemon=True) for errand in errands]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from dtf.build import sketch
 from dtf.checkpoint import Checkpointer, Every
@@ -31,7 +33,7 @@ from dtf.sampler import Epochs, Sequential, Shuffle, Tail
 from dtf.settings import load_parts
 from dtf.spmd import SHARE
 from dtf.strategy import Task
-from dtf.values import Measured, Saved, Shard
+from dtf.values import Box, Measured, Saved, Shard, State
 from dtf.weights import fitted, open_weights
 from dtf.world import World
 from tests.direct import Assistants, Deadly, connect
@@ -128,6 +130,11 @@ def train(
     def rows(split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
         return Loader(*{"train": (training, epochs), "eval": (evaluation, eval_epochs)}[split], shard, micro_batch_rows)
 
+    def assist() -> Assistants | None:
+        return Assistants(chosen, task, slots or size, rows, program, deaths) if several and rank == 0 else None
+
+    first = next(iter(chosen.roles(1)))
+    assistants = assist() if first == "trainer" else None  # whoever computes asks them for rows
     loader = rows("train", program.shard, program.micro_batch_rows)
     program.rehearse(program.prepare(loader.get(0, 0)))
     state, carried = None, None
@@ -139,7 +146,7 @@ def train(
         state, carried, source.scalars = source.scalars["clock"], source.scalars["window"], source.scalars["program"]
         program.load(source)
     world.barrier()  # all servers can be found
-    assistants = Assistants(chosen, task, slots or size, rows, program, deaths) if several and rank == 0 else None
+    assistants = assistants or assist()
     clock = PlannedClock(Plan(steps, log_every, eval_every, save_every, objective=toy.objective), epochs, Constant(peak=0.1), state)
 
     def see(event: Any) -> None:
@@ -168,13 +175,26 @@ def train(
     with suppress(Halt):
         fit(loop)
     program.settle()
-    for box in program.state().boxes:
-        result["tensors"][box.name] = [[list(box.shape), list(box.offset), (box.tensor if box.name.endswith("/ids") else box.tensor.double()).tolist()]]
+    left = program.state()
+    for box in [*left.boxes, *_others(left)]:
+        tensor = box.tensor if box.name.endswith("/ids") else box.tensor.double()
+        result["tensors"].setdefault(box.name, []).append([list(box.shape), list(box.offset), tensor.tolist()])
     program.end()
     if assistants:
         assistants.join()
         result |= {"met": sum((each.met for each in networks), Counter()), "died": assistants.died}
     return result
+
+
+def _others(state: State) -> list[Box]:
+    """What other processes write for this rank."""
+    found: list[Box] = []
+    if state.others:
+        with tempfile.TemporaryDirectory(prefix="dtf-others-") as folder:
+            for part in state.others(Path(folder)):
+                tensors = load_file(Path(folder, part["file"]))
+                found += [Box(name, tensors[key], tuple(shape), tuple(offset)) for name, _, shape, key, offset, _ in part["boxes"]]
+    return found
 
 
 def _enums(cls: type, options: dict[str, Any]) -> dict[str, Any]:

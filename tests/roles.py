@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from dtf import heartbeat
 from dtf.errors import Exit, PeerError
@@ -23,10 +23,12 @@ Send = Callable[[Event], None]
 class Served(Strategy):
     """`servers` processes lead, and as many trainers as launcher.processes hold nothing."""
 
-    replaceable: ClassVar[frozenset[str]] = frozenset({"trainer"})
-
     def __init__(self, servers: int = 1, server_device: str = "cpu") -> None:
         self.servers, self.server_device = servers, server_device
+
+    @property
+    def replaceable(self) -> frozenset[str]:
+        return frozenset({"trainer"})
 
     def roles(self, processes: int) -> dict[str, int]:
         return {"server": self.servers, "trainer": processes}

@@ -25,11 +25,12 @@ FLOORS = {
     "supervise table tracking usage",
     "formats of files": "commit located shards untrusted",
     "contracts": "job launcher observer recipe strategy",
-    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined placement profiler ranking remat "
-    "replicas screen seat sharded spmd stages tables update world",
-    "the parameter server": "pserver.blocks pserver.computing pserver.desk pserver.feeder pserver.holdings pserver.ledger pserver.local "
-    "pserver.meeting pserver.merging pserver.narrow pserver.protocol pserver.push pserver.recorder pserver.replay "
-    "pserver.rows pserver.rpc pserver.serving pserver.session pserver.status pserver.tally pserver.trainer",
+    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined placement profiler ranking reducing "
+    "remat replicas screen seat sharded spmd stages tables update world",
+    "the parameter server": "pserver.blocks pserver.computing pserver.desk pserver.feeder pserver.holdings pserver.ledger "
+    "pserver.lending pserver.local pserver.meeting pserver.merging pserver.narrow pserver.protocol pserver.push "
+    "pserver.recorder pserver.remote pserver.replay pserver.rows pserver.rpc pserver.serving pserver.session pserver.status "
+    "pserver.tally pserver.trainer",
     "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes row_optimizers strategies",
     "the root config, typed": "settings",

@@ -100,6 +100,7 @@ def test_wherever_the_rows_lie(strategy: str, tables: str) -> None:
 
 
 TABLED, SINGLE = ("plugins=[tests.tabled]", "recipe=tabled", "train.steps=1"), ("recipe=ctr_clicks", "recipe.model.table=sparse")
+ROWS = ("strategy=pserver", "strategy.dense=allreduce")
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     ((*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=3"), "table who has 2 columns, too few for 3 ranks"),
     ((*TABLED, "strategy=fsdp", "strategy.tables=columns", "sparse=rowwise_adagrad", "launcher.processes=2"), "RowwiseAdagrad keeps sum of whole ones"),
@@ -108,6 +109,12 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         "strategy.tables=tables puts whole tables on ranks, and GeneratedClicks has one",
     ),
     ((*SINGLE, "strategy=pipeline", "strategy.tables=tables", "launcher.processes=2"), "use strategy.tables=rows"),
+    (("recipe=resnet_shapes", *ROWS), "strategy.dense=allreduce leaves sparse tables to servers, and ResnetShapes has none; use strategy=ddp"),
+    ((*TABLED, *ROWS, "strategy.mode=async"), "strategy.mode=sync, this is async"),
+    ((*TABLED, *ROWS, "strategy.min_block=1"), "strategy.min_block is of no account with strategy.dense=allreduce"),
+    ((*TABLED, *ROWS, "strategy.server_device=cpu", "strategy.placement=hash_name"), "strategy.placement is of no account"),
+    ((*TABLED, *ROWS, "launcher.processes=2", "strategy.rpc_threads=2"), "each of 2 trainers waits in one"),
+    ((*TABLED, *ROWS, "strategy.endpoints=[127.0.0.1:4000]", "strategy.role=trainer"), "leave strategy.endpoints and DTF_ENDPOINTS out"),
     ((*TABLED, "step.ema=0.9"), "step.ema=0.9 averages all weights"),
     ((SINGLE[0], "sparse=ftrl"), "GeneratedClicks has none as recipe.model.table is set; leave sparse=... out; set on the command line"),
     ((SINGLE[0], "recipe.model.table=dense", "sparse.lr_factor=2"), "GeneratedClicks has none as recipe.model.table is set"),
@@ -119,6 +126,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 FINE = [
     (*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=2"),
     (*TABLED, "strategy=fsdp", "strategy.tables=columns", "launcher.processes=1"),
+    (*TABLED, *ROWS, "strategy.servers=2", "strategy.trainers=3", "precision=fp16"),
     (*TABLED, "job=evaluate", "step.ema=0.9"),
     (SINGLE[0], "recipe.model.table=dense", "step.ema=0.9"),
     ("recipe=ctr_clicks_sparse", "recipe.model.table=dense"),
@@ -153,6 +161,8 @@ WAYS = {
     "pipeline": ("pipeline", 3, {}),
     "server": ("pserver", 3, {}),
     "two servers": ("pserver", 2, {"servers": 2, "min_block": 1}),
+    "server of rows": ("pserver", 2, {"dense": "allreduce"}),
+    "two servers of rows": ("pserver", 3, {"dense": "allreduce", "servers": 2}),
     "one process": ("ddp", 1, {}),
 }
 
@@ -196,7 +206,7 @@ def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_only(run_dtf: Any) -> None
 
 def test_a_checkpoint_that_counts_other_rows_than_it_has_is_refused() -> None:
     class Short:
-        place = "checkpoint here"
+        place, folder = "checkpoint here", Path()
 
         def __init__(self) -> None:
             self.scalars: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ def test_rows_count_the_steps_that_dense_adam_counts() -> None:
 
 
 class Stored:
-    place = "this checkpoint"
+    place, folder = "this checkpoint", Path()
 
     def __init__(self, state: State) -> None:
         self.scalars, self._tensors = state.scalars, {box.name: box.tensor.clone() for box in state.boxes}

@@ -88,8 +88,8 @@ def lines(servers: list[dict[str, Any]]) -> Iterator[str]:
     first = servers[0]
     yield f"mode {first['mode']}, {first['state']}, step {first['version']}, up for {first['uptime_s']:,.0f} s, attempt {first['attempt']}"
     yield f"run folder {first['folder']}"
-    leases = first["leases"]
-    yield "leases: " + ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in leases.items())
+    if leases := first.get("leases"):  # not of servers of rows alone
+        yield "leases: " + ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in leases.items())
     yield ""
     yield f"{'server':>6}  {'at':<21} {'blocks':>6} {'MiB':>9} {'updates':>9} {'pushes':>9} {'a second':>8} {'again':>6}  updates between pull and push"
     for server in servers:
@@ -104,6 +104,8 @@ def lines(servers: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{'table':<24} {'server':>6} {'rows':>13} {'MiB':>9}  rows all servers may hold"
         for name, number, table in tables:
             yield f"{name[:24]:<24} {number:>6} {table['rows']:>13,} {table['bytes'] / 2**20:>9.2f}  {table['capacity']:,}"
+    if "trainers" not in first:
+        return
     yield ""
     yield f"{'trainer':>7}  holds"
     for trainer in first["trainers"]:

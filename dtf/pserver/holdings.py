@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtf.build import DTYPES, cast_model, draw_model
-from dtf.errors import ConfigError
+from dtf.build import cast_model, draw_model
 from dtf.memory import Memory
 from dtf.microbatch import RunningStatistics
 from dtf.pserver.blocks import balance, fields, lay_out, travelling, views
@@ -21,9 +20,8 @@ from dtf.pserver.merging import Merging
 from dtf.pserver.narrow import FORMATS
 from dtf.pserver.push import Push
 from dtf.pserver.recorder import Pull, Recorder
-from dtf.pserver.rows import Given, Shelf, Shelves
+from dtf.pserver.rows import Given, shelves_of
 from dtf.sampler import cut, share
-from dtf.sparse import SparseTable
 from dtf.spmd import buffers, load_buffers
 from dtf.strategy import Source, Task
 from dtf.update import LocalUpdate, Piece
@@ -67,7 +65,7 @@ class Holdings:
         )
         self._arriving = views(self._gradients, self.layout.learning)
         self._learning: list[nn.Parameter] = []
-        self._shelves = _shelves(task, world)
+        self._shelves = shelves_of(task, world)
         self._update = LocalUpdate(
             self._pieces(masters),
             task.optimizer,
@@ -294,20 +292,3 @@ class Holdings:
 
 def _global_rows(push: Push, tickets: Tickets) -> int:
     return sum(ticket.rows for ticket in tickets[push.step])
-
-
-def _shelves(task: Task, world: World) -> Shelves | None:
-    """This server's parts of the task's tables."""
-    specs = task.recipe.tables()
-    if not specs:
-        return None
-    if task.rows is None:
-        raise ConfigError(f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME")
-    kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
-    shelves = Shelves({name: Shelf(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()}, world)
-    if task.weights is not None:
-        source = task.weights.source()
-        if source is None:
-            raise ConfigError(f"{task.weights.place} holds no sparse tables, and {type(task.recipe).__name__} has some; give a run or a checkpoint of dtf")
-        shelves.load(source, resume=False)
-    return shelves

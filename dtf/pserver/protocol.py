@@ -20,6 +20,10 @@ evaluation batch gave (server 0)."""
 MEET, STATUS = "meet", "status"
 """Methods that no attempt of the run has to be known for: where its processes meet (server 0); how it is (each server)."""
 
+LOOK, GIVE, COUNT, LOAD, SAVE, END = "look", "give", "count", "load", "save", "end"
+"""Methods of servers of rows alone, see `lending.Lending`: rows are looked up; gradients come; how many rows there are; they are read from a checkpoint, and
+written into one; the run is over."""
+
 GO_ON, OVER = 0, 1
 """What a reply to LEASE says of the run."""
 
@@ -89,6 +93,28 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
 def report_schemas() -> tuple[Schema, Schema]:
     """Of REPORT: an evaluation batch's `sums` (M,) and, where the recipe judges rows, `judged` (R, K)."""
     return Schema({"trainer": int, "step": int, "part": int, "unread": int}, {"sums": SUMS, "judged": Array(2, REAL)}), Schema({}, {})
+
+
+def rows_schemas(recipe: Recipe) -> dict[str, tuple[Schema, Schema]]:
+    """Request and reply of LOOK to END.
+
+    `version`, `factor`, `lr`, `step`: the newest update, `version` 0 where there was none. Gradients are those of `rank` for `turn`, told or, if not `given`,
+    told before; `whole`: whether all are there, with the `squares` (1,) of their sum and the `rows` of each table. `order`: key of a piece of work that is
+    asked for until it is `done`; `path`, `error`, `told`: texts, the last one JSON.
+    """
+    names = recipe.tables()
+    update = {"version": int, "factor": float, "lr": float, "step": int}
+    rows = Schema({}, {"rows": NUMBERS})
+    work = Schema(update | {"order": int}, {"path": BYTES, "before": NUMBERS, "total": NUMBERS}), Schema({"done": int}, {"error": BYTES, "told": BYTES})
+    gradients = {f"ids/{name}": NUMBERS for name in names} | {f"gradients/{name}": Array(2, REAL) for name in names}
+    return {
+        LOOK: (Schema(update | {"train": int}, {f"want/{name}": NUMBERS for name in names}), Schema({}, {f"rows/{name}": Array(2, REAL) for name in names})),
+        GIVE: (Schema({"rank": int, "turn": int, "given": int}, gradients), Schema({"whole": int, "stopping": int}, {"squares": SUMS, "rows": NUMBERS})),
+        COUNT: (Schema(update), rows),
+        LOAD: work,
+        SAVE: work,
+        END: (Schema(), Schema()),
+    }
 
 
 def pack_leases(leases: Sequence[Lease]) -> dict[str, np.ndarray]:

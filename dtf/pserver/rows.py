@@ -9,9 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtf.build import DTYPES
+from dtf.errors import ConfigError
 from dtf.sparse import SparseTable, gather, segment_sum, squares, unique
-from dtf.tables import Dealt, Tables, dealt, full
-from dtf.values import Batch
+from dtf.strategy import Task
+from dtf.tables import Dealt, Tables, boxes_of, dealt, full
+from dtf.values import Batch, Box
 from dtf.world import World
 
 
@@ -52,8 +55,9 @@ class Shelves(Tables):
         """Rows (U, width) of distinct ids (U,) of this server. Errors as of `SparseTable.lookup`. Not collective."""
         return self._shelves[name].store.lookup(ids, create)
 
-    def take(self, given: Mapping[str, Sequence[Given]], together: bool) -> None:
-        """What the next `step` applies. `together`: all servers take parts of the same gradient, whose norm is then known; collective."""
+    def take(self, given: Mapping[str, Sequence[Given]], together: bool) -> float:
+        """What the next `step` applies; the sum of its squares. `together`: all servers take parts of the same gradient, whose norm is then known;
+        collective."""
         total = torch.zeros(1 + len(self._shelves), dtype=torch.float64)
         for name, shelf in self._shelves.items():
             total[0] += shelf.take(given[name])
@@ -64,6 +68,7 @@ class Shelves(Tables):
             if rows > shelf.store.spec.capacity:
                 raise full(name, shelf.store.spec.capacity, int(rows))
         self.norm = total[0].sqrt()
+        return float(total[0])
 
     def records(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Rows of distinct ids with their state, made where there are none; see `SparseTable.records`. Not collective."""
@@ -75,6 +80,10 @@ class Shelves(Tables):
             for part in given[name]:
                 shelf.store.add(part.ids, part.gradients * part.gradients.dtype.type(part.weight))
 
+    def parts(self, places: Mapping[str, tuple[int, int]]) -> list[Box]:
+        """As `boxes`, where rows before those of each table here, and rows in all, are known. Not collective."""
+        return [box for name, shelf in self._shelves.items() for box in boxes_of(name, shelf, self._world.rank == 0, *places[name]) if box.tensor.numel()]
+
     def columns(self, name: str) -> int:
         """Numbers of a row with its state."""
         return self._shelves[name].store.stride
@@ -83,6 +92,23 @@ class Shelves(Tables):
         """Of each table, on this server: see `Holdings.tables`. Not collective."""
         stores = {name: shelf.store for name, shelf in self._shelves.items()}
         return {name: {"rows": len(store), "bytes": store.byte_count(), "capacity": store.spec.capacity} for name, store in stores.items()}
+
+
+def shelves_of(task: Task, world: World) -> Shelves | None:
+    """This server's parts of the task's tables."""
+    specs = task.recipe.tables()
+    if not specs:
+        return None
+    if task.rows is None:
+        raise ConfigError(f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME")
+    kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
+    shelves = Shelves({name: Shelf(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()}, world)
+    if task.weights is not None:
+        source = task.weights.source()
+        if source is None:
+            raise ConfigError(f"{task.weights.place} holds no sparse tables, and {type(task.recipe).__name__} has some; give a run or a checkpoint of dtf")
+        shelves.load(source, resume=False)
+    return shelves
 
 
 Places = np.ndarray | slice

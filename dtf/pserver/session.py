@@ -21,15 +21,17 @@ from dtf.launcher import Place
 from dtf.live import Live, announce
 from dtf.pserver import protocol
 from dtf.pserver.desk import Desk
+from dtf.pserver.lending import Lending, Write
 from dtf.pserver.meeting import ASK_S, NOBODY, QUIET_S, Absent, Guest, Host, Told, Watch
 from dtf.pserver.protocol import LEASE, MEET, STATUS
+from dtf.pserver.rows import shelves_of
 from dtf.pserver.rpc import Client, Service, Tls, viewer
 from dtf.pserver.serving import Serving
 from dtf.pserver.status import snapshot
 from dtf.pserver.trainer import Trainer
 from dtf.pserver.transport import Retrying
 from dtf.pserver.wire import encode
-from dtf.strategy import Errand, Program, Standing, Task
+from dtf.strategy import Errand, Program, Source, Standing, Task
 from dtf.world import World
 
 if TYPE_CHECKING:
@@ -103,15 +105,10 @@ def _arrive(standing: Standing, strategy: Pserver, post: Post, service: Service)
 def serve(task: Task, world: World, strategy: Pserver, trainers: int, post: Post) -> Program:
     """The program of a server, with its service running. Collective over the servers."""
     serving = Serving(task, world, strategy, strategy.merging(), trainers)
-    place, began = world.place, time.monotonic()
+    place = world.place
     desk = Desk(serving, task, world.facts, world.rank, place.hang_timeout_s)
     about: dict[str, Any] = {"mode": strategy.mode.value, "attempt": place.prefix, "folder": str(world.folder)}
-
-    def status(data: bytes) -> bytes:
-        found = snapshot(serving, world.rank, world.size) | about | {"uptime_s": round(time.monotonic() - began, 1)}
-        return encode(protocol.status_schemas()[1], {}, {"status": np.frombuffer(json.dumps(found).encode(), np.uint8)})
-
-    handlers = desk.handlers | {STATUS: status}
+    handlers = desk.handlers | {STATUS: _status(lambda: snapshot(serving, world.rank, world.size) | about)}
     if post.service:
         service, endpoint = post.service, post.endpoint
         service.add(handlers)
@@ -131,8 +128,23 @@ def serve(task: Task, world: World, strategy: Pserver, trainers: int, post: Post
     serving.on_end(close)
     about["endpoints"] = world.gather(endpoint) or []
     if world.rank == 0 and world.folder.parts:
-        announce(world.folder, Live(about["endpoints"], viewer(place.token), strategy.tls.files(), strategy.tls.mutual))
+        _announce(world.folder, about["endpoints"], place, strategy)
     return serving
+
+
+def _status(moment: Callable[[], dict[str, Any]]) -> Callable[[bytes], bytes]:
+    """The handler of STATUS of a server that begins now."""
+    began = time.monotonic()
+
+    def status(data: bytes) -> bytes:
+        found = moment() | {"uptime_s": round(time.monotonic() - began, 1)}
+        return encode(protocol.status_schemas()[1], {}, {"status": np.frombuffer(json.dumps(found).encode(), np.uint8)})
+
+    return status
+
+
+def _announce(folder: Path, endpoints: list[str], place: Place, strategy: Pserver) -> None:
+    announce(folder, Live(endpoints, viewer(place.token), strategy.tls.files(), strategy.tls.mutual))
 
 
 def train(task: Task, errand: Errand, strategy: Pserver, trainers: int) -> None:
@@ -142,10 +154,34 @@ def train(task: Task, errand: Errand, strategy: Pserver, trainers: int) -> None:
     if endpoints:
         _ByHand(task, errand, strategy, trainers, number).run()
         return
-    store = _store(place)
-    endpoints = [store.get(f"server/{server}").decode() for server in range(strategy.count())]
-    servers = [Retrying(Client(endpoint, place.token, place.prefix, tls=tls(strategy)), PATIENCE_S) for endpoint in endpoints]
-    Trainer(task, errand, strategy, strategy.merging(), trainers, number, servers).run()
+    Trainer(task, errand, strategy, strategy.merging(), trainers, number, servers(place, strategy)).run()
+
+
+def lend(task: Task, errand: Errand, strategy: Pserver, trainers: int, read: Callable[[Path], Source], write: Write) -> None:
+    """The life of a server of rows alone."""
+    place, store = errand.place, _store(errand.place)
+    number, count = place.rank - trainers, strategy.count()
+    shelves = shelves_of(task, World(Place(rank=number, size=count)))
+    assert shelves is not None
+    lending = Lending(shelves, task.recipe, trainers, place.rank, errand.folder, read, write)
+    about: dict[str, Any] = {"server": number, "servers": count, "mode": strategy.mode.value, "attempt": place.prefix, "folder": str(errand.folder)}
+    service = _service(lending.handlers | {STATUS: _status(lambda: lending.snapshot() | about)}, place, strategy, trainers)
+    service.on_error = lending.fail
+    service.start()
+    try:
+        store.set(f"server/{number}", service.endpoint)
+        if number == 0:
+            about["endpoints"] = _endpoints(store, count)
+            _announce(errand.folder, about["endpoints"], place, strategy)
+        lending.run(errand.beat, errand.stop_requested)
+    finally:
+        service.stop(STOP_S)
+
+
+def servers(place: Place, strategy: Pserver) -> list[Retrying]:
+    """What carries requests to each server that the launcher started."""
+    endpoints = _endpoints(_store(place), strategy.count())
+    return [Retrying(Client(endpoint, place.token, place.prefix, tls=tls(strategy)), PATIENCE_S) for endpoint in endpoints]
 
 
 class _ByHand:
@@ -244,6 +280,11 @@ def _gather(host: Host, patience_s: float, standing: Standing) -> None:
             standing.say(f"server 0 waits for servers {missing}")
             said = True
         time.sleep(ASK_S)
+
+
+def _endpoints(store: PrefixStore, servers: int) -> list[str]:
+    """Of all servers, once they are there."""
+    return [store.get(f"server/{server}").decode() for server in range(servers)]
 
 
 def _store(place: Place) -> PrefixStore:

@@ -86,13 +86,10 @@ class Ddp(Strategy):
         return {"cuda": "nccl"}.get(devices, "gloo") if self.backend is Backend.auto else self.backend.value
 
     def setup(self, task: Task, world: World) -> Program:
-        from inspect import signature
-
-        from torch.nn.parallel import DistributedDataParallel
-
         from dtf.build import cast_model, draw_model
         from dtf.memory import byte_count
         from dtf.placement import tables_of
+        from dtf.reducing import on_their_way, reduced
         from dtf.slices import deal
         from dtf.spmd import Replica, Spmd, workload
         from dtf.update import LocalUpdate, whole
@@ -101,18 +98,11 @@ class Ddp(Strategy):
         masters = cast_model(model, task.precision, world.device)
         forward, exchange = None, 0
         if world.size > 1:  # alone, nothing crosses a network: the bare model is the same program
-            buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
-            forward = DistributedDataParallel(
-                model,
-                bucket_cap_mb=self.bucket_mb,
-                static_graph=self.static_graph,
-                gradient_as_bucket_view=self.gradient_as_bucket_view,
-                find_unused_parameters=self.find_unused_parameters,
-                init_sync=False,  # every rank drew the same numbers
-                **{buffers: False},  # type: ignore[arg-type]  # running averages are averaged when they are needed, see Program.settle
-            )
+            forward = reduced(model, self.bucket_mb, self.static_graph, self.gradient_as_bucket_view, self.find_unused_parameters)
             self._install_hook(forward)
-            exchange = self._exchange([byte_count([p]) for p in model.parameters() if p.requires_grad], workload(task, world.size)[0])
+            exchange = on_their_way(model, workload(task, world.size)[0], self.gradient_as_bucket_view)
+            if self.shard_optimizer:  # parameters as they are sent around
+                exchange = max(exchange, byte_count([p for p in model.parameters() if p.requires_grad]))
         owned, after = None, None
         if self.shard_optimizer and world.size > 1:
             shares = deal({name: p.numel() for name, p in model.named_parameters() if p.requires_grad}, world.size)
@@ -121,12 +111,6 @@ class Ddp(Strategy):
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
         update = LocalUpdate(whole(model, masters), *options, owned=owned, after=after, writes=world.rank == 0, tables=tables)
         return Spmd(Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables)
-
-    def _exchange(self, sizes: list[int], micro_batches: int) -> int:
-        """Bytes beside buckets that are the gradients: those on their way into a bucket, or parameters as they are sent around."""
-        beside = sum(sizes) if micro_batches > 1 or not self.gradient_as_bucket_view else 0
-        on_their_way = sum(sizes) if micro_batches > 2 else max(sizes)
-        return max(beside + on_their_way, sum(sizes) if self.shard_optimizer else 0)
 
     def _install_hook(self, model: DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from dtf import by_hand
 from dtf.devices import MOST_PROCESSES
@@ -33,6 +33,11 @@ class Wire(Enum):
     same = "same"
     bf16 = "bf16"
     fp16 = "fp16"
+
+
+class Dense(Enum):
+    pserver = "pserver"
+    allreduce = "allreduce"
 
 
 class Role(Enum):
@@ -93,6 +98,10 @@ class Pserver(Strategy):
         "gradients are applied as they arrive; `half_async`: trainers run free, and `gather` gradients make one update; `geo`: each trains by itself for "
         "`geo_steps`, from the servers' state, and what they learnt is added up there, each by its share of the rows",
     )
+    dense: Dense = option(
+        default=Dense.pserver,
+        doc="who holds what is no sparse table: `pserver`: servers do; `allreduce`: each trainer, as with ddp, and servers hold rows alone (sync)",
+    )
     servers: int = option(default=1, least=1, most=MOST_PROCESSES, doc="processes that hold the state")
     trainers: int = option(default=0, least=0, most=MOST_PROCESSES, doc="processes that compute; 0: launcher.processes")
     staleness: int | None = option(
@@ -139,13 +148,21 @@ class Pserver(Strategy):
     allow_insecure: bool = option(default=False, doc="let endpoints beyond this host pass everything unencrypted, the token included")
     rpc_threads: int = option(default=0, least=0, most=1024, doc="threads of a server that answer trainers; 0: four, and two for each trainer")
 
-    replaceable: ClassVar[frozenset[str]] = frozenset({"trainer"})
-
     def __post_init__(self) -> None:
         self._post: Post | None = None  # of a server, from `meet` on; no field, which would be a config key
 
+    @property
+    def replaceable(self) -> frozenset[str]:
+        return frozenset() if self._rows_alone else frozenset({"trainer"})
+
     def roles(self, processes: int) -> dict[str, int]:
-        return {"server": self.count(), "trainer": self.trainers or processes}
+        roles = {"server": self.count(), "trainer": self.trainers or processes}
+        return dict(reversed(roles.items())) if self._rows_alone else roles
+
+    @property
+    def _rows_alone(self) -> bool:
+        """Whether trainers run the engine, and servers help them."""
+        return self.dense is Dense.allreduce
 
     def count(self) -> int:
         """How many servers there are."""
@@ -174,7 +191,7 @@ class Pserver(Strategy):
         return Alone(role, rank, by_hand.addresses(endpoints)[0], by_hand.token(self.token_file))
 
     def hints(self, processes: int) -> list[str]:
-        servers, trainers = self.roles(processes).values()
+        servers, trainers = self.count(), self._trainers(processes)
         if servers <= trainers:
             return []
         return [f"{servers} servers for {trainers} trainer(s): more servers than trainers mostly wait; use fewer, unless the tables need the memory of all"]
@@ -184,6 +201,8 @@ class Pserver(Strategy):
             raise ConfigError("strategy=pserver needs grpcio, which is not installed: python -m pip install 'dtf[pserver]'")
         if self.server_device is Device.cuda and devices == "cpu":
             raise ConfigError("strategy.server_device=cuda needs a GPU, and launcher.devices has none here; use strategy.server_device=cpu")
+        if self._rows_alone:
+            self._check_rows_alone(task, self._trainers(processes))
         alone = self.alone()
         if alone and self.tls.mode is TlsMode.none and not self.allow_insecure:
             by_hand.check_loopback(self.where())
@@ -193,7 +212,7 @@ class Pserver(Strategy):
         if not alone and self.token_file:
             raise ConfigError("strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out")
         check_placement(self.placement)
-        several = self.count() > 1
+        several = self.count() > 1 and not self._rows_alone
         exact = self.mode is Mode.sync
         if self.gather and self.mode is not Mode.half_async:
             raise ConfigError(f"strategy.gather={self.gather} is for strategy.mode=half_async, this is {self.mode.value}; leave it at 0")
@@ -226,8 +245,23 @@ class Pserver(Strategy):
         if several and self.slice_parameters and task.optimizer.by_tensor:
             raise ConfigError(f"{type(task.optimizer).__name__} looks at whole tensors, which strategy.slice_parameters=true cuts; set it to false")
 
+    def _check_rows_alone(self, task: Task, trainers: int) -> None:
+        said, plain = "strategy.dense=allreduce", Pserver()
+        if not task.recipe.table_widths():
+            raise ConfigError(f"{said} leaves sparse tables to servers, and {type(task.recipe).__name__} has none; use strategy=ddp")
+        if self.mode is not Mode.sync:
+            raise ConfigError(f"{said} makes one update of all gradients, which is strategy.mode=sync, this is {self.mode.value}; use sync, or dense=pserver")
+        if self.where():
+            raise ConfigError(f"{said} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use dense=pserver")
+        if 0 < self.rpc_threads <= trainers:
+            raise ConfigError(f"strategy.rpc_threads={self.rpc_threads}: with {said} each of {trainers} trainers waits in one; use more, or 0")
+        used = {"mode", "dense", "servers", "trainers", "tls", "rpc_threads"}
+        for key in (field.name for field in fields(self) if field.name not in used):
+            if getattr(self, key) != getattr(plain, key):
+                raise ConfigError(f"strategy.{key} is of no account with {said}; leave it out")
+
     def communication(self, devices: str) -> str | None:
-        return "gloo"
+        return "nccl" if self._rows_alone and devices == "cuda" else "gloo"
 
     def merging(self) -> Merging:
         """The mode as a rule over pushes."""
@@ -250,14 +284,40 @@ class Pserver(Strategy):
         return standing
 
     def setup(self, task: Task, world: World) -> Program:
+        if self._rows_alone:
+            return self._replica(task, world)
         from dtf.pserver.session import Post, serve
 
         return serve(task, world, self, self._trainers(world.slots), self._post or Post())
 
-    def assist(self, task: Task, errand: Errand) -> None:
-        from dtf.pserver.session import train
+    def _replica(self, task: Task, world: World) -> Program:
+        """ddp's program, with rows elsewhere."""
+        from dtf.build import cast_model, draw_model
+        from dtf.pserver.remote import Assisted, RemoteTables
+        from dtf.pserver.session import servers
+        from dtf.reducing import on_their_way, reduced
+        from dtf.spmd import Replica, workload
+        from dtf.update import LocalUpdate, whole
 
-        train(task, errand, self, self._trainers(errand.place.slots))
+        model = draw_model(task.recipe, task.seed, task.weights)
+        masters = cast_model(model, task.precision, world.device)
+        several = world.size > 1
+        forward, exchange = (reduced(model), on_their_way(model, workload(task, world.size)[0])) if several else (None, 0)
+        tables = RemoteTables(task, world, 1 / world.size, lambda: servers(world.place, self))
+        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
+        update = LocalUpdate(whole(model, masters), *options, writes=world.rank == 0, tables=tables)
+        return Assisted(Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables)
+
+    def assist(self, task: Task, errand: Errand) -> None:
+        if self._rows_alone:
+            from dtf.checkpoint import Stored, write_boxes
+            from dtf.pserver.session import lend
+
+            lend(task, errand, self, self._trainers(errand.place.slots), Stored, write_boxes)
+        else:
+            from dtf.pserver.session import train
+
+            train(task, errand, self, self._trainers(errand.place.slots))
 
     def _trainers(self, processes: int) -> int:
         return self.trainers or processes
