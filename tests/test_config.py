@@ -74,12 +74,11 @@ def test_every_option_composes_and_is_typed(composer: Composer, group: str) -> N
         assert type(next(iter(part.values())) if group == "observer" else part) is lookup(group, node["name"])
 
 
-@pytest.mark.parametrize("group", ["optimizer", "lr"])
-def test_every_recipe_goes_with_other_options(composer: Composer, group: str) -> None:
+@pytest.mark.parametrize("end", [pytest.param(0, marks=pytest.mark.slow), -1])
+def test_every_recipe_goes_with_other_options(composer: Composer, end: int) -> None:
     """One that its file may name, and one that it does not."""
     for recipe in composer.options("recipe"):
-        for name in (composer.options(group)[0], composer.options(group)[-1]):
-            composer.compose([f"recipe={recipe}", f"{group}={name}"])
+        composer.compose([f"recipe={recipe}", *(f"{group}={composer.options(group)[end]}" for group in ("optimizer", "lr"))])
 
 
 def test_config_is_plain_and_rebuilds_in_a_rank(composer: Composer) -> None:

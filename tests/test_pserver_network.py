@@ -27,7 +27,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
 def test_sync_ends_bit_for_bit_although_trainers_die(servers: int, seed: int) -> None:
     """Between any two requests, as between pushes of one lease to two servers; each is started again at once, twice at most."""
     found = spread("pserver", 3, recipe=ANY, options={"servers": servers, "min_block": 1}, deaths=seed)
@@ -36,7 +36,11 @@ def test_sync_ends_bit_for_bit_although_trainers_die(servers: int, seed: int) ->
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
-@pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "half_async", "gather": 2}, {"mode": "geo", "geo_steps": 2}], ids=lambda mode: mode["mode"])
+@pytest.mark.parametrize(
+    "mode",
+    [{"mode": "async"}, pytest.param({"mode": "half_async", "gather": 2}, marks=slow), pytest.param({"mode": "geo", "geo_steps": 2}, marks=slow)],
+    ids=lambda mode: mode["mode"],
+)
 def test_each_ticket_is_applied_once_although_trainers_die(mode: dict[str, Any], servers: int, seed: int) -> None:
     found = spread("pserver", 3, options=mode | {"servers": servers, "min_block": 1}, deaths=seed, clip_norm=0.0, steps=10)
     assert Counter(i for step in found["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), "two epochs"
@@ -44,7 +48,7 @@ def test_each_ticket_is_applied_once_although_trainers_die(mode: dict[str, Any],
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
 def test_sync_ends_bit_for_bit_as_on_a_good_network(servers: int, seed: int) -> None:
     found = spread("pserver", 3, recipe=ANY, options={"servers": servers, "min_block": 1}, network=seed)
     assert same(found, calm(servers))

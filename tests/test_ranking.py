@@ -124,7 +124,7 @@ def rows_of(grouped: bool) -> Tensor:
     return torch.from_numpy(np.stack(columns[: 3 + grouped], 1))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_is_told_the_same(size: int) -> None:
     scores, clicked, _, groups = rows_of(grouped=True).numpy().T
     found = ranks(size, "tests.test_ranking:rank_part", exact=True, grouped=True)

@@ -101,7 +101,7 @@ def test_saving_and_evaluating_leave_no_trace(strategy: str, processes: int) -> 
     assert calm["eval"][str(STEPS)] == busy["eval"][str(STEPS)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_master", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), pytest.param("bf16_master", marks=pytest.mark.slow), "fp16"])
 @pytest.mark.parametrize(("strategy", "processes"), [("dp", 2), ("ddp", 3), ("fsdp", 3), ("tensor", 2), ("pipeline", 2), ("pserver", 3)])
 def test_resume_is_exact(strategy: str, processes: int, precision: str, once: Callable[..., Any]) -> None:
     """Bit for bit the uninterrupted run: parameters, optimizer, loss scale, metrics, masks and data position."""
