@@ -227,6 +227,7 @@ def test_there_is_a_prediction_for_each_row_or_an_error(folder: Path, run_dtf: R
     assert "70 rows of which 1 cannot be read: loss=" in run_dtf("job=evaluate", *of_split).out
 
 
+@pytest.mark.slow
 def test_predictions_do_not_go_on_with_other_rows(folder: Path, run_dtf: Run, tmp_path: Path) -> None:
     """As many of them, under the same names."""
     command = ("job=predict", f"job.model={folder / 'run'}", f"job.input={tmp_path / 'new.tsv'}", "launcher=inline")

@@ -28,7 +28,7 @@ def measurements(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in ("seconds", "rows_per_s")} for line in lines]
 
 
-@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 2), ("ddp", 3), ("zero1", 2), ("dp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 2), ("ddp", 3), ("zero1", 2), ("dp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow)])
 def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(strategy: str, processes: int, run_dtf: Any, tmp_path: Path) -> None:
     spread = [f"strategy={strategy}", f"launcher.processes={processes}"]
     marker = tmp_path / "killed"

@@ -132,6 +132,7 @@ def test_a_lost_server_ends_the_attempt(start: Start) -> None:
     assert told.startswith("rank 0 at step 0: killed by SIGKILL") and told.endswith("restart 1 of 3")
 
 
+@pytest.mark.slow
 def test_a_fork_server_lost_in_a_replacement_ends_the_attempt(start: Start) -> None:
     done = start({"1": {"0.0": "die", "0.1": "take the fork server along"}})
     assert done.code == Exit.OK

@@ -173,6 +173,7 @@ def test_closing_ends_the_patience() -> None:
             waiting.result(SOON_S)
 
 
+@pytest.mark.slow
 def test_an_idempotent_count_survives_a_bad_network() -> None:
     """Four threads, a tenth of everything lost, doubled or late: every request is applied once, and nothing else is."""
     applied, arrived, lock = set[bytes](), Counter[bytes](), threading.Lock()

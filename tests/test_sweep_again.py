@@ -91,6 +91,7 @@ def test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing(number: int, la
     assert "dtf: 6 of 6 trials finished" in out
 
 
+@pytest.mark.slow
 def test_a_folder_of_ones_own_takes_more_values_and_longer_trials_but_no_other_config(capsys: Capture, elsewhere: Path) -> None:
     words = ["-m", *TOY, "run.dir=mine"]
     assert main([*words, "lr.peak=0.1,0.2"]) == Exit.OK
@@ -142,6 +143,7 @@ def test_a_sweep_keeps_its_folder_to_itself(capsys: Capture, elsewhere: Path) ->
     os.close(lock)
 
 
+@pytest.mark.slow
 def test_eight_trials_of_optuna_improve_the_objective_and_more_go_on(capsys: Capture, elsewhere: Path) -> None:
     words = ["-m", *TOY, "train.steps=24", "train.eval_every=24", "hydra/sweeper=optuna", "lr.peak=tag(log,interval(0.0001,0.3))", "run.objective=loss"]
     assert main([*words, "hydra.sweeper.n_trials=8"]) == Exit.OK

@@ -49,7 +49,8 @@ class Status(Job):
         time.sleep(self.seconds)
         found = ask(live)
         for server, earlier in zip(found, before, strict=True):
-            server["pushes_per_s"] = round((server["pushes"] - earlier["pushes"]) / (server["uptime_s"] - earlier["uptime_s"]), 2)
+            pushes, passed = (server[key] - earlier[key] for key in ("pushes", "uptime_s"))
+            server["pushes_per_s"] = round(pushes / passed, 2) if passed > 0 else None  # it was started again meanwhile
         print(json.dumps({"servers": found}, indent=2) if self.format is Output.json else "\n".join(lines(found)))
         return Exit.OK
 
@@ -96,7 +97,7 @@ def lines(servers: list[dict[str, Any]]) -> Iterator[str]:
         lags = "  ".join(f"{lag}: {count:,}" for lag, count in server["staleness"].items()) or "-"
         yield (
             f"{server['server']:>6}  {first['endpoints'][server['server']]:<21} {server['blocks']['number']:>6} {server['blocks']['bytes'] / 2**20:>9.2f} "
-            f"{server['updates']:>9,} {server['pushes']:>9,} {server['pushes_per_s']:>8.1f} {server['dropped']:>6,}  {lags}"
+            f"{server['updates']:>9,} {server['pushes']:>9,} {'-' if (rate := server['pushes_per_s']) is None else f'{rate:.1f}':>8} {server['dropped']:>6,}  {lags}"
         )
     tables = [(name, server["server"], table) for server in servers for name, table in server["tables"].items()]
     if tables:

@@ -128,6 +128,8 @@ class Verify(Job):
         return strategies
 
     def _replay(self, composed: Composed) -> int:
+        if self.strategies or self.keep:
+            raise ConfigError("job.replay does one recorded run again; leave job.strategies and job.keep out")
         from dtf.evidence import FP32_BOUND, FP64_BOUND
 
         folder = Path(self.replay).absolute()

@@ -137,7 +137,7 @@ def _status(moment: Callable[[], dict[str, Any]]) -> Callable[[bytes], bytes]:
     began = time.monotonic()
 
     def status(data: bytes) -> bytes:
-        found = moment() | {"uptime_s": round(time.monotonic() - began, 1)}
+        found = moment() | {"uptime_s": round(time.monotonic() - began, 6)}
         return encode(protocol.status_schemas()[1], {}, {"status": np.frombuffer(json.dumps(found).encode(), np.uint8)})
 
     return status
