@@ -95,9 +95,10 @@ def lines(servers: list[dict[str, Any]]) -> Iterator[str]:
     yield f"{'server':>6}  {'at':<21} {'blocks':>6} {'MiB':>9} {'updates':>9} {'pushes':>9} {'a second':>8} {'again':>6}  updates between pull and push"
     for server in servers:
         lags = "  ".join(f"{lag}: {count:,}" for lag, count in server["staleness"].items()) or "-"
+        rate = "-" if server["pushes_per_s"] is None else f"{server['pushes_per_s']:.1f}"
         yield (
             f"{server['server']:>6}  {first['endpoints'][server['server']]:<21} {server['blocks']['number']:>6} {server['blocks']['bytes'] / 2**20:>9.2f} "
-            f"{server['updates']:>9,} {server['pushes']:>9,} {'-' if (rate := server['pushes_per_s']) is None else f'{rate:.1f}':>8} {server['dropped']:>6,}  {lags}"
+            f"{server['updates']:>9,} {server['pushes']:>9,} {rate:>8} {server['dropped']:>6,}  {lags}"
         )
     tables = [(name, server["server"], table) for server in servers for name, table in server["tables"].items()]
     if tables:
