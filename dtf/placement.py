@@ -54,8 +54,5 @@ def tables_of(task: Task, world: World, placement: Placement, gives: bool = True
                 spread[name] = OnOne(store, world, givers, next(rank for rank, own in enumerate(owners) if name in own))
     tables = Tables(spread, world, share)
     if task.weights is not None:
-        source = task.weights.source()
-        if source is None:
-            raise ConfigError(f"{task.weights.place} holds no sparse tables, and {type(task.recipe).__name__} has some; give a run or a checkpoint of dtf")
-        tables.load(source, resume=False)
+        tables.start_from(task.weights, task.recipe)
     return tables

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtf.errors import DataError
+from dtf.errors import ConfigError, DataError
+from dtf.recipe import Recipe
 from dtf.seeding import mix
 from dtf.slices import bounds
 from dtf.sparse import DECAYED, SparseTable, full, gather, segment_sum, squares, unique
-from dtf.strategy import Source
+from dtf.strategy import Source, Weights
 from dtf.values import Batch, Box
 from dtf.world import World
 
@@ -102,6 +103,13 @@ class Tables:
                     store.put(ids[mine], rows, read if resume else None)
                 except DataError as error:
                     raise DataError(f"{source.place}: {error}") from error
+
+    def start_from(self, weights: Weights, recipe: Recipe) -> None:
+        """Begin with the rows of another run. ConfigError for weights of other programs, which have none."""
+        source = weights.source()
+        if source is None:
+            raise ConfigError(f"{weights.place} holds no sparse tables, and {type(recipe).__name__} has some; give a run or a checkpoint of dtf")
+        self.load(source, resume=False)
 
     def clear(self) -> None:
         """Forget all rows on this rank. Not collective."""

@@ -18,6 +18,7 @@ from dtf.microbatch import RunningStatistics
 from dtf.pserver.blocks import balance, fields, lay_out, travelling, views
 from dtf.pserver.merging import Merging
 from dtf.pserver.narrow import FORMATS
+from dtf.pserver.protocol import ANY, NONE
 from dtf.pserver.push import Push
 from dtf.pserver.recorder import Pull, Recorder
 from dtf.pserver.rows import Given, shelves_of
@@ -30,9 +31,6 @@ from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver
-
-ANY, NONE = -1, -2
-"""In the place of a stamp: blocks are wanted, whatever it is; and none are."""
 
 Tickets = Mapping[int, Sequence[Train]]
 """First step of each lease -> its tickets."""

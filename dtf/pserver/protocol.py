@@ -27,6 +27,9 @@ written into one; the run is over."""
 GO_ON, OVER = 0, 1
 """What a reply to LEASE says of the run."""
 
+ANY, NONE = -1, -2
+"""In the place of a step or a stamp in a pull: whatever is there; and for a stamp, that no blocks are wanted."""
+
 NO, READY, LATE = 0, 1, 2
 """What a reply to EXCHANGE says of what was pulled: it is not there yet, ask again; it is; others have done this work."""
 

@@ -16,11 +16,12 @@ from dtf.passes import received, to_device
 from dtf.pserver.blocks import lay_out, travelling
 from dtf.pserver.computing import Computed, Computing, Pulled
 from dtf.pserver.feeder import Prepared
-from dtf.pserver.holdings import ANY, NONE, Holdings
+from dtf.pserver.holdings import Holdings
 from dtf.pserver.ledger import TRAIN, Lease
 from dtf.pserver.local import Local
 from dtf.pserver.merging import Merging
 from dtf.pserver.narrow import FORMATS, rounded
+from dtf.pserver.protocol import ANY, NONE
 from dtf.pserver.push import Push
 from dtf.pserver.recorder import Pull
 from dtf.pserver.rows import Wanted

@@ -104,10 +104,7 @@ def shelves_of(task: Task, world: World) -> Shelves | None:
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
     shelves = Shelves({name: Shelf(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()}, world)
     if task.weights is not None:
-        source = task.weights.source()
-        if source is None:
-            raise ConfigError(f"{task.weights.place} holds no sparse tables, and {type(task.recipe).__name__} has some; give a run or a checkpoint of dtf")
-        shelves.load(source, resume=False)
+        shelves.start_from(task.weights, task.recipe)
     return shelves
 
 

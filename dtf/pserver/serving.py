@@ -72,12 +72,12 @@ class Serving(Program):
         self._last = -1  # step that was opened last
         self.version = -1  # first step whose update is not whole
         self.dropped = 0  # pushes that came again
-        self.tally = Tally(1 + len(task.recipe.measures))
+        self._measures = 1 + len(task.recipe.measures)
+        self.tally = Tally(self._measures)
         self.failure: BaseException | None = None
         self.stopping = False  # a trainer was told to stop
         self._evaluations = self._batches = 0
         self._reports: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._measures = 1 + len(task.recipe.measures)
         self._close: Callable[[], None] = lambda: None
 
     def on_end(self, close: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from dtf.pserver.ledger import EVALUATE, Lease
 from dtf.pserver.local import Local
 from dtf.pserver.merging import Merging
 from dtf.pserver.narrow import FORMATS, narrow, widen
-from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, NO, READY, REPORT
+from dtf.pserver.protocol import ANY, EXCHANGE, HELLO, LATE, NO, NONE, READY, REPORT
 from dtf.pserver.rows import Wanted
 from dtf.pserver.transport import Transport
 from dtf.pserver.wire import Message, decode, encode
@@ -31,9 +31,6 @@ from dtf.values import Shard, Train
 if TYPE_CHECKING:
     from dtf.loader import Loader
     from dtf.strategies.pserver import Pserver
-
-ANY, NONE = -1, -2
-"""In the place of a step or a stamp: whatever is there; and for a stamp, that no blocks are wanted."""
 
 
 class Trainer:
