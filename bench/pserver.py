@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of torch in the one process and in the trainer")
     parser.add_argument("--server-threads", type=int, default=1, help="of torch in the server")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=50, help="of a turn")
+    parser.add_argument("--steps", type=int, default=100, help="of a turn")
     parser.add_argument("--ids", type=int, default=10_000_000, help="distinct ids of all fields")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--warm", type=int, default=100, help="steps before the first turn")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
+from contextlib import suppress
 
-from dtf.pserver.transport import Lost, Pending, Transport
+from dtf.pserver.transport import Lost, Pending, Refused, Transport
 
 
 class Interposer:
@@ -53,7 +54,8 @@ class Interposer:
         with self._lock:
             old, self._doubles = self._doubles, []
         for each in old:
-            self._inner.start(*each).result()
+            with suppress(Refused):  # what lay in shared memory is there once
+                self._inner.start(*each).result()
 
 
 class _Lost:

@@ -60,9 +60,11 @@ class Computing:
         self.masters = cast_model(model, task.precision, device)
         self.replica = Replica(model, task, device)
         self.parameters = dict(model.named_parameters())
+        self._flat = [self._flattened(layout) for layout in layouts]
         self._learning = [[block.of(self.parameters[block.name].data) for block in layout.learning] for layout in layouts]
         self._loaded: list[np.ndarray | None] = [None] * len(layouts)  # what the model has, by server
         self._outgoing = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
+        self._gradients = [views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)]
 
     def rehearse(self, batch: Batch) -> None:
         """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
@@ -75,8 +77,7 @@ class Computing:
         self.load(pulled)
         batch = prepared.wanted.fill(prepared.batch, pulled.rows, self.device)
         sums = self.passes(prepared, batch, pulled.scale / prepared.ticket.rows)
-        for layout, memory in zip(self._layouts, self._outgoing, strict=True):
-            here = views(memory, layout.learning)
+        for layout, here in zip(self._layouts, self._gradients, strict=True):
             found = [self.parameters[block.name].grad for block in layout.learning]
             parts = [torch.zeros_like(view) if grad is None else block.of(grad) for grad, block, view in zip(found, layout.learning, here, strict=True)]
             if here:
@@ -113,8 +114,25 @@ class Computing:
         """Put pulled blocks into the model."""
         for server, (layout, into, arrived) in enumerate(zip(self._layouts, self._learning, pulled.dense, strict=True)):
             if arrived is not self._loaded[server] and into:
-                torch._foreach_copy_(into, views(torch.from_numpy(arrived).to(self.device), layout.learning))
+                blocks, flat = torch.from_numpy(arrived), self._flat[server]
+                if flat is None:
+                    torch._foreach_copy_(into, views(blocks.to(self.device), layout.learning))
+                else:
+                    flat.copy_(blocks)
             self._loaded[server] = arrived
+
+    def _flattened(self, layout: Layout) -> Tensor | None:
+        """One piece of memory in which the parameters lie from now on as a server's blocks travel; None where these are slices, or of another format."""
+        if any(block.shape != block.whole or self.parameters[block.name].dtype is not block.dtype for block in layout.learning):
+            return None
+        memory = torch.zeros(layout.bytes, dtype=torch.uint8, device=self.device)
+        for block, view in zip(layout.learning, views(memory, layout.learning), strict=True):
+            parameter = self.parameters[block.name]
+            view.copy_(parameter.data)
+            if self.masters[block.name].dtype is block.dtype:  # then it is the parameter
+                self.masters[block.name] = view
+            parameter.data = view
+        return memory
 
     def forget(self) -> None:
         """The model was changed by others."""
@@ -136,6 +154,6 @@ class Computing:
         from dtf.sparse import squares
 
         total = sum(squares(rounded(gradients, self._wire)) for part in rows for _, gradients in part.values())
-        for layout, memory in zip(self._layouts, self._outgoing, strict=True):
-            total += sum(float(view.double().square().sum()) for view in views(memory, layout.learning))
+        for gradients in self._gradients:
+            total += sum(float(view.double().square().sum()) for view in gradients)
         return math.sqrt(total)

@@ -140,17 +140,18 @@ class Holdings:
 
     def _sum(self, pushes: Sequence[Push], weights: Sequence[float]) -> None:
         for number, (push, weight) in enumerate(zip(pushes, weights, strict=True)):
-            blocks = views(torch.from_numpy(push.dense).to(self._world.device), self._travelling.learning)
-            if not blocks:
-                continue
-            if self.wire is not None:
-                blocks = [block.to(here.dtype) for block, here in zip(blocks, self._arriving, strict=True)]
-            if number:
-                torch._foreach_add_(self._arriving, blocks, alpha=weight)
-            else:
-                torch._foreach_copy_(self._arriving, blocks)
-                if weight != 1:
-                    torch._foreach_mul_(self._arriving, weight)
+            arrived = torch.from_numpy(push.dense)
+            if number == 0 and self.wire is None:
+                self._gradients.copy_(arrived)
+            elif self._arriving:
+                found = views(arrived.to(self._world.device), self._travelling.learning)
+                blocks = [block.to(here.dtype) for block, here in zip(found, self._arriving, strict=True)]
+                if number:
+                    torch._foreach_add_(self._arriving, blocks, alpha=weight)
+                else:
+                    torch._foreach_copy_(self._arriving, blocks)
+            if number == 0 and weight != 1 and self._arriving:
+                torch._foreach_mul_(self._arriving, weight)
         for parameter, gradient in zip(self._learning, self._arriving, strict=True):
             parameter.grad = gradient
 

@@ -21,6 +21,7 @@ import grpc
 from dtf.errors import AuthError, BusyError, ConfigError
 from dtf.network import endpoint as parsed
 from dtf.network import endpoint_text, listen
+from dtf.pserver.shared import Regions
 from dtf.pserver.transport import MOST_BYTES, Failed, Lost, Pending, Refused, Stale, short
 from dtf.pserver.wire import WireError
 
@@ -85,6 +86,7 @@ class Service:
         self._threads = ThreadPoolExecutor(threads, "rpc")
         self._aside = ThreadPoolExecutor(1, "rpc-aside")  # what is answered even while all handlers are busy
         self._methods = {_HEALTH: grpc.unary_unary_rpc_method_handler(self._at_once(self._health))}
+        self._regions = Regions(2 * threads)
         self.add(handlers)
         self._server = grpc.server(self._threads, [_Handlers(self._method)], options=[*_options(most_bytes), *_SERVER_OPTIONS])
         try:
@@ -96,7 +98,8 @@ class Service:
 
     def add(self, handlers: Mapping[str, Callable[[bytes], bytes]]) -> None:
         """From now on answer these too. Until it is `ready`, who asks for what is not there is told to ask again."""
-        self._methods |= {_SERVICE + name: grpc.unary_unary_rpc_method_handler(self._answer(handler)) for name, handler in handlers.items()}
+        answering = {name: self._answer(self._regions.around(handler)) for name, handler in handlers.items()}
+        self._methods |= {_SERVICE + name: grpc.unary_unary_rpc_method_handler(behaviour) for name, behaviour in answering.items()}
 
     def start(self) -> None:
         """Answer; requests since the construction have waited."""

@@ -27,6 +27,7 @@ from dtf.pserver.protocol import LEASE, MEET, STATUS
 from dtf.pserver.rows import shelves_of
 from dtf.pserver.rpc import Client, Service, Tls, viewer
 from dtf.pserver.serving import Serving
+from dtf.pserver.shared import Shared
 from dtf.pserver.status import snapshot
 from dtf.pserver.trainer import Trainer
 from dtf.pserver.transport import Retrying
@@ -181,7 +182,7 @@ def lend(task: Task, errand: Errand, strategy: Pserver, trainers: int, read: Cal
 def servers(place: Place, strategy: Pserver) -> list[Retrying]:
     """What carries requests to each server that the launcher started."""
     endpoints = _endpoints(_store(place), strategy.count())
-    return [Retrying(Client(endpoint, place.token, place.prefix, tls=tls(strategy)), PATIENCE_S) for endpoint in endpoints]
+    return [Retrying(Shared(Client(endpoint, place.token, place.prefix, tls=tls(strategy))), PATIENCE_S) for endpoint in endpoints]
 
 
 class _ByHand:
@@ -224,7 +225,7 @@ class _ByHand:
 
     def _work(self, clients: list[Client]) -> None:
         errand = replace(self._errand, beat=self._beat, stop_requested=lambda: False, open=self._open)
-        servers = [Retrying(client, PATIENCE_S) for client in clients]
+        servers = [Retrying(Shared(client), PATIENCE_S) for client in clients]
         Trainer(self._task, errand, self._strategy, self._strategy.merging(), self._trainers, self._number, servers).run()
 
     def _beat(self, phase: str, step: int) -> None:
