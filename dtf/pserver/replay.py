@@ -14,7 +14,7 @@ from dtf.errors import DataError
 from dtf.launcher import Place
 from dtf.passes import received, to_device
 from dtf.pserver.blocks import lay_out, travelling
-from dtf.pserver.computing import Computed, Computing, Pulled
+from dtf.pserver.computing import Blocks, Computed, Computing, Pulled
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.holdings import Holdings
 from dtf.pserver.ledger import TRAIN, Lease
