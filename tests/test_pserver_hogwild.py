@@ -62,7 +62,7 @@ def test_every_sample_once_and_evaluations_exactly(options: dict[str, Any], proc
     assert len(found["eval"]) == 10 and found["eval"]["10"]["loss"] < found["eval"]["1"]["loss"]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=slow) for seed in range(1, 6))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=slow) for seed in (0, 2, 3, 4, 5))])
 def test_each_ticket_is_applied_once_although_processes_die(seed: int) -> None:
     found = crowd(2, {"servers": 2}, deaths=seed)
     assert Counter(i for step in found["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), "two epochs"
@@ -171,8 +171,8 @@ def test_a_model_that_draws_from_the_one_generator_is_refused(threads: int) -> N
     layouts = lay_out(Toy().build_model(), TASK.precision, 1, True, 1, "round_robin")
     made = Computing(TASK, torch.device("cpu"), layouts, 1, 24, False, None, threads=threads)
     made.replica.model.register_forward_hook(lambda module, inputs, output: output + torch.rand(()))
-    rows = Toy().open_data("train", 0).fetch(np.arange(4), 0)
-    batch = Batch(*rows, torch.ones(4), np.arange(4))
+    inputs, targets = Toy().open_data("train", 0).fetch(np.arange(4), 0)
+    batch = Batch(inputs, targets, torch.ones(4), np.arange(4))
     if threads == 1:
         made.rehearse(batch)
         return

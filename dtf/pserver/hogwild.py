@@ -34,8 +34,8 @@ def numbers(process: int, strategy: Pserver) -> range:
     return range(process * strategy.hogwild_threads, (process + 1) * strategy.hogwild_threads)
 
 
-def work(task: Task, errand: Errand, strategy: Pserver, count: int, process: int, servers: Sequence[Transport]) -> None:
-    """The life of a trainer process, to the end of the run. `count`: of trainers in all processes. Raises what the first thread to fail met."""
+def work(task: Task, errand: Errand, strategy: Pserver, count: int, process: int, servers: Sequence[Transport]) -> str:
+    """The life of a trainer process; why the run is over. `count`: of trainers in all processes. Raises what the first thread to fail met."""
     together, merging, trainers = Together(strategy.hogwild_threads, errand.beat), strategy.merging(), list[Trainer]()
     for thread, number in enumerate(numbers(process, strategy)):
         own = replace(errand, beat=together.beat(thread))
@@ -46,6 +46,7 @@ def work(task: Task, errand: Errand, strategy: Pserver, count: int, process: int
     else:
         torch.set_num_threads(max(1, errand.place.threads // len(trainers)))
         together.run([trainer.run for trainer in trainers])
+    return trainers[0].reason
 
 
 class Ended(BaseException):
@@ -60,7 +61,7 @@ class Together:
 
     def __init__(self, threads: int, beat: Callable[[str, int], None]) -> None:
         self._beat, self._lock = beat, threading.Lock()
-        self._said = dict.fromkeys(range(threads), ("start", 0))  # the one that was silent longest comes first
+        self._said: dict[int, tuple[str, int]] = dict.fromkeys(range(threads), ("start", 0))  # the one that was silent longest comes first
         self._error: BaseException | None = None
 
     def beat(self, thread: int) -> Callable[[str, int], None]:

@@ -16,7 +16,7 @@ import numpy as np
 from torch.distributed import PrefixStore, TCPStore
 
 from dtf import network
-from dtf.errors import DtfError, PeerError, Preempted
+from dtf.errors import BudgetError, DtfError, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.live import Live, announce
 from dtf.pserver import protocol
@@ -194,7 +194,15 @@ class _ByHand:
         self._guest = Guest(self._client(0, UNKNOWN), NOBODY, len(self._endpoints), {"config": errand.facts["config"]})
 
     def run(self) -> None:
-        """To the end of the run. Preempted when this trainer was told to stop."""
+        """To the end of the run. Preempted when this trainer or the run was told to stop, BudgetError when its budget is spent."""
+        reason = self._live()
+        if reason == "preempted":
+            raise Preempted("the run was asked to stop; start its servers again with the same run.dir, and its trainers, to go on")
+        if reason == "budget":
+            raise BudgetError("the budget of the run is spent; see what server 0 says")
+
+    def _live(self) -> str:
+        """Why the run is over."""
         self._until = time.monotonic() + self._strategy.patience_s
         before = ""
         while True:
@@ -207,8 +215,7 @@ class _ByHand:
                 if before != told.epoch:
                     self._errand.say(f"trainer {self._number} takes part in {told.folder}, on {told.host}; server 0 reports")
                 before = told.epoch
-                self._work(clients)
-                return
+                return self._work(clients)
             except PeerError as error:
                 if time.monotonic() > self._until:
                     raise Absent(f"no step was finished within strategy.meet_timeout_s={self._strategy.patience_s:g}: {error}") from None
@@ -222,10 +229,10 @@ class _ByHand:
                     each.close()
                 self._loaders.clear()
 
-    def _work(self, clients: list[Client]) -> None:
+    def _work(self, clients: list[Client]) -> str:
         errand = replace(self._errand, beat=self._beat, stop_requested=lambda: False, open=self._open)
         servers = [Retrying(client, PATIENCE_S) for client in clients]
-        work(self._task, errand, self._strategy, self._trainers, self._number, servers)
+        return work(self._task, errand, self._strategy, self._trainers, self._number, servers)
 
     def _beat(self, phase: str, step: int) -> None:
         self._errand.beat(phase, step)
@@ -237,7 +244,7 @@ class _ByHand:
     def _leave(self, server: Client) -> None:
         """Let others have what this one has not done, at once."""
         for trainer in numbers(self._number, self._strategy):
-            request = {"trainer": trainer, "most": 0, "wait_s": 0.0, "stopping": 0, "leaving": 1}
+            request = {"trainer": trainer, "starter": self._errand.place.prefix.partition("/")[0], "most": 0, "wait_s": 0.0, "stopping": 0, "leaving": 1}
             with suppress(DtfError):
                 server.call(LEASE, encode(protocol.lease_schemas()[0], request, {"done": np.empty((0, 3), np.int64)}), PATIENCE_S)
 

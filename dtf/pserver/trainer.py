@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dtf.build import sketch
-from dtf.errors import ConfigError
+from dtf.errors import BusyError, ConfigError
 from dtf.passes import received, to_device
 from dtf.pserver import protocol
 from dtf.pserver.blocks import lay_out, travelling
@@ -74,7 +74,13 @@ class Trainer:
         self._sending: list[Future[Pulled | None]] = []
         self._coming: dict[tuple[int, int, int], Future[Pulled | None]] = {}  # what was asked for, by lease
         self._send_queue = strategy.send_queue
-        self._feeder = Feeder(servers[0], number, self._prepare, errand.stop_requested)
+        self._name = {"trainer": number, "starter": errand.place.prefix.partition("/")[0]}
+        self._feeder = Feeder(servers[0], self._name, self._prepare, errand.stop_requested)
+
+    @property
+    def reason(self) -> str:
+        """Why the run is over."""
+        return self._feeder.reason
 
     def run(self) -> None:
         """Work until the run is over. PeerError when a server is gone."""
@@ -262,9 +268,7 @@ class Trainer:
         states = [int(answer.scalars["pulled"]) for answer in found]
         if LATE in states or NO in states:
             return (LATE if LATE in states else NO), None
-        dense = [
-            Blocks(int(answer.scalars["stamp"]), answer.arrays["dense"]) if "dense" in answer.arrays else here for answer, here in zip(found, held, strict=True)
-        ]
+        dense = [_blocks(answer, here) for answer, here in zip(found, held, strict=True)]
         for server, (answer, blocks) in enumerate(zip(found, dense, strict=True)):
             if blocks.stamp > self._latest[server].stamp:
                 self._latest[server] = blocks
@@ -290,10 +294,10 @@ class Trainer:
         ready = False
         while not ready:
             self._errand.beat("wait", 0)
-            answer = decode(self._hellos[1], self._servers[0].call(HELLO, encode(self._hellos[0], {"trainer": self._number}, {"facts": facts}), DEADLINE_S))
+            answer = decode(self._hellos[1], self._servers[0].call(HELLO, encode(self._hellos[0], self._name, {"facts": facts}), DEADLINE_S))
             refusal = answer.arrays["refusal"].tobytes().decode()
             if refusal:
-                raise ConfigError(refusal)
+                raise BusyError(refusal) if answer.scalars["taken"] else ConfigError(refusal)
             ready = bool(answer.scalars["ready"])
         self._evaluation = ANY
         self._coming.clear()
@@ -301,3 +305,8 @@ class Trainer:
         for server, transport in enumerate(self._servers):
             answer = decode(self._schemas[1], transport.call(EXCHANGE, question, DEADLINE_S))
             self._computing.take_frozen(server, answer.arrays["frozen"])
+
+
+def _blocks(answer: Message, held: Blocks) -> Blocks:
+    """Of one server's answer; `held`: see `Trainer._answers`."""
+    return Blocks(int(answer.scalars["stamp"]), answer.arrays["dense"]) if "dense" in answer.arrays else held
