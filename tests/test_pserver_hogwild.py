@@ -170,7 +170,11 @@ def test_not_where_trainers_run_the_engine() -> None:
 def test_a_model_that_draws_from_the_one_generator_is_refused(threads: int) -> None:
     layouts = lay_out(Toy().build_model(), TASK.precision, 1, True, 1, "round_robin")
     made = Computing(TASK, torch.device("cpu"), layouts, 1, 24, False, None, threads=threads)
-    made.replica.model.register_forward_hook(lambda module, inputs, output: output + torch.rand(()))
+
+    def draw(module: Any, inputs: Any, output: Any) -> Any:
+        return output + torch.rand(())
+
+    made.replica.model.register_forward_hook(draw)
     inputs, targets = Toy().open_data("train", 0).fetch(np.arange(4), 0)
     batch = Batch(inputs, targets, torch.ones(4), np.arange(4))
     if threads == 1:
