@@ -12,14 +12,19 @@ import pytest
 import torch
 
 from dtf.errors import ConfigError
+from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
+from dtf.pserver import hogwild
 from dtf.pserver.blocks import lay_out
 from dtf.pserver.computing import Blocks, Computing, Pulled
 from dtf.pserver.hogwild import Ended, Together, numbers
+from dtf.pserver.protocol import READY, exchange_schemas
+from dtf.pserver.trainer import Trainer
+from dtf.pserver.wire import encode
 from dtf.recipe import Recipe
 from dtf.strategies.pserver import Dense, Device, Mode, Pserver
-from dtf.strategy import Task
+from dtf.strategy import Errand, Task
 from dtf.values import Batch
 from tests import harness
 from tests.harness import PRECISIONS, spread
@@ -36,6 +41,7 @@ TASK = Task(Toy(), Sgd(), PRECISIONS["fp32"], StepOptions(batch_size=24), 0)
 def train(rank: int, size: int, **case: Any) -> dict[str, Any]:
     """As the harness, whose trainer processes are threads of one: what others draw at random there says nothing of a model."""
     Computing.rehearse = lambda self, batch: None  # type: ignore[method-assign]
+    hogwild.END_S = 0.01  # a killed process waits for none of its threads
     return harness.train(rank, size, **case)
 
 
@@ -98,6 +104,24 @@ def test_one_copy_of_the_parameters_and_each_what_else_it_needs() -> None:
     squares = (second[0] ** 2).sum()
     load(made[0], 6)
     squares.backward()  # torch does not take what another thread writes for a mistake of this one
+
+
+def test_an_answer_without_blocks_is_of_those_that_its_question_named() -> None:
+    """Whatever another thread has pulled meanwhile."""
+    old, new = Blocks(10, np.zeros(1, np.uint8)), Blocks(12, np.ones(1, np.uint8))
+
+    class Slow:
+        def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+            trainer._latest[0] = new
+            return encode(exchange_schemas(Toy())[1], {"pulled": READY, "stamp": 10, "applied": 10, "scale": 1.0}, {})
+
+        def start(self, method: str, data: bytes, deadline_s: float) -> Any:
+            raise AssertionError("one server is called")
+
+    errand, strategy = Errand(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False), Pserver(mode=Mode.async_)  # type: ignore[arg-type,return-value]
+    trainer = Trainer(TASK, errand, strategy, strategy.merging(), 1, 0, [Slow()])
+    state, pulled = trainer._answers([b""], [old])
+    assert state == READY and pulled is not None and pulled.dense == [old] and trainer._latest == [new]
 
 
 def test_the_process_shows_the_thread_that_is_silent_longest() -> None:

@@ -199,6 +199,25 @@ def test_a_server_whose_rank_is_killed_in_a_mode_in_which_servers_rarely_meet(mo
 
 
 @pytest.mark.slow
+def test_a_trainer_of_several_threads_comes_leaves_and_ends_with_all_of_them(tmp_path: Path) -> None:
+    """At once: nobody waits for their silence."""
+    where, folder = endpoints(1), tmp_path / "run"
+    more = ("strategy.mode=async", "strategy.hogwild_threads=2", "strategy.trainers=2", "train.steps=1000000", "train.log_every=1000")
+    with commands(tmp_path) as start:
+        server = start("server", words(where, "server", 0, *more, f"run.dir={folder}"))
+        trainer = start("trainer", words(where, "trainer", 1, *more))
+        until(lambda: members(folder) == [2, 3], server, trainer)
+        assert trainer.stop() == Exit.PREEMPTED, trainer.said()
+        assert members(folder) == []
+        trainer = start("again", words(where, "trainer", 1, *more))
+        until(lambda: members(folder) == [2, 3], server, trainer)
+        os.kill(trainer.rank(), signal.SIGKILL)
+        until(lambda: "restart 1 of 3" in trainer.said() and members(folder) == [2, 3], server, trainer)
+        assert server.stop() == Exit.PREEMPTED, server.said()
+        assert trainer.end() == Exit.PREEMPTED, trainer.said()
+
+
+@pytest.mark.slow
 def test_nobody_waits_for_ever(tmp_path: Path, run_dtf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTF_TOKEN", TOKEN)
     where = endpoints(2)
