@@ -17,6 +17,7 @@ import torch
 from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
+from dtf.pserver import desk as desks
 from dtf.pserver import protocol, serving
 from dtf.pserver.blocks import views
 from dtf.pserver.desk import Desk
@@ -167,10 +168,14 @@ def lease(desk: Desk, trainer: int, **scalars: Any) -> Any:
     return decode(reply, desk.handlers[LEASE](encode(request, given, keys)))
 
 
-def hello(desk: Desk, trainer: int, facts: dict[str, Any] | None = None) -> str:
+def greet(desk: Desk, trainer: int, starter: str, facts: dict[str, Any] | None = None) -> Any:
     request, reply = protocol.hello_schemas()
     told = np.frombuffer(json.dumps(facts or {}).encode(), np.uint8)
-    return decode(reply, desk.handlers[HELLO](encode(request, {"trainer": trainer}, {"facts": told}))).arrays["refusal"].tobytes().decode()
+    return decode(reply, desk.handlers[HELLO](encode(request, {"trainer": trainer, "starter": starter}, {"facts": told})))
+
+
+def hello(desk: Desk, trainer: int, facts: dict[str, Any] | None = None) -> str:
+    return greet(desk, trainer, "", facts).arrays["refusal"].tobytes().decode()
 
 
 def test_a_pull_for_work_that_others_have_done_says_so() -> None:
@@ -218,14 +223,42 @@ def test_a_trainer_that_was_given_up_joins_again() -> None:
         assert len(lease(desk, 0).arrays["numbers"]) == 2, "the same work again"
 
 
+def test_a_number_is_of_one_trainer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another command that gives it is refused while the first one is heard, and gets in when that is silent or has left; a launcher's at once."""
+    monkeypatch.setattr(desks, "LONGEST_WAIT_S", 0.05)
+    with server() as (made, desk, _), ThreadPoolExecutor(1) as pool:
+        made.begun = True
+        hello(desk, 0)
+        assert hello(desk, 0) == "", "started again by the same launcher"
+        second = greet(desk, 0, "another").scalars
+        assert not second["ready"] and not second["taken"], "it may have died: wait"
+        monkeypatch.setattr(desks, "LONGEST_WAIT_S", SOON_S)
+        asking = pool.submit(greet, desk, 0, "another")
+        while not asking.done():
+            lease(desk, 0, most=0)
+            with made.change:
+                made.change.notify_all()
+        answer = asking.result()
+        assert answer.scalars["taken"] and b"strategy.trainer_id" in answer.arrays["refusal"].tobytes()
+        assert made.ledger.members() == [0]
+        lease(desk, 0, leaving=1, starter="another")
+        assert made.ledger.members() == [0], "the one that was refused does not take the other with it"
+        desk._lease_s = 0.01
+        time.sleep(0.02)
+        assert greet(desk, 0, "another").scalars["ready"], "the first one was silent"
+        assert not lease(desk, 0).scalars["known"], "and has to join again, to be refused"
+        assert lease(desk, 0, starter="another").scalars["known"]
+
+
 def test_the_end_waits_for_trainers_to_leave_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = threading.Event()
     with server() as (made, desk, engine):
         made.on_end(closed.set)
         made.begun = True
         hello(desk, 0)
-        ended: Future[None] = engine.submit(made.end)
+        ended: Future[None] = engine.submit(made.end, "preempted")
         until(lambda: made.over)
+        assert lease(desk, 0).scalars["reason"] == "preempted"
         assert lease(desk, 0).scalars["state"] == OVER and lease(desk, 7).scalars["state"] == OVER and not closed.is_set()
         lease(desk, 0, leaving=1)
         ended.result(SOON_S)

@@ -69,6 +69,7 @@ class Serving(Program):
         self._basket: dict[tuple[int, int], Push] = {}  # by first step and share, in order of arrival; there until they are applied
         self.change = threading.Condition()  # of all that follows and the ledger
         self.begun = self.over = False
+        self.reason = ""  # why it is over
         self._last = -1  # step that was opened last
         self.version = -1  # first step whose update is not whole
         self.dropped = 0  # pushes that came again
@@ -104,6 +105,7 @@ class Serving(Program):
     def rest(self) -> StepOutput:
         if self._merging.exact:
             self.settle()
+        self.holdings.refuse_overfull()
         return self.tally.told()
 
     def settle(self) -> None:
@@ -162,9 +164,9 @@ class Serving(Program):
     def told_to_stop(self) -> bool:
         return self.stopping
 
-    def end(self) -> None:
+    def end(self, reason: str = "finished") -> None:
         with self.change:
-            self.over = True
+            self.over, self.reason = True, reason
             self.change.notify_all()
             if self._world.rank == 0:
                 self.change.wait_for(lambda: not self.ledger.members(), FAREWELL_S)
