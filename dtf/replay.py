@@ -50,7 +50,7 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
         rows.sample,
         rows=settings.sparse,
     )
-    trainers = strategy.trainers or json.loads((run / "run.json").read_text())["world"]["processes"]
+    trainers = strategy.count_trainers(json.loads((run / "run.json").read_text())["world"]["processes"])
     replay = Replay(task, strategy, strategy.merging(), trainers, rows.loader, _began(run, start))
     replay.run(events)
     final = located(str(run), "job.replay")[0]

@@ -16,7 +16,7 @@ from dtf.passes import loss_dtype, received, rows_of, stand_ins
 from dtf.pserver.blocks import Layout, views
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.narrow import rounded
-from dtf.sampler import cut, share
+from dtf.sampler import cut, share, within
 from dtf.spmd import Replica
 from dtf.strategy import Task
 from dtf.values import Batch, Evaluated, Shard
@@ -49,13 +49,21 @@ class Computed(NamedTuple):
 
 
 class Computing:
-    """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient."""
+    """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient. `part`: what this process computes of each lease."""
 
     def __init__(
-        self, task: Task, device: torch.device, layouts: Sequence[Layout], shares: int, micro_batch_rows: int, whole_norm: bool, wire: torch.dtype | None
+        self,
+        task: Task,
+        device: torch.device,
+        layouts: Sequence[Layout],
+        shares: int,
+        micro_batch_rows: int,
+        whole_norm: bool,
+        wire: torch.dtype | None,
+        part: Shard = Shard(0, 1),
     ) -> None:
         self._task, self.device, self._layouts, self._shares, self._micro_batch_rows = task, device, layouts, shares, micro_batch_rows
-        self._whole_norm, self._wire = whole_norm, wire
+        self._whole_norm, self._wire, self._part = whole_norm, wire, part
         model = draw_model(task.recipe, task.seed, task.weights)
         self.masters = cast_model(model, task.precision, device)
         self.replica = Replica(model, task, device)
@@ -68,7 +76,7 @@ class Computing:
         """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
         batch = received(batch, self._task)
         batch = batch._replace(inputs=stand_ins(batch.inputs, self._task.recipe.tables()))
-        self.replica.rehearse(rows_of(batch, 0, 4), spread=self._shares > 1)
+        self.replica.rehearse(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
 
     def gradients(self, prepared: Prepared, pulled: Pulled) -> Computed:
         """Of the sum of losses over the rows of a lease, divided by the rows of the global batch."""
@@ -87,16 +95,21 @@ class Computing:
         dense = [memory.cpu().numpy() for memory in self._outgoing]
         norm = self._norm(rows) if self._whole_norm else 0.0
         finite = math.isfinite(norm)
-        return Computed(dense, rows, sums, self.replica.statistics.added().cpu().numpy(), norm if finite else 0.0, int(finite))
+        return Computed(dense, rows, sums, self.added(), norm if finite else 0.0, int(finite))
 
     def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
         """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters; the metric sums (M,)."""
-        ticket, shard = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
-        bounds, own = self.own(prepared)
+        ticket, lease = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
+        bounds, _ = self.own(prepared)
+        own = share(len(bounds) - 1, within(lease, self._part))
         self.replica.model.train()
         self.replica.statistics.forget(ticket.step)
         scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
-        return self.replica.accumulate(ticket, batch, bounds, own, shard, scale)
+        return self.replica.accumulate(ticket, batch, bounds, own, lease, scale)
+
+    def added(self) -> np.ndarray:
+        """What the last pass added to running averages, see `RunningStatistics.added`."""
+        return self.replica.statistics.added().cpu().numpy()
 
     def own(self, prepared: Prepared) -> tuple[list[int], tuple[int, int]]:
         """Bounds of all micro-batches of the ticket, and the first and last + 1 of those of the lease."""

@@ -59,7 +59,7 @@ class Replay:
     def __init__(self, task: Task, strategy: Pserver, merging: Merging, trainers: int, rows: Open, source: Source | None) -> None:
         self._task, self._merging, self._open = task, merging, rows
         self._servers, self._shares = strategy.count(), merging.shares(trainers)
-        self._micro_batch_rows = task.step.rows_each(self._shares)
+        self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
         self.holdings = [
             Holdings(task, _Alone(server, self._servers), strategy, merging, self._shares, self._micro_batch_rows) for server in range(self._servers)
         ]

@@ -12,7 +12,7 @@ import torch
 
 from dtf.build import sketch
 from dtf.errors import ConfigError
-from dtf.passes import received, to_device
+from dtf.passes import to_device
 from dtf.pserver import protocol
 from dtf.pserver.blocks import lay_out, travelling
 from dtf.pserver.computing import Computed, Computing, Pulled
@@ -22,40 +22,55 @@ from dtf.pserver.local import Local
 from dtf.pserver.merging import Merging
 from dtf.pserver.narrow import FORMATS, narrow, widen
 from dtf.pserver.protocol import ANY, EXCHANGE, HELLO, LATE, NO, NONE, READY, REPORT
-from dtf.pserver.rows import Wanted
+from dtf.pserver.reading import Reading
+from dtf.pserver.sharing import Leader
+from dtf.pserver.team import Team
 from dtf.pserver.transport import Transport
 from dtf.pserver.wire import Message, decode, encode
 from dtf.strategy import Errand, Task
-from dtf.values import Shard, Train
+from dtf.values import Shard
 
 if TYPE_CHECKING:
-    from dtf.loader import Loader
     from dtf.strategies.pserver import Pserver
 
 
 class Trainer:
-    """`servers`: what carries requests to each of them. `number`: which trainer this is."""
+    """`servers`: what carries requests to each of them. `number`: which trainer this is. `team`: of which this is the first process, if any."""
 
-    def __init__(self, task: Task, errand: Errand, strategy: Pserver, merging: Merging, trainers: int, number: int, servers: Sequence[Transport]) -> None:
+    def __init__(
+        self,
+        task: Task,
+        errand: Errand,
+        strategy: Pserver,
+        merging: Merging,
+        trainers: int,
+        number: int,
+        servers: Sequence[Transport],
+        team: Team | None = None,
+    ) -> None:
         self._task, self._errand, self._servers, self._number = task, errand, servers, number
         self._merging, self._shares = merging, merging.shares(trainers)
-        self._micro_batch_rows = task.step.rows_each(self._shares)
+        self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
         self._wire = FORMATS[strategy.wire.value]
         found = lay_out(sketch(task.recipe), task.precision, len(servers), strategy.slice_parameters, strategy.min_block, strategy.placement)
         layouts = [travelling(layout, self._wire) for layout in found]
         whole_norm = len(servers) > 1 and not merging.together
-        self._computing = Computing(task, torch.device(errand.place.device), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire)
+        options = task, torch.device(errand.place.device), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire
+        if team is None:
+            self._computing, prepare = Computing(*options), Reading(task, errand, self._micro_batch_rows, len(servers))
+        else:
+            self._computing = leader = Leader(team, Reading(task, errand, self._micro_batch_rows, 1, team.part), *options)
+            prepare = leader.prepare
         self._local = Local(task, self._computing, layouts) if merging.local else None
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._schemas, self._reports, self._hellos = protocol.exchange_schemas(task.recipe), protocol.report_schemas(), protocol.hello_schemas()
-        self._loaders: dict[tuple[int, int, int], Loader] = {}
         self._latest: list[tuple[int, np.ndarray]] = [(ANY, np.empty(0))] * len(servers)  # stamp of the learning blocks that were pulled last, and they
         self._evaluation = ANY  # of which the buffers are here
         self._sender = ThreadPoolExecutor(1, "sender")
         self._sending: list[Future[Pulled | None]] = []
         self._coming: dict[tuple[int, int, int], Future[Pulled | None]] = {}  # what was asked for, by lease
         self._send_queue = strategy.send_queue
-        self._feeder = Feeder(servers[0], number, self._prepare, errand.stop_requested)
+        self._feeder = Feeder(servers[0], number, prepare, errand.stop_requested)
 
     def run(self) -> None:
         """Work until the run is over. PeerError when a server is gone."""
@@ -155,21 +170,6 @@ class Trainer:
         scalars = {"trainer": self._number, "step": lease.step, "part": lease.part, "unread": prepared.unread}
         self._servers[0].call(REPORT, encode(self._reports[0], scalars, arrays), DEADLINE_S)
         self._feeder.finished(lease)
-
-    def _prepare(self, lease: Lease, ticket: Train) -> Prepared:
-        """Rows of a ticket of a lease; called by the feeder's thread."""
-        evaluates = lease.kind == EVALUATE
-        key = (lease.kind, 0 if evaluates else lease.part, lease.shares)
-        if key not in self._loaders:
-            split, rows = ("eval", self._task.step.batch_size) if evaluates else ("train", self._micro_batch_rows)
-            self._loaders[key] = self._errand.open(split, Shard(key[1], lease.shares), rows)
-        loader = self._loaders[key]
-        loader.ahead([(ticket.epoch, ticket.index)])
-        batch = loader.get(ticket.epoch, ticket.index)
-        assert batch is not None
-        unread = int(((batch.weight == 0).numpy() & (batch.ids >= 0)).sum())
-        batch = received(to_device(batch, self._computing.device, self._task), self._task)
-        return Prepared(lease, ticket, batch, Wanted(batch, self._widths, len(self._servers)), unread)
 
     # ------------------------------------------------------------ messages
 

@@ -1,0 +1,43 @@
+"""The rows that leases are about, as a process reads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dtf.passes import received, to_device
+from dtf.pserver.feeder import Prepared
+from dtf.pserver.ledger import EVALUATE, Lease
+from dtf.pserver.rows import Wanted
+from dtf.sampler import within
+from dtf.strategy import Errand, Task
+from dtf.values import Shard, Train
+
+if TYPE_CHECKING:
+    from dtf.loader import Loader
+
+
+class Reading:
+    """Reads tickets of leases. `sources`: among whom rows of tables are divided; `part`: what this process reads of each lease."""
+
+    def __init__(self, task: Task, errand: Errand, micro_batch_rows: int, sources: int, part: Shard = Shard(0, 1)) -> None:
+        self._task, self._open, self._device = task, errand.open, torch.device(errand.place.device)
+        self._micro_batch_rows, self._sources, self._part = micro_batch_rows, sources, part
+        self._widths = {name: table.width for name, table in task.recipe.tables().items()}
+        self._loaders: dict[tuple[int, int, int], Loader] = {}
+
+    def __call__(self, lease: Lease, ticket: Train) -> Prepared:
+        """Called by one thread."""
+        evaluates = lease.kind == EVALUATE
+        key = (lease.kind, 0 if evaluates else lease.part, lease.shares)
+        if key not in self._loaders:
+            split, rows = ("eval", -(-self._task.step.batch_size // self._part.count)) if evaluates else ("train", self._micro_batch_rows)
+            self._loaders[key] = self._open(split, within(Shard(key[1], lease.shares), self._part), rows)
+        loader = self._loaders[key]
+        loader.ahead([(ticket.epoch, ticket.index)])
+        batch = loader.get(ticket.epoch, ticket.index)
+        assert batch is not None
+        unread = int(((batch.weight == 0).numpy() & (batch.ids >= 0)).sum())
+        batch = received(to_device(batch, self._device, self._task), self._task)
+        return Prepared(lease, ticket, batch, Wanted(batch, self._widths, self._sources), unread)
