@@ -19,7 +19,7 @@ from dtf.pserver.narrow import rounded
 from dtf.sampler import cut, share, within
 from dtf.spmd import Replica
 from dtf.strategy import Task
-from dtf.values import Batch, Evaluated, Shard
+from dtf.values import WHOLE, Batch, Evaluated, Shard
 
 warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
 
@@ -60,7 +60,7 @@ class Computing:
         micro_batch_rows: int,
         whole_norm: bool,
         wire: torch.dtype | None,
-        part: Shard = Shard(0, 1),
+        part: Shard = WHOLE,
     ) -> None:
         self._task, self.device, self._layouts, self._shares, self._micro_batch_rows = task, device, layouts, shares, micro_batch_rows
         self._whole_norm, self._wire, self._part = whole_norm, wire, part

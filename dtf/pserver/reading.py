@@ -12,7 +12,7 @@ from dtf.pserver.ledger import EVALUATE, Lease
 from dtf.pserver.rows import Wanted
 from dtf.sampler import within
 from dtf.strategy import Errand, Task
-from dtf.values import Shard, Train
+from dtf.values import WHOLE, Shard, Train
 
 if TYPE_CHECKING:
     from dtf.loader import Loader
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Reading:
     """Reads tickets of leases. `sources`: among whom rows of tables are divided; `part`: what this process reads of each lease."""
 
-    def __init__(self, task: Task, errand: Errand, micro_batch_rows: int, sources: int, part: Shard = Shard(0, 1)) -> None:
+    def __init__(self, task: Task, errand: Errand, micro_batch_rows: int, sources: int, part: Shard = WHOLE) -> None:
         self._task, self._open, self._device = task, errand.open, torch.device(errand.place.device)
         self._micro_batch_rows, self._sources, self._part = micro_batch_rows, sources, part
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}

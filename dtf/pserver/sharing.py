@@ -33,15 +33,50 @@ Rows = Mapping[str, np.ndarray]
 
 
 class Union(Wanted):
-    """What all processes of a team want, each id once. `own`: what the first one has read itself; `counts`: ids of each process, by table."""
+    """What all processes of a team want for the piece of work `number`, each id once. `own`: what the first one has read itself; `counts`: ids of each
+    process, by table; `oldest`: the first piece that is not done, and not forgotten."""
 
-    def __init__(self, batch: Batch, widths: Mapping[str, int], servers: int, number: int, own: Prepared, counts: Sequence[Mapping[str, int]]) -> None:
-        super().__init__(batch, widths, servers)
-        self.number, self.own, self.counts = number, own, counts
+    number: int
+    own: Prepared
+    counts: list[dict[str, int]]
+    oldest: Callable[[], int]
 
     def fill(self, batch: Batch, rows: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> Batch:
         """In host memory, from where they go to all."""
         return super().fill(batch, rows, torch.device("cpu"))
+
+
+class Gathering:
+    """Has all of a team read their parts of a ticket, in the place of the `reading` of a trainer that is one process."""
+
+    def __init__(self, team: Team, reading: Reading, task: Task, servers: int) -> None:
+        self._team, self._reading, self._servers = team, reading, servers
+        self._widths = {name: table.width for name, table in task.recipe.tables().items()}
+        self._numbers = itertools.count()
+        self._alive: WeakSet[Union] = WeakSet()  # what may have to be computed
+        self._lock = threading.Lock()
+
+    def __call__(self, lease: Lease, ticket: Train) -> Prepared:
+        """Called by one thread."""
+        number = next(self._numbers)
+        self._team.order(Topic.READ, *lease[:4], ticket.step, ticket.epoch, ticket.index, ticket.rows, number)
+        own = self._reading(lease, ticket)
+        parts = [_told(own, False), *(self._team.receive_lists(Topic.READING, member, 2 + len(self._widths)) for member in self._team.others)]
+        facts, samples, *ids = zip(*parts, strict=True)
+        unread, stopping = np.sum(facts, axis=0).tolist()
+        self._team.stopping = self._team.stopping or bool(stopping)
+        inputs = {name: torch.from_numpy(np.concatenate(found)) for name, found in zip(self._widths, ids, strict=True)}
+        batch = Batch(inputs, torch.empty(0), torch.empty(0), np.concatenate(samples))
+        counts = [dict(zip(self._widths, map(len, part[2:]), strict=True)) for part in parts]
+        wanted = Union(batch, self._widths, self._servers)
+        wanted.number, wanted.own, wanted.counts, wanted.oldest = number, own, counts, self._oldest
+        with self._lock:
+            self._alive.add(wanted)
+        return Prepared(lease, ticket, batch, wanted, unread)
+
+    def _oldest(self) -> int:
+        with self._lock:
+            return min(each.number for each in self._alive)
 
 
 class Member(Computing):
@@ -50,7 +85,6 @@ class Member(Computing):
     def __init__(
         self,
         team: Team,
-        reading: Reading,
         task: Task,
         device: torch.device,
         layouts: Sequence[Layout],
@@ -60,7 +94,7 @@ class Member(Computing):
         wire: torch.dtype | None,
     ) -> None:
         super().__init__(task, device, layouts, shares, micro_batch_rows, whole_norm, wire, team.part)
-        self._team, self._reading, self._servers = team, reading, len(layouts)
+        self._team = team
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._kind: type[np.generic] = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
         self._measures = 1 + len(task.recipe.measures)
@@ -98,56 +132,18 @@ class Member(Computing):
         found = {} if _idle(own) else own.wanted.gradients(self.replica.row_gradients)[0]
         return {name: found[name][1] if name in found else np.empty((0, width), self._kind) for name, width in self._widths.items()}
 
-    def _ids(self, own: Prepared) -> list[np.ndarray]:
-        """Distinct ones, by table."""
-        return [np.empty(0, np.int64) if _idle(own) else ids for ids in own.wanted.ids(0).values()]
-
 
 class Leader(Member):
     """The first process of a team, in the place of a trainer that computes by itself."""
 
-    def __init__(
-        self,
-        team: Team,
-        reading: Reading,
-        task: Task,
-        device: torch.device,
-        layouts: Sequence[Layout],
-        shares: int,
-        micro_batch_rows: int,
-        whole_norm: bool,
-        wire: torch.dtype | None,
-    ) -> None:
-        super().__init__(team, reading, task, device, layouts, shares, micro_batch_rows, whole_norm, wire)
-        self._numbers = itertools.count()
-        self._alive: WeakSet[Union] = WeakSet()  # what may have to be computed
-        self._lock = threading.Lock()
-        self._whole = True
-        self._added = super().added()
-
-    def prepare(self, lease: Lease, ticket: Train) -> Prepared:
-        """Have all read their parts of a ticket; called by the feeder's thread."""
-        number = next(self._numbers)
-        self._team.order(Topic.READ, *lease[:4], ticket.step, ticket.epoch, ticket.index, ticket.rows, number)
-        own = self._reading(lease, ticket)
-        parts = [[np.array([own.unread, 0]), own.batch.ids[own.batch.ids >= 0], *self._ids(own)]]
-        parts += [self._team.receive_lists(Topic.READING, member, 2 + len(self._widths)) for member in self._members]
-        told, samples, *ids = zip(*parts, strict=True)
-        unread, stopping = sum(told)
-        self._team.stopping = self._team.stopping or bool(stopping)
-        inputs = {name: torch.from_numpy(np.concatenate(found)) for name, found in zip(self._widths, ids, strict=True)}
-        batch = Batch(inputs, torch.empty(0), torch.empty(0), np.concatenate(samples))
-        counts = [dict(zip(self._widths, map(len, part[2:]), strict=True)) for part in parts]
-        wanted = Union(batch, self._widths, self._servers, number, own, counts)
-        with self._lock:
-            self._alive.add(wanted)
-        return Prepared(lease, ticket, batch, wanted, int(unread))
+    _whole = True  # the others have only the parameters that learn
+    _added = np.empty(0)
 
     def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
         wanted = _union(prepared)
         rows = self._begin(TRAIN, wanted, batch, factor)
         sums, self._added = self._pass(wanted.own, rows, factor)
-        parts = [self._gradients(wanted.own), *(self._receive_rows(member, wanted.counts[member]) for member in self._members)]
+        parts = [self._gradients(wanted.own), *(self._receive_rows(member, wanted.counts[member]) for member in self._team.others)]
         self.replica.row_gradients = {name: torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in self._widths}
         return sums
 
@@ -159,7 +155,7 @@ class Leader(Member):
         wanted = _union(prepared)
         rows = self._begin(EVALUATE, wanted, wanted.fill(prepared.batch, pulled.rows, self.device), 0.0)
         sums, judged = self._look(wanted.own, rows)
-        parts = [judged, *(self._receive_judged(member) for member in self._members)]
+        parts = [judged, *(self._receive_judged(member) for member in self._team.others)]
         found = [torch.from_numpy(part) for part in parts if part is not None]
         return Evaluated(sums, torch.cat(found) if found else None)
 
@@ -167,17 +163,10 @@ class Leader(Member):
         super().take_frozen(server, data)
         self._whole = True
 
-    @property
-    def _members(self) -> range:
-        """The others."""
-        return range(1, self._team.part.count)
-
     def _begin(self, kind: int, wanted: Union, batch: Batch, factor: float) -> Rows:
         """Have all compute what they have read; returns the rows of this process."""
-        with self._lock:
-            oldest = min(each.number for each in self._alive)
         whole, self._whole = self._whole, False
-        self._team.order(Topic.WORK, kind, wanted.number, oldest, whole, factor)
+        self._team.order(Topic.WORK, kind, wanted.number, wanted.oldest(), whole, factor)
         self._hand_out(whole)
         parts: list[dict[str, np.ndarray]] = [{} for _ in wanted.counts]
         for name in self._widths:
@@ -199,11 +188,11 @@ class Leader(Member):
 class Follower(Member):
     """Any other process of a team. One thread reads, one takes orders, and the caller's computes."""
 
-    def run(self, errand: Errand) -> None:
+    def run(self, errand: Errand, reading: Reading) -> None:
         """To the end of the run. PeerError when another one of the team is gone."""
         self._read: dict[int, Prepared] = {}
         self._orders: queue.SimpleQueue[list[float] | BaseException] = queue.SimpleQueue()
-        for work in (lambda: self._read_ahead(errand.stop_requested), self._take_orders):
+        for work in (lambda: self._read_ahead(reading, errand.stop_requested), self._take_orders):
             threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
         step = 0
         while True:
@@ -223,7 +212,7 @@ class Follower(Member):
             self._hand_out(bool(whole))
             rows = {
                 name: self._team.receive(Topic.ROWS, 0, (len(ids), width), self._kind)
-                for (name, width), ids in zip(self._widths.items(), self._ids(own), strict=True)
+                for (name, width), ids in zip(self._widths.items(), _ids(own), strict=True)
             }
             if kind == EVALUATE:
                 errand.beat("evaluate", step)
@@ -242,13 +231,12 @@ class Follower(Member):
         if judged is not None:
             self._team.send(Topic.ROWS, 0, judged)
 
-    def _read_ahead(self, stopping: Callable[[], bool]) -> None:
+    def _read_ahead(self, reading: Reading, stopping: Callable[[], bool]) -> None:
         while order := self._team.take_order(Topic.READ):
             kind, step, part, shares, *ticket, number = map(int, order)
             mine = Train(*ticket, lr=0.0)
-            own = self._read[number] = self._reading(Lease(kind, step, part, shares, (mine,)), mine)
-            told = np.array([own.unread, int(stopping())])
-            self._team.send_lists(Topic.READING, 0, [told, own.batch.ids[own.batch.ids >= 0], *self._ids(own)])
+            own = self._read[number] = reading(Lease(kind, step, part, shares, (mine,)), mine)
+            self._team.send_lists(Topic.READING, 0, _told(own, stopping()))
 
     def _take_orders(self) -> None:
         while order := self._team.take_order(Topic.WORK):
@@ -265,13 +253,23 @@ class Follower(Member):
 def follow(task: Task, errand: Errand, team: Team, shares: int) -> None:
     """The life of a process of a team that another one leads. `shares`: into how many leases the rows of a step are cut."""
     rows = task.step.rows_each(shares * team.part.count)
-    reading = Reading(task, errand, rows, 1, team.part)
-    Follower(team, reading, task, torch.device(errand.place.device), [], shares, rows, False, None).run(errand)
+    follower = Follower(team, task, torch.device(errand.place.device), [], shares, rows, False, None)
+    follower.run(errand, Reading(task, errand, rows, 1, team.part))
 
 
 def _idle(own: Prepared) -> bool:
     """Whether a process has no micro-batch of a lease: it has read padding."""
     return bool(own.batch.ids[0] < 0)
+
+
+def _ids(own: Prepared) -> list[np.ndarray]:
+    """Distinct ones, by table."""
+    return [np.empty(0, np.int64) if _idle(own) else ids for ids in own.wanted.ids(0).values()]
+
+
+def _told(own: Prepared, stopping: bool) -> list[np.ndarray]:
+    """What the first process has to know of what a process has read: rows that could not be, whether it was told to stop; sample ids; ids by table."""
+    return [np.array([own.unread, int(stopping)]), own.batch.ids[own.batch.ids >= 0], *_ids(own)]
 
 
 def _union(prepared: Prepared) -> Union:

@@ -5,10 +5,11 @@ Whoever loses another one ends with PeerError, and a new team meets, of those th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,8 +84,8 @@ class Team:
         self.part, self.stopping = part, False
         with _kinship():
             own = dist.PrefixStore(meet(store, part, beat, patience_s), store)
-            self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", own), part.index, part.count, timedelta(seconds=BUILD_S))
-            self._device = self._host
+            self._host: Any = dist.ProcessGroupGloo(dist.PrefixStore("host", own), part.index, part.count, timedelta(seconds=BUILD_S))
+            self._device = self._host  # any, as torch's types leave out what a group can do
             if device.type == "cuda":
                 self._device = dist.ProcessGroupNCCL(dist.PrefixStore("device", own), part.index, part.count, dist.ProcessGroupNCCL.Options())
 
@@ -92,6 +93,11 @@ class Team:
     def leads(self) -> bool:
         """Whether this is the first process."""
         return self.part.index == 0
+
+    @property
+    def others(self) -> range:
+        """All but the first one."""
+        return range(1, self.part.count)
 
     # ------------------------------------------------------------ all at once; collective, by one thread of each
 
@@ -117,7 +123,7 @@ class Team:
             if self.leads:
                 _copy(bucket, flat)
 
-    def _group(self, tensor: Tensor) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+    def _group(self, tensor: Tensor) -> Any:
         return self._device if tensor.is_cuda else self._host
 
     # ------------------------------------------------------------ one to another, in host memory
@@ -126,7 +132,7 @@ class Team:
         """From the first one to each of the others; none: the run is over."""
         order = np.zeros(1 + LONGEST_ORDER)
         order[: 1 + len(numbers)] = len(numbers), *numbers
-        for member in range(1, self.part.count):
+        for member in self.others:
             self.send(topic, member, order)
 
     def take_order(self, topic: Topic) -> list[float]:
@@ -165,7 +171,8 @@ class Team:
 
 
 @contextmanager
-def _kinship():  # noqa: ANN202
+def _kinship() -> Iterator[None]:
+    """Around what needs another process."""
     try:
         yield
     except RuntimeError as error:  # gloo has no class of its own

@@ -23,7 +23,7 @@ from dtf.pserver.merging import Merging
 from dtf.pserver.narrow import FORMATS, narrow, widen
 from dtf.pserver.protocol import ANY, EXCHANGE, HELLO, LATE, NO, NONE, READY, REPORT
 from dtf.pserver.reading import Reading
-from dtf.pserver.sharing import Leader
+from dtf.pserver.sharing import Gathering, Leader
 from dtf.pserver.team import Team
 from dtf.pserver.transport import Transport
 from dtf.pserver.wire import Message, decode, encode
@@ -59,8 +59,8 @@ class Trainer:
         if team is None:
             self._computing, prepare = Computing(*options), Reading(task, errand, self._micro_batch_rows, len(servers))
         else:
-            self._computing = leader = Leader(team, Reading(task, errand, self._micro_batch_rows, 1, team.part), *options)
-            prepare = leader.prepare
+            own = Reading(task, errand, self._micro_batch_rows, 1, team.part)
+            self._computing, prepare = Leader(team, *options), Gathering(team, own, task, len(servers))
         self._local = Local(task, self._computing, layouts) if merging.local else None
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._schemas, self._reports, self._hellos = protocol.exchange_schemas(task.recipe), protocol.report_schemas(), protocol.hello_schemas()
