@@ -31,6 +31,10 @@ LONGEST_ORDER = 9
 """Numbers."""
 
 
+_groups: list[Any] = []
+"""Kept until the process ends, which closes them: the last to let go of one would wait for gloo's threads, which may wait for the interpreter."""
+
+
 class Topic(IntEnum):
     """What a message from one process to another is about. Those of one topic are sent by one thread, and come in order."""
 
@@ -88,6 +92,8 @@ class Team:
             self._device = self._host  # any, as torch's types leave out what a group can do
             if device.type == "cuda":
                 self._device = dist.ProcessGroupNCCL(dist.PrefixStore("device", own), part.index, part.count, dist.ProcessGroupNCCL.Options())
+
+        _groups.extend([self._host, self._device])
 
     @property
     def leads(self) -> bool:
