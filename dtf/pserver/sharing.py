@@ -136,8 +136,8 @@ class Member(Computing):
 class Leader(Member):
     """The first process of a team, in the place of a trainer that computes by itself."""
 
-    _whole = True  # the others have only the parameters that learn
-    _added = np.empty(0)
+    _whole = True  # the others do not have all that the model has beside parameters that learn
+    _added: np.ndarray | None = None
 
     def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
         wanted = _union(prepared)
@@ -148,7 +148,7 @@ class Leader(Member):
         return sums
 
     def added(self) -> np.ndarray:
-        return self._added
+        return super().added() if self._added is None else self._added
 
     def evaluate(self, prepared: Prepared, pulled: Pulled) -> Evaluated:
         self.load(pulled)
@@ -207,8 +207,8 @@ class Follower(Member):
                 return
             kind, number, oldest, whole = map(int, order[:4])
             own = self._read[number]
-            for each in [each for each in self._read if each < oldest]:
-                del self._read[each]  # the first process has forgotten it
+            for each in [each for each in list(self._read) if each < oldest]:  # a thread adds to it
+                del self._read[each]
             self._hand_out(bool(whole))
             rows = {
                 name: self._team.receive(Topic.ROWS, 0, (len(ids), width), self._kind)

@@ -26,10 +26,8 @@ BUILD_S = 30.0
 PATIENCE = timedelta(days=7)
 """With those that are connected: who dies is noticed at once, and whether one hangs is for the launcher to find."""
 
-
 LONGEST_ORDER = 9
-"""Numbers."""
-
+"""Numbers in it."""
 
 _groups: list[Any] = []
 """Kept until the process ends, which closes them: the last to let go of one would wait for gloo's threads, which may wait for the interpreter."""
@@ -92,7 +90,6 @@ class Team:
             self._device = self._host  # any, as torch's types leave out what a group can do
             if device.type == "cuda":
                 self._device = dist.ProcessGroupNCCL(dist.PrefixStore("device", own), part.index, part.count, dist.ProcessGroupNCCL.Options())
-
         _groups.extend([self._host, self._device])
 
     @property
