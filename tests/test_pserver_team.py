@@ -25,6 +25,7 @@ DAWDLING = [
     "checkpoint.every_steps=5", "train.record=true", "lr.warmup=0", "strategy=pserver", "launcher.threads=1",
 ]  # fmt: skip
 RECIPES = pytest.mark.parametrize("recipe", [TOY, ANY], ids=["toy", "tabled"])
+RECIPES_RARELY = pytest.mark.parametrize("recipe", [pytest.param(TOY, marks=slow), ANY], ids=["toy", "tabled"])
 
 
 @RECIPES
@@ -38,7 +39,7 @@ def test_sync_is_the_reference(team: int, processes: int, servers: int, recipe: 
     assert difference(reference(recipe=recipe), spread("pserver", processes, options=options, recipe=recipe)) <= 1e-10
 
 
-@RECIPES
+@RECIPES_RARELY
 def test_modes_that_wait_for_everybody_are_the_reference_too(recipe: dict[str, Any]) -> None:
     alone = spread("pserver", 2, options={"mode": "async", "staleness": 0, "team": 2}, recipe=recipe)
     assert difference(reference(recipe=recipe), alone) <= 1e-10
@@ -48,7 +49,7 @@ def test_modes_that_wait_for_everybody_are_the_reference_too(recipe: dict[str, A
     assert difference(whole, gathered) <= 1e-10
 
 
-@RECIPES
+@RECIPES_RARELY
 def test_geo_is_what_it_is_with_trainers_of_one_process(recipe: dict[str, Any]) -> None:
     options = {"mode": "geo", "geo_steps": 3, "staleness": 0, "servers": 2, "min_block": 1}
     one, team = spread("pserver", 1, options=options, recipe=recipe), spread("pserver", 3, options=options | {"team": 3}, recipe=recipe)
