@@ -53,7 +53,7 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
         _weights(settings.recipe, final),
         settings.sparse,
     )
-    trainers = strategy.trainers or json.loads((run / "run.json").read_text())["world"]["processes"]
+    trainers = strategy.count_trainers(json.loads((run / "run.json").read_text())["world"]["processes"])
     replay = Replay(task, strategy, strategy.merging(), trainers, rows.loader, _began(run, start))
     replay.run(events)
     expected, found = checkpoint_tensors(final), _together(replay.boxes())

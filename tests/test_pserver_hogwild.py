@@ -165,7 +165,7 @@ def test_when_one_fails_the_others_end_and_its_error_is_raised() -> None:
 def test_servers_count_threads() -> None:
     many = Pserver(mode=Mode.async_, trainers=3, hogwild_threads=4)
     assert [list(numbers(process, many)) for process in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert many.roles(2) == {"server": 1, "trainer": 3} and many.merging().window(many._trainers(2)) == 24
+    assert many.roles(2) == {"server": 1, "trainer": 3} and many.merging().window(many.count_trainers(2)) == 24
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,7 @@ def test_servers_count_threads() -> None:
         ({"mode": Mode.sync}, "cpu", "all gradients of a step are of the same ones"),
         ({"mode": Mode.geo, "staleness": 0}, "cpu", "learns by itself"),
         ({"record": "order"}, "cpu", "cannot be replayed"),
+        ({"team": 2}, "cpu", "with strategy.team=2 a trainer is several processes"),
         ({}, "cuda", "is for trainers on CPU"),
     ],
 )

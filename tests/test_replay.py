@@ -53,7 +53,7 @@ def test_a_recorded_run_has_the_same_numbers_again_and_needs_no_memory_of_what_i
     assert run.code == 0, run.err
     made, found = replayed(run.folder)
     assert found["tensor"] <= 1e-10 and found["start"] == 0 and all(found["updates"])
-    assert not (made._replies or made._computed or made._batches or made._met)
+    assert not (made._replies or made._computed or made._prepared or made._met)
     assert "job.steps is of no account with job.replay" in run_dtf("job=verify", f"job.replay={run.folder}", "job.steps=3").err
 
 

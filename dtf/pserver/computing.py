@@ -18,10 +18,10 @@ from dtf.pserver.blocks import Layout, views
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.narrow import rounded
 from dtf.pserver.protocol import NONE
-from dtf.sampler import cut, share
+from dtf.sampler import cut, share, within
 from dtf.spmd import Replica
 from dtf.strategy import Task
-from dtf.values import Batch, Evaluated, Shard
+from dtf.values import WHOLE, Batch, Evaluated, Shard
 
 warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
 
@@ -58,7 +58,7 @@ class Computed(NamedTuple):
 
 
 class Computing:
-    """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient.
+    """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient. `part`: what this process computes of each lease.
 
     `threads`: of this process that compute with one copy of the parameters; `first`: the one of them that was made first, whose copy it is. Buffers,
     gradients and statistics each has for itself.
@@ -73,11 +73,12 @@ class Computing:
         micro_batch_rows: int,
         whole_norm: bool,
         wire: torch.dtype | None,
+        part: Shard = WHOLE,
         threads: int = 1,
         first: Computing | None = None,
     ) -> None:
         self._task, self.device, self._layouts, self._shares, self._micro_batch_rows = task, device, layouts, shares, micro_batch_rows
-        self._whole_norm, self._wire = whole_norm, wire
+        self._whole_norm, self._wire, self._part = whole_norm, wire, part
         model = draw_model(task.recipe, task.seed, task.weights)
         self.masters = cast_model(model, task.precision, device)
         self.parameters = dict(model.named_parameters())
@@ -96,7 +97,8 @@ class Computing:
         """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
         batch = received(batch, self._task)
         batch = batch._replace(inputs=stand_ins(batch.inputs, self._task.recipe.tables()))
-        if self.replica.rehearse(rows_of(batch, 0, 4), spread=self._shares > 1) and self._threads > 1:
+        drew = self.replica.rehearse(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
+        if drew and self._threads > 1:
             raise draws_at_large("pserver", "and the threads of strategy.hogwild_threads share one generator")
 
     def gradients(self, prepared: Prepared, pulled: Pulled) -> Computed:
@@ -116,16 +118,21 @@ class Computing:
         dense = [memory.cpu().numpy() for memory in self._outgoing]
         norm = self._norm(rows) if self._whole_norm else 0.0
         finite = math.isfinite(norm)
-        return Computed(dense, rows, sums, self.replica.statistics.added().cpu().numpy(), norm if finite else 0.0, int(finite))
+        return Computed(dense, rows, sums, self.added(), norm if finite else 0.0, int(finite))
 
     def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
         """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters; the metric sums (M,)."""
-        ticket, shard = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
-        bounds, own = self.own(prepared)
+        ticket, lease = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
+        bounds, _ = self.own(prepared)
+        own = share(len(bounds) - 1, within(lease, self._part))
         self.replica.model.train()
         self.replica.statistics.forget(ticket.step)
         scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
-        return self.replica.accumulate(ticket, batch, bounds, own, shard, scale)
+        return self.replica.accumulate(ticket, batch, bounds, own, lease, scale)
+
+    def added(self) -> np.ndarray:
+        """What the last pass added to running averages, see `RunningStatistics.added`."""
+        return self.replica.statistics.added().cpu().numpy()
 
     def own(self, prepared: Prepared) -> tuple[list[int], tuple[int, int]]:
         """Bounds of all micro-batches of the ticket, and the first and last + 1 of those of the lease."""

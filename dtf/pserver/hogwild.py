@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dtf.pserver.team import Team
 from dtf.pserver.trainer import Trainer
 from dtf.pserver.transport import Transport
 from dtf.strategy import Errand, Task
@@ -34,12 +35,13 @@ def numbers(process: int, strategy: Pserver) -> range:
     return range(process * strategy.hogwild_threads, (process + 1) * strategy.hogwild_threads)
 
 
-def work(task: Task, errand: Errand, strategy: Pserver, count: int, process: int, servers: Sequence[Transport]) -> str:
-    """The life of a trainer process; why the run is over. `count`: of trainers in all processes. Raises what the first thread to fail met."""
+def work(task: Task, errand: Errand, strategy: Pserver, count: int, process: int, servers: Sequence[Transport], team: Team | None = None) -> str:
+    """The life of a trainer process, which may be the first of a `team`; why the run is over. `count`: of trainers in all processes. Raises what the first
+    thread to fail met."""
     together, merging, trainers = Together(strategy.hogwild_threads, errand.beat), strategy.merging(), list[Trainer]()
     for thread, number in enumerate(numbers(process, strategy)):
         own = replace(errand, beat=together.beat(thread))
-        trainers.append(Trainer(task, own, strategy, merging, count, number, servers, trainers[0] if trainers else None))
+        trainers.append(Trainer(task, own, strategy, merging, count, number, servers, trainers[0] if trainers else None, team))
     trainers[0].rehearse()
     if len(trainers) == 1:
         trainers[0].run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from torch import Tensor
 from dtf.build import sketch
 from dtf.errors import DataError
 from dtf.launcher import Place
-from dtf.passes import received, to_device
 from dtf.pserver.blocks import lay_out, travelling
 from dtf.pserver.computing import Blocks, Computed, Computing, Pulled
 from dtf.pserver.feeder import Prepared
@@ -24,17 +23,14 @@ from dtf.pserver.merging import Merging
 from dtf.pserver.narrow import FORMATS, rounded
 from dtf.pserver.protocol import ANY, NONE
 from dtf.pserver.push import Push
+from dtf.pserver.reading import Open, Reading
 from dtf.pserver.recorder import Pull
-from dtf.pserver.rows import Wanted
 from dtf.strategy import Source, Task
-from dtf.values import Batch, Box, Shard, Train
+from dtf.values import Box, Train
 from dtf.world import World
 
 if TYPE_CHECKING:
-    from dtf.loader import Loader
     from dtf.strategies.pserver import Pserver
-
-Open = Callable[[str, Shard, int], "Loader"]
 
 Part = tuple[int, int]
 """First step of a lease, and its share."""
@@ -61,9 +57,9 @@ class Replay:
     """`rows` opens the training data; `source`: the checkpoint that the recorded attempt began with."""
 
     def __init__(self, task: Task, strategy: Pserver, merging: Merging, trainers: int, rows: Open, source: Source | None) -> None:
-        self._task, self._merging, self._open = task, merging, rows
+        self._merging = merging
         self._servers, self._shares = strategy.count(), merging.shares(trainers)
-        self._micro_batch_rows = task.step.rows_each(self._shares)
+        self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
         self.holdings = [
             Holdings(task, _Alone(server, self._servers), strategy, merging, self._shares, self._micro_batch_rows) for server in range(self._servers)
         ]
@@ -83,8 +79,8 @@ class Replay:
         self._replies: dict[Part, dict[tuple[Pull, int], list[_Reply]]] = {}
         self._computed: dict[Part, dict[int, Computed]] = {}  # by trainer
         self._applied: Counter[Part] = Counter()  # by how many servers
-        self._loaders: dict[int, Loader] = {}
-        self._batches: dict[tuple[int, int], Batch] = {}
+        self._read = Reading(task, rows, torch.device("cpu"), self._micro_batch_rows, self._servers)
+        self._prepared: dict[tuple[int, int], Prepared] = {}
         self._met: dict[tuple[int, int, int], dict[str, set[int]]] = {}
 
     def run(self, events: Sequence[Iterator[Mapping[str, Any]]]) -> None:
@@ -129,7 +125,7 @@ class Replay:
         lease = self._lease(pull.step, pull.part)
         first = pull.at == lease.tickets[0].step
         known = ANY if self._local is None or first else NONE
-        ids = Wanted(self._batch(pull.part, self._ticket(lease, pull.at)), self._widths, self._servers).ids(server)
+        ids = self._prepare(lease, self._ticket(lease, pull.at)).wanted.ids(server)
         if self._local is not None:
             met = self._met.setdefault((pull.trainer, pull.step, server), {name: set() for name in ids})
             if first:
@@ -164,7 +160,7 @@ class Replay:
         )
 
     def _gradients(self, trainer: int, lease: Lease, server: int, seen: int) -> Computed:
-        prepared = self._prepared(lease, lease.tickets[0])
+        prepared = self._prepare(lease, lease.tickets[0])
         pull, given = Pull(trainer, lease.step, lease.part, lease.step), self._replies[lease.step, lease.part]
         replies = [given[pull, each][-1] for each in range(self._servers)]
         replies[server] = next((reply for reply in given[pull, server] if reply.applied == seen), replies[server])
@@ -178,7 +174,7 @@ class Replay:
         local, given = self._local, self._replies[lease.step, lease.part]
         assert local is not None
         for ticket in lease.tickets:
-            prepared = self._prepared(lease, ticket)
+            prepared = self._prepare(lease, ticket)
             pull = Pull(trainer, lease.step, lease.part, ticket.step)
             replies = [given[pull, server][-1] for server in range(self._servers)] if (pull, 0) in given else []
             if ticket is lease.tickets[0]:
@@ -194,7 +190,7 @@ class Replay:
         self._replies.pop((step, part), None)
         del self._computed[step, part]
         for ticket in self._tickets[step]:
-            self._batches.pop((part, ticket.step), None)
+            self._prepared.pop((part, ticket.step), None)
 
     def _lease(self, step: int, part: int) -> Lease:
         return Lease(TRAIN, step, part, self._shares, self._tickets[step])
@@ -202,16 +198,8 @@ class Replay:
     def _ticket(self, lease: Lease, step: int) -> Train:
         return next(ticket for ticket in lease.tickets if ticket.step == step)
 
-    def _prepared(self, lease: Lease, ticket: Train) -> Prepared:
-        batch = self._batch(lease.part, ticket)
-        return Prepared(lease, ticket, batch, Wanted(batch, self._widths, self._servers), 0)
-
-    def _batch(self, part: int, ticket: Train) -> Batch:
-        key = (part, ticket.step)
-        if key not in self._batches:
-            if part not in self._loaders:
-                self._loaders[part] = self._open("train", Shard(part, self._shares), self._micro_batch_rows)
-            batch = self._loaders[part].get(ticket.epoch, ticket.index)
-            assert batch is not None
-            self._batches[key] = received(to_device(batch, torch.device("cpu"), self._task), self._task)
-        return self._batches[key]
+    def _prepare(self, lease: Lease, ticket: Train) -> Prepared:
+        key = (lease.part, ticket.step)
+        if key not in self._prepared:
+            self._prepared[key] = self._read(lease, ticket)
+        return self._prepared[key]

@@ -50,7 +50,7 @@ class Serving(Program):
 
     def __init__(self, task: Task, world: World, strategy: Pserver, merging: Merging, trainers: int) -> None:
         self.shares = merging.shares(trainers)
-        self.micro_batch_rows = task.step.rows_each(self.shares)
+        self.micro_batch_rows = task.step.rows_each(self.shares * strategy.team)
         self._task, self._world, self._merging, self._trainers = task, world, merging, trainers
         self._window, self._record = merging.window(trainers), strategy.record
         self.holdings = Holdings(task, world, strategy, merging, self.shares, self.micro_batch_rows)

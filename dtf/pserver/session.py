@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from dtf import network
@@ -28,16 +29,18 @@ from dtf.pserver.protocol import LEASE, MEET, STATUS
 from dtf.pserver.rows import shelves_of
 from dtf.pserver.rpc import Client, Service, Tls, viewer
 from dtf.pserver.serving import Serving
+from dtf.pserver.sharing import follow
 from dtf.pserver.status import snapshot
+from dtf.pserver.team import Team
 from dtf.pserver.transport import Retrying
 from dtf.pserver.wire import encode
 from dtf.strategy import Errand, Program, Source, Standing, Task
+from dtf.values import Shard
 from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.loader import Loader
     from dtf.strategies.pserver import Pserver
-    from dtf.values import Shard
 
 Handlers = Mapping[str, Callable[[bytes], bytes]]
 
@@ -150,11 +153,27 @@ def _announce(folder: Path, endpoints: list[str], place: Place, strategy: Pserve
 def train(task: Task, errand: Errand, strategy: Pserver, trainers: int) -> None:
     """A trainer's life. PeerError when a server is gone; by hand, when servers do not come back."""
     place, endpoints = errand.place, strategy.where()
-    number = place.rank - strategy.count()
+    number, member = divmod(place.rank - strategy.count(), strategy.team)
     if endpoints:
         _ByHand(task, errand, strategy, trainers, number).run()
         return
-    work(task, errand, strategy, trainers, number, servers(place, strategy))
+    if strategy.team == 1:
+        work(task, errand, strategy, trainers, number, servers(place, strategy))
+        return
+    team = _team(errand, number, Shard(member, strategy.team))
+    if member:
+        follow(task, errand, team, strategy.merging().shares(trainers))
+        return
+    errand = replace(errand, stop_requested=lambda told=errand.stop_requested: told() or team.stopping)
+    work(task, errand, strategy, trainers, number, servers(place, strategy), team)
+    team.dismiss()
+
+
+def _team(errand: Errand, number: int, part: Shard) -> Team:
+    """Of the trainer `number`."""
+    place = errand.place
+    store = PrefixStore(f"trainer/{number}", _store(place))
+    return Team(store, part, torch.device(place.device), lambda: errand.beat("start", 0), place.start_timeout_s / 2)
 
 
 def lend(task: Task, errand: Errand, strategy: Pserver, trainers: int, read: Callable[[Path], Source], write: Write) -> None:

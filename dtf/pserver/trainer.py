@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 
 from dtf.build import sketch
 from dtf.errors import BusyError, ConfigError
-from dtf.passes import received, to_device
+from dtf.passes import to_device
 from dtf.pserver import protocol
 from dtf.pserver.blocks import lay_out, travelling
 from dtf.pserver.computing import Blocks, Computed, Computing, Pulled
@@ -23,14 +22,15 @@ from dtf.pserver.local import Local
 from dtf.pserver.merging import Merging
 from dtf.pserver.narrow import FORMATS, narrow, widen
 from dtf.pserver.protocol import ANY, EXCHANGE, HELLO, LATE, NO, NONE, READY, REPORT
-from dtf.pserver.rows import Wanted
+from dtf.pserver.reading import Reading
+from dtf.pserver.sharing import Gathering, Leader
+from dtf.pserver.team import Team
 from dtf.pserver.transport import Transport
 from dtf.pserver.wire import Message, decode, encode
 from dtf.strategy import Errand, Task
 from dtf.values import Shard, Train
 
 if TYPE_CHECKING:
-    from dtf.loader import Loader
     from dtf.strategies.pserver import Pserver
 
 
@@ -40,7 +40,7 @@ UNKNOWN = Blocks(ANY, np.empty(0))
 
 class Trainer:
     """`servers`: what carries requests to each of them. `number`: which trainer this is. `first`: another one of this process, with whose parameters it
-    computes and with whom it takes turns at reading, see `hogwild`."""
+    computes and with whom it takes turns at reading, see `hogwild`. `team`: of which this process is the first, if any."""
 
     def __init__(
         self,
@@ -52,22 +52,28 @@ class Trainer:
         number: int,
         servers: Sequence[Transport],
         first: Trainer | None = None,
+        team: Team | None = None,
     ) -> None:
         self._task, self._errand, self._servers, self._number = task, errand, servers, number
         self._merging, self._shares = merging, merging.shares(trainers)
-        self._micro_batch_rows = task.step.rows_each(self._shares)
+        self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
         self._wire = FORMATS[strategy.wire.value]
         found = lay_out(sketch(task.recipe), task.precision, len(servers), strategy.slice_parameters, strategy.min_block, strategy.placement)
         layouts = [travelling(layout, self._wire) for layout in found]
         whole_norm = len(servers) > 1 and not merging.together
-        cuts, threads = (self._shares, self._micro_batch_rows), strategy.hogwild_threads
-        device, beside = torch.device(errand.place.device), first._computing if first else None
-        self._computing = Computing(task, device, layouts, *cuts, whole_norm, self._wire, threads, beside)
+        device, threads = torch.device(errand.place.device), strategy.hogwild_threads
+        options = task, device, layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire
+        self._prepare: Callable[[Lease, Train], Prepared]
+        if team is not None:
+            own = Reading(task, errand.open, device, self._micro_batch_rows, 1, team.part)
+            self._computing, self._prepare = Leader(team, *options), Gathering(team, own, task, len(servers))
+        elif first is not None:
+            self._computing, self._prepare = Computing(*options, threads=threads, first=first._computing), first._prepare
+        else:
+            self._computing, self._prepare = Computing(*options, threads=threads), Reading(task, errand.open, device, self._micro_batch_rows, len(servers))
         self._local = Local(task, self._computing, layouts) if merging.local else None
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._schemas, self._reports, self._hellos = protocol.exchange_schemas(task.recipe), protocol.report_schemas(), protocol.hello_schemas()
-        self._loaders: dict[tuple[int, int, int], Loader] = first._loaders if first else {}
-        self._reading = first._reading if first else threading.Lock()
         self._latest: list[Blocks] = first._latest if first else [UNKNOWN] * len(servers)  # the newest that were pulled
         self._evaluation = ANY  # of which the buffers are here
         self._sender = ThreadPoolExecutor(1, "sender")
@@ -179,22 +185,6 @@ class Trainer:
         scalars = {"trainer": self._number, "step": lease.step, "part": lease.part, "unread": prepared.unread}
         self._servers[0].call(REPORT, encode(self._reports[0], scalars, arrays), DEADLINE_S)
         self._feeder.finished(lease)
-
-    def _prepare(self, lease: Lease, ticket: Train) -> Prepared:
-        """Rows of a ticket of a lease; called by the feeder's thread."""
-        evaluates = lease.kind == EVALUATE
-        key = (lease.kind, 0 if evaluates else lease.part, lease.shares)
-        with self._reading:
-            if key not in self._loaders:
-                split, rows = ("eval", self._task.step.batch_size) if evaluates else ("train", self._micro_batch_rows)
-                self._loaders[key] = self._errand.open(split, Shard(key[1], lease.shares), rows)
-            loader = self._loaders[key]
-            loader.ahead([(ticket.epoch, ticket.index)])
-            batch = loader.get(ticket.epoch, ticket.index)
-        assert batch is not None
-        unread = int(((batch.weight == 0).numpy() & (batch.ids >= 0)).sum())
-        batch = received(to_device(batch, self._computing.device, self._task), self._task)
-        return Prepared(lease, ticket, batch, Wanted(batch, self._widths, len(self._servers)), unread)
 
     # ------------------------------------------------------------ messages
 

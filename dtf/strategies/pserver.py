@@ -14,7 +14,7 @@ from dtf.launcher import LONGEST_S
 from dtf.precision import Format
 from dtf.pserver.placing import check_placement
 from dtf.registry import option, register
-from dtf.strategy import Alone, Errand, Program, Standing, Strategy, Task
+from dtf.strategy import Alone, Errand, Program, Standing, Strategy, Task, check_divides
 
 if TYPE_CHECKING:
     from dtf.pserver.merging import Merging
@@ -107,7 +107,14 @@ class Pserver(Strategy):
         doc="who holds what is no sparse table: `pserver`: servers do; `allreduce`: each trainer, as with ddp, and servers hold rows alone (sync)",
     )
     servers: int = option(default=1, least=1, most=MOST_PROCESSES, doc="processes that hold the state")
-    trainers: int = option(default=0, least=0, most=MOST_PROCESSES, doc="processes that compute; 0: launcher.processes")
+    trainers: int = option(default=0, least=0, most=MOST_PROCESSES, doc="who computes, each in `team` processes; 0: launcher.processes / team")
+    team: int = option(
+        default=1,
+        least=1,
+        most=MOST_PROCESSES,
+        doc="processes of a trainer: they share the rows of each lease, add up gradients among themselves (nccl on GPUs, gloo on CPUs), and one of them "
+        "alone speaks with the servers",
+    )
     hogwild_threads: int = option(
         default=1,
         least=1,
@@ -167,7 +174,7 @@ class Pserver(Strategy):
         return frozenset() if self._rows_alone else frozenset({"trainer"})
 
     def roles(self, processes: int) -> dict[str, int]:
-        roles = {"server": self.count(), "trainer": self.trainers or processes}
+        roles = {"server": self.count(), "trainer": self.trainers * self.team or processes}
         return dict(reversed(roles.items())) if self._rows_alone else roles
 
     @property
@@ -207,7 +214,7 @@ class Pserver(Strategy):
         return Alone(role, rank, by_hand.addresses(endpoints)[0], by_hand.token(self.token_file))
 
     def hints(self, processes: int) -> list[str]:
-        servers, trainers = self.count(), self._trainers(processes)
+        servers, trainers = self.count(), self.count_trainers(processes)
         if servers <= trainers:
             return []
         return [f"{servers} servers for {trainers} trainer(s): more servers than trainers mostly wait; use fewer, unless the tables need the memory of all"]
@@ -218,8 +225,12 @@ class Pserver(Strategy):
         if self.server_device is Device.cuda and devices == "cpu":
             raise ConfigError("strategy.server_device=cuda needs a GPU, and launcher.devices has none here; use strategy.server_device=cpu")
         if self._rows_alone:
-            self._check_rows_alone(task, self._trainers(processes))
+            self._check_rows_alone(task, self.count_trainers(processes))
+        if not self.trainers:
+            check_divides("strategy.team", self.team, processes)
         alone = self.alone()
+        if alone and self.team > 1:
+            raise ConfigError(f"strategy.team={self.team} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use strategy.team=1")
         if alone and self.tls.mode is TlsMode.none and not self.allow_insecure:
             by_hand.check_loopback(self.where())
         elif self.allow_insecure and not alone:
@@ -279,6 +290,8 @@ class Pserver(Strategy):
                 f"{said}: threads compute with parameters of which some are newer than others, and nothing records which, so that strategy.record cannot "
                 "be replayed; leave one of them out"
             )
+        if self.team > 1:
+            raise ConfigError(f"{said}: threads are trainers, and with strategy.team={self.team} a trainer is several processes; leave one of them at 1")
         if devices != "cpu":
             raise ConfigError(f"{said} is for trainers on CPU: on a GPU the passes of threads follow each other; use more strategy.trainers")
 
@@ -317,7 +330,7 @@ class Pserver(Strategy):
     def meet(self, standing: Standing) -> Standing:
         from dtf.pserver.session import meet
 
-        standing, self._post = meet(standing, self, self._trainers(standing.place.slots))
+        standing, self._post = meet(standing, self, self.count_trainers(standing.place.slots))
         return standing
 
     def setup(self, task: Task, world: World) -> Program:
@@ -325,7 +338,7 @@ class Pserver(Strategy):
             return self._replica(task, world)
         from dtf.pserver.session import Post, serve
 
-        return serve(task, world, self, self._trainers(world.slots), self._post or Post())
+        return serve(task, world, self, self.count_trainers(world.slots), self._post or Post())
 
     def _replica(self, task: Task, world: World) -> Program:
         """ddp's program, with rows elsewhere."""
@@ -350,12 +363,12 @@ class Pserver(Strategy):
             from dtf.checkpoint import Stored, write_boxes
             from dtf.pserver.session import lend
 
-            lend(task, errand, self, self._trainers(errand.place.slots), Stored, write_boxes)
+            lend(task, errand, self, self.count_trainers(errand.place.slots), Stored, write_boxes)
         else:
             from dtf.pserver.session import train
 
-            train(task, errand, self, self._trainers(errand.place.slots))
+            train(task, errand, self, self.count_trainers(errand.place.slots))
 
-    def _trainers(self, processes: int) -> int:
-        """As servers count them: threads of all processes."""
-        return (self.trainers or processes) * self.hogwild_threads
+    def count_trainers(self, processes: int) -> int:
+        """As servers count them, for `launcher.processes`: each team, or each thread of a process."""
+        return (self.trainers or max(1, processes // self.team)) * self.hogwild_threads
