@@ -138,6 +138,20 @@ def test_a_push_that_comes_again_while_it_is_applied_changes_nothing(mode: Mode,
 
 
 @pytest.mark.parametrize("mode", [Mode.sync, Mode.async_, Mode.half_async])
+def test_a_push_for_a_share_that_there_is_not_counts_for_nothing(mode: Mode) -> None:
+    """Neither when its step is open, nor when it comes before."""
+    with server(mode, staleness=None if mode is Mode.sync else 0) as (made, _, engine):
+        for step in (0, 1, 2):
+            made.receive(push(made, step, made.shares))
+        done = engine.submit(steps, made, 3)
+        for step in range(3):
+            for part in (made.shares + 1, -1, *range(made.shares)):
+                made.receive(push(made, step, part))
+        done.result(SOON_S)
+        assert learnt(made) == in_order(3, mode)
+
+
+@pytest.mark.parametrize("mode", [Mode.sync, Mode.async_, Mode.half_async])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(value: float, mode: Mode) -> None:
     with server(mode) as (made, _, engine):
@@ -192,6 +206,7 @@ def test_a_trainer_of_another_kind_is_refused() -> None:
         engine.submit(steps, made, 1)
         until(lambda: made.begun)
         assert "versions" in hello(desk, 0, {"versions": {"torch": "1"}}) and made.ledger.members() == []
+        assert "ud800" in hello(desk, 0, {"\ud800": 1}), "JSON can name what is no text"
         assert hello(desk, 0) == "" and made.ledger.members() == [0]
 
 

@@ -47,7 +47,7 @@ class Desk:
             if ready and not refusal:
                 serving.ledger.join(trainer, time.monotonic())
                 serving.change.notify_all()
-        return encode(self._hello[1], {"ready": int(ready)}, {"refusal": np.frombuffer(refusal.encode(), np.uint8)})
+        return encode(self._hello[1], {"ready": int(ready)}, {"refusal": np.frombuffer(refusal.encode(errors="backslashreplace"), np.uint8)})
 
     def lease(self, data: bytes) -> bytes:
         """Work for a trainer, and what it has done."""

@@ -256,8 +256,9 @@ class Serving(Program):
         self.change.notify_all()
 
     def _next(self) -> list[Push]:
-        """The pushes that are the next update. Another server may be ahead, and trainers with it: what is not open here yet is left aside."""
-        known = [push for push in self._basket.values() if push.step in self._waiting]
+        """The pushes that are the next update. Another server may be ahead, and trainers with it: what is not open here yet is left aside, and what never
+        will be."""
+        known = [push for push in self._basket.values() if push.part in self._waiting.get(push.step, ())]
         if self._merging.exact:
             known.sort(key=_order)
         return known[: self._merging.ready(known, self._waiting)]
