@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from enum import Enum
 from importlib.util import find_spec
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from dtf.pserver.merging import Merging
     from dtf.pserver.session import Post
     from dtf.world import World
+
+_FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")
 
 
 class Mode(Enum):
@@ -211,7 +214,23 @@ class Pserver(Strategy):
         self.tls.check(serves=not alone or alone.role == "server", asks=not alone or alone.rank > 0)
         if not alone and self.token_file:
             raise ConfigError("strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out")
+        if not alone and self.meet_timeout_s != 600:
+            raise ConfigError(
+                f"strategy.meet_timeout_s={self.meet_timeout_s:g} is for strategy.endpoints; a launcher waits launcher.start_timeout_s, leave it at 600"
+            )
         check_placement(self.placement)
+        if self.record and (not _FOLDER.fullmatch(self.record) or self.record in _TAKEN):
+            raise ConfigError(
+                f"strategy.record={self.record} must name a folder of its own in the run folder: letters, digits, '_' and '-', not {' or '.join(_TAKEN)}; "
+                "use strategy.record=order"
+            )
+        if not self.slice_parameters and self.min_block != 8192:
+            raise ConfigError(f"strategy.min_block={self.min_block} is for slices, and strategy.slice_parameters=false cuts none; leave it at 8192")
+        if 0 < self.rpc_threads <= 2 * self._trainers(processes) and not self._rows_alone:
+            raise ConfigError(
+                f"strategy.rpc_threads={self.rpc_threads}: each of {self._trainers(processes)} trainers may wait in two, for work and for state, and a push "
+                "needs one more; use more, or 0"
+            )
         several = self.count() > 1 and not self._rows_alone
         exact = self.mode is Mode.sync
         if self.gather and self.mode is not Mode.half_async:
