@@ -35,6 +35,8 @@ class Ledger:
         self._free: dict[Key, Lease] = {}
         self._held: dict[Key, tuple[int, Lease]] = {}
         self._heard: dict[int, float] = {}
+        self.came: set[int] = set()
+        """Trainers that have ever joined."""
         self.opened = self.granted = self.finished = self.again = 0
 
     def open(self, work: Iterable[Lease]) -> None:
@@ -47,6 +49,7 @@ class Ledger:
         """A trainer begins; what another one of its number was granted is free again."""
         self.leave(trainer)
         self._heard[trainer] = now
+        self.came.add(trainer)
 
     def leave(self, trainer: int) -> None:
         """A trainer is gone."""

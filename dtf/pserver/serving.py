@@ -167,7 +167,8 @@ class Serving(Program):
             self.over = True
             self.change.notify_all()
             if self._world.rank == 0:
-                self.change.wait_for(lambda: not self.ledger.members(), FAREWELL_S)
+                # A run that was over when it began ends sooner than trainers come, who would look for servers that are gone.
+                self.change.wait_for(lambda: not self.ledger.members() and (self.begun or len(self.ledger.came) >= self._trainers), FAREWELL_S)
         self._meet()  # server 0 knows when trainers need no server any more
         if self.holdings.recorder is not None:
             self.holdings.recorder.close()
