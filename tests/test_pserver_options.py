@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from dtf.by_hand import check_certificates
 from dtf.config import compose
 from dtf.errors import ConfigError
 
@@ -12,7 +15,10 @@ REFUSED = [
     ("rpc_threads=6", "each of 3 trainers may wait in two"),
     ("slice_parameters=false min_block=16", "strategy.min_block=16 is for slices"),
     ("meet_timeout_s=5", "strategy.meet_timeout_s=5 is for strategy.endpoints"),
-    *((f"record={name}", f"strategy.record={name} must name a folder of its own") for name in ("/tmp/order", "../order", "a/b", ".", "run.json", "checkpoints")),
+    *(
+        (f"record={name}", f"strategy.record={name} must name a folder of its own")
+        for name in ("/tmp/order", "../order", "a/b", ".", "run.json", "checkpoints")
+    ),
 ]
 
 
@@ -26,6 +32,15 @@ def test_what_has_no_effect_or_cannot_be_is_refused(words: str, said: str) -> No
     with pytest.raises(ConfigError) as refused:
         check(words)
     assert said in str(refused.value)
+
+
+def test_files_that_are_no_certificates_are_refused(tmp_path: Path) -> None:
+    junk = tmp_path / "junk.pem"
+    junk.write_text("-----BEGIN CERTIFICATE-----\nnone\n")
+    for names, said in ((("ca", "cert", "key"), f"strategy.tls.ca={junk} holds no certificate"), (("cert", "key"), f"strategy.tls.key={junk} are no")):
+        with pytest.raises(ConfigError) as refused:
+            check_certificates("strategy.tls", dict.fromkeys(names, str(junk)))
+        assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("words", ["mode=async record=order", "rpc_threads=7", "slice_parameters=false", "min_block=16"])

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from dtf.errors import SaveError
 from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
@@ -22,6 +24,7 @@ from dtf.pserver.blocks import views
 from dtf.pserver.desk import Desk
 from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, LEASE, OVER, READY
 from dtf.pserver.push import Push
+from dtf.pserver.recorder import Recorder
 from dtf.pserver.serving import Serving
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import decode, encode
@@ -252,6 +255,31 @@ def test_the_end_waits_for_trainers_to_leave_but_not_for_ever(monkeypatch: pytes
         start = time.monotonic()
         made.end()
         assert 0.04 < time.monotonic() - start < 5.0
+
+
+def test_a_run_that_was_over_when_it_began_waits_for_all_its_trainers() -> None:
+    """Else they would look for servers that are gone, and for long."""
+    closed = threading.Event()
+    with server() as (made, desk, engine):
+        made.on_end(closed.set)
+        ended: Future[None] = engine.submit(made.end)
+        for trainer in (0, 1):
+            until(lambda: made.over)
+            hello(desk, trainer)
+            assert lease(desk, trainer).scalars["state"] == OVER and not closed.is_set()
+            lease(desk, trainer, leaving=1)
+        ended.result(SOON_S)
+        assert closed.is_set()
+
+
+def test_an_order_that_cannot_be_written_is_no_bug(tmp_path: Path) -> None:
+    (tmp_path / "order").write_text("a file")
+    with pytest.raises(SaveError, match="order_server_0.jsonl could not be written"):
+        Recorder(tmp_path / "order", 0, 0)
+    (tmp_path / "order_server_1.jsonl").symlink_to("/dev/full")
+    recorder = Recorder(tmp_path, 1, 0)
+    with pytest.raises(SaveError, match="No space left"):
+        recorder.applied([])
 
 
 def test_an_error_in_the_service_ends_the_engine() -> None:

@@ -212,6 +212,7 @@ class Pserver(Strategy):
         elif self.allow_insecure and not alone:
             raise ConfigError("strategy.allow_insecure=true is for strategy.endpoints; under a launcher all stays on this host, leave it out")
         self.tls.check(serves=not alone or alone.role == "server", asks=not alone or alone.rank > 0)
+        by_hand.check_certificates("strategy.tls", self.tls.files())
         if not alone and self.token_file:
             raise ConfigError("strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out")
         if not alone and self.meet_timeout_s != 600:
