@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from dtf.errors import SaveError
 from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
@@ -23,6 +25,7 @@ from dtf.pserver.blocks import views
 from dtf.pserver.desk import Desk
 from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, LEASE, OVER, READY
 from dtf.pserver.push import Push
+from dtf.pserver.recorder import Recorder
 from dtf.pserver.serving import Serving
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import decode, encode
@@ -139,6 +142,20 @@ def test_a_push_that_comes_again_while_it_is_applied_changes_nothing(mode: Mode,
 
 
 @pytest.mark.parametrize("mode", [Mode.sync, Mode.async_, Mode.half_async])
+def test_a_push_for_a_share_that_there_is_not_counts_for_nothing(mode: Mode) -> None:
+    """Neither when its step is open, nor when it comes before."""
+    with server(mode, staleness=None if mode is Mode.sync else 0) as (made, _, engine):
+        for step in (0, 1, 2):
+            made.receive(push(made, step, made.shares))
+        done = engine.submit(steps, made, 3)
+        for step in range(3):
+            for part in (made.shares + 1, -1, *range(made.shares)):
+                made.receive(push(made, step, part))
+        done.result(SOON_S)
+        assert learnt(made) == in_order(3, mode)
+
+
+@pytest.mark.parametrize("mode", [Mode.sync, Mode.async_, Mode.half_async])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(value: float, mode: Mode) -> None:
     with server(mode) as (made, _, engine):
@@ -197,6 +214,7 @@ def test_a_trainer_of_another_kind_is_refused() -> None:
         engine.submit(steps, made, 1)
         until(lambda: made.begun)
         assert "versions" in hello(desk, 0, {"versions": {"torch": "1"}}) and made.ledger.members() == []
+        assert "ud800" in hello(desk, 0, {"\ud800": 1}), "JSON can name what is no text"
         assert hello(desk, 0) == "" and made.ledger.members() == [0]
 
 
@@ -270,6 +288,31 @@ def test_the_end_waits_for_trainers_to_leave_but_not_for_ever(monkeypatch: pytes
         start = time.monotonic()
         made.end()
         assert 0.04 < time.monotonic() - start < 5.0
+
+
+def test_a_run_that_was_over_when_it_began_waits_for_all_its_trainers() -> None:
+    """Else they would look for servers that are gone, and for long."""
+    closed = threading.Event()
+    with server() as (made, desk, engine):
+        made.on_end(closed.set)
+        ended: Future[None] = engine.submit(made.end)
+        for trainer in (0, 1):
+            until(lambda: made.over)
+            hello(desk, trainer)
+            assert lease(desk, trainer).scalars["state"] == OVER and not closed.is_set()
+            lease(desk, trainer, leaving=1)
+        ended.result(SOON_S)
+        assert closed.is_set()
+
+
+def test_an_order_that_cannot_be_written_is_no_bug(tmp_path: Path) -> None:
+    (tmp_path / "order").write_text("a file")
+    with pytest.raises(SaveError, match="order_server_0.jsonl could not be written"):
+        Recorder(tmp_path / "order", 0, 0)
+    (tmp_path / "order_server_1.jsonl").symlink_to("/dev/full")
+    recorder = Recorder(tmp_path, 1, 0)
+    with pytest.raises(SaveError, match="No space left"):
+        recorder.applied([])
 
 
 def test_an_error_in_the_service_ends_the_engine() -> None:

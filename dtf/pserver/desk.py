@@ -58,7 +58,8 @@ class Desk:
                     serving.change.notify_all()
         if taken:
             refusal = f"another trainer of this run has the number {trainer} and is at work; give each a strategy.trainer_id of its own"
-        return encode(self._hello[1], {"ready": int(ready), "taken": int(taken)}, {"refusal": np.frombuffer(refusal.encode(), np.uint8)})
+        said = np.frombuffer(refusal.encode(errors="backslashreplace"), np.uint8)
+        return encode(self._hello[1], {"ready": int(ready), "taken": int(taken)}, {"refusal": said})
 
     def _other(self, trainer: int, starter: str, since: float) -> float | None:
         """When a trainer of this number was heard that another command started, SILENT if not `since`; None where there is none. `change` is held."""

@@ -36,6 +36,8 @@ class Ledger:
         self._held: dict[Key, tuple[int, Lease]] = {}
         self._heard: dict[int, float] = {}
         self._starters: dict[int, str] = {}
+        self.came: set[int] = set()
+        """Trainers that have ever joined."""
         self.opened = self.granted = self.finished = self.again = 0
 
     def open(self, work: Iterable[Lease]) -> None:
@@ -48,6 +50,7 @@ class Ledger:
         """A trainer begins; what another one of its number was granted is free again. `starter`: who started it."""
         self.leave(trainer)
         self._heard[trainer], self._starters[trainer] = now, starter
+        self.came.add(trainer)
 
     def other(self, trainer: int, starter: str) -> float | None:
         """When the trainer of this number was heard last, if somebody else started it."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtf.errors import DataError
+from dtf.errors import DataError, SaveError
 from dtf.pserver.push import Push
 from dtf.values import Train
 
@@ -22,13 +23,15 @@ class Pull(NamedTuple):
 
 
 class Recorder:
-    """Writes what happens on one server from step `start` on, an attempt after the other."""
+    """Writes what happens on one server from step `start` on, an attempt after the other. SaveError where it cannot."""
 
     def __init__(self, folder: Path, server: int, start: int) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file = path_of(folder, server).open("a")
-        if self._file.tell():
-            self._file.write("\n")  # a server that was killed may have left half a line
+        self._path = path_of(folder, server)
+        with self._saving():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = self._path.open("a")
+            if self._file.tell():
+                self._file.write("\n")  # a server that was killed may have left half a line
         self._write({"start": start})
 
     def opened(self, tickets: Sequence[Train]) -> None:
@@ -42,13 +45,24 @@ class Recorder:
     def applied(self, pushes: Iterable[Push]) -> None:
         """These became one update."""
         self._write({"apply": [[push.trainer, push.step, push.part, push.seen] for push in pushes]})
-        self._file.flush()
+        with self._saving():
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with self._saving():
+            self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        with self._saving():
+            self._file.write(json.dumps(line) + "\n")
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """A full or broken disk is no mistake of the program."""
+        try:
+            yield
+        except OSError as error:
+            raise SaveError(f"{self._path} could not be written: {error.strerror}; make room or mend the disk, then start again") from None
 
 
 def path_of(folder: Path, server: int) -> Path:

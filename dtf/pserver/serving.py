@@ -169,7 +169,8 @@ class Serving(Program):
             self.over, self.reason = True, reason
             self.change.notify_all()
             if self._world.rank == 0:
-                self.change.wait_for(lambda: not self.ledger.members(), FAREWELL_S)
+                # A run that was over when it began ends sooner than trainers come, who would look for servers that are gone.
+                self.change.wait_for(lambda: not self.ledger.members() and (self.begun or len(self.ledger.came) >= self._trainers), FAREWELL_S)
         self._meet()  # server 0 knows when trainers need no server any more
         if self.holdings.recorder is not None:
             self.holdings.recorder.close()
@@ -258,8 +259,9 @@ class Serving(Program):
         self.change.notify_all()
 
     def _next(self) -> list[Push]:
-        """The pushes that are the next update. Another server may be ahead, and trainers with it: what is not open here yet is left aside."""
-        known = [push for push in self._basket.values() if push.step in self._waiting]
+        """The pushes that are the next update. Another server may be ahead, and trainers with it: what is not open here yet is left aside, and what never
+        will be."""
+        known = [push for push in self._basket.values() if push.part in self._waiting.get(push.step, ())]
         if self._merging.exact:
             known.sort(key=_order)
         return known[: self._merging.ready(known, self._waiting)]

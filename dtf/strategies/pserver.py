@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from enum import Enum
 from importlib.util import find_spec
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from dtf.pserver.merging import Merging
     from dtf.pserver.session import Post
     from dtf.world import World
+
+_FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")
 
 
 class Mode(Enum):
@@ -224,8 +227,9 @@ class Pserver(Strategy):
             raise ConfigError("strategy=pserver needs grpcio, which is not installed: python -m pip install 'dtf[pserver]'")
         if self.server_device is Device.cuda and devices == "cpu":
             raise ConfigError("strategy.server_device=cuda needs a GPU, and launcher.devices has none here; use strategy.server_device=cpu")
+        trainers = self.count_trainers(processes)
         if self._rows_alone:
-            self._check_rows_alone(task, self.count_trainers(processes))
+            self._check_rows_alone(task, trainers)
         if not self.trainers:
             check_divides("strategy.team", self.team, processes)
         alone = self.alone()
@@ -236,6 +240,7 @@ class Pserver(Strategy):
         elif self.allow_insecure and not alone:
             raise ConfigError("strategy.allow_insecure=true is for strategy.endpoints; under a launcher all stays on this host, leave it out")
         self.tls.check(serves=not alone or alone.role == "server", asks=not alone or alone.rank > 0)
+        by_hand.check_certificates("strategy.tls", self.tls.files())
         if not alone and self.token_file:
             raise ConfigError("strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out")
         if not alone and self.meet_timeout_s is not None:
@@ -243,6 +248,18 @@ class Pserver(Strategy):
         if self.hogwild_threads > 1:
             self._check_hogwild(devices)
         check_placement(self.placement)
+        if self.record and (not _FOLDER.fullmatch(self.record) or self.record in _TAKEN):
+            raise ConfigError(
+                f"strategy.record={self.record} must name a folder of its own in the run folder: letters, digits, '_' and '-', not {' or '.join(_TAKEN)}; "
+                "use strategy.record=order"
+            )
+        if not self.slice_parameters and self.min_block != 8192:
+            raise ConfigError(f"strategy.min_block={self.min_block} is for slices, and strategy.slice_parameters=false cuts none; leave it at 8192")
+        if 0 < self.rpc_threads <= 2 * trainers and not self._rows_alone:
+            raise ConfigError(
+                f"strategy.rpc_threads={self.rpc_threads}: each of {trainers} trainers may wait in two, for work and for state, and a push "
+                "needs one more; use more, or 0"
+            )
         several = self.count() > 1 and not self._rows_alone
         exact = self.mode is Mode.sync
         if self.gather and self.mode is not Mode.half_async:
