@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import ssl
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,3 +102,18 @@ def check_files(node: str, given: Mapping[str, str], needed: Sequence[str]) -> N
             Path(path).read_bytes()
         except OSError as error:
             raise ConfigError(f"{node}.{name}={path} cannot be read: {error.strerror}") from None
+
+
+def check_certificates(node: str, given: Mapping[str, str]) -> None:
+    """ConfigError where files that can be read are no certificates, or a key is not that of its certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if "ca" in given:
+            context.load_verify_locations(given["ca"])
+    except ssl.SSLError:
+        raise ConfigError(f"{node}.ca={given['ca']} holds no certificate; give a file in PEM") from None
+    try:
+        if "cert" in given and "key" in given:
+            context.load_cert_chain(given["cert"], given["key"], "")  # else who has a key with a password is asked for it
+    except (ssl.SSLError, ValueError):
+        raise ConfigError(f"{node}.cert={given['cert']} and {node}.key={given['key']} are no certificate and its key, without a password, in PEM") from None

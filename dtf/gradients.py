@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +23,7 @@ class GradientSum:
 
     def __call__(self, gradients: list[Tensor]) -> None:
         under_way = []
-        for bucket in _buckets(gradients):
+        for bucket in buckets(gradients):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             under_way.append((bucket, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
         for bucket, flat, work in under_way:
@@ -31,15 +33,15 @@ class GradientSum:
             torch._foreach_copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
 
 
-def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
+def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Neighbours of one format, up to the size of a bucket."""
-    buckets: list[list[Tensor]] = []
+    found: list[list[Tensor]] = []
     held = 0
-    for gradient in gradients:
-        size = gradient.numel() * gradient.element_size()
-        if not buckets or held + size > BUCKET_BYTES or buckets[-1][0].dtype is not gradient.dtype:
-            buckets.append([])
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if not found or held + size > BUCKET_BYTES or found[-1][0].dtype is not tensor.dtype:
+            found.append([])
             held = 0
-        buckets[-1].append(gradient)
+        found[-1].append(tensor)
         held += size
-    return buckets
+    return found

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtf.checkpoint import Checkpointer, Every
+from dtf.build import sketch
+from dtf.checkpoint import Checkpointer, Every, Stored
 from dtf.ema import averaged
 from dtf.errors import ConfigError, DataError
 from dtf.evidence import checkpoint_tensors, in_order, relative
@@ -19,11 +20,13 @@ from dtf.located import located
 from dtf.precision import set_switches
 from dtf.pserver.recorder import read
 from dtf.pserver.replay import Replay
+from dtf.recipe import Recipe
 from dtf.rows import Rows
 from dtf.settings import typed
 from dtf.strategies.pserver import Pserver
 from dtf.strategy import Source, Task
 from dtf.values import Box, Event
+from dtf.weights import Weights, fitted, open_weights
 
 RESULT = "replay.json"
 
@@ -34,10 +37,9 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
     strategy = settings.strategy
     if not isinstance(strategy, Pserver) or not strategy.record:
         raise ConfigError(f"job.replay={run} is no run with strategy=pserver and strategy.record=PATH")
-    if settings.recipe.fine_tuning.weights:
-        raise ConfigError(f"job.replay={run} started from recipe.model.weights, and replays start from drawn numbers; record a run that does")
     torch.set_num_threads(place.threads)
     set_switches(settings.precision)
+    final = located(str(run), "job.replay")[0]
     start, events = read(run / strategy.record, strategy.count())
     rows = Rows(settings, config["recipe"]["name"], config["sampler"]["name"], pin=False)
     rows.cut()
@@ -48,20 +50,31 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
         settings.step,
         settings.seed,
         rows.sample,
-        rows=settings.sparse,
+        _weights(settings.recipe, final),
+        settings.sparse,
     )
-    trainers = strategy.trainers or json.loads((run / "run.json").read_text())["world"]["processes"]
+    trainers = strategy.count_trainers(json.loads((run / "run.json").read_text())["world"]["processes"])
     replay = Replay(task, strategy, strategy.merging(), trainers, rows.loader, _began(run, start))
     replay.run(events)
-    final = located(str(run), "job.replay")[0]
     expected, found = checkpoint_tensors(final), _together(replay.boxes())
     if expected.keys() != found.keys():
         raise DataError(f"{final} and its replay hold other tensors: {', '.join(sorted(expected.keys() ^ found.keys())[:5])}")
     apart = {name: relative(expected[name], found[name]) for name in expected}
     worst = max(sorted(apart), key=lambda name: apart[name])
-    updates = [sum("apply" in event for event in own) for own in events]
+    updates = [holdings.applied for holdings in replay.holdings]
     Path(folder, RESULT).write_text(json.dumps({"checkpoint": str(final), "start": start, "updates": updates, "tensor": apart[worst], "worst": worst}))
     return 0
+
+
+def _weights(recipe: Recipe, final: Path) -> Weights | None:
+    """What the run started from, if not from drawn numbers. DataError when it is not there any more as it was."""
+    place, key = recipe.fine_tuning.weights, "recipe.model.weights"
+    if not place:
+        return None
+    weights = fitted(open_weights(place, key), recipe, sketch(recipe), key)[0]
+    if weights.digest() != Stored(final).scalars.get(key):
+        raise DataError(f"{key}={place} has changed since the run started from it, so that nothing can be replayed")
+    return weights
 
 
 def _began(run: Path, start: int) -> Source | None:

@@ -210,6 +210,11 @@ def cut(rows: int, micro_batch_rows: int) -> list[int]:
     return bounds
 
 
+def within(shard: Shard, part: Shard) -> Shard:
+    """A part of what a shard computes, as a shard: all parts together compute what it does, each micro-batch once."""
+    return Shard(shard.index * part.count + part.index, shard.count * part.count)
+
+
 def share(micro_batches: int, shard: Shard) -> tuple[int, int]:
     """The run of micro-batches [first, last) that a shard computes; shares differ by at most one."""
     return micro_batches * shard.index // shard.count, micro_batches * (shard.index + 1) // shard.count

@@ -92,9 +92,9 @@ def option_node(group: str, name: str) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """A typed value as JSON types: enum members by name, dataclasses as dicts."""
+    """A typed value as JSON types: enum members by value, dataclasses as dicts."""
     if isinstance(value, enum.Enum):
-        return value.name
+        return str(value.value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -125,10 +125,11 @@ def fit(hint: Any, value: Any, key: str) -> Any:
     if (origin or hint) is dict and isinstance(value, dict):
         return {_text_key(name, key): fit(arguments[1] if arguments else Any, entry, f"{key}.{name}") for name, entry in value.items()}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        names = {member.name: member.name for member in hint} | {str(member.value): member.name for member in hint}
-        if isinstance(value, str) and value in names:
-            return names[value]
-        raise KeyProblem(key, f"{key}={show(value)} is no choice; {suggest(show(value), [member.name for member in hint])}")
+        if isinstance(value, str) and value in hint.__members__:
+            return str(hint[value].value)
+        if isinstance(value, str) and value in _members(hint):
+            return value
+        raise KeyProblem(key, f"{key}={show(value)} is no choice; {suggest(show(value), _members(hint))}")
     if hint is type(None) and value is None:
         return None
     if hint is str and type(value) is str:
@@ -157,7 +158,7 @@ def make(hint: Any, value: Any) -> Any:
     if origin is dict:
         return {name: make(arguments[1], entry) for name, entry in value.items()}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return hint[value]
+        return _members(hint)[value]
     return value
 
 
@@ -206,7 +207,7 @@ def type_text(hint: Any) -> str:
     if origin is dict:
         return f"mapping of {type_text(arguments[1])}"
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return " | ".join(member.name for member in hint)
+        return " | ".join(_members(hint))
     return _NAMES.get(hint, str(hint))
 
 
@@ -278,10 +279,15 @@ def _accepts(hint: Any, value: Any) -> bool:
     if origin is Literal:
         return type(value) in map(type, get_args(hint)) and value in get_args(hint)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return isinstance(value, str) and value in hint.__members__
+        return isinstance(value, str) and value in _members(hint)
     if is_node(hint):
         return isinstance(value, dict) and set(value) <= {key.name for key in keys(hint)}
     return type(value) is ({tuple: list}.get(origin, origin) or hint)
+
+
+def _members(hint: type[enum.Enum]) -> dict[str, enum.Enum]:
+    """By what a config calls them: a member's name may not be that, as `async` is a word of Python."""
+    return {str(member.value): member for member in hint}
 
 
 def _text_key(name: Any, key: str) -> str:

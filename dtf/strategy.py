@@ -144,8 +144,8 @@ class Program(ABC):
         """Whether a process that works for this one was told to stop. Default: none does."""
         return False
 
-    def end(self) -> None:
-        """The run has ended: let go of whoever works for this rank. Default: nothing."""
+    def end(self, reason: str = "finished") -> None:
+        """The run has ended, for the `reason` of the clock's Stop: let go of whoever works for this rank. Default: nothing."""
 
     def use_averages(self, on: bool) -> None:
         """Let the averages of the weights (`step.ema`) stand in for them until called again with False. After `settle`. May be collective.

@@ -20,6 +20,9 @@ class Shard(NamedTuple):
     count: int
 
 
+WHOLE = Shard(0, 1)
+
+
 # ---------------------------------------------------------------- tickets: what a clock asks for next
 
 

@@ -224,7 +224,7 @@ def _train(
     peaks = world.gather(meter.peak())
     see(Ended(ended.step, ended.reason, {**evaluated, **best}, meter.summary(planned, peaks) if peaks else {}))
     beat("stop", ended.step)
-    program.end()
+    program.end(ended.reason)
     world.leave()
     kept = "nothing is lost" if ended.step == start else "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
     if ended.reason == "budget":

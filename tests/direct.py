@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dtf.launcher import Place
-from dtf.pserver import shared
+from dtf.pserver import regions
 from dtf.pserver.transport import Failed, Lost, Refused, Stale, Transport
 from dtf.pserver.wire import WireError
 from dtf.strategy import Errand, Program, Strategy, Task
@@ -31,8 +31,8 @@ class Service:
     """In the place of `rpc.Service`: of what that promises, how errors are told, and that nothing is answered after `stop`."""
 
     def __init__(self, handlers: Handlers, token: str, epoch: str, address: str, **options: Any) -> None:
-        regions = shared.Regions(64)
-        self._handlers, self._over = {name: regions.around(handler) for name, handler in handlers.items()}, False
+        around = regions.Regions(64).around
+        self._handlers, self._over = {name: around(handler) for name, handler in handlers.items()}, False
         self.on_error: Callable[[Exception], None] = lambda error: None
         self.ready: Callable[[], bool] = lambda: True
         self.endpoint = f"\0dtf-test-{uuid.uuid4().hex}"
@@ -105,7 +105,7 @@ def connect(between: Callable[[Client], Transport] = lambda client: client) -> N
     session.Service, session.Client = Service, lambda *place, tls: between(Client(*place))  # type: ignore[assignment,misc]
     session.announce = lambda folder, live: None  # type: ignore[assignment]  # there is no run folder
     session.viewer = lambda token: token
-    shared.LEAST_BYTES = 0  # even the smallest messages lie in shared memory
+    regions.LEAST_BYTES = 0  # even the smallest messages lie in shared memory
     session.PATIENCE_S = 3.0  # nothing is away for longer
     session._store = lambda place: dist.distributed_c10d._get_default_store().clone()  # type: ignore[assignment]  # who waits keeps others waiting
 

@@ -259,8 +259,8 @@ def _reference(case: str) -> dict[str, Any]:
 
 
 def reference(**case: Any) -> dict[str, Any]:
-    """The one-process run that all others must equal; kept for the session."""
-    return _reference(json.dumps(case, sort_keys=True))
+    """The one-process run that all others must equal; made once in the session."""
+    return dict(_reference(json.dumps(case, sort_keys=True)))
 
 
 def difference(a: dict[str, Any], b: dict[str, Any], without: tuple[str, ...] = ()) -> float:

@@ -27,10 +27,10 @@ FLOORS = {
     "contracts": "job launcher observer recipe strategy",
     "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined placement profiler ranking reducing "
     "remat replicas screen seat sharded spmd stages tables update world",
-    "the parameter server": "pserver.blocks pserver.computing pserver.desk pserver.feeder pserver.holdings pserver.ledger "
+    "the parameter server": "pserver.blocks pserver.computing pserver.desk pserver.feeder pserver.hogwild pserver.holdings pserver.ledger "
     "pserver.lending pserver.local pserver.meeting pserver.merging pserver.narrow pserver.protocol pserver.push "
-    "pserver.recorder pserver.remote pserver.replay pserver.rows pserver.rpc pserver.serving pserver.session pserver.shared pserver.status "
-    "pserver.tally pserver.trainer",
+    "pserver.reading pserver.recorder pserver.regions pserver.remote pserver.replay pserver.rows pserver.rpc pserver.serving pserver.session pserver.sharing "
+    "pserver.status pserver.tally pserver.team pserver.trainer",
     "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes row_optimizers strategies",
     "the root config, typed": "settings",

@@ -67,3 +67,10 @@ def test_a_full_table_ends_the_run_in_every_mode(mode: str, servers: int) -> Non
     """Found in a thread of the service, where a trainer's pull would create the row: the engine does not wait for what cannot come."""
     with pytest.raises(AssertionError, match="table ids is full: capacity=30"):
         spread("pserver", 2, options={"mode": mode, "servers": servers}, recipe=ANY | {"capacity": 30}, clip_norm=0.0)
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("half_async", marks=slow)])
+def test_a_table_is_full_when_all_servers_together_hold_its_rows(mode: str) -> None:
+    """Of its 104 ids each server has about half; no update shows it, and the next report does."""
+    with pytest.raises(AssertionError, match="table ids is full: capacity=90"):
+        spread("pserver", 2, options={"mode": mode, "servers": 2}, recipe=ANY | {"capacity": 90}, clip_norm=0.0)

@@ -8,20 +8,24 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from dtf.errors import SaveError
 from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
+from dtf.pserver import desk as desks
 from dtf.pserver import protocol, serving
 from dtf.pserver.blocks import views
 from dtf.pserver.desk import Desk
 from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, LEASE, OVER, READY
 from dtf.pserver.push import Push
+from dtf.pserver.recorder import Recorder
 from dtf.pserver.serving import Serving
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import decode, encode
@@ -138,6 +142,20 @@ def test_a_push_that_comes_again_while_it_is_applied_changes_nothing(mode: Mode,
 
 
 @pytest.mark.parametrize("mode", [Mode.sync, Mode.async_, Mode.half_async])
+def test_a_push_for_a_share_that_there_is_not_counts_for_nothing(mode: Mode) -> None:
+    """Neither when its step is open, nor when it comes before."""
+    with server(mode, staleness=None if mode is Mode.sync else 0) as (made, _, engine):
+        for step in (0, 1, 2):
+            made.receive(push(made, step, made.shares))
+        done = engine.submit(steps, made, 3)
+        for step in range(3):
+            for part in (made.shares + 1, -1, *range(made.shares)):
+                made.receive(push(made, step, part))
+        done.result(SOON_S)
+        assert learnt(made) == in_order(3, mode)
+
+
+@pytest.mark.parametrize("mode", [Mode.sync, Mode.async_, Mode.half_async])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(value: float, mode: Mode) -> None:
     with server(mode) as (made, _, engine):
@@ -167,10 +185,14 @@ def lease(desk: Desk, trainer: int, **scalars: Any) -> Any:
     return decode(reply, desk.handlers[LEASE](encode(request, given, keys)))
 
 
-def hello(desk: Desk, trainer: int, facts: dict[str, Any] | None = None) -> str:
+def greet(desk: Desk, trainer: int, starter: str, facts: dict[str, Any] | None = None) -> Any:
     request, reply = protocol.hello_schemas()
     told = np.frombuffer(json.dumps(facts or {}).encode(), np.uint8)
-    return decode(reply, desk.handlers[HELLO](encode(request, {"trainer": trainer}, {"facts": told}))).arrays["refusal"].tobytes().decode()
+    return decode(reply, desk.handlers[HELLO](encode(request, {"trainer": trainer, "starter": starter}, {"facts": told})))
+
+
+def hello(desk: Desk, trainer: int, facts: dict[str, Any] | None = None) -> str:
+    return greet(desk, trainer, "", facts).arrays["refusal"].tobytes().decode()
 
 
 def test_a_pull_for_work_that_others_have_done_says_so() -> None:
@@ -192,6 +214,7 @@ def test_a_trainer_of_another_kind_is_refused() -> None:
         engine.submit(steps, made, 1)
         until(lambda: made.begun)
         assert "versions" in hello(desk, 0, {"versions": {"torch": "1"}}) and made.ledger.members() == []
+        assert "ud800" in hello(desk, 0, {"\ud800": 1}), "JSON can name what is no text"
         assert hello(desk, 0) == "" and made.ledger.members() == [0]
 
 
@@ -218,14 +241,42 @@ def test_a_trainer_that_was_given_up_joins_again() -> None:
         assert len(lease(desk, 0).arrays["numbers"]) == 2, "the same work again"
 
 
+def test_a_number_is_of_one_trainer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another command that gives it is refused while the first one is heard, and gets in when that is silent or has left; a launcher's at once."""
+    monkeypatch.setattr(desks, "LONGEST_WAIT_S", 0.05)
+    with server() as (made, desk, _), ThreadPoolExecutor(1) as pool:
+        made.begun = True
+        hello(desk, 0)
+        assert hello(desk, 0) == "", "started again by the same launcher"
+        second = greet(desk, 0, "another").scalars
+        assert not second["ready"] and not second["taken"], "it may have died: wait"
+        monkeypatch.setattr(desks, "LONGEST_WAIT_S", SOON_S)
+        asking = pool.submit(greet, desk, 0, "another")
+        while not asking.done():
+            lease(desk, 0, most=0)
+            with made.change:
+                made.change.notify_all()
+        answer = asking.result()
+        assert answer.scalars["taken"] and b"strategy.trainer_id" in answer.arrays["refusal"].tobytes()
+        assert made.ledger.members() == [0]
+        lease(desk, 0, leaving=1, starter="another")
+        assert made.ledger.members() == [0], "the one that was refused does not take the other with it"
+        desk._lease_s = 0.01
+        time.sleep(0.02)
+        assert greet(desk, 0, "another").scalars["ready"], "the first one was silent"
+        assert not lease(desk, 0).scalars["known"], "and has to join again, to be refused"
+        assert lease(desk, 0, starter="another").scalars["known"]
+
+
 def test_the_end_waits_for_trainers_to_leave_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = threading.Event()
     with server() as (made, desk, engine):
         made.on_end(closed.set)
         made.begun = True
         hello(desk, 0)
-        ended: Future[None] = engine.submit(made.end)
+        ended: Future[None] = engine.submit(made.end, "preempted")
         until(lambda: made.over)
+        assert lease(desk, 0).scalars["reason"] == "preempted"
         assert lease(desk, 0).scalars["state"] == OVER and lease(desk, 7).scalars["state"] == OVER and not closed.is_set()
         lease(desk, 0, leaving=1)
         ended.result(SOON_S)
@@ -237,6 +288,31 @@ def test_the_end_waits_for_trainers_to_leave_but_not_for_ever(monkeypatch: pytes
         start = time.monotonic()
         made.end()
         assert 0.04 < time.monotonic() - start < 5.0
+
+
+def test_a_run_that_was_over_when_it_began_waits_for_all_its_trainers() -> None:
+    """Else they would look for servers that are gone, and for long."""
+    closed = threading.Event()
+    with server() as (made, desk, engine):
+        made.on_end(closed.set)
+        ended: Future[None] = engine.submit(made.end)
+        for trainer in (0, 1):
+            until(lambda: made.over)
+            hello(desk, trainer)
+            assert lease(desk, trainer).scalars["state"] == OVER and not closed.is_set()
+            lease(desk, trainer, leaving=1)
+        ended.result(SOON_S)
+        assert closed.is_set()
+
+
+def test_an_order_that_cannot_be_written_is_no_bug(tmp_path: Path) -> None:
+    (tmp_path / "order").write_text("a file")
+    with pytest.raises(SaveError, match="order_server_0.jsonl could not be written"):
+        Recorder(tmp_path / "order", 0, 0)
+    (tmp_path / "order_server_1.jsonl").symlink_to("/dev/full")
+    recorder = Recorder(tmp_path, 1, 0)
+    with pytest.raises(SaveError, match="No space left"):
+        recorder.applied([])
 
 
 def test_an_error_in_the_service_ends_the_engine() -> None:

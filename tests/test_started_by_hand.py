@@ -22,8 +22,10 @@ from dtf.jobs.status import ask
 from dtf.live import Live, find
 from dtf.pserver.rpc import viewer
 from dtf.strategies.pserver import Pserver, Role, TlsMode, TlsOptions
+from dtf.strategy import Task
 from tests.conftest import Result
 from tests.hand import TOKEN, Command, commands, endpoints, members, status, until, words
+from tests.harness import PRECISIONS
 from tests.test_rpc import certificate
 
 Run = Callable[..., Result]
@@ -49,7 +51,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Underway]:
         until(lambda: members(folder / "run") == [0], server, trainer)
         yield Underway(where, folder / "run", server, trainer)
         assert server.stop() == Exit.PREEMPTED, server.said()
-        assert trainer.end() == Exit.OK, trainer.said()
+        assert trainer.end() == Exit.PREEMPTED, trainer.said()
         assert f"trainer 0 takes part in {folder / 'run'}" in trainer.said()
         assert not (folder / "run" / "live.json").exists()
         with pytest.raises(PeerError, match="has ended"):
@@ -71,6 +73,7 @@ def test_status_of_a_live_run(live: Underway, run_dtf: Run) -> None:
     assert len(found) == 1
     server = found[0]
     assert server["pushes_per_s"] > 0
+    assert run_dtf("job=status", f"job.run_folder={live.folder}", "job.seconds=1e-9").code == Exit.OK
     assert server["pushes"] == sum(server["staleness"].values()) == server["updates"]
     assert server["leases"]["opened"] >= server["leases"]["granted"] - server["leases"]["granted_again"] >= server["leases"]["finished"]
     assert [each["trainer"] for each in server["trainers"]] == [0]
@@ -103,6 +106,10 @@ def test_who_is_refused(live: Underway, run_dtf: Run, monkeypatch: pytest.Monkey
     taken = run_dtf(*command(live, "server", 0))
     assert taken.code == Exit.BUSY
     assert live.where[0] in taken.err
+    twice = run_dtf(*command(live, "trainer", 0))
+    assert twice.code == Exit.BUSY
+    assert "has the number 0" in twice.err
+    assert live.trainer.process.poll() is None
     more = [*live.where, endpoints(1)[0]]
     assert "strategy.endpoints names 2 server(s), and 1 for server 0" in run_dtf(*words(more, "trainer", 1, "strategy.trainers=2", "train.steps=9")).err
 
@@ -149,7 +156,7 @@ def test_two_servers_in_any_order_one_of_them_killed_and_started_again(tmp_path:
         second.kill()
         second = start("server1b", words(where, "server", 1, *more))
         assert (first.end(), second.end(), trainer.end()) == (0, 0, 0), (first.said(), second.said(), trainer.said())
-    whole = run_dtf(*words([], "server", 0)[:-3], *more, "strategy.servers=2", "strategy.meet_timeout_s=600", "launcher.processes=1")
+    whole = run_dtf(*words([], "server", 0)[:-3], *more, "strategy.servers=2", "strategy.meet_timeout_s=null", "launcher.processes=1")
     assert whole.code == 0, whole.err
     assert finished(folder) == finished(whole.folder)
 
@@ -162,7 +169,7 @@ def test_server_0_is_lost_with_its_host_and_started_again(tmp_path: Path) -> Non
     with commands(tmp_path) as start:
         trainers = [start(f"trainer{number}", words(where, "trainer", number, *more)) for number in range(2)]
         server = start("server", words(where, "server", 0, *more, f"run.dir={folder}"))
-        until(lambda: max(finished(folder), default=0) > 50 if (folder / "metrics.jsonl").exists() else False, server, *trainers)
+        until(lambda: members(folder) == [0, 1] and max(finished(folder), default=0) > 50, server, *trainers)
         server.kill()
         before = max(finished(folder))
         server = start("again", words(where, "server", 0, *more, f"run.dir={folder}"))
@@ -189,6 +196,25 @@ def test_a_server_whose_rank_is_killed_in_a_mode_in_which_servers_rarely_meet(mo
         assert "restart 1 of 3" in first.said()
         assert "restart 1 of 3" in second.said()
     assert max(finished(folder)) == 1500
+
+
+@pytest.mark.slow
+def test_a_trainer_of_several_threads_comes_leaves_and_ends_with_all_of_them(tmp_path: Path) -> None:
+    """At once: nobody waits for their silence."""
+    where, folder = endpoints(1), tmp_path / "run"
+    more = ("strategy.mode=async", "strategy.hogwild_threads=2", "strategy.trainers=2", "train.steps=1000000", "train.log_every=1000")
+    with commands(tmp_path) as start:
+        server = start("server", words(where, "server", 0, *more, f"run.dir={folder}"))
+        trainer = start("trainer", words(where, "trainer", 1, *more))
+        until(lambda: members(folder) == [2, 3], server, trainer)
+        assert trainer.stop() == Exit.PREEMPTED, trainer.said()
+        assert members(folder) == []
+        trainer = start("again", words(where, "trainer", 1, *more))
+        until(lambda: members(folder) == [2, 3], server, trainer)
+        os.kill(trainer.rank(), signal.SIGKILL)
+        until(lambda: "restart 1 of 3" in trainer.said() and members(folder) == [2, 3], server, trainer)
+        assert server.stop() == Exit.PREEMPTED, server.said()
+        assert trainer.end() == Exit.PREEMPTED, trainer.said()
 
 
 @pytest.mark.slow
@@ -296,6 +322,19 @@ def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_makes_no_process_of_a_run(options: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         Pserver(**{"trainers": 1, **options}).alone()
+
+
+def test_what_is_for_those_started_by_hand_alone() -> None:
+    from dtf.optimizers.sgd import Sgd
+    from dtf.options import StepOptions
+    from tests.toy import Toy
+
+    task = Task(Toy(), Sgd(), PRECISIONS["fp32"], StepOptions(), 0)
+    cases: list[dict[str, Any]] = [{"meet_timeout_s": 600.0}, {"token_file": "x"}, {"geo_steps": 400}]  # whatever stands where nothing is given
+    for options in cases:
+        with pytest.raises(ConfigError, match=f"strategy.{next(iter(options))}.* is for strategy"):
+            Pserver(**options).check(task, 1, "cpu")
+    Pserver().check(task, 1, "cpu")
 
 
 @pytest.mark.usefixtures("secret")

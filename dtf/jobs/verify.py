@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from enum import Enum
 from itertools import product
 from pathlib import Path
@@ -128,8 +129,10 @@ class Verify(Job):
         return strategies
 
     def _replay(self, composed: Composed) -> int:
-        if self.strategies or self.keep:
-            raise ConfigError("job.replay does one recorded run again; leave job.strategies and job.keep out")
+        plain, used = Verify(), ("format", "replay")
+        others = [each.name for each in fields(self) if each.name not in used and getattr(self, each.name) != getattr(plain, each.name)]
+        if others:
+            raise ConfigError(f"job.{others[0]} is of no account with job.replay, which does one recorded run again; leave it out")
         from dtf.evidence import FP32_BOUND, FP64_BOUND
 
         folder = Path(self.replay).absolute()

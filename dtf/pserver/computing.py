@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,14 +13,15 @@ import torch
 from torch import Tensor
 
 from dtf.build import cast_model, draw_model
-from dtf.passes import loss_dtype, received, rows_of, stand_ins
+from dtf.passes import draws_at_large, loss_dtype, received, rows_of, stand_ins
 from dtf.pserver.blocks import Layout, views
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.narrow import rounded
-from dtf.sampler import cut, share
+from dtf.pserver.protocol import NONE
+from dtf.sampler import cut, share, within
 from dtf.spmd import Replica
 from dtf.strategy import Task
-from dtf.values import Batch, Evaluated, Shard
+from dtf.values import WHOLE, Batch, Evaluated, Shard
 
 warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
 
@@ -27,10 +29,17 @@ ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Ids (U,) and numbers (U, columns) of each table."""
 
 
+class Blocks(NamedTuple):
+    """Learning blocks of one server as they arrived, and the stamp of the state that they are of."""
+
+    stamp: int
+    data: np.ndarray
+
+
 class Pulled(NamedTuple):
     """What the servers gave for one lease, in their order."""
 
-    dense: list[np.ndarray]  # learning blocks
+    dense: list[Blocks]
     rows: list[dict[str, np.ndarray]]
     applied: list[int]  # updates in it
     scale: float
@@ -49,20 +58,40 @@ class Computed(NamedTuple):
 
 
 class Computing:
-    """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient."""
+    """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient. `part`: what this process computes of each lease.
+
+    `threads`: of this process that compute with one copy of the parameters; `first`: the one of them that was made first, whose copy it is. Buffers,
+    gradients and statistics each has for itself.
+    """
 
     def __init__(
-        self, task: Task, device: torch.device, layouts: Sequence[Layout], shares: int, micro_batch_rows: int, whole_norm: bool, wire: torch.dtype | None
+        self,
+        task: Task,
+        device: torch.device,
+        layouts: Sequence[Layout],
+        shares: int,
+        micro_batch_rows: int,
+        whole_norm: bool,
+        wire: torch.dtype | None,
+        part: Shard = WHOLE,
+        threads: int = 1,
+        first: Computing | None = None,
     ) -> None:
         self._task, self.device, self._layouts, self._shares, self._micro_batch_rows = task, device, layouts, shares, micro_batch_rows
-        self._whole_norm, self._wire = whole_norm, wire
+        self._whole_norm, self._wire, self._part = whole_norm, wire, part
         model = draw_model(task.recipe, task.seed, task.weights)
         self.masters = cast_model(model, task.precision, device)
-        self.replica = Replica(model, task, device)
         self.parameters = dict(model.named_parameters())
-        self._flat = [self._flattened(layout) for layout in layouts]
+        if first is not None:
+            self.masters = first.masters
+            for name, parameter in self.parameters.items():
+                parameter.data = first.parameters[name].data  # the memory is the same; torch sees two tensors, and no change of one as that of the other
+        self._flat = [self._flattened(layout) for layout in layouts] if first is None else first._flat
+        self.replica = Replica(model, task, device)
         self._learning = [[block.of(self.parameters[block.name].data) for block in layout.learning] for layout in layouts]
-        self._loaded: list[np.ndarray | None] = [None] * len(layouts)  # what the model has, by server
+        self._threads = threads
+        self._loaded: list[int] = first._loaded if first else [NONE] * len(layouts)  # stamps of what the parameters are, by server
+        self._loading = first._loading if first else threading.Lock()
         self._outgoing = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
         self._gradients = [views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)]
 
@@ -70,7 +99,9 @@ class Computing:
         """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
         batch = received(batch, self._task)
         batch = batch._replace(inputs=stand_ins(batch.inputs, self._task.recipe.tables()))
-        self.replica.rehearse(rows_of(batch, 0, 4), spread=self._shares > 1)
+        drew = self.replica.rehearse(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
+        if drew and self._threads > 1:
+            raise draws_at_large("pserver", "and the threads of strategy.hogwild_threads share one generator")
 
     def gradients(self, prepared: Prepared, pulled: Pulled) -> Computed:
         """Of the sum of losses over the rows of a lease, divided by the rows of the global batch."""
@@ -88,16 +119,21 @@ class Computing:
         dense = [memory.cpu().numpy() for memory in self._outgoing]
         norm = self._norm(rows) if self._whole_norm else 0.0
         finite = math.isfinite(norm)
-        return Computed(dense, rows, sums, self.replica.statistics.added().cpu().numpy(), norm if finite else 0.0, int(finite))
+        return Computed(dense, rows, sums, self.added(), norm if finite else 0.0, int(finite))
 
     def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
         """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters; the metric sums (M,)."""
-        ticket, shard = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
-        bounds, own = self.own(prepared)
+        ticket, lease = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
+        bounds, _ = self.own(prepared)
+        own = share(len(bounds) - 1, within(lease, self._part))
         self.replica.model.train()
         self.replica.statistics.forget(ticket.step)
         scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
-        return self.replica.accumulate(ticket, batch, bounds, own, shard, scale)
+        return self.replica.accumulate(ticket, batch, bounds, own, lease, scale)
+
+    def added(self) -> np.ndarray:
+        """What the last pass added to running averages, see `RunningStatistics.added`."""
+        return self.replica.statistics.added().cpu().numpy()
 
     def own(self, prepared: Prepared) -> tuple[list[int], tuple[int, int]]:
         """Bounds of all micro-batches of the ticket, and the first and last + 1 of those of the lease."""
@@ -111,15 +147,16 @@ class Computing:
 
     @torch.no_grad()
     def load(self, pulled: Pulled) -> None:
-        """Put pulled blocks into the model."""
-        for server, (layout, into, arrived) in enumerate(zip(self._layouts, self._learning, pulled.dense, strict=True)):
-            if arrived is not self._loaded[server] and into:
-                blocks, flat = torch.from_numpy(arrived), self._flat[server]
-                if flat is None:
-                    torch._foreach_copy_(into, views(blocks.to(self.device), layout.learning))
-                else:
-                    flat.copy_(blocks)
-            self._loaded[server] = arrived
+        """Put pulled blocks into the model. Where several threads compute with it, none is waited for, and what is older than what is there stays out."""
+        with self._loading:
+            for server, (layout, into, (stamp, data)) in enumerate(zip(self._layouts, self._learning, pulled.dense, strict=True)):
+                if into and (stamp != self._loaded[server] if self._threads == 1 else stamp > self._loaded[server]):
+                    blocks, flat = torch.from_numpy(data), self._flat[server]
+                    if flat is None:
+                        torch._foreach_copy_(into, views(blocks.to(self.device), layout.learning))
+                    else:
+                        flat.copy_(blocks)
+                    self._loaded[server] = stamp
 
     def _flattened(self, layout: Layout) -> Tensor | None:
         """One piece of memory in which the parameters lie from now on as a server's blocks travel; None where these are slices, or of another format."""
@@ -136,7 +173,7 @@ class Computing:
 
     def forget(self) -> None:
         """The model was changed by others."""
-        self._loaded = [None] * len(self._layouts)
+        self._loaded[:] = [NONE] * len(self._layouts)
 
     @torch.no_grad()
     def take_frozen(self, server: int, data: np.ndarray) -> None:

@@ -23,6 +23,9 @@ from dtf.strategy import Task
 LONGEST_WAIT_S = 5.0
 """A call waits no longer for something to happen, whatever it asks for."""
 
+SILENT = -1.0
+"""In the place of when somebody was heard."""
+
 
 class Desk:
     """`handlers` by name of the method. `facts`: what a trainer must have alike, see `dtf.agreement`; `lease_s`: silence after which one is given up."""
@@ -40,26 +43,42 @@ class Desk:
     def hello(self, data: bytes) -> bytes:
         """A trainer joins, once this server has its state."""
         message = decode(self._hello[0], data)
-        trainer, serving = int(message.scalars["trainer"]), self._serving
+        trainer, starter, serving = int(message.scalars["trainer"]), str(message.scalars.get("starter", "")), self._serving
         refusal = mixture({"server 0": self._facts, f"trainer {trainer}": protocol.facts_of(message)})
+        taken = False
         with serving.change:
             ready = serving.change.wait_for(lambda: serving.begun or serving.over, LONGEST_WAIT_S)
             if ready and not refusal:
-                serving.ledger.join(trainer, time.monotonic())
-                serving.change.notify_all()
-        return encode(self._hello[1], {"ready": int(ready)}, {"refusal": np.frombuffer(refusal.encode(), np.uint8)})
+                asked = time.monotonic()
+                serving.change.wait_for(lambda: self._other(trainer, starter, asked) != SILENT, LONGEST_WAIT_S)
+                heard = self._other(trainer, starter, asked)
+                ready, taken = heard is None, heard not in (None, SILENT)
+                if ready:
+                    serving.ledger.join(trainer, time.monotonic(), starter)
+                    serving.change.notify_all()
+        if taken:
+            refusal = f"another trainer of this run has the number {trainer} and is at work; give each a strategy.trainer_id of its own"
+        said = np.frombuffer(refusal.encode(errors="backslashreplace"), np.uint8)
+        return encode(self._hello[1], {"ready": int(ready), "taken": int(taken)}, {"refusal": said})
+
+    def _other(self, trainer: int, starter: str, since: float) -> float | None:
+        """When a trainer of this number was heard that another command started, SILENT if not `since`; None where there is none. `change` is held."""
+        self._serving.ledger.give_up(time.monotonic() - self._lease_s)
+        heard = self._serving.ledger.other(trainer, starter)
+        return heard if heard is None or heard > since else SILENT
 
     def lease(self, data: bytes) -> bytes:
         """Work for a trainer, and what it has done."""
         message = decode(self._lease[0], data)
-        trainer, serving = int(message.scalars["trainer"]), self._serving
+        trainer, starter, serving = int(message.scalars["trainer"]), str(message.scalars.get("starter", "")), self._serving
         with serving.change:
             now = time.monotonic()
             if message.scalars.get("leaving"):
-                serving.ledger.leave(trainer)
-                serving.change.notify_all()
+                if serving.ledger.other(trainer, starter) is None:
+                    serving.ledger.leave(trainer)
+                    serving.change.notify_all()
                 return self._leases([], OVER, known=True)
-            known = serving.ledger.hear(trainer, now)
+            known = serving.ledger.hear(trainer, now, starter)
             if serving.ledger.give_up(now - self._lease_s):
                 serving.change.notify_all()
             if not known:
@@ -162,4 +181,4 @@ class Desk:
         )
 
     def _leases(self, leases: list, state: int, known: bool) -> bytes:
-        return encode(self._lease[1], {"state": state, "known": int(known)}, protocol.pack_leases(leases))
+        return encode(self._lease[1], {"state": state, "known": int(known), "reason": self._serving.reason}, protocol.pack_leases(leases))

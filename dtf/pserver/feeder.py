@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import monotonic
 from typing import NamedTuple
@@ -44,15 +44,17 @@ class Prepared(NamedTuple):
 
 
 class Feeder:
-    """A thread that keeps up to AHEAD pieces of work ready. `prepare` reads the rows of a ticket. When server 0 has given this trainer up, `anew` is so, and
-    it waits until the trainer has `joined` again."""
+    """A thread that keeps up to AHEAD pieces of work ready. `name`: of the trainer, as in `protocol.hello_schemas`; `prepare` reads the rows of a ticket.
 
-    def __init__(self, transport: Transport, trainer: int, prepare: Callable[[Lease, Train], Prepared], stopping: Callable[[], bool]) -> None:
-        self._transport, self._trainer, self._prepare, self._stopping = transport, trainer, prepare, stopping
+    When server 0 has given this trainer up, `anew` is so, and it waits until the trainer has `joined` again. `reason`: why the run is `over`.
+    """
+
+    def __init__(self, transport: Transport, name: Mapping[str, int | str], prepare: Callable[[Lease, Train], Prepared], stopping: Callable[[], bool]) -> None:
+        self._transport, self._name, self._prepare, self._stopping = transport, name, prepare, stopping
         self._schemas = protocol.lease_schemas()
         self._change = threading.Condition()
         self._ready: list[tuple[tuple[Key, int], Prepared]] = []
-        self.anew = False
+        self.anew, self.reason = False, ""
         self._asked = 0.0  # when server 0 heard of this trainer last
         self._numbers = itertools.count()  # of what is prepared: among equals the first one comes first
         self._held: set[Key] = set()
@@ -124,7 +126,7 @@ class Feeder:
         """Tell server 0 that this trainer knows that the run is over and asks for nothing more: until then the service stays."""
         nothing = np.empty((0, 3), np.int64)
         with suppress(Lost):  # it waits for nobody for ever
-            self._transport.call(LEASE, encode(self._schemas[0], {"trainer": self._trainer, "leaving": 1}, {"done": nothing, "has": nothing}), DEADLINE_S)
+            self._transport.call(LEASE, encode(self._schemas[0], {**self._name, "leaving": 1}, {"done": nothing, "has": nothing}), DEADLINE_S)
 
     def _run(self) -> None:
         try:
@@ -148,7 +150,7 @@ class Feeder:
         with self._change:
             done, self._done, has = self._done, [], list(self._held)
             most = max(0, self._wanted()) if more else 0
-        request = {"trainer": self._trainer, "most": most, "wait_s": WAIT_S if most else 0.0, "stopping": int(self._stopping())}
+        request = {**self._name, "most": most, "wait_s": WAIT_S if most else 0.0, "stopping": int(self._stopping())}
         data = encode(self._schemas[0], request, {name: np.array(keys, np.int64).reshape(-1, 3) for name, keys in (("done", done), ("has", has))})
         answer = decode(self._schemas[1], self._transport.call(LEASE, data, DEADLINE_S))
         self._asked = monotonic()
@@ -181,5 +183,5 @@ class Feeder:
                     self._change.notify_all()
         if answer.scalars["state"] == protocol.OVER:
             with self._change:
-                self._over = True
+                self._over, self.reason = True, str(answer.scalars["reason"])
                 self._change.notify_all()

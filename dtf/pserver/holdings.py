@@ -224,6 +224,11 @@ class Holdings:
         """The factor of the loss that trainers differentiate."""
         return float(self._update.scale(torch.ones((), dtype=torch.float64)))
 
+    def refuse_overfull(self) -> None:
+        """Raise the error of a table of which all servers together hold too many rows, where updates do not show it. Collective."""
+        if self._shelves is not None and not self._merging.together and self._world.size > 1:
+            self._shelves.refuse_overfull()
+
     def tables(self) -> dict[str, dict[str, int]]:
         """Of each table: `rows` and `bytes` here, and the `capacity` of all servers together."""
         return self._shelves.sizes() if self._shelves else {}

@@ -35,6 +35,9 @@ class Ledger:
         self._free: dict[Key, Lease] = {}
         self._held: dict[Key, tuple[int, Lease]] = {}
         self._heard: dict[int, float] = {}
+        self._starters: dict[int, str] = {}
+        self.came: set[int] = set()
+        """Trainers that have ever joined."""
         self.opened = self.granted = self.finished = self.again = 0
 
     def open(self, work: Iterable[Lease]) -> None:
@@ -43,21 +46,27 @@ class Ledger:
             self._free[lease.key] = lease
             self.opened += 1
 
-    def join(self, trainer: int, now: float) -> None:
-        """A trainer begins; what another one of its number was granted is free again."""
+    def join(self, trainer: int, now: float, starter: str = "") -> None:
+        """A trainer begins; what another one of its number was granted is free again. `starter`: who started it."""
         self.leave(trainer)
-        self._heard[trainer] = now
+        self._heard[trainer], self._starters[trainer] = now, starter
+        self.came.add(trainer)
+
+    def other(self, trainer: int, starter: str) -> float | None:
+        """When the trainer of this number was heard last, if somebody else started it."""
+        return None if self._starters.get(trainer, starter) == starter else self._heard[trainer]
 
     def leave(self, trainer: int) -> None:
         """A trainer is gone."""
         self._heard.pop(trainer, None)
+        self._starters.pop(trainer, None)
         for key in [key for key, (holder, _) in self._held.items() if holder == trainer]:
             self._free[key] = self._held.pop(key)[1]
             self.again += 1
 
-    def hear(self, trainer: int, now: float) -> bool:
+    def hear(self, trainer: int, now: float, starter: str = "") -> bool:
         """A trainer is alive; False for one that has been given up, and has to join anew."""
-        if trainer not in self._heard:
+        if self._starters.get(trainer) != starter:
             return False
         self._heard[trainer] = now
         return True

@@ -72,11 +72,11 @@ class Local:
         """One step over the rows of a ticket of the lease."""
         bounds, (first, last) = self._computing.own(prepared)
         if first == last:  # the last batch of an epoch may be too small for all shares
-            self._statistics.append(np.zeros_like(self._computing.replica.statistics.added().cpu().numpy()))
+            self._statistics.append(np.zeros_like(self._computing.added()))
             return
         batch = prepared.batch if self._tables is None else self._tables.look(prepared.batch, train=True)
         self._sums += self._computing.passes(prepared, batch, 1.0 / (bounds[last] - bounds[first])).cpu().double()
-        self._statistics.append(self._computing.replica.statistics.added().cpu().numpy())
+        self._statistics.append(self._computing.added())
         if self._tables is not None:
             self._tables.give(self._computing.replica.row_gradients)
         self._update.table_steps = prepared.ticket.step

@@ -39,8 +39,9 @@ BYTES, NUMBERS, SUMS = Array(1, ("u8",)), Array(1, ("i64",)), Array(1, ("f64",))
 
 
 def hello_schemas() -> tuple[Schema, Schema]:
-    """Request and reply of HELLO. `facts`: JSON text of what all processes must have alike; `refusal`: why this one cannot take part, or nothing."""
-    return Schema({"trainer": int}, {"facts": BYTES}), Schema({"ready": int}, {"refusal": BYTES})
+    """Request and reply of HELLO. `starter`: of the trainer, the same as long as its launcher starts it again; `facts`: JSON text of what all processes must
+    have alike; `refusal`: why this one cannot take part, or nothing; `taken`: as another one of its number lives."""
+    return Schema({"trainer": int, "starter": str}, {"facts": BYTES}), Schema({"ready": int, "taken": int}, {"refusal": BYTES})
 
 
 def facts_of(message: Message) -> Any:
@@ -62,11 +63,13 @@ def status_schemas() -> tuple[Schema, Schema]:
 
 
 def lease_schemas() -> tuple[Schema, Schema]:
-    """Of LEASE. `leaving`: the trainer ends. `done` and `has` (n, 3): keys of finished work, and of what the trainer has; `numbers` (t, 8) and `rates`
-    (t,): tickets of leases, see `pack_leases`."""
+    """Of LEASE. `leaving`: the trainer ends; `reason`: why the run has.
+
+    `done` and `has` (n, 3): keys of finished work, and of what the trainer has; `numbers` (t, 8) and `rates` (t,): tickets of leases, see `pack_leases`.
+    """
     keys = Array(2, ("i64",))
-    request = Schema({"trainer": int, "most": int, "wait_s": float, "stopping": int, "leaving": int}, {"done": keys, "has": keys})
-    return request, Schema({"state": int, "known": int}, {"numbers": Array(2, ("i64",)), "rates": SUMS})
+    request = Schema({"trainer": int, "starter": str, "most": int, "wait_s": float, "stopping": int, "leaving": int}, {"done": keys, "has": keys})
+    return request, Schema({"state": int, "known": int, "reason": str}, {"numbers": Array(2, ("i64",)), "rates": SUMS})
 
 
 def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:

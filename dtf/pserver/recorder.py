@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtf.errors import DataError
+from dtf.errors import DataError, SaveError
 from dtf.pserver.push import Push
 from dtf.values import Train
 
@@ -22,11 +23,15 @@ class Pull(NamedTuple):
 
 
 class Recorder:
-    """Writes what happens on one server from step `start` on, an attempt after the other."""
+    """Writes what happens on one server from step `start` on, an attempt after the other. SaveError where it cannot."""
 
     def __init__(self, folder: Path, server: int, start: int) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file = path_of(folder, server).open("a")
+        self._path = path_of(folder, server)
+        with self._saving():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = self._path.open("a")
+            if self._file.tell():
+                self._file.write("\n")  # a server that was killed may have left half a line
         self._write({"start": start})
 
     def opened(self, tickets: Sequence[Train]) -> None:
@@ -40,13 +45,24 @@ class Recorder:
     def applied(self, pushes: Iterable[Push]) -> None:
         """These became one update."""
         self._write({"apply": [[push.trainer, push.step, push.part, push.seen] for push in pushes]})
-        self._file.flush()
+        with self._saving():
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with self._saving():
+            self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        with self._saving():
+            self._file.write(json.dumps(line) + "\n")
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """A full or broken disk is no mistake of the program."""
+        try:
+            yield
+        except OSError as error:
+            raise SaveError(f"{self._path} could not be written: {error.strerror}; make room or mend the disk, then start again") from None
 
 
 def path_of(folder: Path, server: int) -> Path:
@@ -54,20 +70,36 @@ def path_of(folder: Path, server: int) -> Path:
     return folder / f"order_server_{server}.jsonl"
 
 
-def read(folder: Path, servers: int) -> tuple[int, list[list[dict[str, Any]]]]:
-    """Where the last attempt began, and what happened on each server since. DataError when it cannot be read."""
+def read(folder: Path, servers: int) -> tuple[int, list[Iterator[dict[str, Any]]]]:
+    """Where the last attempt began, and what happened on each server since, read as it is asked for. DataError when it cannot be read."""
     starts, found = set(), []
     for server in range(servers):
         path = path_of(folder, server)
+        at, start, begin = 0, None, 0
         try:
-            lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            with path.open("rb") as file:
+                for line in file:
+                    at += len(line)
+                    if line.startswith(b'{"start"'):
+                        start, begin = int(json.loads(line)["start"]), at
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read: {error}; a run records its order with strategy.record=PATH") from None
-        first = max((i for i, line in enumerate(lines) if "start" in line), default=None)
-        if first is None:
+        if start is None:
             raise DataError(f"{path} does not say where it starts")
-        starts.add(int(lines[first]["start"]))
-        found.append(lines[first + 1 :])
+        starts.add(start)
+        found.append(_events(path, begin))
     if len(starts) != 1:
         raise DataError(f"the servers of {folder} recorded different attempts; it was killed while they started")
     return starts.pop(), found
+
+
+def _events(path: Path, begin: int) -> Iterator[dict[str, Any]]:
+    """Lines from a place on; one that a killed server left unfinished is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            for line in file:
+                if line.endswith(b"}\n"):
+                    yield json.loads(line)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None

@@ -151,7 +151,7 @@ class Assisted(Spmd):
     def told_to_stop(self) -> bool:
         return self._tables.stopping
 
-    def end(self) -> None:
+    def end(self, reason: str = "finished") -> None:
         if self._world.rank == 0:
             self._tables.end()
 

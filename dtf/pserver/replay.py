@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,9 +13,8 @@ from torch import Tensor
 from dtf.build import sketch
 from dtf.errors import DataError
 from dtf.launcher import Place
-from dtf.passes import received, to_device
 from dtf.pserver.blocks import lay_out, travelling
-from dtf.pserver.computing import Computed, Computing, Pulled
+from dtf.pserver.computing import Blocks, Computed, Computing, Pulled
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.holdings import Holdings
 from dtf.pserver.ledger import TRAIN, Lease
@@ -23,17 +23,17 @@ from dtf.pserver.merging import Merging
 from dtf.pserver.narrow import FORMATS, rounded
 from dtf.pserver.protocol import ANY, NONE
 from dtf.pserver.push import Push
+from dtf.pserver.reading import Open, Reading
 from dtf.pserver.recorder import Pull
-from dtf.pserver.rows import Wanted
 from dtf.strategy import Source, Task
-from dtf.values import Batch, Box, Shard, Train
+from dtf.values import Box, Train
 from dtf.world import World
 
 if TYPE_CHECKING:
-    from dtf.loader import Loader
     from dtf.strategies.pserver import Pserver
 
-Open = Callable[[str, Shard, int], "Loader"]
+Part = tuple[int, int]
+"""First step of a lease, and its share."""
 
 
 class _Alone(World):
@@ -57,9 +57,9 @@ class Replay:
     """`rows` opens the training data; `source`: the checkpoint that the recorded attempt began with."""
 
     def __init__(self, task: Task, strategy: Pserver, merging: Merging, trainers: int, rows: Open, source: Source | None) -> None:
-        self._task, self._merging, self._open = task, merging, rows
+        self._merging = merging
         self._servers, self._shares = strategy.count(), merging.shares(trainers)
-        self._micro_batch_rows = task.step.rows_each(self._shares)
+        self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
         self.holdings = [
             Holdings(task, _Alone(server, self._servers), strategy, merging, self._shares, self._micro_batch_rows) for server in range(self._servers)
         ]
@@ -76,24 +76,21 @@ class Replay:
         self._local = Local(task, self._computing, layouts) if merging.local else None
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._tickets: dict[int, tuple[Train, ...]] = {}
-        self._replies: dict[tuple[Pull, int], list[_Reply]] = {}
-        self._needed: dict[tuple[int, ...], set[tuple[Pull, int]]] = {}  # of each push, what was pulled for it
-        self._computed: dict[tuple[int, int, int], Computed] = {}
-        self._loaders: dict[int, Loader] = {}
-        self._batches: dict[tuple[int, int], Batch] = {}
+        self._replies: dict[Part, dict[tuple[Pull, int], list[_Reply]]] = {}
+        self._computed: dict[Part, dict[int, Computed]] = {}  # by trainer
+        self._applied: Counter[Part] = Counter()  # by how many servers
+        self._read = Reading(task, rows, torch.device("cpu"), self._micro_batch_rows, self._servers)
+        self._prepared: dict[tuple[int, int], Prepared] = {}
         self._met: dict[tuple[int, int, int], dict[str, set[int]]] = {}
 
-    def run(self, events: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    def run(self, events: Sequence[Iterator[Mapping[str, Any]]]) -> None:
         """All that happened, by server. DataError where what one server recorded does not fit what another one did."""
-        for server, own in enumerate(events):
-            for pull in (Pull(*event["pull"]) for event in own if "pull" in event):
-                self._needed.setdefault(pull[:3], set()).add((pull, server))
-        at = [0] * self._servers
-        while any(place < len(own) for place, own in zip(at, events, strict=True)):
+        coming = [next(own, None) for own in events]
+        while any(event is not None for event in coming):
             moved = False
             for server, own in enumerate(events):
-                while at[server] < len(own) and self._do(server, own[at[server]]):
-                    at[server], moved = at[server] + 1, True
+                while (event := coming[server]) is not None and self._do(server, event):
+                    coming[server], moved = next(own, None), True
             if not moved:
                 raise DataError("the recorded orders of the servers do not fit each other; was the run killed?")
 
@@ -113,9 +110,14 @@ class Replay:
             self._pull(server, pull, event["applied"])
         else:
             pushes = [tuple(row) for row in event["apply"]]
-            if not all(self._may(row[:3]) for row in pushes):
+            if not all(self._may(server, *row[:3]) for row in pushes):
                 return False
             self.holdings[server].apply([self._push(server, *row) for row in pushes], self._tickets)
+            for trainer, step, part, _ in pushes:
+                self._met.pop((trainer, step, server), None)
+                self._applied[step, part] += 1
+                if self._applied[step, part] == self._servers:
+                    self._forget(step, part)
         return True
 
     def _pull(self, server: int, pull: Pull, applied: int) -> None:
@@ -123,7 +125,7 @@ class Replay:
         lease = self._lease(pull.step, pull.part)
         first = pull.at == lease.tickets[0].step
         known = ANY if self._local is None or first else NONE
-        ids = Wanted(self._batch(pull.part, self._ticket(lease, pull.at)), self._widths, self._servers).ids(server)
+        ids = self._prepare(lease, self._ticket(lease, pull.at)).wanted.ids(server)
         if self._local is not None:
             met = self._met.setdefault((pull.trainer, pull.step, server), {name: set() for name in ids})
             if first:
@@ -136,40 +138,45 @@ class Replay:
         rows = {name: rounded(found, self._wire) for name, found in rows.items()}
         if now != applied:
             raise DataError(f"server {server} had made {applied} updates when it was asked, here it has made {now}; the record is not whole")
-        self._replies.setdefault((pull, server), []).append(_Reply(now, np.empty(0, np.uint8) if dense is None else dense.copy(), rows))
+        if self._applied[pull.step, pull.part] < self._servers:  # else somebody asked who was too late
+            given = self._replies.setdefault((pull.step, pull.part), {})
+            given.setdefault((pull, server), []).append(_Reply(now, np.empty(0, np.uint8) if dense is None else dense.copy(), rows))
 
-    def _may(self, key: tuple[int, int, int]) -> bool:
-        """Whether all servers have given what a push was computed from."""
-        return key[1] in self._tickets and self._needed.get(key, set()) <= self._replies.keys()
+    def _may(self, server: int, trainer: int, step: int, part: int) -> bool:
+        """Whether all servers have given what a push was computed from: what this one gave, as a trainer asks all for the same."""
+        given = self._replies.get((step, part), {})
+        asked = [pull for pull, other in given if other == server and pull.trainer == trainer]
+        return step in self._tickets and all((pull, other) in given for pull in asked for other in range(self._servers))
 
     def _push(self, server: int, trainer: int, step: int, part: int, seen: int) -> Push:
-        key = (trainer, step, part)
-        if key not in self._computed:
+        found = self._computed.setdefault((step, part), {})
+        if trainer not in found:
             lease = self._lease(step, part)
-            self._computed[key] = self._alone(trainer, lease) if self._local is not None else self._gradients(trainer, lease, server, seen)
-        computed, nothing = self._computed[key], np.empty(0)
+            found[trainer] = self._alone(trainer, lease) if self._local is not None else self._gradients(trainer, lease, server, seen)
+        computed, nothing = found[trainer], np.empty(0)
         return Push(
             *(trainer, step, part, computed.dense[server], computed.rows[server], computed.finite, computed.norm, seen, 0, 0, computed.skipped),
             *(nothing, computed.statistics, nothing),
         )
 
     def _gradients(self, trainer: int, lease: Lease, server: int, seen: int) -> Computed:
-        prepared = self._prepared(lease, lease.tickets[0])
-        pull = Pull(trainer, lease.step, lease.part, lease.step)
-        replies = [self._replies[pull, each][-1] for each in range(self._servers)]
-        replies[server] = next((reply for reply in self._replies[pull, server] if reply.applied == seen), replies[server])
-        columns = [[getattr(reply, name) for reply in replies] for name in ("dense", "rows", "applied")]
-        found = self._computing.gradients(prepared, Pulled(*columns, scale=self.holdings[0].scale()))
+        prepared = self._prepare(lease, lease.tickets[0])
+        pull, given = Pull(trainer, lease.step, lease.part, lease.step), self._replies[lease.step, lease.part]
+        replies = [given[pull, each][-1] for each in range(self._servers)]
+        replies[server] = next((reply for reply in given[pull, server] if reply.applied == seen), replies[server])
+        dense = [Blocks(reply.applied, reply.dense) for reply in replies]
+        rows, applied = [reply.rows for reply in replies], [reply.applied for reply in replies]
+        found = self._computing.gradients(prepared, Pulled(dense, rows, applied, self.holdings[0].scale()))
         parts = [{name: (ids, rounded(numbers, self._wire)) for name, (ids, numbers) in part.items()} for part in found.rows]
         return found._replace(dense=[memory.copy() for memory in found.dense], rows=parts)  # whose memory the next one uses
 
     def _alone(self, trainer: int, lease: Lease) -> Computed:
-        local = self._local
+        local, given = self._local, self._replies[lease.step, lease.part]
         assert local is not None
         for ticket in lease.tickets:
-            prepared = self._prepared(lease, ticket)
+            prepared = self._prepare(lease, ticket)
             pull = Pull(trainer, lease.step, lease.part, ticket.step)
-            replies = [self._replies[pull, server][-1] for server in range(self._servers)] if (pull, 0) in self._replies else []
+            replies = [given[pull, server][-1] for server in range(self._servers)] if (pull, 0) in given else []
             if ticket is lease.tickets[0]:
                 local.begin([reply.dense for reply in replies])
             for server, reply in enumerate(replies):
@@ -178,22 +185,21 @@ class Replay:
             local.step(prepared)
         return local.differences()
 
+    def _forget(self, step: int, part: int) -> None:
+        """What was needed for work that all servers have applied."""
+        self._replies.pop((step, part), None)
+        del self._computed[step, part]
+        for ticket in self._tickets[step]:
+            self._prepared.pop((part, ticket.step), None)
+
     def _lease(self, step: int, part: int) -> Lease:
         return Lease(TRAIN, step, part, self._shares, self._tickets[step])
 
     def _ticket(self, lease: Lease, step: int) -> Train:
         return next(ticket for ticket in lease.tickets if ticket.step == step)
 
-    def _prepared(self, lease: Lease, ticket: Train) -> Prepared:
-        batch = self._batch(lease.part, ticket)
-        return Prepared(lease, ticket, batch, Wanted(batch, self._widths, self._servers), 0)
-
-    def _batch(self, part: int, ticket: Train) -> Batch:
-        key = (part, ticket.step)
-        if key not in self._batches:
-            if part not in self._loaders:
-                self._loaders[part] = self._open("train", Shard(part, self._shares), self._micro_batch_rows)
-            batch = self._loaders[part].get(ticket.epoch, ticket.index)
-            assert batch is not None
-            self._batches[key] = received(to_device(batch, torch.device("cpu"), self._task), self._task)
-        return self._batches[key]
+    def _prepare(self, lease: Lease, ticket: Train) -> Prepared:
+        key = (lease.part, ticket.step)
+        if key not in self._prepared:
+            self._prepared[key] = self._read(lease, ticket)
+        return self._prepared[key]

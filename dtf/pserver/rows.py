@@ -61,14 +61,24 @@ class Shelves(Tables):
         total = torch.zeros(1 + len(self._shelves), dtype=torch.float64)
         for name, shelf in self._shelves.items():
             total[0] += shelf.take(given[name])
-        total[1:] = torch.tensor([len(shelf.store) for shelf in self._shelves.values()])
+        total[1:] = self._counts()
         if together:
             self._world.reduce(total)
-        for (name, shelf), rows in zip(self._shelves.items(), total[1:].tolist(), strict=True):
-            if rows > shelf.store.spec.capacity:
-                raise full(name, shelf.store.spec.capacity, int(rows))
+        self._check(total[1:])
         self.norm = total[0].sqrt()
         return float(total[0])
+
+    def refuse_overfull(self) -> None:
+        """Raise the error of a table of which all servers together hold more rows than its capacity. Collective."""
+        self._check(self._world.reduce(self._counts()))
+
+    def _counts(self) -> Tensor:
+        return torch.tensor([len(shelf.store) for shelf in self._shelves.values()], dtype=torch.float64)
+
+    def _check(self, counts: Tensor) -> None:
+        for (name, shelf), rows in zip(self._shelves.items(), counts.tolist(), strict=True):
+            if rows > shelf.store.spec.capacity:
+                raise full(name, shelf.store.spec.capacity, int(rows))
 
     def records(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Rows of distinct ids with their state, made where there are none; see `SparseTable.records`. Not collective."""

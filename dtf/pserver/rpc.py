@@ -21,7 +21,7 @@ import grpc
 from dtf.errors import AuthError, BusyError, ConfigError
 from dtf.network import endpoint as parsed
 from dtf.network import endpoint_text, listen
-from dtf.pserver.shared import Regions
+from dtf.pserver.regions import Regions
 from dtf.pserver.transport import MOST_BYTES, Failed, Lost, Pending, Refused, Stale, short
 from dtf.pserver.wire import WireError
 

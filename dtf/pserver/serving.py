@@ -50,7 +50,7 @@ class Serving(Program):
 
     def __init__(self, task: Task, world: World, strategy: Pserver, merging: Merging, trainers: int) -> None:
         self.shares = merging.shares(trainers)
-        self.micro_batch_rows = task.step.rows_each(self.shares)
+        self.micro_batch_rows = task.step.rows_each(self.shares * strategy.team)
         self._task, self._world, self._merging, self._trainers = task, world, merging, trainers
         self._window, self._record = merging.window(trainers), strategy.record
         self.holdings = Holdings(task, world, strategy, merging, self.shares, self.micro_batch_rows)
@@ -69,6 +69,7 @@ class Serving(Program):
         self._basket: dict[tuple[int, int], Push] = {}  # by first step and share, in order of arrival; there until they are applied
         self.change = threading.Condition()  # of all that follows and the ledger
         self.begun = self.over = False
+        self.reason = ""  # why it is over
         self._last = -1  # step that was opened last
         self.version = -1  # first step whose update is not whole
         self.dropped = 0  # pushes that came again
@@ -104,6 +105,7 @@ class Serving(Program):
     def rest(self) -> StepOutput:
         if self._merging.exact:
             self.settle()
+        self.holdings.refuse_overfull()
         return self.tally.told()
 
     def settle(self) -> None:
@@ -162,12 +164,13 @@ class Serving(Program):
     def told_to_stop(self) -> bool:
         return self.stopping
 
-    def end(self) -> None:
+    def end(self, reason: str = "finished") -> None:
         with self.change:
-            self.over = True
+            self.over, self.reason = True, reason
             self.change.notify_all()
             if self._world.rank == 0:
-                self.change.wait_for(lambda: not self.ledger.members(), FAREWELL_S)
+                # A run that was over when it began ends sooner than trainers come, who would look for servers that are gone.
+                self.change.wait_for(lambda: not self.ledger.members() and (self.begun or len(self.ledger.came) >= self._trainers), FAREWELL_S)
         self._meet()  # server 0 knows when trainers need no server any more
         if self.holdings.recorder is not None:
             self.holdings.recorder.close()
@@ -256,8 +259,9 @@ class Serving(Program):
         self.change.notify_all()
 
     def _next(self) -> list[Push]:
-        """The pushes that are the next update. Another server may be ahead, and trainers with it: what is not open here yet is left aside."""
-        known = [push for push in self._basket.values() if push.step in self._waiting]
+        """The pushes that are the next update. Another server may be ahead, and trainers with it: what is not open here yet is left aside, and what never
+        will be."""
+        known = [push for push in self._basket.values() if push.part in self._waiting.get(push.step, ())]
         if self._merging.exact:
             known.sort(key=_order)
         return known[: self._merging.ready(known, self._waiting)]

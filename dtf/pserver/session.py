@@ -13,32 +13,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from dtf import network
-from dtf.errors import DtfError, PeerError, Preempted
+from dtf.errors import BudgetError, DtfError, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.live import Live, announce
 from dtf.pserver import protocol
 from dtf.pserver.desk import Desk
+from dtf.pserver.hogwild import numbers, work
 from dtf.pserver.lending import Lending, Write
 from dtf.pserver.meeting import ASK_S, NOBODY, QUIET_S, Absent, Guest, Host, Told, Watch
 from dtf.pserver.protocol import LEASE, MEET, STATUS
+from dtf.pserver.regions import Shared
 from dtf.pserver.rows import shelves_of
 from dtf.pserver.rpc import Client, Service, Tls, viewer
 from dtf.pserver.serving import Serving
-from dtf.pserver.shared import Shared
+from dtf.pserver.sharing import follow
 from dtf.pserver.status import snapshot
-from dtf.pserver.trainer import Trainer
+from dtf.pserver.team import Team
 from dtf.pserver.transport import Retrying
 from dtf.pserver.wire import encode
 from dtf.strategy import Errand, Program, Source, Standing, Task
+from dtf.values import Shard
 from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.loader import Loader
     from dtf.strategies.pserver import Pserver
-    from dtf.values import Shard
 
 Handlers = Mapping[str, Callable[[bytes], bytes]]
 
@@ -85,7 +88,7 @@ def meet(standing: Standing, strategy: Pserver, trainers: int) -> tuple[Standing
     here = Host(told, len(endpoints), standing.facts, place.hang_timeout_s)
     service.add({MEET: here.meet})
     service.start()
-    _gather(here, strategy.meet_timeout_s, standing)
+    _gather(here, strategy.patience_s, standing)
     post.look = here.look
     return replace(standing, place=replace(place, store=store)), post
 
@@ -96,7 +99,7 @@ def _arrive(standing: Standing, strategy: Pserver, post: Post, service: Service)
     service.epoch = UNKNOWN
     service.start()
     guest = Guest(Client(endpoints[0], place.token, UNKNOWN, tls=tls(strategy)), place.rank, len(endpoints), standing.facts)
-    told = guest.arrive(strategy.meet_timeout_s, standing.wait, standing.say)
+    told = guest.arrive(strategy.patience_s, standing.wait, standing.say)
     service.epoch = told.epoch
     post.look = lambda: guest.look(PATIENCE_S)
     standing.say(f"server {place.rank} takes part in {told.folder}; server 0, on {told.host}, reports")
@@ -151,11 +154,27 @@ def _announce(folder: Path, endpoints: list[str], place: Place, strategy: Pserve
 def train(task: Task, errand: Errand, strategy: Pserver, trainers: int) -> None:
     """A trainer's life. PeerError when a server is gone; by hand, when servers do not come back."""
     place, endpoints = errand.place, strategy.where()
-    number = place.rank - strategy.count()
+    number, member = divmod(place.rank - strategy.count(), strategy.team)
     if endpoints:
         _ByHand(task, errand, strategy, trainers, number).run()
         return
-    Trainer(task, errand, strategy, strategy.merging(), trainers, number, servers(place, strategy)).run()
+    if strategy.team == 1:
+        work(task, errand, strategy, trainers, number, servers(place, strategy))
+        return
+    team = _team(errand, number, Shard(member, strategy.team))
+    if member:
+        follow(task, errand, team, strategy.merging().shares(trainers))
+        return
+    errand = replace(errand, stop_requested=lambda told=errand.stop_requested: told() or team.stopping)
+    work(task, errand, strategy, trainers, number, servers(place, strategy), team)
+    team.dismiss()
+
+
+def _team(errand: Errand, number: int, part: Shard) -> Team:
+    """Of the trainer `number`."""
+    place = errand.place
+    store = PrefixStore(f"trainer/{number}", _store(place))
+    return Team(store, part, torch.device(place.device), lambda: errand.beat("start", 0), place.start_timeout_s / 2)
 
 
 def lend(task: Task, errand: Errand, strategy: Pserver, trainers: int, read: Callable[[Path], Source], write: Write) -> None:
@@ -195,8 +214,16 @@ class _ByHand:
         self._guest = Guest(self._client(0, UNKNOWN), NOBODY, len(self._endpoints), {"config": errand.facts["config"]})
 
     def run(self) -> None:
-        """To the end of the run. Preempted when this trainer was told to stop."""
-        self._until = time.monotonic() + self._strategy.meet_timeout_s
+        """To the end of the run. Preempted when this trainer or the run was told to stop, BudgetError when its budget is spent."""
+        reason = self._live()
+        if reason == "preempted":
+            raise Preempted("the run was asked to stop; start its servers again with the same run.dir, and its trainers, to go on")
+        if reason == "budget":
+            raise BudgetError("the budget of the run is spent; see what server 0 says")
+
+    def _live(self) -> str:
+        """Why the run is over."""
+        self._until = time.monotonic() + self._strategy.patience_s
         before = ""
         while True:
             left = self._until - time.monotonic()
@@ -208,11 +235,10 @@ class _ByHand:
                 if before != told.epoch:
                     self._errand.say(f"trainer {self._number} takes part in {told.folder}, on {told.host}; server 0 reports")
                 before = told.epoch
-                self._work(clients)
-                return
+                return self._work(clients)
             except PeerError as error:
                 if time.monotonic() > self._until:
-                    raise Absent(f"no step was finished within strategy.meet_timeout_s={self._strategy.meet_timeout_s:g}: {error}") from None
+                    raise Absent(f"no step was finished within strategy.meet_timeout_s={self._strategy.patience_s:g}: {error}") from None
                 if before == told.epoch:
                     self._errand.say(f"{error}; waiting for the servers to come back")
             except Preempted:
@@ -223,23 +249,24 @@ class _ByHand:
                     each.close()
                 self._loaders.clear()
 
-    def _work(self, clients: list[Client]) -> None:
+    def _work(self, clients: list[Client]) -> str:
         errand = replace(self._errand, beat=self._beat, stop_requested=lambda: False, open=self._open)
         servers = [Retrying(Shared(client), PATIENCE_S) for client in clients]
-        Trainer(self._task, errand, self._strategy, self._strategy.merging(), self._trainers, self._number, servers).run()
+        return work(self._task, errand, self._strategy, self._trainers, self._number, servers)
 
     def _beat(self, phase: str, step: int) -> None:
         self._errand.beat(phase, step)
         if self._errand.stop_requested():
             raise Preempted("this trainer was asked to stop and has left; the others go on with its work")
         if phase == "step":
-            self._until = time.monotonic() + self._strategy.meet_timeout_s
+            self._until = time.monotonic() + self._strategy.patience_s
 
     def _leave(self, server: Client) -> None:
         """Let others have what this one has not done, at once."""
-        request = {"trainer": self._number, "most": 0, "wait_s": 0.0, "stopping": 0, "leaving": 1}
-        with suppress(DtfError):
-            server.call(LEASE, encode(protocol.lease_schemas()[0], request, {"done": np.empty((0, 3), np.int64)}), PATIENCE_S)
+        for trainer in numbers(self._number, self._strategy):
+            request = {"trainer": trainer, "starter": self._errand.place.prefix.partition("/")[0], "most": 0, "wait_s": 0.0, "stopping": 0, "leaving": 1}
+            with suppress(DtfError):
+                server.call(LEASE, encode(protocol.lease_schemas()[0], request, {"done": np.empty((0, 3), np.int64)}), PATIENCE_S)
 
     def _open(self, split: str, shard: Shard, rows: int) -> Loader:
         self._loaders.append(self._errand.open(split, shard, rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -11,55 +11,85 @@ import numpy as np
 import torch
 
 from dtf.build import sketch
-from dtf.errors import ConfigError
-from dtf.passes import received, to_device
+from dtf.errors import BusyError, ConfigError
+from dtf.passes import to_device
 from dtf.pserver import protocol
 from dtf.pserver.blocks import lay_out, travelling
-from dtf.pserver.computing import Computed, Computing, Pulled
+from dtf.pserver.computing import Blocks, Computed, Computing, Pulled
 from dtf.pserver.feeder import DEADLINE_S, WAIT_S, Feeder, Prepared
 from dtf.pserver.ledger import EVALUATE, Lease
 from dtf.pserver.local import Local
 from dtf.pserver.merging import Merging
 from dtf.pserver.narrow import FORMATS, narrow, widen
 from dtf.pserver.protocol import ANY, EXCHANGE, HELLO, LATE, NO, NONE, READY, REPORT
-from dtf.pserver.rows import Wanted
+from dtf.pserver.reading import Reading
+from dtf.pserver.sharing import Gathering, Leader
+from dtf.pserver.team import Team
 from dtf.pserver.transport import Transport
 from dtf.pserver.wire import Message, decode, encode
 from dtf.strategy import Errand, Task
 from dtf.values import Shard, Train
 
 if TYPE_CHECKING:
-    from dtf.loader import Loader
     from dtf.strategies.pserver import Pserver
 
 
-class Trainer:
-    """`servers`: what carries requests to each of them. `number`: which trainer this is."""
+UNKNOWN = Blocks(ANY, np.empty(0))
+"""Before any were pulled."""
 
-    def __init__(self, task: Task, errand: Errand, strategy: Pserver, merging: Merging, trainers: int, number: int, servers: Sequence[Transport]) -> None:
+
+class Trainer:
+    """`servers`: what carries requests to each of them. `number`: which trainer this is. `first`: another one of this process, with whose parameters it
+    computes and with whom it takes turns at reading, see `hogwild`. `team`: of which this process is the first, if any."""
+
+    def __init__(
+        self,
+        task: Task,
+        errand: Errand,
+        strategy: Pserver,
+        merging: Merging,
+        trainers: int,
+        number: int,
+        servers: Sequence[Transport],
+        first: Trainer | None = None,
+        team: Team | None = None,
+    ) -> None:
         self._task, self._errand, self._servers, self._number = task, errand, servers, number
         self._merging, self._shares = merging, merging.shares(trainers)
-        self._micro_batch_rows = task.step.rows_each(self._shares)
+        self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
         self._wire = FORMATS[strategy.wire.value]
         found = lay_out(sketch(task.recipe), task.precision, len(servers), strategy.slice_parameters, strategy.min_block, strategy.placement)
         layouts = [travelling(layout, self._wire) for layout in found]
         whole_norm = len(servers) > 1 and not merging.together
-        self._computing = Computing(task, torch.device(errand.place.device), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire)
+        device, threads = torch.device(errand.place.device), strategy.hogwild_threads
+        options = task, device, layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire
+        self._prepare: Callable[[Lease, Train], Prepared]
+        if team is not None:
+            own = Reading(task, errand.open, device, self._micro_batch_rows, 1, team.part)
+            self._computing, self._prepare = Leader(team, *options), Gathering(team, own, task, len(servers))
+        elif first is not None:
+            self._computing, self._prepare = Computing(*options, threads=threads, first=first._computing), first._prepare
+        else:
+            self._computing, self._prepare = Computing(*options, threads=threads), Reading(task, errand.open, device, self._micro_batch_rows, len(servers))
         self._local = Local(task, self._computing, layouts) if merging.local else None
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._schemas, self._reports, self._hellos = protocol.exchange_schemas(task.recipe), protocol.report_schemas(), protocol.hello_schemas()
-        self._loaders: dict[tuple[int, int, int], Loader] = {}
-        self._latest: list[tuple[int, np.ndarray]] = [(ANY, np.empty(0))] * len(servers)  # stamp of the learning blocks that were pulled last, and they
+        self._latest: list[Blocks] = first._latest if first else [UNKNOWN] * len(servers)  # the newest that were pulled
         self._evaluation = ANY  # of which the buffers are here
         self._sender = ThreadPoolExecutor(1, "sender")
         self._sending: list[Future[Pulled | None]] = []
         self._coming: dict[tuple[int, int, int], Future[Pulled | None]] = {}  # what was asked for, by lease
         self._send_queue = strategy.send_queue
-        self._feeder = Feeder(servers[0], number, self._prepare, errand.stop_requested)
+        self._name = {"trainer": number, "starter": errand.place.prefix.partition("/")[0]}
+        self._feeder = Feeder(servers[0], self._name, self._prepare, errand.stop_requested)
+
+    @property
+    def reason(self) -> str:
+        """Why the run is over."""
+        return self._feeder.reason
 
     def run(self) -> None:
         """Work until the run is over. PeerError when a server is gone."""
-        self._rehearse()
         self._join()
         self._feeder.start()
         try:
@@ -91,7 +121,7 @@ class Trainer:
         coming = self._coming.pop(lease.key, None)
         pulled = None if coming is None else coming.result()
         if pulled is None:
-            state, pulled = self._answers(self._pull(prepared))
+            state, pulled = self._answers(*self._pull(prepared))
             if state == LATE:
                 self._feeder.finished(lease)
                 return
@@ -100,7 +130,7 @@ class Trainer:
                 return
         following = None if self._merging.exact or self._coming else self._following()  # one ahead: more would only be staler
         if following is not None:
-            self._coming[following.lease.key] = self._sender.submit(lambda: self._answers(self._pull(following))[1])
+            self._coming[following.lease.key] = self._sender.submit(lambda: self._answers(*self._pull(following))[1])
         self._errand.beat("step", prepared.ticket.step)
         computed = self._computing.gradients(prepared, pulled)
         self._errand.beat("wait", prepared.ticket.step)
@@ -121,14 +151,14 @@ class Trainer:
         if first or any(len(ids) for part in wanted for ids in part.values()):
             known = ANY if first else NONE
             requests = [self._wants(prepared, part, ANY, known) for part in wanted]
-            _, pulled = self._answers([encode(self._schemas[0], *request) for request in requests])
+            _, pulled = self._answers([encode(self._schemas[0], *request) for request in requests], [*self._latest])
             if pulled is None:
                 self._feeder.back(prepared)
                 return
             if first:
                 self._applied = pulled.applied
-                local.begin(pulled.dense)
-                self._latest = [(ANY, np.empty(0))] * len(self._servers)  # these were blocks with their optimizer state
+                local.begin([blocks.data for blocks in pulled.dense])
+                self._latest = [UNKNOWN] * len(self._servers)  # these were blocks with their optimizer state
             for part, rows in zip(wanted, pulled.rows, strict=True):
                 for name, ids in part.items():
                     local.keep(name, ids, rows[name])
@@ -142,7 +172,7 @@ class Trainer:
         lease = prepared.lease
         self._errand.beat("evaluate", 0)
         self._drain(0)
-        _, pulled = self._answers(self._pull(prepared, frozen=self._evaluation != lease.step))
+        _, pulled = self._answers(*self._pull(prepared, frozen=self._evaluation != lease.step))
         if pulled is None:
             self._feeder.back(prepared)
             return
@@ -156,28 +186,13 @@ class Trainer:
         self._servers[0].call(REPORT, encode(self._reports[0], scalars, arrays), DEADLINE_S)
         self._feeder.finished(lease)
 
-    def _prepare(self, lease: Lease, ticket: Train) -> Prepared:
-        """Rows of a ticket of a lease; called by the feeder's thread."""
-        evaluates = lease.kind == EVALUATE
-        key = (lease.kind, 0 if evaluates else lease.part, lease.shares)
-        if key not in self._loaders:
-            split, rows = ("eval", self._task.step.batch_size) if evaluates else ("train", self._micro_batch_rows)
-            self._loaders[key] = self._errand.open(split, Shard(key[1], lease.shares), rows)
-        loader = self._loaders[key]
-        loader.ahead([(ticket.epoch, ticket.index)])
-        batch = loader.get(ticket.epoch, ticket.index)
-        assert batch is not None
-        unread = int(((batch.weight == 0).numpy() & (batch.ids >= 0)).sum())
-        batch = received(to_device(batch, self._computing.device, self._task), self._task)
-        return Prepared(lease, ticket, batch, Wanted(batch, self._widths, len(self._servers)), unread)
-
     # ------------------------------------------------------------ messages
 
-    def _pull(self, prepared: Prepared, frozen: bool = False) -> list[bytes]:
-        """Questions to the servers for what a lease needs, once it is the lease's turn."""
-        after = self._after(prepared.lease)
-        requests = [self._wants(prepared, prepared.wanted.ids(server), after, self._latest[server][0]) for server in range(len(self._servers))]
-        return [encode(self._schemas[0], scalars | {"frozen": int(frozen)}, arrays) for scalars, arrays in requests]
+    def _pull(self, prepared: Prepared, frozen: bool = False) -> tuple[list[bytes], list[Blocks]]:
+        """Questions to the servers for what a lease needs, once it is the lease's turn; and the blocks that they are told to be here."""
+        after, held = self._after(prepared.lease), [*self._latest]
+        requests = [self._wants(prepared, prepared.wanted.ids(server), after, held[server].stamp) for server in range(len(self._servers))]
+        return [encode(self._schemas[0], scalars | {"frozen": int(frozen)}, arrays) for scalars, arrays in requests], held
 
     def _wants(self, prepared: Prepared, ids: dict[str, np.ndarray], after: int, known: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         lease = prepared.lease
@@ -185,9 +200,11 @@ class Trainer:
         scalars |= {"of_step": lease.step, "of_part": lease.part, "at": prepared.ticket.step}
         return scalars, {f"want/{name}": found for name, found in ids.items()}
 
-    def _push(self, lease: Lease, seen: Sequence[int], computed: Computed, ids: np.ndarray, unread: int, following: Prepared | None = None) -> list[bytes]:
-        """What came of a lease, for each server; and the questions for the following one."""
-        found = []
+    def _push(
+        self, lease: Lease, seen: Sequence[int], computed: Computed, ids: np.ndarray, unread: int, following: Prepared | None
+    ) -> tuple[list[bytes], list[Blocks]]:
+        """What came of a lease, for each server; and the questions for the following one, as `_pull`."""
+        found, held = [], [*self._latest]
         common: dict[str, Any] = {"trainer": self._number, "push": 1, "step": lease.step, "part": lease.part, "epoch": lease.tickets[0].epoch, "unread": unread}
         common |= {"finite": computed.finite, "norm": computed.norm, "skipped": computed.skipped}
         for server in range(len(self._servers)):
@@ -198,10 +215,10 @@ class Trainer:
             if server == 0:
                 arrays |= {"sums": computed.sums.cpu().double().numpy(), "statistics": computed.statistics, "rows": ids[ids >= 0]}
             if following is not None:
-                more, wants = self._wants(following, following.wanted.ids(server), self._after(following.lease), self._latest[server][0])
+                more, wants = self._wants(following, following.wanted.ids(server), self._after(following.lease), held[server].stamp)
                 scalars, arrays = scalars | more, arrays | wants
             found.append(encode(self._schemas[0], scalars, arrays))
-        return found
+        return found, held
 
     def _after(self, lease: Lease) -> int:
         """Before which step all updates have to be there."""
@@ -209,17 +226,17 @@ class Trainer:
 
     def _send_later(self, lease: Lease, following: Prepared | None, seen: Sequence[int], computed: Computed, ids: np.ndarray, unread: int) -> None:
         """Push, and ask for what follows, while this thread goes on; and have the feeder read meanwhile."""
-        messages = self._push(lease, seen, computed, ids, unread, following)
+        messages, held = self._push(lease, seen, computed, ids, unread, following)
         self._feeder.leaving(lease)
-        sending = self._sender.submit(self._send, messages, lease, following is not None)
+        sending = self._sender.submit(self._send, messages, held, lease, following is not None)
         self._sending.append(sending)
         if following is not None:
             self._coming[following.lease.key] = sending
         self._drain(self._send_queue)
 
-    def _send(self, messages: Sequence[bytes], lease: Lease, pulls: bool) -> Pulled | None:
+    def _send(self, messages: Sequence[bytes], held: Sequence[Blocks], lease: Lease, pulls: bool) -> Pulled | None:
         """Push, in the thread that sends."""
-        _, pulled = self._answers(messages, pulls)
+        _, pulled = self._answers(messages, held, pulls)
         self._feeder.finished(lease)
         return pulled
 
@@ -228,7 +245,8 @@ class Trainer:
         while len(self._sending) > left:
             self._sending.pop(0).result()
 
-    def _answers(self, messages: Sequence[bytes], pulls: bool = True) -> tuple[int, Pulled | None]:
+    def _answers(self, messages: Sequence[bytes], held: Sequence[Blocks], pulls: bool = True) -> tuple[int, Pulled | None]:
+        """What the servers answer. `held`: the blocks that they were told to be here, which are those of an answer without any."""
         if len(self._servers) == 1:
             answers = [self._servers[0].call(EXCHANGE, messages[0], DEADLINE_S)]
         else:
@@ -240,24 +258,21 @@ class Trainer:
         states = [int(answer.scalars["pulled"]) for answer in found]
         if LATE in states or NO in states:
             return (LATE if LATE in states else NO), None
-        for server, answer in enumerate(found):
-            if "dense" in answer.arrays:
-                self._latest[server] = int(answer.scalars["stamp"]), answer.arrays["dense"]
+        dense = [_blocks(answer, here) for answer, here in zip(found, held, strict=True)]
+        for server, (answer, blocks) in enumerate(zip(found, dense, strict=True)):
+            if blocks.stamp > self._latest[server].stamp:
+                self._latest[server] = blocks
             if "frozen" in answer.arrays:
                 self._computing.take_frozen(server, answer.arrays["frozen"])
-        return READY, Pulled(
-            [answer.arrays.get("dense", blocks) for answer, (_, blocks) in zip(found, self._latest, strict=True)],
-            [self._rows(answer) for answer in found],
-            [int(answer.scalars["applied"]) for answer in found],
-            float(found[0].scalars["scale"]),
-        )
+        rows, applied = [self._rows(answer) for answer in found], [int(answer.scalars["applied"]) for answer in found]
+        return READY, Pulled(dense, rows, applied, float(found[0].scalars["scale"]))
 
     def _rows(self, answer: Message) -> dict[str, np.ndarray]:
         return {name: widen(answer.arrays[f"rows/{name}"], answer.dtypes[f"rows/{name}"]) for name in self._widths}
 
     # ------------------------------------------------------------ beginning
 
-    def _rehearse(self) -> None:
+    def rehearse(self) -> None:
         """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
         batch = self._errand.open("train", Shard(0, self._shares), self._micro_batch_rows).get(0, 0)
         assert batch is not None
@@ -269,10 +284,10 @@ class Trainer:
         ready = False
         while not ready:
             self._errand.beat("wait", 0)
-            answer = decode(self._hellos[1], self._servers[0].call(HELLO, encode(self._hellos[0], {"trainer": self._number}, {"facts": facts}), DEADLINE_S))
+            answer = decode(self._hellos[1], self._servers[0].call(HELLO, encode(self._hellos[0], self._name, {"facts": facts}), DEADLINE_S))
             refusal = answer.arrays["refusal"].tobytes().decode()
             if refusal:
-                raise ConfigError(refusal)
+                raise BusyError(refusal) if answer.scalars["taken"] else ConfigError(refusal)
             ready = bool(answer.scalars["ready"])
         self._evaluation = ANY
         self._coming.clear()
@@ -280,3 +295,8 @@ class Trainer:
         for server, transport in enumerate(self._servers):
             answer = decode(self._schemas[1], transport.call(EXCHANGE, question, DEADLINE_S))
             self._computing.take_frozen(server, answer.arrays["frozen"])
+
+
+def _blocks(answer: Message, held: Blocks) -> Blocks:
+    """Of one server's answer; `held`: see `Trainer._answers`."""
+    return Blocks(int(answer.scalars["stamp"]), answer.arrays["dense"]) if "dense" in answer.arrays else held

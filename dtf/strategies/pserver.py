@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from enum import Enum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from dtf import by_hand
-from dtf.devices import MOST_PROCESSES
+from dtf.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.errors import ConfigError
 from dtf.launcher import LONGEST_S
 from dtf.precision import Format
 from dtf.pserver.placing import check_placement
 from dtf.registry import option, register
-from dtf.strategy import Alone, Errand, Program, Standing, Strategy, Task
+from dtf.strategy import Alone, Errand, Program, Standing, Strategy, Task, check_divides
 
 if TYPE_CHECKING:
     from dtf.pserver.merging import Merging
     from dtf.pserver.session import Post
     from dtf.world import World
+
+_FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")
 
 
 class Mode(Enum):
@@ -85,6 +88,10 @@ class TlsOptions:
         by_hand.check_files("strategy.tls", self.files(), sorted(needed))
 
 
+GEO_STEPS, PATIENCE_S = 400, 600.0
+"""Where `geo_steps` and `meet_timeout_s` say nothing."""
+
+
 @register("strategy", "pserver")
 class Pserver(Strategy):
     """Servers hold parameters and tables, each a part, and run the engine; trainers pull what a batch needs, compute, and push gradients.
@@ -103,7 +110,21 @@ class Pserver(Strategy):
         doc="who holds what is no sparse table: `pserver`: servers do; `allreduce`: each trainer, as with ddp, and servers hold rows alone (sync)",
     )
     servers: int = option(default=1, least=1, most=MOST_PROCESSES, doc="processes that hold the state")
-    trainers: int = option(default=0, least=0, most=MOST_PROCESSES, doc="processes that compute; 0: launcher.processes")
+    trainers: int = option(default=0, least=0, most=MOST_PROCESSES, doc="who computes, each in `team` processes; 0: launcher.processes / team")
+    team: int = option(
+        default=1,
+        least=1,
+        most=MOST_PROCESSES,
+        doc="processes of a trainer: they share the rows of each lease, add up gradients among themselves (nccl on GPUs, gloo on CPUs), and one of them "
+        "alone speaks with the servers",
+    )
+    hogwild_threads: int = option(
+        default=1,
+        least=1,
+        most=MOST_THREADS,
+        doc="threads of each trainer process that each work as a trainer, with one copy of the dense parameters, which any of them refreshes while the others "
+        "compute (Hogwild); they divide launcher.threads. In modes async and half_async, on CPU",
+    )
     staleness: int | None = option(
         default=None,
         least=0,
@@ -111,7 +132,7 @@ class Pserver(Strategy):
         "with async, else 1; 0: none, each waits for the one before",
         unit="steps",
     )
-    geo_steps: int = option(default=400, least=1, most=1_000_000, doc="with geo: steps between two exchanges", unit="steps")
+    geo_steps: int | None = option(default=None, least=1, most=1_000_000, doc="with geo: steps between two exchanges; null: 400", unit="steps")
     gather: int = option(default=0, least=0, doc="with half_async: pushes that make one update; 0: as many as trainers")
     slice_parameters: bool = option(default=True, doc="cut parameters into a slice for each server, along their first axis")
     min_block: int = option(default=8192, least=1, doc="no smaller slices than this", unit="elements")
@@ -141,8 +162,8 @@ class Pserver(Strategy):
     token_file: str = option(
         default="", doc="file that only you can read, with the secret that all processes started by hand share; also DTF_TOKEN, the secret"
     )
-    meet_timeout_s: float = option(
-        default=600.0, above=0, most=LONGEST_S, doc="with endpoints: how long to wait for servers, at first and after they were lost", unit="s"
+    meet_timeout_s: float | None = option(
+        default=None, above=0, most=LONGEST_S, doc="with endpoints: how long to wait for servers, at first and after they were lost; null: 600", unit="s"
     )
     tls: TlsOptions = option(factory=TlsOptions, doc="certificates, for networks that others can reach")
     allow_insecure: bool = option(default=False, doc="let endpoints beyond this host pass everything unencrypted, the token included")
@@ -156,7 +177,7 @@ class Pserver(Strategy):
         return frozenset() if self._rows_alone else frozenset({"trainer"})
 
     def roles(self, processes: int) -> dict[str, int]:
-        roles = {"server": self.count(), "trainer": self.trainers or processes}
+        roles = {"server": self.count(), "trainer": self.trainers * self.team or processes}
         return dict(reversed(roles.items())) if self._rows_alone else roles
 
     @property
@@ -171,6 +192,11 @@ class Pserver(Strategy):
     def where(self) -> list[str]:
         """The endpoints of servers that are started by hand; none where a launcher starts them."""
         return self.endpoints or by_hand.endpoints()
+
+    @property
+    def patience_s(self) -> float:
+        """How long those who were started by hand wait for servers."""
+        return PATIENCE_S if self.meet_timeout_s is None else self.meet_timeout_s
 
     def computes_on_device(self, role: str) -> bool:
         return role == "trainer" or self.server_device is Device.cuda
@@ -191,7 +217,7 @@ class Pserver(Strategy):
         return Alone(role, rank, by_hand.addresses(endpoints)[0], by_hand.token(self.token_file))
 
     def hints(self, processes: int) -> list[str]:
-        servers, trainers = self.count(), self._trainers(processes)
+        servers, trainers = self.count(), self.count_trainers(processes)
         if servers <= trainers:
             return []
         return [f"{servers} servers for {trainers} trainer(s): more servers than trainers mostly wait; use fewer, unless the tables need the memory of all"]
@@ -201,23 +227,45 @@ class Pserver(Strategy):
             raise ConfigError("strategy=pserver needs grpcio, which is not installed: python -m pip install 'dtf[pserver]'")
         if self.server_device is Device.cuda and devices == "cpu":
             raise ConfigError("strategy.server_device=cuda needs a GPU, and launcher.devices has none here; use strategy.server_device=cpu")
+        trainers = self.count_trainers(processes)
         if self._rows_alone:
-            self._check_rows_alone(task, self._trainers(processes))
+            self._check_rows_alone(task, trainers)
+        if not self.trainers:
+            check_divides("strategy.team", self.team, processes)
         alone = self.alone()
+        if alone and self.team > 1:
+            raise ConfigError(f"strategy.team={self.team} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use strategy.team=1")
         if alone and self.tls.mode is TlsMode.none and not self.allow_insecure:
             by_hand.check_loopback(self.where())
         elif self.allow_insecure and not alone:
             raise ConfigError("strategy.allow_insecure=true is for strategy.endpoints; under a launcher all stays on this host, leave it out")
         self.tls.check(serves=not alone or alone.role == "server", asks=not alone or alone.rank > 0)
+        by_hand.check_certificates("strategy.tls", self.tls.files())
         if not alone and self.token_file:
             raise ConfigError("strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out")
+        if not alone and self.meet_timeout_s is not None:
+            raise ConfigError(f"strategy.meet_timeout_s={self.meet_timeout_s:g} is for strategy.endpoints; launchers have a time of their own, leave it out")
+        if self.hogwild_threads > 1:
+            self._check_hogwild(devices)
         check_placement(self.placement)
+        if self.record and (not _FOLDER.fullmatch(self.record) or self.record in _TAKEN):
+            raise ConfigError(
+                f"strategy.record={self.record} must name a folder of its own in the run folder: letters, digits, '_' and '-', not {' or '.join(_TAKEN)}; "
+                "use strategy.record=order"
+            )
+        if not self.slice_parameters and self.min_block != 8192:
+            raise ConfigError(f"strategy.min_block={self.min_block} is for slices, and strategy.slice_parameters=false cuts none; leave it at 8192")
+        if 0 < self.rpc_threads <= 2 * trainers and not self._rows_alone:
+            raise ConfigError(
+                f"strategy.rpc_threads={self.rpc_threads}: each of {trainers} trainers may wait in two, for work and for state, and a push "
+                "needs one more; use more, or 0"
+            )
         several = self.count() > 1 and not self._rows_alone
         exact = self.mode is Mode.sync
         if self.gather and self.mode is not Mode.half_async:
             raise ConfigError(f"strategy.gather={self.gather} is for strategy.mode=half_async, this is {self.mode.value}; leave it at 0")
-        if self.geo_steps != 400 and self.mode is not Mode.geo:
-            raise ConfigError(f"strategy.geo_steps={self.geo_steps} is for strategy.mode=geo, this is {self.mode.value}; leave it at 400")
+        if self.geo_steps is not None and self.mode is not Mode.geo:
+            raise ConfigError(f"strategy.geo_steps={self.geo_steps} is for strategy.mode=geo, this is {self.mode.value}; leave it at null")
         if self.send_queue != 1 and self.mode in (Mode.sync, Mode.geo):
             raise ConfigError(f"strategy.send_queue={self.send_queue} is for modes async and half_async, this is {self.mode.value}; leave it at 1")
         if self.staleness is not None and exact:
@@ -244,6 +292,25 @@ class Pserver(Strategy):
             raise ConfigError("strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; set it to 0")
         if several and self.slice_parameters and task.optimizer.by_tensor:
             raise ConfigError(f"{type(task.optimizer).__name__} looks at whole tensors, which strategy.slice_parameters=true cuts; set it to false")
+
+    def _check_hogwild(self, devices: str) -> None:
+        said = f"strategy.hogwild_threads={self.hogwild_threads}"
+        if self.mode is Mode.sync:
+            raise ConfigError(
+                f"{said}: threads refresh the parameters while others compute, and with strategy.mode=sync all gradients of a step are of the same ones; "
+                "use async or half_async, or more strategy.trainers"
+            )
+        if self.mode is Mode.geo:
+            raise ConfigError(f"{said}: threads share their parameters, and with strategy.mode=geo each trainer learns by itself; use more strategy.trainers")
+        if self.record:
+            raise ConfigError(
+                f"{said}: threads compute with parameters of which some are newer than others, and nothing records which, so that strategy.record cannot "
+                "be replayed; leave one of them out"
+            )
+        if self.team > 1:
+            raise ConfigError(f"{said}: threads are trainers, and with strategy.team={self.team} a trainer is several processes; leave one of them at 1")
+        if devices != "cpu":
+            raise ConfigError(f"{said} is for trainers on CPU: on a GPU the passes of threads follow each other; use more strategy.trainers")
 
     def _check_rows_alone(self, task: Task, trainers: int) -> None:
         said, plain = "strategy.dense=allreduce", Pserver()
@@ -275,12 +342,12 @@ class Pserver(Strategy):
             case Mode.half_async:
                 return HalfAsync(self.staleness, self.gather)
             case Mode.geo:
-                return Geo(self.staleness, self.geo_steps)
+                return Geo(self.staleness, self.geo_steps or GEO_STEPS)
 
     def meet(self, standing: Standing) -> Standing:
         from dtf.pserver.session import meet
 
-        standing, self._post = meet(standing, self, self._trainers(standing.place.slots))
+        standing, self._post = meet(standing, self, self.count_trainers(standing.place.slots))
         return standing
 
     def setup(self, task: Task, world: World) -> Program:
@@ -288,7 +355,7 @@ class Pserver(Strategy):
             return self._replica(task, world)
         from dtf.pserver.session import Post, serve
 
-        return serve(task, world, self, self._trainers(world.slots), self._post or Post())
+        return serve(task, world, self, self.count_trainers(world.slots), self._post or Post())
 
     def _replica(self, task: Task, world: World) -> Program:
         """ddp's program, with rows elsewhere."""
@@ -313,11 +380,12 @@ class Pserver(Strategy):
             from dtf.checkpoint import Stored, write_boxes
             from dtf.pserver.session import lend
 
-            lend(task, errand, self, self._trainers(errand.place.slots), Stored, write_boxes)
+            lend(task, errand, self, self.count_trainers(errand.place.slots), Stored, write_boxes)
         else:
             from dtf.pserver.session import train
 
-            train(task, errand, self, self._trainers(errand.place.slots))
+            train(task, errand, self, self.count_trainers(errand.place.slots))
 
-    def _trainers(self, processes: int) -> int:
-        return self.trainers or processes
+    def count_trainers(self, processes: int) -> int:
+        """As servers count them, for `launcher.processes`: each team, or each thread of a process."""
+        return (self.trainers or max(1, processes // self.team)) * self.hogwild_threads

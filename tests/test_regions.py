@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from dtf.pserver import shared
-from dtf.pserver.shared import LEAST_BYTES, Handler, Regions, Shared
+from dtf.pserver.regions import LEAST_BYTES, Handler, Regions, Shared, _Region, host
 from dtf.pserver.transport import Lost, Pending, Refused, Retrying
 from tests.answering import SOON_S, client, echo, service
 
 LARGE = 3 * LEAST_BYTES
-pytestmark = pytest.mark.skipif(not shared.host(), reason="memory is shared through Linux's memfd and /proc")
+pytestmark = pytest.mark.skipif(not host(), reason="memory is shared through Linux's memfd and /proc")
 
 
 class Wire:
@@ -150,8 +149,8 @@ def test_places_that_no_client_names() -> None:
         return data
 
     handler = Regions(8).around(note)
-    region = shared._Region(LARGE)
-    here = region.put(bytes(LARGE), shared.host())
+    region = _Region(LARGE)
+    here = region.put(bytes(LARGE), host())
     with open(os.devnull, "rb") as null, open(__file__, "rb") as plain:
         for other in (0, 10**9):
             assert handler(changed(here, 20, "<I", other or 2**32 - 1)) == b"DTFN", "no such process"
@@ -167,12 +166,12 @@ def test_places_that_no_client_names() -> None:
 
 def test_memory_that_could_be_cut_off_is_not_opened() -> None:
     """Whoever maps a file that shrinks under it is killed by the kernel."""
-    region = shared._Region(LARGE)
+    region = _Region(LARGE)
     open_to_it = os.memfd_create("other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(open_to_it, region.size)
         os.pwrite(open_to_it, region.key, 0)
-        assert Regions(8).around(echo)(changed(region.put(bytes(LARGE), shared.host()), 24, "<I", open_to_it)) == b"DTFN"
+        assert Regions(8).around(echo)(changed(region.put(bytes(LARGE), host()), 24, "<I", open_to_it)) == b"DTFN"
     finally:
         os.close(open_to_it)
 
@@ -180,11 +179,11 @@ def test_memory_that_could_be_cut_off_is_not_opened() -> None:
 def test_a_server_keeps_few_regions_open() -> None:
     regions = Regions(2)
     handler = regions.around(echo)
-    kept = [shared._Region(LARGE) for _ in range(5)]
+    kept = [_Region(LARGE) for _ in range(5)]
     for region in kept:
-        handler(region.put(bytes(LARGE), shared.host()))
+        handler(region.put(bytes(LARGE), host()))
     assert len(regions._open) == 2
-    assert handler(kept[0].put(b"x" * LARGE, shared.host()))[:4] == b"DTFA", "one that was given up is opened again"
+    assert handler(kept[0].put(b"x" * LARGE, host()))[:4] == b"DTFA", "one that was given up is opened again"
 
 
 def test_nothing_is_left_of_a_killed_client(tmp_path: Path) -> None:
@@ -198,7 +197,7 @@ def test_nothing_is_left_of_a_killed_client(tmp_path: Path) -> None:
 
     code = f"""
 from dtf.pserver.rpc import Client
-from dtf.pserver.shared import Shared
+from dtf.pserver.regions import Shared
 import sys
 Shared(Client(sys.argv[1], "{"t" * 64}", "attempt-3")).call("slow", bytes({LARGE}), 60.0)
 """

@@ -1,0 +1,83 @@
+"""Recorded runs of parameter servers, done once more in this process: the same numbers, whatever the order was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dtf import replay
+from dtf.errors import DataError
+from dtf.launcher import Place
+from dtf.pserver.recorder import Pull, Recorder, path_of, read
+from dtf.pserver.replay import Replay
+
+slow = pytest.mark.slow
+RUN = ["plugins=[tests.toy,tests.tabled]", "step.batch_size=24", "train.steps=12", "train.log_every=4", "lr.warmup=0", "precision=fp64"]
+RUN += ["train.eval_every=5", "checkpoint.every_steps=6", "observer=[jsonl]", "launcher.processes=2", "launcher.threads=1"]
+TABLED = ["recipe=tabled", "recipe.rows=100", "sparse=adagrad"]
+CLICKS = ["recipe=ctr_clicks_sparse", "recipe.data.values=2000", "recipe.data.train_rows=400", "recipe.data.eval_rows=50", "train.epochs=null"]
+RECORD = ["strategy=pserver", "strategy.servers=2", "strategy.min_block=1", "strategy.record=order"]
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path], tuple[Replay, dict[str, Any]]]:
+    """The replay of a run at its end, and what is said of it."""
+
+    def run(folder: Path) -> tuple[Replay, dict[str, Any]]:
+        made: list[Replay] = []
+        monkeypatch.setattr(replay, "Replay", lambda *given: made.append(Replay(*given)) or made[0])
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        config["run"]["dir"] = str(folder)
+        assert replay.work(config, str(tmp_path), "", Place(), lambda event: None) == 0
+        return made[0], json.loads((tmp_path / replay.RESULT).read_text())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*TABLED, "strategy.mode=async"],
+        pytest.param([*TABLED, "strategy.mode=half_async", "strategy.gather=2"], marks=slow),
+        pytest.param([*TABLED, "strategy.mode=geo", "strategy.geo_steps=3"], marks=slow),
+    ],
+    ids=lambda words: words[3],
+)
+def test_a_recorded_run_has_the_same_numbers_again_and_needs_no_memory_of_what_is_done(words: list[str], run_dtf: Any, replayed: Any) -> None:
+    run = run_dtf(*RUN, *RECORD, *words)
+    assert run.code == 0, run.err
+    made, found = replayed(run.folder)
+    assert found["tensor"] <= 1e-10 and found["start"] == 0 and all(found["updates"])
+    assert not (made._replies or made._computed or made._prepared or made._met)
+    assert "job.steps is of no account with job.replay" in run_dtf("job=verify", f"job.replay={run.folder}", "job.steps=3").err
+
+
+@pytest.mark.parametrize("recipe", [["recipe=toy"], pytest.param(CLICKS, marks=slow)], ids=["toy", "clicks"])
+def test_a_replay_starts_from_the_weights_that_the_run_started_from(recipe: list[str], run_dtf: Any, replayed: Any) -> None:
+    """Rows of tables included; they must still be there as they were."""
+    before = run_dtf(*RUN, *recipe, "train.until=2")
+    assert before.code == 0, before.err
+    run = run_dtf(*RUN, *RECORD, *recipe, "strategy.mode=async", f"recipe.model.weights={before.folder}")
+    assert run.code == 0, run.err
+    assert replayed(run.folder)[1]["tensor"] <= 1e-10
+    assert run_dtf(*RUN, *recipe, "train.until=4", folder=before.folder).code == 0
+    with pytest.raises(DataError, match="has changed since the run started from it"):
+        replayed(run.folder)
+
+
+def test_half_a_line_of_a_killed_server_does_not_spoil_the_record(tmp_path: Path) -> None:
+    for start in (0, 5):
+        recorder = Recorder(tmp_path, 0, start)
+        recorder.pulled(Pull(1, start, 0, start), 3)
+        recorder.close()
+        with path_of(tmp_path, 0).open("a") as file:
+            file.write('{"pull": [1, 2')
+    start, (events,) = read(tmp_path, 1)
+    assert start == 5 and [*events] == [{"pull": [1, 5, 0, 5], "applied": 3}]
+    with pytest.raises(DataError, match=r"strategy\.record=PATH"):
+        read(tmp_path, 2)
