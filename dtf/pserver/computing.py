@@ -93,7 +93,7 @@ class Computing:
         self._loaded: list[int] = first._loaded if first else [NONE] * len(layouts)  # stamps of what the parameters are, by server
         self._loading = first._loading if first else threading.Lock()
         self._outgoing = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
-        self._gradients = [views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)]
+        self._leaving = [views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)]
 
     def rehearse(self, batch: Batch) -> None:
         """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
@@ -108,7 +108,7 @@ class Computing:
         self.load(pulled)
         batch = prepared.wanted.fill(prepared.batch, pulled.rows, self.device)
         sums = self.passes(prepared, batch, pulled.scale / prepared.ticket.rows)
-        for layout, here in zip(self._layouts, self._gradients, strict=True):
+        for layout, here in zip(self._layouts, self._leaving, strict=True):
             found = [self.parameters[block.name].grad for block in layout.learning]
             parts = [torch.zeros_like(view) if grad is None else block.of(grad) for grad, block, view in zip(found, layout.learning, here, strict=True)]
             if here:
@@ -191,6 +191,6 @@ class Computing:
         from dtf.sparse import squares
 
         total = sum(squares(rounded(gradients, self._wire)) for part in rows for _, gradients in part.values())
-        for gradients in self._gradients:
+        for gradients in self._leaving:
             total += sum(float(view.double().square().sum()) for view in gradients)
         return math.sqrt(total)
