@@ -125,10 +125,10 @@ def fit(hint: Any, value: Any, key: str) -> Any:
     if (origin or hint) is dict and isinstance(value, dict):
         return {_text_key(name, key): fit(arguments[1] if arguments else Any, entry, f"{key}.{name}") for name, entry in value.items()}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        if isinstance(value, str) and value in hint.__members__:
-            return str(hint[value].value)
         if isinstance(value, str) and value in _members(hint):
             return value
+        if isinstance(value, str) and value in hint.__members__:
+            return str(hint[value].value)
         raise KeyProblem(key, f"{key}={show(value)} is no choice; {suggest(show(value), _members(hint))}")
     if hint is type(None) and value is None:
         return None

@@ -98,14 +98,14 @@ class Client:
         return future
 
 
-def connect(between: Callable[[Client], Transport] = lambda client: client) -> None:
-    """From now on processes of several roles find each other so. `between`: what stands before each client."""
+def connect(between: Callable[[Client], Transport] = lambda client: client, least_bytes: int = 0) -> None:
+    """From now on processes of several roles find each other so. `between`: what stands before each client; `least_bytes`: of what lies in regions."""
     from dtf.pserver import session
 
     session.Service, session.Client = Service, lambda *place, tls: between(Client(*place))  # type: ignore[assignment,misc]
     session.announce = lambda folder, live: None  # type: ignore[assignment]  # there is no run folder
     session.viewer = lambda token: token
-    regions.LEAST_BYTES = 0  # even the smallest messages lie in shared memory
+    regions.LEAST_BYTES = least_bytes
     session.PATIENCE_S = 3.0  # nothing is away for longer
     session._store = lambda place: dist.distributed_c10d._get_default_store().clone()  # type: ignore[assignment]  # who waits keeps others waiting
 

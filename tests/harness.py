@@ -121,7 +121,7 @@ def train(
         return client if deaths is None else Deadly(client)
 
     if several:
-        connect(between)
+        connect(between, 0 if network is None or network % 2 else 1 << 30)  # of a region's request the second one is refused, and handlers have to bear it
     program = chosen.setup(task, world)
     epochs, eval_epochs = Epochs(Shuffle(tail=Tail[tail]), len(training), 24, 0), Epochs(Sequential(), len(evaluation), 24, 0)
     result: dict[str, Any] = {"train": {}, "eval": {}, "ids": {}, "tensors": {}, "micro_batch_rows": program.micro_batch_rows}

@@ -10,13 +10,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from dtf.pserver.regions import LEAST_BYTES, Handler, Regions, Shared, _Region, host
 from dtf.pserver.transport import Lost, Pending, Refused, Retrying
-from tests.answering import SOON_S, client, echo, service
+from tests.answering import EPOCH, SOON_S, TOKEN, client, echo, service
 
 LARGE = 3 * LEAST_BYTES
 pytestmark = pytest.mark.skipif(not host(), reason="memory is shared through Linux's memfd and /proc")
@@ -186,8 +185,8 @@ def test_a_server_keeps_few_regions_open() -> None:
     assert handler(kept[0].put(b"x" * LARGE, host()))[:4] == b"DTFA", "one that was given up is opened again"
 
 
-def test_nothing_is_left_of_a_killed_client(tmp_path: Path) -> None:
-    """Its memory has no name, and what it asked for in vain disturbs nobody."""
+def test_nothing_is_left_of_a_killed_client() -> None:
+    """Its memory is gone with the next region that is opened, and what it asked for in vain disturbs nobody."""
     entered, go_on = threading.Event(), threading.Event()
 
     def slow(data: bytes) -> bytes:
@@ -199,18 +198,50 @@ def test_nothing_is_left_of_a_killed_client(tmp_path: Path) -> None:
 from dtf.pserver.rpc import Client
 from dtf.pserver.regions import Shared
 import sys
-Shared(Client(sys.argv[1], "{"t" * 64}", "attempt-3")).call("slow", bytes({LARGE}), 60.0)
+Shared(Client(sys.argv[1], "{TOKEN}", "{EPOCH}")).call("slow", bytes({LARGE}), 60.0)
 """
-    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     with service({"slow": slow, "echo": echo}) as server:
         process = subprocess.Popen([sys.executable, "-c", code, server.endpoint])
         try:
             assert entered.wait(60)
+            assert [owner for owner, _ in server._regions._open] == [process.pid]
         finally:
             process.kill()
             process.wait()
         go_on.set()
         with client(server) as inner:
             assert Shared(inner).call("echo", b"y" * LARGE, SOON_S) == b"y" * LARGE
-    if os.path.isdir("/dev/shm"):
-        assert not {name for name in os.listdir("/dev/shm") if "dtf" in name} - before
+        assert [owner for owner, _ in server._regions._open] == [os.getpid()]
+
+
+def test_memory_that_clients_gave_up_is_given_up() -> None:
+    """Their messages grow, their descriptors are used again, and they go."""
+    regions = Regions(64)
+    caller = Shared(Wire(regions.around(echo)))
+    for size in (LARGE, 2 * LARGE, 4 * LARGE, 8 * LARGE):
+        caller.call("echo", bytes(size), SOON_S)
+        assert len(regions._open) == 1
+    for _ in range(5):
+        other = Shared(Wire(regions.around(echo)))
+        assert other.call("echo", b"z" * LARGE, SOON_S) == b"z" * LARGE
+        del other
+    assert len(regions._open) <= 2
+
+
+def test_without_descriptors_messages_travel_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str, flags: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    wire = Wire(Regions(8).around(doubled))
+    caller = Shared(wire)
+    assert caller.call("double", bytes(LARGE), SOON_S) == bytes(2 * LARGE) and len(wire.passed[0]) == LARGE
+
+
+def test_who_may_only_look_has_no_region_opened() -> None:
+    with service({"echo": echo, "look": echo}, shown=("look",)) as server, client(server) as inner:
+        Shared(inner).call("echo", bytes(LARGE), SOON_S)
+        region = _Region(LARGE)
+        request = region.put(bytes(LARGE), host())
+        assert inner.call("look", request, SOON_S) == request, "it is taken as it comes"
+        assert len(server._regions._open) == 1

@@ -147,7 +147,7 @@ class Computing:
 
     @torch.no_grad()
     def load(self, pulled: Pulled) -> None:
-        """Put pulled blocks into the model. Where several threads compute with it, none is waited for, and what is older than what is there stays out."""
+        """Put pulled blocks into the model. Where several threads compute with it, they go on meanwhile; what is older than what is there stays out."""
         with self._loading:
             for server, (layout, into, (stamp, data)) in enumerate(zip(self._layouts, self._learning, pulled.dense, strict=True)):
                 if into and (stamp != self._loaded[server] if self._threads == 1 else stamp > self._loaded[server]):

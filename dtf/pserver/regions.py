@@ -1,7 +1,7 @@
 """Messages between processes of one host: they lie in memory that both have, and what carries requests carries where.
 
 A region is an anonymous file in memory that the client makes and keeps; the server opens it by the client's /proc entry, which only the same user can. So
-nothing is left behind whoever dies, and where the two do not share a kernel, a user or a process namespace, messages travel whole, as they do elsewhere.
+no file is left behind whoever dies, and where the two do not share a kernel, a user or a process namespace, messages travel whole, as they do elsewhere.
 
     region     key (16 bytes), number of the request it holds (uint64), zeros to 64; then the request, and in its place the answer
     request    magic, host, process, descriptor, key, number, bytes of the region, bytes of the request
@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from dtf.pserver.transport import MOST_BYTES, Pending, Refused, Transport
 
@@ -30,6 +31,7 @@ LEAST_BYTES = 1 << 15
 _HERE, _THERE, _NO = b"DTFM", b"DTFA", b"DTFN"
 _REQUEST, _ANSWER, _NUMBER = struct.Struct("<4s16sII16sQQQ"), struct.Struct("<4sQ"), struct.Struct("<Q")
 _BODY = 64
+_NAME = "dtf-messages"
 
 Handler = Callable[[bytes], bytes]
 
@@ -39,7 +41,7 @@ class _Region:
 
     def __init__(self, room: int) -> None:
         self.size = _BODY + room
-        self.fd = os.memfd_create("dtf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.size)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or who has opened it could be made to fault
         self.memory, self.key, self.number = mmap.mmap(self.fd, self.size), secrets.token_bytes(16), 0
@@ -88,7 +90,11 @@ class Shared:
             if self._free and self._free[-1].size >= _BODY + room:
                 return self._free.pop()
             self._free.clear()  # too small for what there is now
-        return _Region(room + room // 4)
+        try:
+            return _Region(room + room // 4)
+        except OSError:  # no descriptors or no memory left, or forbidden: then without
+            self._host = b""
+            return None
 
     def _seen(self, method: str, answer: bytes) -> bytes:
         self._largest[method] = max(self._largest.get(method, 0), len(answer))
@@ -108,16 +114,29 @@ class Shared:
 
 
 class _Coming:
-    def __init__(self, result: Callable[[], bytes]) -> None:
-        self.result = result
+    def __init__(self, wait: Callable[[], bytes]) -> None:
+        self._wait: Callable[[], bytes] | None = wait
+        self._answer = b""
+
+    def result(self) -> bytes:
+        if self._wait is not None:
+            self._answer, self._wait = self._wait(), None  # the region is others' by then
+        return self._answer
+
+
+class _Opened(NamedTuple):
+    """Another process's region."""
+
+    memory: mmap.mmap
+    inode: int
 
 
 class Regions:
-    """Those that clients of a server have, as it opened them; the `most` that were used last stay open."""
+    """Those that clients of a server have, as it opened them: `most` at once, and none for longer than the client does, but for until the next is opened."""
 
     def __init__(self, most: int) -> None:
         self._most, self._host, self._lock = most, host(), threading.Lock()
-        self._open: OrderedDict[tuple[int, int, bytes], mmap.mmap] = OrderedDict()
+        self._open: OrderedDict[tuple[int, int], _Opened] = OrderedDict()  # by process and descriptor, those used last at the end
 
     def around(self, handler: Handler) -> Handler:
         """The handler, for requests that may lie in a region."""
@@ -146,35 +165,51 @@ class Regions:
             raise Refused("no place of a request")
         if where != self._host:
             return None
-        place = process, descriptor, key
+        place = process, descriptor
         with self._lock:
-            memory = self._open.pop(place, None) or _opened(process, descriptor, key, size)
-            if memory is None:
-                return None
-            self._open[place] = memory
-            if len(self._open) > self._most:
-                self._open.popitem(last=False)
+            known = self._open.get(place)
+            if known is None or known.memory[:16] != key:
+                self._open = OrderedDict((other, region) for other, region in self._open.items() if _inode(*other) == region.inode)
+                known = _opened(process, descriptor, key, size)
+                if known is None:
+                    return None
+                self._open[place] = known
+                if len(self._open) > self._most:
+                    self._open.popitem(last=False)
+            self._open.move_to_end(place)
+            memory = known.memory
             if len(memory) != size or memory[16:24] != _NUMBER.pack(number):
                 raise Refused("the request is not there any more")
             memory[16:24] = _NUMBER.pack(0)  # it is taken: the same one again finds nothing
         return memory, length
 
 
-def _opened(process: int, descriptor: int, key: bytes, size: int) -> mmap.mmap | None:
-    """Another process's region; None where it cannot be opened, or is none."""
+def _inode(process: int, descriptor: int) -> int | None:
+    """Of the file that a process has open there; None when there is none, or it is not this user's to see."""
     try:
-        fd = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        return os.stat(f"/proc/{process}/fd/{descriptor}").st_ino
+    except OSError:
+        return None
+
+
+def _opened(process: int, descriptor: int, key: bytes, size: int) -> _Opened | None:
+    """Another process's region; None where it cannot be opened, or is none."""
+    path = f"/proc/{process}/fd/{descriptor}"
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{_NAME} "):  # to open a device or a pipe may do something, or take for ever
+            return None
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size:
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or (status := os.fstat(fd)).st_size != size:
             return None
         memory = mmap.mmap(fd, size)
     except (OSError, ValueError):
         return None
     finally:
         os.close(fd)
-    return memory if memory[:16] == key else None
+    return _Opened(memory, status.st_ino) if memory[:16] == key else None
 
 
 def host() -> bytes:

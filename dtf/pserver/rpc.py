@@ -98,8 +98,10 @@ class Service:
 
     def add(self, handlers: Mapping[str, Callable[[bytes], bytes]]) -> None:
         """From now on answer these too. Until it is `ready`, who asks for what is not there is told to ask again."""
-        answering = {name: self._answer(self._regions.around(handler)) for name, handler in handlers.items()}
-        self._methods |= {_SERVICE + name: grpc.unary_unary_rpc_method_handler(behaviour) for name, behaviour in answering.items()}
+        for name, handler in handlers.items():
+            method = _SERVICE + name
+            large = method not in self._ageless | self._shown  # those that look, and those that do not belong to the run yet, have nothing large to say
+            self._methods[method] = grpc.unary_unary_rpc_method_handler(self._answer(self._regions.around(handler) if large else handler))
 
     def start(self) -> None:
         """Answer; requests since the construction have waited."""

@@ -251,6 +251,8 @@ class Serving(Program):
         self._last = tickets[-1].step
         self._waiting[first], self._tickets[first], self._numbers[first] = set(parts), tickets, self._opened
         self._opened += 1
+        for step, part in [key for key in self._basket if first <= key[0] <= self._last and (key[0] > first or key[1] not in parts)]:
+            del self._basket[step, part]  # it came early, for a share that there is not
         if self.holdings.recorder is not None:
             self.holdings.recorder.opened(tickets)
         self.version = min(self._waiting)
@@ -259,9 +261,8 @@ class Serving(Program):
         self.change.notify_all()
 
     def _next(self) -> list[Push]:
-        """The pushes that are the next update. Another server may be ahead, and trainers with it: what is not open here yet is left aside, and what never
-        will be."""
-        known = [push for push in self._basket.values() if push.part in self._waiting.get(push.step, ())]
+        """The pushes that are the next update. Another server may be ahead, and trainers with it: what is not open here yet is left aside."""
+        known = [push for push in self._basket.values() if push.step in self._waiting]
         if self._merging.exact:
             known.sort(key=_order)
         return known[: self._merging.ready(known, self._waiting)]

@@ -24,7 +24,7 @@ BUILD_S = 30.0
 """For processes that have met to connect; one that dies in between is missed so long."""
 
 PATIENCE = timedelta(days=7)
-"""With those that are connected: who dies is noticed at once, and whether one hangs is for the launcher to find."""
+"""With those that are connected: gloo notices at once who dies, and whether one hangs, or is gone while NCCL waits for it, is for the launcher to find."""
 
 LONGEST_ORDER = 9
 """Numbers in it."""
@@ -178,8 +178,10 @@ def _kinship() -> Iterator[None]:
     """Around what needs another process."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:  # gloo has no class of its own
-        raise PeerError("lost another process of its team") from error
+        raise PeerError(f"lost another process of its team: {error}") from error
 
 
 def _copy(tensors: Sequence[Tensor], flat: Tensor) -> None:
