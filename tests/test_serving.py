@@ -236,7 +236,12 @@ def test_a_push_of_another_size_is_refused() -> None:
 def refused(made: Serving, desk: Desk, recipe: Recipe, statistics: np.ndarray, ids: list[int] | None = None, **scalars: int) -> str:
     """Why a push is, or nothing."""
     numbers = {"trainer": 0, "push": 1, "step": 0, "part": 0, "epoch": 0, "unread": 0, "finite": 1, "norm": 0.0, "seen": 0, "skipped": 0} | scalars
-    arrays = {"dense": np.zeros(made.holdings.push_bytes, np.uint8), "sums": np.zeros(1 + len(recipe.measures)), "statistics": statistics, "rows": np.empty(0, np.int64)}
+    arrays = {
+        "dense": np.zeros(made.holdings.push_bytes, np.uint8),
+        "sums": np.zeros(1 + len(recipe.measures)),
+        "statistics": statistics,
+        "rows": np.empty(0, np.int64),
+    }
     if ids is not None:
         arrays |= {"ids/ids": np.array(ids, np.int64), "gradients/ids": np.ones((len(ids), made.holdings.columns("ids")))}
     try:

@@ -8,11 +8,10 @@ import shutil
 import signal
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -20,12 +19,11 @@ from dtf import by_hand
 from dtf.agreement import common
 from dtf.errors import AuthError, ConfigError, Exit, PeerError
 from dtf.jobs.status import ask
-from dtf.launcher import Place
 from dtf.live import Live, find
+from dtf.pserver.choices import Role, TlsMode, TlsOptions
 from dtf.pserver.rpc import viewer
-from dtf.pserver.transport import Lost
-from dtf.strategies.pserver import Pserver, Role, TlsMode, TlsOptions
-from dtf.strategy import Errand, Task
+from dtf.strategies.pserver import Pserver
+from dtf.strategy import Task
 from tests.conftest import Result
 from tests.hand import TOKEN, Command, commands, endpoints, members, status, until, words
 from tests.harness import PRECISIONS
@@ -218,27 +216,6 @@ def test_a_trainer_of_several_threads_comes_leaves_and_ends_with_all_of_them(tmp
         until(lambda: "restart 1 of 3" in trainer.said() and members(folder) == [2, 3], server, trainer)
         assert server.stop() == Exit.PREEMPTED, server.said()
         assert trainer.end() == Exit.PREEMPTED, trainer.said()
-
-
-def test_servers_that_are_lost_for_good_are_waited_for_as_long_as_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not first for what is on its way and then for them."""
-    from dtf.pserver import session
-
-    class Gone:
-        def __init__(self, *arguments: Any, **options: Any) -> None: ...
-        def wait_ready(self, deadline_s: float) -> None: ...
-        def close(self) -> None: ...
-        def call(self, *arguments: Any) -> bytes:
-            raise Lost("lost server 0")
-
-    monkeypatch.setattr(session, "Client", Gone)
-    monkeypatch.setattr(session.Guest, "arrive", lambda *arguments: session.Told("epoch", "", "run", "id", "host"))
-    monkeypatch.setattr(session, "work", lambda *arguments: arguments[-1][0].call("lease", b"", 1.0))
-    errand = Errand(Place(token=TOKEN), {"config": {}}, lambda *arguments: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type, return-value]
-    strategy, begun = Pserver(endpoints=["127.0.0.1:1"], trainers=1, meet_timeout_s=0.3), time.monotonic()
-    with pytest.raises(PeerError, match=r"within strategy\.meet_timeout_s=0\.3: lost server 0"):
-        session._ByHand(cast(Task, None), errand, strategy, 1, 0).run()
-    assert 0.3 <= time.monotonic() - begun < 3.0
 
 
 @pytest.mark.slow
