@@ -109,14 +109,11 @@ class RunningStatistics:
         self._correct()
 
     def finish(self, made: Tensor) -> None:
-        """After the update of a step. `made`: whether there was one, shape (), on the averages' device or the host; nothing waits for a device."""
+        """After the update of a step. `made`: whether there was one, shape (); nothing waits for a device to tell."""
         if not self._layers:
             return
         self._average_steps()
-        if made.device.type != "cpu":
-            self._set(torch.where(made, self._flat(), self._last))
-        elif not made:
-            self._set(self._last)
+        self._set(torch.where(made.to(self._last.device), self._flat(), self._last))
 
     def _average_steps(self) -> None:
         if self._ema and self._layers:

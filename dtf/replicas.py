@@ -80,8 +80,8 @@ class Replicas(Program):
             self._give([i for i, own in enumerate(parts) if own[0] < own[1]])
         with section("optimizer"):
             norms = self._each(lambda i: self._updates[i].apply(ticket.step, ticket.lr), len(self._updates))
-        for replica, device in zip(self._replicas, self._devices, strict=True):
-            replica.statistics.finish(made(norms[0]).to(device))
+        for replica in self._replicas:
+            replica.statistics.finish(made(norms[0]))
         with section("communication"):
             self._share_parameters()
         self._settled = False
