@@ -120,7 +120,7 @@ class Attempt:
     _hang: Failed | None = None
     _hang_since: float = 0.0
     _killed_since: float = 0.0
-    _unled_since: float = 0.0
+    _unled_until: float = 0.0
     _awake_since: float = 0.0  # beats before this moment say nothing: this process itself slept
 
     def run(self) -> Outcome:
@@ -201,7 +201,7 @@ class Attempt:
     def _wait(self, tick: float) -> float:
         """Seconds until something falls due, at most a tick."""
         grace_s = self.limits.grace_s
-        waits = ((self._failing_since, _SETTLE_S), (self._hang_since, _STACKS_S), (self._stopping_since, grace_s), (self._unled_since, grace_s))
+        waits = ((self._failing_since, _SETTLE_S), (self._hang_since, _STACKS_S), (self._stopping_since, grace_s), (self._unled_until, 0.0))
         due = [since + after for since, after in waits if since and not self._killed_since]
         return max(0.0, min([tick, *(at - time.monotonic() for at in due)]))
 
@@ -226,8 +226,8 @@ class Attempt:
             if now - self._failing_since >= _SETTLE_S or any(rank.status and rank.status & 0x7F and not rank.killed for rank in self._ranks):
                 self._kill(now)  # after a death by signal nobody needs to say more
         elif self._unled():
-            self._unled_since = self._unled_since or now
-            if now - self._unled_since >= self.limits.grace_s or all(self._starting(rank) for rank in self._alive()):
+            self._unled_until = self._unled_until or now + min(self.limits.grace_s, self.limits.hang_timeout_s)
+            if now >= self._unled_until or all(self._starting(rank) for rank in self._alive()):
                 self._kill(now)
         elif self._hang:
             if now - self._hang_since >= _STACKS_S:

@@ -8,6 +8,7 @@ import socket
 import ssl
 import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dtf.errors import ConfigError
@@ -117,3 +118,18 @@ def check_certificates(node: str, given: Mapping[str, str]) -> None:
             context.load_cert_chain(given["cert"], given["key"], "")  # else who has a key with a password is asked for it
     except (ssl.SSLError, ValueError):
         raise ConfigError(f"{node}.cert={given['cert']} and {node}.key={given['key']} are no certificate and its key, without a password, in PEM") from None
+
+
+def check_name(node: str, given: Mapping[str, str], host: str) -> None:
+    """ConfigError where those who trust `ca` would not believe that who shows `cert` is `host`: they shake hands in memory."""
+    asks, serves = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    asks.load_verify_locations(given["ca"])
+    serves.load_cert_chain(given["cert"], given["key"], "")
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client, server = asks.wrap_bio(back, there, server_hostname=host), serves.wrap_bio(there, back, server_side=True)
+    try:
+        for side in (client, server, client):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(f"{node}.cert={given['cert']} does not do for {host}, by {node}.ca={given['ca']}: {error.verify_message}") from None

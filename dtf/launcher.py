@@ -46,6 +46,11 @@ class Place:
     hang_timeout_s: float = 60.0  # silence that means that another process hangs
     start_timeout_s: float = 600.0  # the same while it starts
 
+    @property
+    def starter(self) -> str:
+        """The command that started this process, the same in all attempts of its launcher."""
+        return self.prefix.partition("/")[0]
+
 
 class Launcher(ABC):
     """Fields are the config node `launcher`. Torch-free, but `inline` and `env`, which become ranks themselves."""

@@ -28,7 +28,8 @@ class RunningStatistics:
     """Running averages of normalisation layers: one update per step, of the mean over all micro-batches of the global batch.
 
     A rank averages its own micro-batches, weighted so that the mean over ranks is the mean over micro-batches; averages are
-    linear, so `average` over ranks may happen at any time (evaluating, saving) and is exact. A rank with `own` of `total`
+    linear, so `average` over ranks may happen at any time (evaluating, saving) and is exact. A step counts once `finish` hears
+    that its update was made; one that was skipped leaves all averages as they were. A rank with `own` of `total`
     micro-batches on `ranks` ranks does, with momentum m and c = ranks * own / total,
 
         running = (1 - m) * running + m * c * (mean statistic of its own micro-batches).
@@ -56,6 +57,7 @@ class RunningStatistics:
         self._ema, self._aside = ema, list[Tensor]()
         self._steps = 0
         self._before: list[Tensor] | None = None
+        self._last = torch.empty(0)  # all averages as the step before left them
         self._held: list[Tensor] | None = None  # this rank's own, while the mean over ranks stands in for them
         self._own, self._gain = 0, 1.0
         self._changed = False  # whether the layers' momentum differs from their own
@@ -81,6 +83,7 @@ class RunningStatistics:
             self._held = None
         self._own, self._gain = own, ranks * own / total
         self._steps += 1
+        self._last = self._flat()
         self._live = [entry for entry in self._layers if entry[1].training]  # a frozen layer keeps its averages
         if self._live and own * ranks != total:
             self._before = [t.clone() for t in _averages(self._live)]
@@ -104,7 +107,13 @@ class RunningStatistics:
     def end(self) -> None:
         """After the micro-batches of a step."""
         self._correct()
+
+    def finish(self, made: Tensor) -> None:
+        """After the update of a step. `made`: whether there was one, shape (); nothing waits for a device to tell."""
+        if not self._layers:
+            return
         self._average_steps()
+        self._set(torch.where(made.to(self._last.device), self._flat(), self._last))
 
     def _average_steps(self) -> None:
         if self._ema and self._layers:
@@ -124,9 +133,16 @@ class RunningStatistics:
         """What a step added since `forget`, as one tensor in fp64."""
         return torch.cat([t.reshape(-1) for t in self._training()] or [torch.zeros(0)]).double()
 
-    def absorb(self, added: Tensor) -> None:
-        """One step: running = (1 - m) * running + what the shares `added`, summed, each with its part of the micro-batches."""
+    @property
+    def added_numbers(self) -> int:
+        """How many numbers `added` has."""
+        return sum(t.numel() for t in self._training())
+
+    def absorb(self, added: Tensor | None) -> None:
+        """One step: running = (1 - m) * running + what the shares `added`, summed, each with its part of the micro-batches. None: it was skipped."""
         self._steps += 1
+        if added is None:
+            return
         at = 0
         for _, layer, base in self._layers:
             for kind in _KINDS if layer.training else ():
@@ -169,10 +185,17 @@ class RunningStatistics:
         if not tensors:
             return
         self.hold()
-        flat = torch.cat([t.reshape(-1) for t in tensors])
+        flat = self._flat()
         reduce_mean(flat)
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        self._set(flat)
+
+    def _flat(self) -> Tensor:
+        return torch.cat([t.reshape(-1) for t in self.tensors()])
+
+    def _set(self, flat: Tensor) -> None:
+        tensors = self.tensors()
+        parts = flat.split([t.numel() for t in tensors])
+        torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
     def hold(self) -> None:
         """Keep this rank's own averages, to go on from in the next step: evaluating and saving then leave no trace in the numbers."""

@@ -27,6 +27,7 @@ from dtf.sections import section
 from dtf.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task, Update
 from dtf.strides import axes, dense
+from dtf.update import made
 from dtf.values import Batch, Evaluated, State, StepOutput, Train
 from dtf.world import World
 
@@ -206,6 +207,8 @@ class Pipelined(Program):
         self._settled = False
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
+        for stage in self._stages.values():
+            stage.statistics.finish(made(norm))
         return StepOutput(sums, norm if self._world.rank == 0 else self._unsaid)  # every rank knows the norm, one tells it
 
     def _leaves(self, part: Batch) -> Batch:

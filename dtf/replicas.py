@@ -18,7 +18,7 @@ from dtf.sections import section
 from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task
 from dtf.table import Placement
-from dtf.update import LocalUpdate, whole
+from dtf.update import LocalUpdate, made, whole
 from dtf.values import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.world import World
 
@@ -80,6 +80,8 @@ class Replicas(Program):
             self._give([i for i, own in enumerate(parts) if own[0] < own[1]])
         with section("optimizer"):
             norms = self._each(lambda i: self._updates[i].apply(ticket.step, ticket.lr), len(self._updates))
+        for replica in self._replicas:
+            replica.statistics.finish(made(norms[0]))
         with section("communication"):
             self._share_parameters()
         self._settled = False

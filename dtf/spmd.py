@@ -24,7 +24,7 @@ from dtf.sections import section
 from dtf.slices import is_slice, local, offset
 from dtf.strategy import Program, Source, Task, Update
 from dtf.table import Placement
-from dtf.update import LocalUpdate, whole
+from dtf.update import LocalUpdate, made, whole
 from dtf.values import Batch, Box, Evaluated, Shard, State, StepOutput, Train
 from dtf.world import World
 
@@ -79,7 +79,8 @@ class Replica:
         """Forward and backward over the micro-batches [own) of a global batch cut at `bounds`; gradients add up in the parameters.
 
         `batch` holds the rows of these micro-batches. The gradient is that of `factor` x (sum of loss over rows), and NaN
-        everywhere when the loss is not finite. Returns the metric sums (M,), and leaves gradients of rows of sparse tables in `row_gradients`.
+        everywhere when the loss is not finite. Returns the metric sums (M,), and leaves gradients of rows of sparse tables in `row_gradients`; running
+        averages wait for `statistics.finish`.
         """
         first, last = own
         if not self.model.training:
@@ -231,6 +232,7 @@ class Spmd(Program):
         self._settled = False
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
+        self._replica.statistics.finish(made(norm))
         return StepOutput(self._said(sums), norm if self._world.rank == 0 else self._unsaid)  # every rank knows the norm, one tells it
 
     def eval_step(self, batch: Batch | None) -> Evaluated:

@@ -6,7 +6,10 @@ import contextlib
 import signal
 import socket
 import time
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any, NoReturn, Self
+
+from dtf.errors import Preempted
 
 _ONE_SIGNAL_S = 0.2
 """Signals closer than this are one: `timeout` and schedulers signal a process and then its whole group."""
@@ -46,3 +49,22 @@ class Stop:
         self.count += 1
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"!", socket.MSG_DONTWAIT)
+
+
+@contextlib.contextmanager
+def preempting(message: str) -> Iterator[None]:
+    """SIGTERM and SIGHUP raise Preempted here, as SIGINT raises KeyboardInterrupt, but for the time in which a Stop is open."""
+
+    def heard(number: int, frame: object) -> NoReturn:
+        raise Preempted(message)
+
+    old: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                with contextlib.suppress(ValueError):  # not the main thread
+                    old[number] = signal.signal(number, heard)
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

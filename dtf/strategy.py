@@ -288,6 +288,9 @@ class Strategy(ABC):
         """
         return {"trainer": processes}
 
+    def check_processes(self, given: int) -> None:
+        """Raise ConfigError where options say something else of the processes than the `launcher.processes` that was given. Default: none do."""
+
     def computes_on_device(self, role: str) -> bool:
         """Whether each process of this role is given a GPU where there are some, which other roles may share; else it has the CPU. Default: trainers."""
         return role == "trainer"

@@ -44,6 +44,11 @@ def whole(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, Piece]:
     }
 
 
+def made(norm: Tensor) -> Tensor:
+    """Whether there was an update, shape (), by what `Update.apply` returned."""
+    return torch.isfinite(norm[0]) & (norm[1] > 0)
+
+
 def state_bytes(model: nn.Module, optimizer: Optimizer, precision: Precision) -> int:
     """Bytes of a model's parameters, gradients and optimizer state in a run, by its shapes alone."""
     total, pairs = 0, formats(model, precision)

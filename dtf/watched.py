@@ -77,6 +77,8 @@ class Watched(Launcher):
         return self.hosts * devices.processes(self.processes, devices.choose(self.devices))
 
     def check(self, strategy: Strategy) -> None:
+        if self.processes != "auto":
+            strategy.check_processes(self.processes)
         self._places(strategy)
 
     def attempt(

@@ -105,7 +105,7 @@ def train(
     task = Task(toy, stepper, PRECISIONS[precision], step, 0, weights=start_from, rows=lookup("sparse", sparse)(**(sparse_options or {})))
     options = options or {}
     if "servers" in options and stepper.by_tensor:
-        options |= {"slice_parameters": False}
+        options = {key: value for key, value in options.items() if key != "min_block"} | {"slice_parameters": False}
     chosen = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options))
     world = World(Place(rank=rank, size=size, slots=slots or size))
     training, evaluation = toy.open_data("train", 0), toy.open_data("eval", 0)

@@ -94,7 +94,9 @@ def _train(action: str, launcher: int, folder: Path, store: Any, place: Place) -
         heartbeat.beat("step", step)
     if action == "die later":
         os.kill(os.getpid(), signal.SIGKILL)
-    if action == "stop":
+    if action == "stop at the end":
+        store.set(f"done/{place.rank}", "")
+    if action in ("stop", "stop at the end"):
         os.kill(os.getpid(), signal.SIGSTOP)
     if action == "hang":
         stays_in_python()

@@ -20,14 +20,14 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "vocabulary": "dtf errors registry trace values",
     "leaves: one thing each": "agreement answers by_hand budget classes collectives devices ema ending environment eventfile feed frozen gradients "
-    "heartbeat layout id_kernels links live lr manifest memory metrics network optimizer options partition patterns precision "
-    "pserver pserver.placing pserver.transport pserver.wire row_kernels row_optimizer sampler schedules schema sections seeding slices sparse strides "
+    "heartbeat layout id_kernels links live lr manifest memory metrics network optimizer options partition patterns precision pserver "
+    "pserver.choices pserver.placing pserver.transport pserver.wire row_kernels row_optimizer sampler schedules schema sections seeding slices sparse strides "
     "supervise table tracking usage",
     "formats of files": "commit located shards untrusted",
     "contracts": "job launcher observer recipe strategy",
     "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined placement profiler ranking reducing "
     "remat replicas screen seat sharded spmd stages tables update world",
-    "the parameter server": "pserver.blocks pserver.computing pserver.desk pserver.feeder pserver.hogwild pserver.holdings pserver.ledger "
+    "the parameter server": "pserver.blocks pserver.checks pserver.computing pserver.desk pserver.feeder pserver.hogwild pserver.holdings pserver.ledger "
     "pserver.lending pserver.local pserver.meeting pserver.merging pserver.narrow pserver.protocol pserver.push "
     "pserver.reading pserver.recorder pserver.regions pserver.remote pserver.replay pserver.rows pserver.rpc pserver.serving pserver.session pserver.sharing "
     "pserver.status pserver.tally pserver.team pserver.trainer",

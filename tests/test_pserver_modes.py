@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dtf.strategies.pserver import Mode
@@ -45,6 +46,14 @@ def test_every_mode_takes_every_sample_once_and_counts_evaluations_exactly(mode:
     for epoch in range(2):
         assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(range(100))
     assert len(found["eval"]) == 10 and found["eval"]["10"]["loss"] < found["eval"]["1"]["loss"]
+
+
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=slow)])
+@pytest.mark.parametrize("mode", [mode.value for mode in Mode])
+def test_a_skipped_step_leaves_running_averages_finite(mode: str, servers: int) -> None:
+    options = {"mode": mode, "servers": servers, "min_block": 1}
+    found = spread("pserver", 2, options=options, recipe=TOY | {"bad_row": 17}, steps=5, clip_norm=0.0, skip_nonfinite=9)
+    assert all(np.isfinite(tensor).all() for tensor in found["tensors"].values()) and np.isfinite(found["eval"]["4"]["loss"])
 
 
 @pytest.mark.parametrize("mode", ["async", "half_async"])

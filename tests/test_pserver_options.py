@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from dtf.by_hand import check_certificates
 from dtf.config import compose
 from dtf.errors import ConfigError
+from dtf.settings import Settings
+from tests.test_rpc import certificate
 
 REFUSED = [
     ("mode=asyn", "did you mean async? choices: async, geo, half_async, sync"),
@@ -23,9 +27,9 @@ REFUSED = [
 ]
 
 
-def check(words: str) -> None:
+def check(words: str, processes: str = "launcher.processes=3") -> Settings:
     given = [f"strategy.{word}" for word in words.split()]
-    compose(["recipe=ctr_clicks", "strategy=pserver", "launcher.devices=cpu", "launcher.processes=3", *given]).check()
+    return compose(["recipe=ctr_clicks", "strategy=pserver", "launcher.devices=cpu", processes, *given]).check()
 
 
 @pytest.mark.parametrize(("words", "said"), REFUSED)
@@ -33,6 +37,28 @@ def test_what_has_no_effect_or_cannot_be_is_refused(words: str, said: str) -> No
     with pytest.raises(ConfigError) as refused:
         check(words)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(("words", "fits"), [("trainers=3", False), ("trainers=4", True), ("trainers=2 team=2", True), ("trainers=1 team=2", False)])
+def test_trainers_and_processes_that_differ_are_refused(words: str, fits: bool) -> None:
+    settings = check(words, "launcher.processes=4")
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"launcher.processes=4 and strategy.trainers=. .* differ"):
+        settings.launcher.check(settings.strategy)
+    settings = check(words, "launcher.processes=auto")
+    settings.launcher.check(settings.strategy)
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="makes certificates with openssl")
+def test_a_certificate_for_another_host_is_refused_under_a_launcher(tmp_path: Path) -> None:
+    for names, said in (("IP:127.0.0.1", ""), ("IP:10.0.0.1", "does not do for 127.0.0.1"), ("", "does not do for 127.0.0.1")):
+        key, cert = certificate(tmp_path, "run", names)
+        words = f"tls.mode=mtls tls.ca={cert} tls.cert={cert} tls.key={key}"
+        with pytest.raises(ConfigError, match=said) if said else nullcontext():
+            check(words)
+    _, stranger = certificate(tmp_path, "stranger")
+    key, cert = certificate(tmp_path, "run")
+    with pytest.raises(ConfigError, match="self-signed"):
+        check(f"tls.mode=tls tls.ca={stranger} tls.cert={cert} tls.key={key}")
 
 
 def test_files_that_are_no_certificates_are_refused(tmp_path: Path) -> None:

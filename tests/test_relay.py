@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from docs import pictures
+from dtf.errors import INTERRUPTED, Exit
 from dtf.killing import Witness
 from dtf.values import Measured, Note, Started
 
@@ -76,6 +79,31 @@ def test_a_leg_that_breaks_the_law_is_named(run_dtf: Any, monkeypatch: pytest.Mo
 def test_what_cannot_run_is_refused_before_anything_runs(run_dtf: Any, override: str, words: str) -> None:
     done = run_dtf(*SMALL, legs("ddp"), override)
     assert done.code == 2 and words in done.err and not done.folder.exists(), done.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, Exit.PREEMPTED), (signal.SIGINT, INTERRUPTED)])
+@pytest.mark.parametrize("moment", ["dtf.jobs.relay._go", "dtf.evidence.Evidence.read"])
+def test_a_signal_while_no_ranks_run_leaves_nothing(run_dtf: Any, monkeypatch: pytest.MonkeyPatch, moment: str, number: int, code: int) -> None:
+    folders: list[Path] = []
+
+    def go(leg: Any, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        folders.append(folder)
+
+    def stop(*arguments: Any) -> None:
+        if len(arguments) == 2:
+            go(*arguments)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("dtf.jobs.relay._go", go)
+    monkeypatch.setattr(moment, stop)
+    done = run_dtf(*SMALL, legs("ddp"))
+    assert done.code == code and folders and not list(done.folder.iterdir())
+    if code == Exit.PREEMPTED:
+        assert "start it again with another run.dir" in done.err
+    (done.folder / "something").touch()
+    again = run_dtf(*SMALL, legs("ddp"), folder=done.folder)
+    assert again.code == Exit.CONFIG and "is not empty, and a relay is run from its start" in again.err
 
 
 def measured(step: int) -> Measured:

@@ -171,6 +171,14 @@ def test_trainers_are_of_no_account_once_the_server_has_ended(start: Start, end:
     assert processes(done) == {rank: ["0.0"] for rank in range(3)}
 
 
+@pytest.mark.parametrize("limits", [{"grace_s": 60.0, "hang_timeout_s": 0.5}, {"grace_s": 0.5, "hang_timeout_s": 60.0}], ids=str)
+def test_a_trainer_that_stops_near_the_end_keeps_nobody_longer_than_the_smaller_limit(start: Start, limits: dict[str, float]) -> None:
+    begun = time.monotonic()
+    done = start({"1": {"0.0": "stop at the end"}}, **limits)
+    assert done.code == Exit.OK and time.monotonic() - begun < 10
+    assert not warnings(done) and not done.of(Failed)
+
+
 # ------------------------------------------------------------ the token
 
 

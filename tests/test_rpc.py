@@ -255,10 +255,10 @@ def test_ipv6_loopback() -> None:
         assert caller.call("echo", b"x", SOON_S) == b"x"
 
 
-def certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """A key and a certificate of its own for 127.0.0.1."""
+def certificate(folder: Path, name: str, hosts: str = "IP:127.0.0.1") -> tuple[Path, Path]:
+    """A key and a certificate of its own."""
     key, cert = folder / f"{name}.key", folder / f"{name}.crt"
-    extension = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    extension = ["-addext", f"subjectAltName={hosts}"] if hosts else []
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", f"/CN={name}"]
     subprocess.run([*command, "-keyout", str(key), "-out", str(cert), *extension], check=True, capture_output=True)
     return key, cert

@@ -12,14 +12,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from dtf.errors import AuthError
+from dtf.errors import AuthError, PeerError
+from dtf.launcher import Place
+from dtf.pserver import session
 from dtf.pserver.rpc import Service
 from dtf.pserver.transport import Failed, Lost, Refused, Retrying, Stale
 from dtf.pserver.wire import WireError
+from dtf.strategies.pserver import Pserver
+from dtf.strategy import Errand, Task
 from tests.answering import EPOCH, SOON_S, TOKEN, after, client, service
 from tests.interposer import Interposer
 
@@ -198,3 +202,23 @@ def test_an_idempotent_count_survives_a_bad_network() -> None:
     assert applied == set(itertools.chain(*keys))
     assert max(arrived.values()) > 1 and sender.again > 0
     assert all(network.met[name] > 0 for name in ("lose_request", "lose_response", "double", "late"))
+
+
+def test_servers_that_are_lost_for_good_are_waited_for_as_long_as_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not first for what is on its way and then for them."""
+
+    class Gone:
+        def __init__(self, *arguments: Any, **options: Any) -> None: ...
+        def wait_ready(self, deadline_s: float) -> None: ...
+        def close(self) -> None: ...
+        def call(self, *arguments: Any) -> bytes:
+            raise Lost("lost server 0")
+
+    monkeypatch.setattr(session, "Client", Gone)
+    monkeypatch.setattr(session.Guest, "arrive", lambda *arguments: session.Told("epoch", "", "run", "id", "host"))
+    monkeypatch.setattr(session, "work", lambda *arguments: arguments[-1][0].call("lease", b"", 1.0))
+    errand = Errand(Place(), {"config": {}}, lambda *arguments: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type, return-value]
+    strategy, begun = Pserver(endpoints=["127.0.0.1:1"], trainers=1, meet_timeout_s=0.3), time.monotonic()
+    with pytest.raises(PeerError, match=r"within strategy\.meet_timeout_s=0\.3: lost server 0"):
+        session._ByHand(cast(Task, None), errand, strategy, 1, 0).run()
+    assert 0.3 <= time.monotonic() - begun < 3.0

@@ -29,20 +29,25 @@ from dtf.pserver.recorder import Recorder
 from dtf.pserver.serving import Serving
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import decode, encode
+from dtf.recipe import Recipe
+from dtf.row_optimizers.adagrad import RowAdagrad
 from dtf.strategies.pserver import Mode, Pserver
 from dtf.strategy import Task
+from dtf.tables import dealt
 from dtf.values import Train
 from dtf.world import World
 from tests.harness import PRECISIONS
+from tests.tabled import Tabled
 from tests.toy import Toy
 
 SOON_S = 20.0
 
 
 @contextmanager
-def server(mode: Mode = Mode.sync, trainers: int = 2, **options: Any) -> Iterator[tuple[Serving, Desk, ThreadPoolExecutor]]:
+def server(mode: Mode = Mode.sync, trainers: int = 2, recipe: Recipe | None = None, **options: Any) -> Iterator[tuple[Serving, Desk, ThreadPoolExecutor]]:
     """One server with its desk, and a thread for the engine."""
-    task = Task(Toy(batch_norm=False), Sgd(), PRECISIONS["fp64"], StepOptions(batch_size=24, micro_batch_rows=6), 0)
+    recipe = recipe or Toy(batch_norm=False)
+    task = Task(recipe, Sgd(), PRECISIONS["fp64"], StepOptions(batch_size=24, micro_batch_rows=6), 0, rows=RowAdagrad())
     world, strategy = World(Place(size=1, slots=trainers)), Pserver(mode=mode, **options)
     made = Serving(task, world, strategy, strategy.merging(), trainers)
     with ThreadPoolExecutor(1) as engine:
@@ -226,6 +231,66 @@ def test_a_push_of_another_size_is_refused() -> None:
         with pytest.raises(Refused, match="dense has 8 bytes"):
             desk.handlers[EXCHANGE](encode(request, scalars, {"dense": np.zeros(8, np.uint8)}))
         assert not made._basket
+
+
+def refused(made: Serving, desk: Desk, recipe: Recipe, statistics: np.ndarray, ids: list[int] | None = None, **scalars: int) -> str:
+    """Why a push is, or nothing."""
+    numbers = {"trainer": 0, "push": 1, "step": 0, "part": 0, "epoch": 0, "unread": 0, "finite": 1, "norm": 0.0, "seen": 0, "skipped": 0} | scalars
+    arrays = {
+        "dense": np.zeros(made.holdings.push_bytes, np.uint8),
+        "sums": np.zeros(1 + len(recipe.measures)),
+        "statistics": statistics,
+        "rows": np.empty(0, np.int64),
+    }
+    if ids is not None:
+        arrays |= {"ids/ids": np.array(ids, np.int64), "gradients/ids": np.ones((len(ids), made.holdings.columns("ids")))}
+    try:
+        desk.handlers[EXCHANGE](encode(protocol.exchange_schemas(recipe)[0], numbers, arrays))
+    except Refused as error:
+        assert not made._basket
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("mode", [Mode.sync, Mode.geo])
+def test_statistics_that_do_not_fit_are_refused(mode: Mode) -> None:
+    recipe, tickets = Toy(), 1 if mode is Mode.sync else 2
+    with server(mode, recipe=recipe, geo_steps=2) if mode is Mode.geo else server(mode, recipe=recipe) as (made, desk, engine):
+        numbers = 2 * 16 * tickets
+        assert refused(made, desk, recipe, np.zeros(numbers)) == "step 0 is not open"
+        done = engine.submit(steps, made, 2)
+        until(lambda: made._last >= tickets - 1)
+        for length in (0, numbers - 1, numbers + 1, 2 * numbers):
+            assert f"statistics are {length} numbers, not {tickets} times 32" in refused(made, desk, recipe, np.zeros(length))
+        spoilt = np.zeros(numbers)
+        spoilt[-1] = np.inf
+        assert "statistics are not" in refused(made, desk, recipe, spoilt, finite=tickets)
+        assert refused(made, desk, recipe, spoilt, finite=tickets - 1, skipped=1) == "" and not done.done()
+
+
+def test_a_push_whose_statistics_are_not_finite_is_a_skipped_step() -> None:
+    recipe = Toy()
+    with server(recipe=recipe) as (made, desk, engine):
+        done, before = engine.submit(steps, made, 1), learnt(made)
+        until(lambda: made._last == 0)
+        assert refused(made, desk, recipe, np.full(32, np.nan), finite=0) == refused(made, desk, recipe, np.zeros(32), part=1) == ""
+        done.result(SOON_S)
+        assert made.skipped() == 1
+        counted = {box.name: box.tensor for box in made.state().boxes if not box.name.endswith("num_batches_tracked")}
+        assert b"".join(tensor.numpy().tobytes() for tensor in counted.values()) in before and len(counted) > 2
+
+
+@pytest.mark.parametrize("ids", [[-1], [-2], [3, 200], [1 << 40]])
+def test_a_push_of_rows_that_are_not_here_is_refused(ids: list[int]) -> None:
+    recipe = Tabled(size=200)
+    with server(recipe=recipe) as (made, desk, engine):
+        engine.submit(steps, made, 1)
+        until(lambda: made._last == 0)
+        statistics = np.zeros(made.holdings.statistics_numbers)
+        assert refused(made, desk, recipe, statistics, ids) == "ids/ids has some that are not of this server"
+        assert refused(made, desk, recipe, statistics, [3, 5]) == ""
+        made.holdings._world.size = 2
+        assert [made.holdings.owns("ids", np.array([each])) for each in range(99)] == [each == 0 for each in dealt(np.arange(99), 2)]
 
 
 def test_a_trainer_that_was_given_up_joins_again() -> None:

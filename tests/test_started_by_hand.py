@@ -20,8 +20,9 @@ from dtf.agreement import common
 from dtf.errors import AuthError, ConfigError, Exit, PeerError
 from dtf.jobs.status import ask
 from dtf.live import Live, find
+from dtf.pserver.choices import Role, TlsMode, TlsOptions
 from dtf.pserver.rpc import viewer
-from dtf.strategies.pserver import Pserver, Role, TlsMode, TlsOptions
+from dtf.strategies.pserver import Pserver
 from dtf.strategy import Task
 from tests.conftest import Result
 from tests.hand import TOKEN, Command, commands, endpoints, members, status, until, words

@@ -12,7 +12,7 @@ import torch
 from dtf.optimizers.adam import Adam
 from dtf.update import LocalUpdate, whole
 from dtf.values import Box, State
-from tests.harness import reference, spread, variants
+from tests.harness import difference, reference, spread, variants
 from tests.ranks import ranks
 
 BAD: dict[str, Any] = {"recipe": {"rows": 100, "bad_row": 17, "batch_norm": False}}
@@ -32,6 +32,18 @@ def test_a_non_finite_row_on_one_rank_updates_nobody(strategy: str, options: dic
     bad = next(int(step) for step, values in result["train"].items() if not np.isfinite(values["grad_norm"]))
     before, after = (ranks(1, "tests.harness:train", steps=steps, precision=precision, skip_nonfinite=9, **BAD)[0]["tensors"] for steps in (bad - 1, bad))
     assert before == after, "the step touched neither parameters nor the optimizer's state"
+
+
+@pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
+def test_a_skipped_step_leaves_running_averages_as_they_were(strategy: str, options: dict) -> None:
+    case: dict[str, Any] = {"recipe": {"rows": 100, "bad_row": 17}, "skip_nonfinite": 9, "steps": 5, "ema": 0.9}
+    whole = reference(**case)
+    found = spread(strategy, 2, options=options, **case)
+    bad = [step for step, values in found["train"].items() if not np.isfinite(values["grad_norm"])]
+    assert len(bad) == 1 and all(np.isfinite(tensor).all() for run in (whole, found) for tensor in run["tensors"].values())
+    for run in (whole, found):
+        run["train"] = {step: values for step, values in run["train"].items() if step != bad[0]}
+    assert difference(whole, found) <= 1e-10
 
 
 def test_more_than_allowed_fail_the_run_on_all_ranks() -> None:

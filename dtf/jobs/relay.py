@@ -23,6 +23,7 @@ from dtf.job import Job
 from dtf.killing import Killed, Witness, kill_launcher
 from dtf.registry import option, register, suggest
 from dtf.run import unique_id
+from dtf.stop import preempting
 from dtf.tracking import count_text
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ LEGS = "job.legs"
 RELAY, REFERENCE = "relay", "reference"
 """Run folders."""
 ANY, LAUNCHER = "rank", "launcher"
+ASKED = "asked to stop in the middle of a relay, which says nothing of what it has not done, and cannot go on; start it again with another run.dir"
 LATEST = 2
 """Steps before the end of a leg after which nobody is killed: the ranks are ahead of what they have reported."""
 
@@ -117,13 +119,14 @@ class Relay(Job):
         legs, reference = self._legs(composed, folder)
         folder.mkdir(parents=True, mode=0o700, exist_ok=bool(run["dir"]))
         if any(folder.iterdir()):
-            raise ConfigError(f"run.dir={folder} is not empty; choose another")
-        try:
-            return self._compare(composed, folder, legs, reference)
-        finally:
-            if not self.keep:
-                for name in (RELAY, REFERENCE):
-                    shutil.rmtree(folder / name, ignore_errors=True)
+            raise ConfigError(f"run.dir={folder} is not empty, and a relay is run from its start; remove the folder or choose another")
+        with preempting(ASKED):
+            try:
+                return self._compare(composed, folder, legs, reference)
+            finally:
+                if not self.keep:
+                    for name in (RELAY, REFERENCE):
+                        shutil.rmtree(folder / name, ignore_errors=True)
 
     def _compare(self, composed: Composed, folder: Path, legs: list[Leg], reference: Leg) -> int:
         from dtf.evidence import Evidence, compare
@@ -253,7 +256,7 @@ def _train(leg: Leg, witness: Witness | None = None) -> None:
         job.watch = witness.see
     code = job.run(leg.composed)
     if code == Exit.PREEMPTED:
-        raise Preempted("asked to stop in the middle of a relay; nothing is said of what is left")
+        raise Preempted(ASKED)
     if code:
         raise DtfError(f"the leg '{leg.entry.text}' ended with exit code {code}; its own error line says why")
 

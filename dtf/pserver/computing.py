@@ -117,9 +117,9 @@ class Computing:
             parameter.grad = None
         rows = prepared.wanted.gradients(self.replica.row_gradients)
         dense = [memory.cpu().numpy() for memory in self._outgoing]
-        norm = self._norm(rows) if self._whole_norm else 0.0
+        norm, added = self._norm(rows) if self._whole_norm else 0.0, self.added()
         finite = math.isfinite(norm)
-        return Computed(dense, rows, sums, self.added(), norm if finite else 0.0, int(finite))
+        return Computed(dense, rows, sums, added, norm if finite else 0.0, int(finite and np.isfinite(added).all()))
 
     def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
         """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters; the metric sums (M,)."""

@@ -156,12 +156,14 @@ class Desk:
         given = [name for name in self._names if f"ids/{name}" in arrays]
         if not self._serving.may_come(int(scalars["step"])):
             raise Refused(f"step {scalars['step']} is not open")
-        if self._leads and len(arrays["sums"]) != self._measures:
-            raise Refused(f"sums are {len(arrays['sums'])} numbers, not {self._measures}")
+        if self._leads:
+            self._check_told(scalars, arrays)
         rows = {name: (arrays[f"ids/{name}"], widen(arrays[f"gradients/{name}"], message.dtypes[f"gradients/{name}"])) for name in given}
         for name, (ids, gradients) in rows.items():
             if gradients.shape != (len(ids), self._serving.holdings.columns(name)):
                 raise Refused(f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, {self._serving.holdings.columns(name)})")
+            if not self._serving.holdings.owns(name, ids):
+                raise Refused(f"ids/{name} has some that are not of this server")
         nothing = np.empty(0)
         return Push(
             int(scalars["trainer"]),
@@ -179,6 +181,19 @@ class Desk:
             arrays.get("statistics", nothing),
             arrays.get("rows", nothing),
         )
+
+    def _check_told(self, scalars: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """What only server 0 is told, which alone knows all steps that are open."""
+        tickets = self._serving.tickets_of(int(scalars["step"]))
+        if tickets is None:
+            raise Refused(f"step {scalars['step']} is not open")
+        if len(arrays["sums"]) != self._measures:
+            raise Refused(f"sums are {len(arrays['sums'])} numbers, not {self._measures}")
+        statistics, each = arrays["statistics"], self._serving.holdings.statistics_numbers
+        if len(statistics) != tickets * each and tickets:
+            raise Refused(f"statistics are {len(statistics)} numbers, not {tickets} times {each}")
+        if tickets and int(scalars["finite"]) > np.isfinite(statistics.reshape(tickets, each)).all(axis=1).sum():
+            raise Refused(f"finite={scalars['finite']}, but statistics are not")
 
     def _leases(self, leases: list, state: int, known: bool) -> bytes:
         return encode(self._lease[1], {"state": state, "known": int(known), "reason": self._serving.reason}, protocol.pack_leases(leases))

@@ -25,7 +25,8 @@ from dtf.pserver.rows import Given, shelves_of
 from dtf.sampler import cut, share
 from dtf.spmd import buffers, load_buffers
 from dtf.strategy import Source, Task
-from dtf.update import LocalUpdate, Piece
+from dtf.tables import dealt
+from dtf.update import LocalUpdate, Piece, made
 from dtf.values import Shard, State, Train
 from dtf.world import World
 
@@ -91,8 +92,8 @@ class Holdings:
     def apply(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
         """One update; its gradient norm, (2,) [norm, 1], or sums of these over steps. Collective over servers where all merge alike."""
         with self.lock:
-            norm = self._learn(pushes, tickets) if self._merging.local else self._update_by(pushes, tickets)
-            self._absorb(pushes, tickets)
+            norm, whole = (self._learn(pushes, tickets), True) if self._merging.local else self._update_by(pushes, tickets)
+            self._absorb(pushes, tickets, whole)
             if self.recorder is not None:
                 self.recorder.applied(pushes)
             for push in pushes:
@@ -101,24 +102,28 @@ class Holdings:
             self.stamp += 1
         return norm
 
-    def _update_by(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
-        """One update of the optimizer by the sum of gradients; its norm, (2,)."""
+    def _update_by(self, pushes: Sequence[Push], tickets: Tickets) -> tuple[Tensor, bool]:
+        """One update of the optimizer by the sum of gradients; its norm, (2,), and whether it was made."""
         ticket, rows = tickets[max(push.step for push in pushes)][-1], sum(self._rows(push, tickets) for push in pushes)
         weights = [_global_rows(push, tickets) / rows for push in pushes]  # 1 for all shares of one step
         alone = self._world.size == 1
         self._sum(pushes, weights)
         if self._shelves is not None:
             self._shelves.take(self._given(pushes, weights), together=not alone and self._merging.together)
+        finite = all(push.finite for push in pushes)
         if not alone and not self._merging.together:  # each server has a part of the gradient, and merges when it likes
-            norm = sum(push.norm for push in pushes) / len(pushes) if all(push.finite for push in pushes) else float("inf")
+            norm = sum(push.norm for push in pushes) / len(pushes) if finite else float("inf")
             self._norm = torch.tensor([norm], dtype=torch.float64, device=self._world.device)
             if self._shelves is not None:
                 self._shelves.norm = torch.zeros((), dtype=torch.float64)
+        elif not finite and self._arriving:
+            torch._foreach_mul_(self._arriving, float("nan"))  # which the norm tells all servers
         known = self._update.apply(ticket.step, ticket.lr)
-        if self._norm is not None and len(pushes) > 1:
+        whole = bool(made(known))
+        if whole and self._norm is not None and len(pushes) > 1:
             known = torch.tensor([float("nan"), 1.0], dtype=torch.float64)  # that of the sum is known to nobody
         self._norm = None
-        return known
+        return known, whole
 
     @torch.no_grad()
     def _learn(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
@@ -155,20 +160,25 @@ class Holdings:
         for parameter, gradient in zip(self._learning, self._arriving, strict=True):
             parameter.grad = gradient
 
-    def _absorb(self, pushes: Sequence[Push], tickets: Tickets) -> None:
-        """Running averages live on server 0; each push says what its micro-batches add, step by step, to those of one of `shares` ranks."""
+    def _absorb(self, pushes: Sequence[Push], tickets: Tickets, whole: bool) -> None:
+        """Running averages live on server 0; each push says what its micro-batches add, step by step, to those of one of `shares` ranks.
+
+        Nothing comes of an update that was not made (`whole`), nor of a step that a trainer skipped while it learnt by itself: its numbers are not finite.
+        """
         if self._world.rank or not len(self._part.statistics):
             return
         for number in range(max(len(tickets[push.step]) for push in pushes)):
-            added, count, total = 0.0, 0, 0
+            added, count, counted, total = 0.0, 0, 0, 0
             for push in pushes:
                 own = tickets[push.step]
                 if number < len(own):
-                    added = added + torch.from_numpy(push.statistics).view(len(own), -1)[number]
+                    more = torch.from_numpy(push.statistics).view(len(own), -1)[number]
                     ends, (first, last) = self._own(own[number], push.part)
                     count, total = count + last - first, len(ends)
-            if isinstance(added, Tensor) and count:
-                self._part.statistics.absorb(added * (total / (self._shares * count)))
+                    if whole and more.isfinite().all():
+                        added, counted = added + more, counted + last - first
+            if count:
+                self._part.statistics.absorb(added * (total / (self._shares * counted)) if isinstance(added, Tensor) and counted else None)
 
     def _whole_norm(self, norms: Tensor) -> Tensor:
         """Norms of which the norm is that of the whole gradient, tables apart."""
@@ -245,6 +255,18 @@ class Holdings:
         """Numbers for each id in a push."""
         assert self._shelves is not None
         return self._shelves.columns(name) if self._merging.local else self._task.recipe.tables()[name].width
+
+    def owns(self, name: str, ids: np.ndarray) -> bool:
+        """Whether all rows of these ids may be on this server."""
+        size = self._task.recipe.tables()[name].size
+        if not len(ids) or (ids.min() >= 0 and (not size or ids.max() < size)):
+            return self._world.size == 1 or bool((dealt(ids, self._world.size) == self._world.rank).all())
+        return False
+
+    @property
+    def statistics_numbers(self) -> int:
+        """Numbers of running averages that each step of a push has."""
+        return self._part.statistics.added_numbers
 
     @property
     def push_bytes(self) -> int:

@@ -17,7 +17,7 @@ from dtf.pserver.rows import Wanted
 from dtf.sparse import SparseTable
 from dtf.strategy import Task
 from dtf.tables import Everywhere, Tables, dealt
-from dtf.update import LocalUpdate, whole
+from dtf.update import LocalUpdate, made, whole
 from dtf.world import World
 
 
@@ -76,12 +76,17 @@ class Local:
             return
         batch = prepared.batch if self._tables is None else self._tables.look(prepared.batch, train=True)
         self._sums += self._computing.passes(prepared, batch, 1.0 / (bounds[last] - bounds[first])).cpu().double()
-        self._statistics.append(self._computing.added())
+        added = self._computing.added()
         if self._tables is not None:
             self._tables.give(self._computing.replica.row_gradients)
+        if not np.isfinite(added).all():  # then the step is skipped, as everywhere
+            for parameter in self._computing.parameters.values():
+                parameter.grad = None if parameter.grad is None else torch.full_like(parameter.grad, torch.nan)
         self._update.table_steps = prepared.ticket.step
         norm = self._update.apply(prepared.ticket.step, prepared.ticket.lr)
-        self._updates += int(torch.isfinite(norm[0]))
+        finite = bool(made(norm))
+        self._statistics.append(added if finite else np.full_like(added, np.nan))
+        self._updates += finite
 
     @torch.no_grad()
     def differences(self) -> Computed:

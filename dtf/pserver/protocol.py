@@ -77,8 +77,8 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
 
     Per table: `ids/<name>` (U,) and `gradients/<name>` (U, width), summed by id, each id once; `want/<name>` (V,) and, in the reply, `rows/<name>` (V, width).
     `dense`: learning blocks as `blocks.views` lays them out; `frozen`: the others, then server 0's buffers. To server 0: `sums` (M,), `statistics`
-    (tickets x F), `rows`: sample ids. Where trainers learn by themselves (`Merging.local`) the same names stand for differences of blocks with their
-    optimizer state, see `blocks.fields`, and of rows with theirs; `train` asks for these.
+    (tickets x F, see `Push`), `rows`: sample ids. Where trainers learn by themselves (`Merging.local`) the same names stand for differences of blocks with
+    their optimizer state, see `blocks.fields`, and of rows with theirs; `train` asks for these.
     """
     names = recipe.tables()
     numbers = ("push", "step", "part", "unread", "epoch", "finite", "skipped", "seen", "pull", "of_step", "of_part", "at", "after", "train", "known", "frozen")

@@ -16,12 +16,12 @@ class Push(NamedTuple):
     part: int
     dense: np.ndarray  # (bytes,) uint8: see `blocks.views`
     rows: Mapping[str, tuple[np.ndarray, np.ndarray]]  # by table: ids (U,), each once, and numbers (U, columns)
-    finite: int  # whether the gradient is; of differences how many steps had one that is
+    finite: int  # whether the gradient is, as far as is known, and `statistics` are; of differences how many steps had one that is
     norm: float  # of the whole gradient, all servers' parts, where the mode needs it
     seen: int  # updates that this server had made when the trainer pulled
     epoch: int
     unread: int  # of its rows
     skipped: int  # steps that the trainer itself did not make
     sums: np.ndarray  # (M,); empty but for server 0, as all that follows
-    statistics: np.ndarray
+    statistics: np.ndarray  # of each step, see `RunningStatistics.added`; not finite where a trainer skipped one
     ids: np.ndarray  # sample ids

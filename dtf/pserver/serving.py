@@ -198,6 +198,11 @@ class Serving(Program):
         """Whether a push for this step can have been asked for; another server may be ahead by what may be open."""
         return 0 <= step <= max(self._last, self.version, 0) + 2 * (self._window + 1) * self._merging.steps
 
+    def tickets_of(self, step: int) -> int | None:
+        """How many tickets the leases have that begin with a step; 0 where they are done, or there are none, None where they are not open yet."""
+        with self.change:
+            return len(self._tickets.get(step, ())) if step <= self._last else None
+
     def report(self, evaluation: int, part: int, sums: Tensor, judged: Tensor | None, unread: int) -> None:
         """Take what a batch of an evaluation gave, unless it came before."""
         with self.change:

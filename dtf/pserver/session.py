@@ -101,7 +101,7 @@ def _arrive(standing: Standing, strategy: Pserver, post: Post, service: Service)
     guest = Guest(Client(endpoints[0], place.token, UNKNOWN, tls=tls(strategy)), place.rank, len(endpoints), standing.facts)
     told = guest.arrive(strategy.patience_s, standing.wait, standing.say)
     service.epoch = told.epoch
-    post.look = lambda: guest.look(PATIENCE_S)
+    post.look = lambda: guest.look(_patience_s(strategy))
     standing.say(f"server {place.rank} takes part in {told.folder}; server 0, on {told.host}, reports")
     return replace(standing, place=replace(place, store=told.store, prefix=told.epoch), folder=Path(told.folder), run_id=told.run_id)
 
@@ -251,7 +251,7 @@ class _ByHand:
 
     def _work(self, clients: list[Client]) -> str:
         errand = replace(self._errand, beat=self._beat, stop_requested=lambda: False, open=self._open)
-        servers = [Retrying(Shared(client), PATIENCE_S) for client in clients]
+        servers = [Retrying(Shared(client), _patience_s(self._strategy)) for client in clients]
         return work(self._task, errand, self._strategy, self._trainers, self._number, servers)
 
     def _beat(self, phase: str, step: int) -> None:
@@ -264,7 +264,7 @@ class _ByHand:
     def _leave(self, server: Client) -> None:
         """Let others have what this one has not done, at once."""
         for trainer in numbers(self._number, self._strategy):
-            request = {"trainer": trainer, "starter": self._errand.place.prefix.partition("/")[0], "most": 0, "wait_s": 0.0, "stopping": 0, "leaving": 1}
+            request = {"trainer": trainer, "starter": self._errand.place.starter, "most": 0, "wait_s": 0.0, "stopping": 0, "leaving": 1}
             with suppress(DtfError):
                 server.call(LEASE, encode(protocol.lease_schemas()[0], request, {"done": np.empty((0, 3), np.int64)}), PATIENCE_S)
 
@@ -274,6 +274,11 @@ class _ByHand:
 
     def _client(self, server: int, epoch: str) -> Client:
         return Client(self._endpoints[server], self._errand.place.token, epoch, tls=tls(self._strategy))
+
+
+def _patience_s(strategy: Pserver) -> float:
+    """By hand, for what is lost to arrive after all: no longer than servers are waited for."""
+    return min(PATIENCE_S, strategy.patience_s)
 
 
 def _service(handlers: Handlers, place: Place, strategy: Pserver, trainers: int, address: str = "127.0.0.1:0") -> Service:

@@ -81,7 +81,7 @@ class Trainer:
         self._sending: list[Future[Pulled | None]] = []
         self._coming: dict[tuple[int, int, int], Future[Pulled | None]] = {}  # what was asked for, by lease
         self._send_queue = strategy.send_queue
-        self._name = {"trainer": number, "starter": errand.place.prefix.partition("/")[0]}
+        self._name = {"trainer": number, "starter": errand.place.starter}
         self._feeder = Feeder(servers[0], self._name, self._prepare, errand.stop_requested)
 
     @property

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, fields
-from enum import Enum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -12,8 +9,8 @@ from dtf import by_hand
 from dtf.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.errors import ConfigError
 from dtf.launcher import LONGEST_S
-from dtf.precision import Format
-from dtf.pserver.placing import check_placement
+from dtf.pserver.checks import check
+from dtf.pserver.choices import Dense, Device, Mode, Role, TlsOptions, Wire
 from dtf.registry import option, register
 from dtf.strategy import Alone, Errand, Program, Standing, Strategy, Task, check_divides
 
@@ -21,72 +18,6 @@ if TYPE_CHECKING:
     from dtf.pserver.merging import Merging
     from dtf.pserver.session import Post
     from dtf.world import World
-
-_FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")
-
-
-class Mode(Enum):
-    sync = "sync"
-    async_ = "async"
-    half_async = "half_async"
-    geo = "geo"
-
-
-class Wire(Enum):
-    same = "same"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class Dense(Enum):
-    pserver = "pserver"
-    allreduce = "allreduce"
-
-
-class Role(Enum):
-    server = "server"
-    trainer = "trainer"
-
-
-class Device(Enum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class TlsMode(Enum):
-    none = "none"
-    tls = "tls"
-    mtls = "mtls"
-
-
-@dataclass(kw_only=True)
-class TlsOptions:
-    """Files in PEM, by which processes know each other on a network that others can reach."""
-
-    mode: TlsMode = option(default=TlsMode.none, doc="`none`; `tls`: servers show a certificate, and what passes is encrypted; `mtls`: trainers show one too")
-    ca: str = option(default="", doc="who vouches for the others: the authority's certificate, or the one certificate that all have")
-    cert: str = option(default="", doc="this process's certificate, for the host as strategy.endpoints names it; trainers need one with mtls")
-    key: str = option(default="", doc="the private key of cert")
-
-    @property
-    def mutual(self) -> bool:
-        return self.mode is TlsMode.mtls
-
-    def files(self) -> dict[str, str]:
-        """The paths of those that are given, by name; none without TLS."""
-        given = {"ca": self.ca, "cert": self.cert, "key": self.key} if self.mode is not TlsMode.none else {}
-        return {name: path for name, path in given.items() if path}
-
-    def check(self, serves: bool, asks: bool) -> None:
-        """Raise ConfigError where a file is missing that a process needs which serves others, or asks them."""
-        if self.mode is TlsMode.none:
-            given = [name for name in ("ca", "cert", "key") if getattr(self, name)]
-            if given:
-                raise ConfigError(f"strategy.tls.{given[0]} is given and strategy.tls.mode=none uses no file; set it to tls or mtls")
-            return
-        needed = ({"cert", "key"} if serves or self.mutual else set()) | ({"ca"} if asks or self.mutual else set())
-        by_hand.check_files("strategy.tls", self.files(), sorted(needed))
-
 
 GEO_STEPS, PATIENCE_S = 400, 600.0
 """Where `geo_steps` and `meet_timeout_s` say nothing."""
@@ -174,14 +105,18 @@ class Pserver(Strategy):
 
     @property
     def replaceable(self) -> frozenset[str]:
-        return frozenset() if self._rows_alone else frozenset({"trainer"})
+        return frozenset() if self.rows_alone else frozenset({"trainer"})
 
     def roles(self, processes: int) -> dict[str, int]:
         roles = {"server": self.count(), "trainer": self.trainers * self.team or processes}
-        return dict(reversed(roles.items())) if self._rows_alone else roles
+        return dict(reversed(roles.items())) if self.rows_alone else roles
+
+    def check_processes(self, given: int) -> None:
+        if self.trainers and given != self.trainers * self.team and not self.where():
+            raise ConfigError(f"launcher.processes={given} and strategy.trainers={self.trainers} of {self.team} process(es) differ; leave one of them out")
 
     @property
-    def _rows_alone(self) -> bool:
+    def rows_alone(self) -> bool:
         """Whether trainers run the engine, and servers help them."""
         return self.dense is Dense.allreduce
 
@@ -225,110 +160,12 @@ class Pserver(Strategy):
     def check(self, task: Task, processes: int, devices: str) -> None:
         if find_spec("grpc") is None:
             raise ConfigError("strategy=pserver needs grpcio, which is not installed: python -m pip install 'dtf[pserver]'")
-        if self.server_device is Device.cuda and devices == "cpu":
-            raise ConfigError("strategy.server_device=cuda needs a GPU, and launcher.devices has none here; use strategy.server_device=cpu")
-        trainers = self.count_trainers(processes)
-        if self._rows_alone:
-            self._check_rows_alone(task, trainers)
         if not self.trainers:
             check_divides("strategy.team", self.team, processes)
-        alone = self.alone()
-        if alone and self.team > 1:
-            raise ConfigError(f"strategy.team={self.team} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use strategy.team=1")
-        if alone and self.tls.mode is TlsMode.none and not self.allow_insecure:
-            by_hand.check_loopback(self.where())
-        elif self.allow_insecure and not alone:
-            raise ConfigError("strategy.allow_insecure=true is for strategy.endpoints; under a launcher all stays on this host, leave it out")
-        self.tls.check(serves=not alone or alone.role == "server", asks=not alone or alone.rank > 0)
-        by_hand.check_certificates("strategy.tls", self.tls.files())
-        if not alone and self.token_file:
-            raise ConfigError("strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out")
-        if not alone and self.meet_timeout_s is not None:
-            raise ConfigError(f"strategy.meet_timeout_s={self.meet_timeout_s:g} is for strategy.endpoints; launchers have a time of their own, leave it out")
-        if self.hogwild_threads > 1:
-            self._check_hogwild(devices)
-        check_placement(self.placement)
-        if self.record and (not _FOLDER.fullmatch(self.record) or self.record in _TAKEN):
-            raise ConfigError(
-                f"strategy.record={self.record} must name a folder of its own in the run folder: letters, digits, '_' and '-', not {' or '.join(_TAKEN)}; "
-                "use strategy.record=order"
-            )
-        if not self.slice_parameters and self.min_block != 8192:
-            raise ConfigError(f"strategy.min_block={self.min_block} is for slices, and strategy.slice_parameters=false cuts none; leave it at 8192")
-        if 0 < self.rpc_threads <= 2 * trainers and not self._rows_alone:
-            raise ConfigError(
-                f"strategy.rpc_threads={self.rpc_threads}: each of {trainers} trainers may wait in two, for work and for state, and a push "
-                "needs one more; use more, or 0"
-            )
-        several = self.count() > 1 and not self._rows_alone
-        exact = self.mode is Mode.sync
-        if self.gather and self.mode is not Mode.half_async:
-            raise ConfigError(f"strategy.gather={self.gather} is for strategy.mode=half_async, this is {self.mode.value}; leave it at 0")
-        if self.geo_steps is not None and self.mode is not Mode.geo:
-            raise ConfigError(f"strategy.geo_steps={self.geo_steps} is for strategy.mode=geo, this is {self.mode.value}; leave it at null")
-        if self.send_queue != 1 and self.mode in (Mode.sync, Mode.geo):
-            raise ConfigError(f"strategy.send_queue={self.send_queue} is for modes async and half_async, this is {self.mode.value}; leave it at 1")
-        if self.staleness is not None and exact:
-            raise ConfigError(f"strategy.staleness={self.staleness} is for modes other than sync, which has none; leave it at null")
-        if task.precision.loss_scale and not exact:
-            raise ConfigError(
-                "a loss scale is found step by step, and strategy.mode=" + f"{self.mode.value} has none that all share; use precision=bf16, or sync"
-            )
-        if several and task.step.clip_norm and self.mode is Mode.half_async and not self.merging().together:
-            raise ConfigError(
-                f"step.clip_norm={task.step.clip_norm:g} needs the norm of what is merged, and with strategy.mode=half_async no server has all of it; "
-                "use strategy.servers=1, or strategy.staleness=0"
-            )
-        if self.wire is not Wire.same and (self.mode is Mode.geo or task.precision.param is not Format.fp32):
-            what = "strategy.mode=geo, which exchanges the optimizer's state" if self.mode is Mode.geo else f"precision.param={task.precision.param.value}"
-            raise ConfigError(f"strategy.wire={self.wire.value} narrows gradients and parameters of fp32, not those of {what}; use strategy.wire=same")
-        squares = task.optimizer.averages_squares or (task.rows is not None and bool(task.recipe.table_widths()) and task.rows.averages_squares)
-        if self.mode is Mode.geo and squares and self.staleness != 0:
-            raise ConfigError(
-                "strategy.mode=geo adds up what trainers learnt from states of different age, and averages of squares, as Adam keeps them, may become "
-                "negative; set strategy.staleness=0, with which all exchange at once, or use sgd or adagrad"
-            )
-        if self.mode is Mode.geo and task.rows is not None and task.recipe.table_widths() and task.rows.shrinkage(1.0):
-            raise ConfigError("strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; set it to 0")
-        if several and self.slice_parameters and task.optimizer.by_tensor:
-            raise ConfigError(f"{type(task.optimizer).__name__} looks at whole tensors, which strategy.slice_parameters=true cuts; set it to false")
-
-    def _check_hogwild(self, devices: str) -> None:
-        said = f"strategy.hogwild_threads={self.hogwild_threads}"
-        if self.mode is Mode.sync:
-            raise ConfigError(
-                f"{said}: threads refresh the parameters while others compute, and with strategy.mode=sync all gradients of a step are of the same ones; "
-                "use async or half_async, or more strategy.trainers"
-            )
-        if self.mode is Mode.geo:
-            raise ConfigError(f"{said}: threads share their parameters, and with strategy.mode=geo each trainer learns by itself; use more strategy.trainers")
-        if self.record:
-            raise ConfigError(
-                f"{said}: threads compute with parameters of which some are newer than others, and nothing records which, so that strategy.record cannot "
-                "be replayed; leave one of them out"
-            )
-        if self.team > 1:
-            raise ConfigError(f"{said}: threads are trainers, and with strategy.team={self.team} a trainer is several processes; leave one of them at 1")
-        if devices != "cpu":
-            raise ConfigError(f"{said} is for trainers on CPU: on a GPU the passes of threads follow each other; use more strategy.trainers")
-
-    def _check_rows_alone(self, task: Task, trainers: int) -> None:
-        said, plain = "strategy.dense=allreduce", Pserver()
-        if not task.recipe.table_widths():
-            raise ConfigError(f"{said} leaves sparse tables to servers, and {type(task.recipe).__name__} has none; use strategy=ddp")
-        if self.mode is not Mode.sync:
-            raise ConfigError(f"{said} makes one update of all gradients, which is strategy.mode=sync, this is {self.mode.value}; use sync, or dense=pserver")
-        if self.where():
-            raise ConfigError(f"{said} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use dense=pserver")
-        if 0 < self.rpc_threads <= trainers:
-            raise ConfigError(f"strategy.rpc_threads={self.rpc_threads}: with {said} each of {trainers} trainers waits in one; use more, or 0")
-        used = {"mode", "dense", "servers", "trainers", "tls", "rpc_threads"}
-        for key in (field.name for field in fields(self) if field.name not in used):
-            if getattr(self, key) != getattr(plain, key):
-                raise ConfigError(f"strategy.{key} is of no account with {said}; leave it out")
+        check(self, task, self.count_trainers(processes), devices)
 
     def communication(self, devices: str) -> str | None:
-        return "nccl" if self._rows_alone and devices == "cuda" else "gloo"
+        return "nccl" if self.rows_alone and devices == "cuda" else "gloo"
 
     def merging(self) -> Merging:
         """The mode as a rule over pushes."""
@@ -351,7 +188,7 @@ class Pserver(Strategy):
         return standing
 
     def setup(self, task: Task, world: World) -> Program:
-        if self._rows_alone:
+        if self.rows_alone:
             return self._replica(task, world)
         from dtf.pserver.session import Post, serve
 
@@ -376,7 +213,7 @@ class Pserver(Strategy):
         return Assisted(Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables)
 
     def assist(self, task: Task, errand: Errand) -> None:
-        if self._rows_alone:
+        if self.rows_alone:
             from dtf.checkpoint import Stored, write_boxes
             from dtf.pserver.session import lend
 
