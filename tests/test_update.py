@@ -18,7 +18,7 @@ from tests.ranks import ranks
 BAD: dict[str, Any] = {"recipe": {"rows": 100, "bad_row": 17, "batch_norm": False}}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params", "bf16_master"])
+@pytest.mark.parametrize("precision", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "bf16_params")), "bf16_master"])
 @pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
 def test_a_non_finite_row_on_one_rank_updates_nobody(strategy: str, options: dict, precision: str) -> None:
     """The step with the bad row is skipped on every rank: the others go on as if it had not been there."""
