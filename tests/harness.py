@@ -92,7 +92,8 @@ def train(
     `network`: the seed of a bad one between processes of several roles, whose misdeeds are counted in `met`;
     `deaths`: the seed of those of trainers, which are counted in `died`.
 
-    By default one epoch of five steps, and the first of the next. Returns metrics by split and step, sample ids by step, and every box of the state that this rank writes: global shape, offset, nested lists.
+    By default one epoch of five steps, and the first of the next.
+    Returns metrics by split and step, sample ids by step, and every box of the state that this rank writes: global shape, offset, nested lists.
     """
     torch.set_num_threads(1)
     costs.MOST_ROUNDS = 2  # any cut will do
