@@ -7,5 +7,5 @@ from numba.core.registry import cpu_target
 
 import tests.harness  # noqa: F401
 
-cpu_target.typing_context.refresh()  # else at the first compiled loop of each rank, with two hundred imports
-cpu_target.target_context.refresh()
+cpu_target.typing_context.refresh()  # type: ignore[attr-defined]  # else at the first compiled loop of each rank, with two hundred imports
+cpu_target.target_context.refresh()  # type: ignore[attr-defined]
