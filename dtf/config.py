@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from dtf.errors import ConfigError
-from dtf.explain import COMMAND_LINE, explain, hinted, key_for_number, origin, parse
+from dtf.explain import explain, hinted, key_for_number, origin, parse, typed_in
 from dtf.job import Job
 from dtf.located import check_place
 from dtf.presets import overtaken, reset
@@ -218,7 +218,7 @@ class Composer:
                 state.set_config(composed)  # for ${hydra:...}
                 plain = resolve(OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"]))
                 _refuse_targets(plain, "")
-                config = self._without_overtaken(composed, _fit(plain), overrides, reads)
+                config = self._without_overtaken(composed, _fit(plain), overrides)
             except (ConfigError, KeyboardInterrupt):
                 raise
             except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -230,9 +230,9 @@ class Composer:
         config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
         return Composed(config, OmegaConf.to_container(OmegaConf.create(choices)), tuple(overrides), composed, self, reads)  # type: ignore[arg-type]
 
-    def _without_overtaken(self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str], reads: dict[str, Read]) -> dict[str, Any]:
+    def _without_overtaken(self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
         """The config and, in place, what it was made of, without values of files that the command line made meaningless; see `Recipe.idle`."""
-        for key in overtaken(config, lambda key: self.origin(key, overrides, reads) == COMMAND_LINE):
+        for key in overtaken(config, lambda key: typed_in(key, overrides, self.loader)):
             reset(config, key)
             with flag_override(composed, ["readonly", "struct"], False):
                 reset(composed, key)

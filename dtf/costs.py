@@ -22,6 +22,9 @@ from dtf.partition import Cost
 StateBytes = Callable[[nn.Module], int]
 """A part of the model -> bytes of its parameters, their gradients and their optimizer state."""
 
+MOST_ROUNDS = 10
+"""Of `measure` over the blocks of a small model, when its time is not up."""
+
 Work = Callable[[nn.Module, Callable[[], Any], Callable[[Any], None]], float]
 
 
@@ -40,7 +43,7 @@ def measure(
     `prepare` does to a block what a run does to its model before the first step, e.g. cast it. `upkeep`: a block that has gradients -> what a run
     does with them, once for so many `passes`; it counts for its part.
 
-    Goes over all blocks again and again, 2 to 10 times, for about `seconds`, and takes the fastest pass of each: a burst of other work on
+    Goes over all blocks again and again, 2 to `MOST_ROUNDS` times, for about `seconds`, and takes the fastest pass of each: a burst of other work on
     the machine then spoils one time of a block, not all. Never holds more than a block.
     """
     device = _device(sample)
@@ -59,7 +62,7 @@ def measure(
         return once + timed(lambda: backward(forward()))
 
     start, rounds = time.monotonic(), []
-    while len(rounds) < 2 or (len(rounds) < 10 and time.monotonic() - start < seconds):
+    while len(rounds) < 2 or (len(rounds) < MOST_ROUNDS and time.monotonic() - start < seconds):
         rounds.append(list(_costs(chain, sample, state_bytes, autocast, prepare, work)))
     return [min(times, key=lambda cost: cost.work) for times in zip(*rounds, strict=True)]
 

@@ -102,16 +102,21 @@ def key_for_number(group: str, value: object) -> str:
     return f"did you mean {_KEYS_ELSEWHERE[group]}={value}? " if number and group in _KEYS_ELSEWHERE else ""
 
 
+def typed_in(key: str, overrides: Sequence[str], loader: Loader) -> bool:
+    """Whether the command line gave a key its value, or a part of it."""
+
+    def gives(override: Override) -> bool:
+        given = override.key_or_group.replace("/", ".")
+        within = key.startswith((f"{given}.", f"{given}[")) and not loader.repository.group_exists(override.key_or_group)
+        return key == given or within or given.startswith(f"{key}.")
+
+    return any(gives(override) for override in parse(overrides, loader))
+
+
 def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> str:
     """Where a key got its value: `on the command line`, `in FILE`, or "" when it is a default."""
-    for override in reversed(parse(overrides, loader)):
-        given = override.key_or_group.replace("/", ".")
-        if (
-            key == given
-            or (key.startswith((f"{given}.", f"{given}[")) and not loader.repository.group_exists(override.key_or_group))
-            or given.startswith(f"{key}.")
-        ):
-            return COMMAND_LINE
+    if typed_in(key, overrides, loader):
+        return COMMAND_LINE
     wanted = re.findall(r"[^.\[\]]+", key)
     for default in reversed(loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults):
         read = reads.get(default.config_path or "")

@@ -19,8 +19,8 @@ from dtf.launcher import Place
 from dtf.stop import Stop
 from dtf.values import Event
 
-if "pytest" not in warm.PRELOAD:
-    warm.PRELOAD.append("pytest")  # test modules import it; in each rank that takes longer than most tests
+if "tests.preload" not in warm.PRELOAD:
+    warm.PRELOAD.append("tests.preload")
 
 
 def ranks(count: int, target: str, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:

@@ -280,5 +280,7 @@ def test_what_the_model_forbids_is_named(recipe: str, options: dict[str, Any], w
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params", "bf16_master", "fp16"])
 def test_what_crosses_keeps_its_format(precision: str) -> None:
-    """With one share of the rows, the numbers are those of one process bit for bit, in every format."""
-    assert difference(reference(precision=precision), spread("pipeline", 3, precision=precision)) == 0.0
+    """With one share of the rows, training has the numbers of one process bit for bit, in every format; an evaluation sums in another order."""
+    alone, found = reference(precision=precision), spread("pipeline", 3, precision=precision)
+    assert found["train"] == alone["train"] and found["tensors"] == alone["tensors"]
+    assert difference(alone, found) <= 1e-7

@@ -130,11 +130,10 @@ def test_going_on_with_other_arithmetic_is_said(run_dtf: Any) -> None:
 
 def test_dp_and_ddp_go_on_from_each_other_by_command(run_dtf: Any) -> None:
     base = [*RUN, "checkpoint.every_steps=6"]
-    whole = run_dtf(*base, "precision=fp64", "strategy=ddp", "launcher.processes=1")
     first = run_dtf(*base, "precision=fp64", "strategy=ddp", "launcher.processes=3", "train.steps=12", "lr=constant")
     calm = run_dtf(*base, "precision=fp64", "strategy=ddp", "launcher.processes=1", "lr=constant")
     second = run_dtf(*base, "precision=fp64", "strategy=dp", "launcher.processes=2", "lr=constant", f"checkpoint.resume={first.folder}")
-    assert [whole.code, first.code, calm.code, second.code] == [0, 0, 0, 0], second.err
+    assert [first.code, calm.code, second.code] == [0, 0, 0], second.err
     a, b = Evidence.read(calm.folder), Evidence.read(second.folder)
     b.metrics, b.ids = a.metrics, {step: [list(chain(*ranks))] for step, ranks in (Evidence.read(first.folder).ids | b.ids).items()}
     assert compare(a, b, exact=True).ok, compare(a, b, exact=True).first

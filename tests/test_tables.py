@@ -176,7 +176,7 @@ def pairs() -> list[Any]:
 @pytest.mark.parametrize("rule", ["sgd", pytest.param("lazy_adam", marks=slow)])
 @pytest.mark.parametrize(("first", "second"), pairs())
 def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(first: str, second: str, rule: str, tmp_path: Path) -> None:
-    """Eight steps, the last five of them elsewhere, with weight decay that acts on rows nobody touches."""
+    """Six steps, the last three of them elsewhere, with weight decay that acts on rows nobody touches."""
     case: dict[str, Any] = {"recipe": ANY, "sparse": rule, "sparse_options": {"weight_decay": 0.1}}
     (one, processes, options), (other, more, others) = WAYS[first], WAYS[second]
     a = spread(one, processes, options=options, folder=str(tmp_path), save_every=3, halt=True, **case)
@@ -192,7 +192,7 @@ def test_a_run_goes_on_in_another_precision(rule: str, tmp_path: Path) -> None:
     found = spread("ddp", 2, start=str(tmp_path / "step_000003"), **case)["train"]
     expected = reference(**case)["train"]
     assert [found[step]["loss"] for step in found] == pytest.approx([expected[step]["loss"] for step in found], rel=1e-4)
-    assert len(found) == 5
+    assert len(found) == 3
 
 
 def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_only(run_dtf: Any) -> None:
