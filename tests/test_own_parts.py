@@ -113,7 +113,11 @@ def test_the_recipe_in_the_documentation_is_as_short_as_it_says() -> None:
     assert sum(len(text.splitlines()) for text in [*page.modules.values(), *page.files.values()]) <= 120
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if Page.read(path).modules], ids=lambda path: path.stem)
+LONG = "sparse-tables.md"  # its commands start servers; what of it is quick has a test of its own
+RUN = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.name == LONG)) for path in PAGES if Page.read(path).modules]
+
+
+@pytest.mark.parametrize("path", RUN)
 def test_parts_in_the_documentation_run_as_it_says(path: Path, unpack: Callable[[Page], None], run_dtf: RunDtf) -> None:
     page = Page.read(path)
     unpack(page)
@@ -129,6 +133,18 @@ def test_parts_in_the_documentation_run_as_it_says(path: Path, unpack: Callable[
             chosen |= {("observer", name) for name in config["observer"]}
     own = {(group, name) for group in registry.groups() for name, cls in registered(group).items() if cls.__module__ in page.modules}
     assert own and own <= chosen, "each has a command that trains with it"
+
+
+def test_the_recipe_with_a_sparse_table_in_the_documentation_trains_and_its_commands_compose(unpack: Callable[[Page], None], run_dtf: RunDtf) -> None:
+    page = named(LONG)
+    unpack(page)
+    trained = run_dtf("--config-dir", "my", "recipe=ads_quick", "launcher=inline", "strategy=dp", "launcher.threads=1", "train.steps=40", "train.log_every=20")
+    assert trained.code == Exit.OK, trained.err
+    lines = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["split"] == "train"]
+    assert losses[-1] < 0.95 * losses[0]
+    strategies = [run_dtf(*words, "--cfg", "job") for words in page.commands]
+    assert len(strategies) >= 5 and {result.code for result in strategies} == {Exit.OK}
 
 
 def test_files_in_the_documentation_compose_as_it_says(unpack: Callable[[Page], None], run_dtf: RunDtf) -> None:
