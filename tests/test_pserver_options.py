@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dtf.by_hand import check_certificates
 from dtf.config import compose
-from dtf.errors import ConfigError
+from dtf.errors import ConfigError, Exit
+from tests.conftest import Result
 
 REFUSED = [
     ("mode=asyn", "did you mean async? choices: async, geo, half_async, sync"),
@@ -33,6 +35,13 @@ def test_what_has_no_effect_or_cannot_be_is_refused(words: str, said: str) -> No
     with pytest.raises(ConfigError) as refused:
         check(words)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["job=status job.run_folder", "job=verify job.replay"])
+def test_a_run_folder_that_is_none(key: str, tmp_path: Path, run_dtf: Callable[..., Result]) -> None:
+    job, key = key.split()
+    missing = run_dtf(job, f"{key}={tmp_path / 'typo'}")
+    assert missing.code == Exit.DATA and f"{key}={tmp_path / 'typo'} does not exist; give the folder of a run" in missing.err
 
 
 def test_files_that_are_no_certificates_are_refused(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def serve(task: Task, world: World, strategy: Pserver, trainers: int, post: Post
     serving = Serving(task, world, strategy, strategy.merging(), trainers)
     place = world.place
     desk = Desk(serving, task, world.facts, world.rank, place.hang_timeout_s)
-    about: dict[str, Any] = {"mode": strategy.mode.value, "attempt": place.prefix, "folder": str(world.folder)}
+    about: dict[str, Any] = {"mode": strategy.mode.value, "attempt": place.prefix, "folder": str(world.folder), "endpoints": strategy.where()}
     handlers = desk.handlers | {STATUS: _status(lambda: snapshot(serving, world.rank, world.size) | about)}
     if post.service:
         service, endpoint = post.service, post.endpoint
@@ -130,7 +130,7 @@ def serve(task: Task, world: World, strategy: Pserver, trainers: int, post: Post
         service.stop(STOP_S)
 
     serving.on_end(close)
-    about["endpoints"] = world.gather(endpoint) or []
+    about["endpoints"] = world.gather(endpoint) or about["endpoints"]  # by hand all know them
     if world.rank == 0 and world.folder.parts:
         _announce(world.folder, about["endpoints"], place, strategy)
     return serving
