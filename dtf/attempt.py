@@ -326,7 +326,7 @@ class Attempt:
             self._ranks[at] = self._start(replace(place, again=place.again + 1), self.pins[at])
             self._ranks[at].replaced = before + 1
             told = f"it alone is started again, {before + 1} of {self.max_restarts}"
-            self.see(Note("warning", f"rank {place.rank} ({place.role}) at step {step}: {why}; {told}"))
+            self.see(Note("warning", f"rank {place.rank} ({place.role} {place.number}) at step {step}: {why}; {told}"))
 
     # ------------------------------------------------------------ what arrives
 

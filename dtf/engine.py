@@ -110,7 +110,8 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
     window, seconds, updated = Window(loop.carried), _Stopwatch(), loop.updated
     ready: tuple[tuple[int, int], Batch | None] | None = None  # prepared one batch ahead, by (epoch, index)
     evaluated = next((measured.values for measured in reversed(loop.recent) if measured.split == "eval"), {})
-    evaluated_at, rows, lr, epoch = -1, 0, 0.0, 0
+    evaluated_at, lr, epoch = -1, 0.0, 0
+    before = loop.carried[0] if loop.carried else 0.0  # rows in the window that were computed before this process
     polled, since_poll = time.perf_counter(), 0  # steps, whatever their numbers: a resumed run does not start at 0
     for ticket in clock:
         values: dict[str, float] = {}
@@ -126,7 +127,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 if loop.record is not None and program.shard is not None and batch is not None:
                     loop.record(ticket.step, batch.ids)
                 _record_consumed(loop)
-                rows, lr, since_poll, epoch = rows + ticket.rows, ticket.lr, since_poll + 1, ticket.epoch
+                lr, since_poll, epoch = ticket.lr, since_poll + 1, ticket.epoch
                 clock.done(ticket, values)
                 coming = [(t.epoch, t.index) for t in clock.ahead(1 + train.prefetch)]
                 if train.prefetch:
@@ -138,14 +139,20 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 continue
             case Log(step):
                 loop.beat("log", step)
+                if not clock.ahead(1):
+                    program.settle()  # the last line tells of all steps
                 _take_rest(loop, window)
                 total = window.total(loop.world, width)
-                window, updated = Window(), updated or total[-1] > 0
+                updated = updated or total[-1] > 0
                 _refuse_divergence(loop, step)
+                if not total[0]:  # no step has told of a row since the last line: the next one has it all
+                    clock.done(ticket, values)
+                    continue
+                window = Window()
                 values = {**loop.recipe.summarise(total[:width]), "grad_norm": _ratio(total[width], total[width + 1])}
-                shown = {**values, "lr": lr, "rows_per_s": rows / seconds.lap(), **train.reading()}
+                shown = {**values, "lr": lr, "rows_per_s": (total[0] - before) / seconds.lap(), **train.reading()}
                 loop.report(Measured("train", step, step / loop.steps_per_epoch, seconds.total(), shown))
-                rows = 0
+                before = 0.0
             case Poll(step):
                 loop.beat("log", step)
                 _refuse_divergence(loop, step)

@@ -44,6 +44,8 @@ def inherited(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -
 
 def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, Any]:
     """The config of a run from its file. DataError when it is none, ConfigError when it needs plugins that are not among those trusted."""
+    if not file.exists():
+        raise DataError(f"{given} {f'holds no {file.name}' if file.parent.is_dir() else 'does not exist'}; give the folder of a run")
     try:
         scan(file)
         saved = yaml.safe_load(file.read_text())

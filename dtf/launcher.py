@@ -34,6 +34,7 @@ class Place:
     local_rank: int = 0
     local_size: int = 1
     role: str = "trainer"
+    number: int = 0  # among those of its role
     slots: int = 1  # `launcher.processes`: how far to spread; equals size but for strategies that use threads
     device: str = "cpu"  # "cpu" or "cuda:<index>"
     devices: tuple[str, ...] = ()  # of all slots, for a process that spreads over several

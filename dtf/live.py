@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dtf.errors import PeerError
+from dtf.errors import DataError, PeerError
 
 _NAME = "live.json"
 
@@ -40,7 +40,9 @@ def withdraw(folder: Path) -> None:
 
 
 def find(folder: Path) -> Live:
-    """How to ask the run in `folder`. PeerError when it is not live, or is of a kind that answers no questions."""
+    """How to ask the run in `folder`. DataError when there is none, PeerError when it is not live, or is of a kind that answers no questions."""
+    if not folder.is_dir():
+        raise DataError(f"job.run_folder={folder} does not exist; give the folder of a run")
     try:
         return Live(**json.loads((folder / _NAME).read_text()))
     except FileNotFoundError:

@@ -37,8 +37,10 @@ def overview(
     frozen = f" ({learning:,} of them learn)" if learning < parameters else ""
     batch, shares = settings.step.batch_size, program.shares
     bounds = cut(batch, program.micro_batch_rows)
-    kind = "rank" if world.size == shares else "replica"
-    devices = max(shares, world.size)
+    roles = settings.strategy.roles(world.slots)
+    alike = len(roles) == 1
+    kind = "share" if not alike else "rank" if world.size == shares else "replica"
+    processes = f"{max(shares, world.size)} x {world.device.type}" if alike else ", ".join(count_text(number, role) for role, number in roles.items())
     words = [config["strategy"]["name"]]
     words += [f"{key}={show(config['strategy'][key])}" for key, value in to_plain(type(settings.strategy)()).items() if config["strategy"][key] != value]
     precision = settings.precision
@@ -46,7 +48,7 @@ def overview(
     threads = world.place.threads
     return {
         "recipe": f"{config['recipe']['name']}: {parameters:,} parameters{frozen}, {train_rows:,} training rows, {eval_rows:,} evaluation rows",
-        "strategy": f"{' '.join(words)} on {devices} x {world.device.type}, {count_text(threads, 'thread')} a process",
+        "strategy": f"{' '.join(words)} on {processes}, {count_text(threads, 'thread')} a {'process' if alike else world.place.role}",
         "precision": f"{precision.param.value} parameters, {precision.compute.value} arithmetic{how}",
         "batch": f"{count_text(batch, 'row')} a step = {count_text(len(bounds) - 1, 'micro-batch')} of {bounds[1]} over {count_text(shares, kind)}",
         **program.about(),

@@ -27,6 +27,7 @@ def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path |
         if composed.config["launcher"].get("processes", 1) not in ("auto", 1):
             raise ConfigError(f"job={composed.config['job']['name']} is the work of one process; use launcher.processes=1")
         composed = composed.recompose(["launcher.processes=1"]) if "processes" in composed.config["launcher"] else composed
+    _check_one_role(composed)
     settings = composed.check(data)
     launcher = settings.launcher
     launcher.check(settings.strategy)
@@ -55,6 +56,18 @@ def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path |
     if exit:
         raise Ended(exit)
     return run.folder if run.leader else None
+
+
+def _check_one_role(composed: Composed) -> None:
+    """Raise ConfigError for a strategy some of whose processes are there to help others train."""
+    strategy, config = composed.settings.strategy, composed.config
+    roles = strategy.roles(composed.settings.launcher.count())
+    if len(roles) > 1:
+        name, choices = config["strategy"]["name"], composed.composer.options("strategy")
+        raise ConfigError(
+            f"strategy={name} has {' and '.join(f'{role}s' for role in roles)}, who train, and job={config['job']['name']} uses a model that exists, in "
+            f"processes that are all alike; whatever trained it, use {', '.join(each for each in choices if each != name)}"
+        )
 
 
 def check_split(recipe: Recipe, split: Split) -> None:

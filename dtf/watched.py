@@ -123,7 +123,15 @@ class Watched(Launcher):
             raise ConfigError(f"launcher.nodes={self.hosts}: with strategy.endpoints each command starts one process; use launcher=local")
         if alone:
             device = devices.device_of(0, 1, chosen) if strategy.computes_on_device(alone.role) else "cpu"
-            place = {"rank": alone.rank, "size": len(roles), "role": alone.role, "slots": slots, "device": device, "devices": (device,)}
+            place = {
+                "rank": alone.rank,
+                "size": len(roles),
+                "role": alone.role,
+                "number": alone.rank - roles.index(alone.role),
+                "slots": slots,
+                "device": device,
+                "devices": (device,),
+            }
             return [place | {"threads": self.threads or devices.cores()}], [[]]
         if len(set(roles)) > 1 and self.hosts > 1:
             raise ConfigError(f"launcher.nodes={self.hosts}: {' and '.join(dict.fromkeys(roles))} processes of this strategy start on one host; use 1")
@@ -141,6 +149,7 @@ class Watched(Launcher):
         kin = roles[first : first + local_size]
         places = [
             {"rank": first + local, "size": size, "local_rank": local, "local_size": local_size, "role": role, "slots": slots}
+            | {"number": first + local - roles.index(role)}
             | {"threads": self._threads(role, kin), "device": self._device(strategy, local, kin, chosen), "devices": names}
             for local, role in enumerate(kin)
         ]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from dtf import engine
 from dtf.clock import Clock, Plan, PlannedClock
 from dtf.engine import Loop, fit
 from dtf.errors import DataError, DivergedError, DtfError
@@ -327,6 +328,39 @@ def test_a_run_whose_loss_scale_lets_no_update_be_made_diverged(log_every: int) 
     assert run(Overflowing(4), resumed, updated=True).reason == "finished", "the scale was too large once more, after updates had been made"
     with pytest.raises(DivergedError):
         run(Overflowing(4), resumed)
+
+
+def test_steps_that_nothing_is_known_of_yet_are_told_of_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line of nothing, and the lines together tell of every step."""
+
+    class Late(FakeProgram):
+        """Tells of a step when the second one after it is made; of what is left when it settles."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.begun = self.told = self.known = 0
+
+        def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
+            self.begun += 1
+            return self._tell(max(0, self.begun - 2))
+
+        def settle(self) -> None:
+            self.known = self.begun
+
+        def rest(self) -> StepOutput:
+            return self._tell(max(self.told, self.known))
+
+        def _tell(self, until: int) -> StepOutput:
+            steps, self.told = until - self.told, until
+            return StepOutput(torch.tensor([2.0, 1.0, 1.0]) * steps, torch.tensor([3.0, 1.0]) * steps)
+
+    monkeypatch.setattr(engine._Stopwatch, "lap", lambda self: 1.0)
+    seen: list[Any] = []
+    clock = PlannedClock(Plan(5, 1, 0, 0), Epochs(Sequential(), 4, 2, 0), Constant(), None)
+    fit(make(clock, program=Late(), see=seen.append))
+    assert [each.step for each in seen] == [3, 4, 5]
+    assert all(math.isfinite(value) for each in seen for value in each.values.values())
+    assert [each.values["rows_per_s"] for each in seen] == [2.0, 2.0, 6.0]
 
 
 def test_an_early_stop_is_not_undone_by_starting_again() -> None:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from torch import nn
 
 from dtf.by_hand import check_certificates
+from dtf.clock import Plan
 from dtf.config import compose
-from dtf.errors import ConfigError
+from dtf.errors import ConfigError, Exit
+from dtf.launcher import Place
+from dtf.overview import overview
 from dtf.settings import Settings
+from dtf.strategy import Program
+from dtf.world import World
+from tests.conftest import Result
 from tests.test_rpc import certificate
 
 REFUSED = [
@@ -59,6 +69,22 @@ def test_a_certificate_for_another_host_is_refused_under_a_launcher(tmp_path: Pa
     key, cert = certificate(tmp_path, "run")
     with pytest.raises(ConfigError, match="self-signed"):
         check(f"tls.mode=tls tls.ca={stranger} tls.cert={cert} tls.key={key}")
+
+
+@pytest.mark.parametrize("key", ["job=status job.run_folder", "job=verify job.replay"])
+def test_a_run_folder_that_is_none(key: str, tmp_path: Path, run_dtf: Callable[..., Result]) -> None:
+    job, key = key.split()
+    missing = run_dtf(job, f"{key}={tmp_path / 'typo'}")
+    assert missing.code == Exit.DATA and f"{key}={tmp_path / 'typo'} does not exist; give the folder of a run" in missing.err
+
+
+def test_the_table_of_a_run_counts_processes_by_their_roles() -> None:
+    composed = compose(["recipe=ctr_clicks", "strategy=pserver", "strategy.servers=2", "launcher.devices=cpu", "launcher.processes=3"])
+    program = cast(Program, SimpleNamespace(shares=1, micro_batch_rows=64, about=dict))  # in mode async a step is one share
+    world, plan = World(Place(size=2, slots=3, role="server", threads=2)), Plan(5, 1, 0, 0)
+    table = overview(composed.check(), composed.config, Path("run"), nn.Linear(2, 2), program, world, plan, [], 10, 10)
+    assert table["strategy"] == "pserver servers=2 on 2 servers, 3 trainers, 2 threads a server"
+    assert table["batch"].endswith(" over 1 share")
 
 
 def test_files_that_are_no_certificates_are_refused(tmp_path: Path) -> None:

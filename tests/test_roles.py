@@ -59,7 +59,7 @@ def test_a_killed_trainer_alone_is_replaced(start: Start) -> None:
     assert done.code == Exit.OK
     assert processes(done) == {0: ["0.0"], 1: ["0.0"], 2: ["0.0", "0.1"]}
     (told,) = warnings(done)
-    assert told.startswith("rank 2 (trainer) at step 2: killed by SIGKILL") and told.endswith("it alone is started again, 1 of 3")
+    assert told.startswith("rank 2 (trainer 1) at step 2: killed by SIGKILL") and told.endswith("it alone is started again, 1 of 3")
     log = (done.folder / "rank_2.log").read_text()
     assert log.count("rank 2 is ") == 2 and "---- attempt 0, started again alone: 1\n" in log
     first, second = (json.loads((done.folder / f"2-0.{again}.json").read_text()) for again in range(2))
@@ -114,7 +114,7 @@ def test_a_trainer_that_hangs_is_replaced(start: Start, how: str, words: str) ->
     assert done.code == Exit.OK and time.monotonic() - begun < 10
     assert processes(done) == {0: ["0.0"], 1: ["0.0", "0.1"], 2: ["0.0"]}
     (told,) = warnings(done)
-    assert re.search(rf"^rank 1 \(trainer\) at step 2: no sign of life within .*; phase step, step 2, silent for [\d.]+ s{words}; stacks are in ", told), told
+    assert re.search(rf"^rank 1 \(trainer 0\) at step 2: no sign of life within .*; phase step, step 2, silent for [\d.]+ s{words}; stacks are in ", told), told
     assert ("most recent call first" in (done.folder / "rank_1.log").read_text()) == (how == "hang")
 
 
@@ -149,7 +149,7 @@ def test_what_a_trainer_says_of_itself_ends_the_run(start: Start) -> None:
 def test_a_trainer_that_lost_the_server_is_replaced(start: Start) -> None:
     done = start({"1": {"0.0": "lose the server"}})
     assert done.code == Exit.OK and processes(done)[1] == ["0.0", "0.1"]
-    assert warnings(done) == ["rank 1 (trainer) at step 2: lost server 0; it alone is started again, 1 of 3"]
+    assert warnings(done) == ["rank 1 (trainer 0) at step 2: lost server 0; it alone is started again, 1 of 3"]
 
 
 def test_asked_to_stop_during_a_replacement(start: Start) -> None:

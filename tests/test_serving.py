@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
 from dtf.pserver import desk as desks
-from dtf.pserver import protocol, serving
+from dtf.pserver import protocol, serving, session
 from dtf.pserver.blocks import views
 from dtf.pserver.desk import Desk
 from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, LEASE, OVER, READY
@@ -387,3 +388,14 @@ def test_an_error_in_the_service_ends_the_engine() -> None:
         made.fail(ValueError("something"))
         with pytest.raises(Exception, match="the service failed: ValueError: something"):
             done.result(SOON_S)
+
+
+def test_any_server_that_was_started_by_hand_knows_where_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """job=status may ask any of them."""
+    task = Task(Toy(batch_norm=False), Sgd(), PRECISIONS["fp64"], StepOptions(batch_size=24, micro_batch_rows=6), 0)
+    where, handlers = ["127.0.0.1:4000", "127.0.0.1:4001"], dict[str, Any]()
+    monkeypatch.setattr(World, "gather", lambda self, value: None)  # of a rank other than 0
+    post = session.Post(cast(Any, SimpleNamespace(add=handlers.update)), where[1])
+    session.serve(task, World(Place(rank=1, size=2, slots=1)), Pserver(endpoints=where, trainers=1), 1, post)
+    told = decode(protocol.status_schemas()[1], handlers[protocol.STATUS](b"")).arrays["status"]
+    assert json.loads(told.tobytes())["endpoints"] == where

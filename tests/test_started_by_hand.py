@@ -222,7 +222,7 @@ def test_a_trainer_of_several_threads_comes_leaves_and_ends_with_all_of_them(tmp
 def test_nobody_waits_for_ever(tmp_path: Path, run_dtf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTF_TOKEN", TOKEN)
     where = endpoints(2)
-    for role, number, whom in (("trainer", 0, "UNAVAILABLE"), ("server", 1, "UNAVAILABLE"), ("server", 0, "servers [1] did not come")):
+    for role, number, whom in (("trainer", 0, "UNAVAILABLE"), ("server", 1, "UNAVAILABLE"), ("server", 0, f"server 1 (at {where[1]}) did not come")):
         alone = run_dtf(*words(where, role, number, "strategy.trainers=1", "train.steps=1", "strategy.meet_timeout_s=1"))
         assert alone.code == Exit.PEER
         assert whom in alone.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from dtf.errors import ConfigError
+from dtf.errors import ConfigError, Exit
+from dtf.settings import load_parts
 from tests.conftest import Result
 
 Run = Callable[..., Result]
@@ -63,6 +65,18 @@ def last_evaluation(folder: Path) -> dict[str, float]:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained: Path, run_dtf: Run) -> None:
+    from dtf.registry import registered
+
+    load_parts([])
+    refused = registered("strategy").keys() - {"ddp", "dp", "fsdp", "tensor", "pipeline"}
+    assert refused == {"pserver"}
+    for job, name in product(("evaluate", "predict", "export"), sorted(refused)):
+        result = run_dtf(f"job={job}", f"job.model={trained}", f"strategy={name}")
+        assert result.code == Exit.CONFIG and not result.folder.exists()
+        assert f"strategy={name} has servers and trainers" in result.err and "use ddp, dp, fsdp, pipeline, tensor" in result.err
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "dp", pytest.param("fsdp", marks=pytest.mark.slow), "tensor", "pipeline"])

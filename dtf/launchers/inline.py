@@ -66,8 +66,9 @@ class Inline(Launcher):
         strategy = run.settings.strategy
         if alone := strategy.alone():
             device = all_devices[0] if strategy.computes_on_device(alone.role) else "cpu"
-            size = sum(strategy.roles(slots).values())
-            place = replace(place, rank=alone.rank, size=size, role=alone.role, token=alone.token, device=device, devices=(device,))
+            roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
+            at = {"rank": alone.rank, "size": len(roles), "role": alone.role, "number": alone.rank - roles.index(alone.role)}
+            place = replace(place, **at, token=alone.token, device=device, devices=(device,))
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             exit = function(entry)(run.config, str(run.folder), run.id, place, hear)

@@ -97,6 +97,15 @@ class Host:
             return self._lost or (f"server {silent[0]} is gone" if silent else "")
 
 
+def not_here(server: int) -> Callable[[bytes], bytes]:
+    """What another server than 0 says to those who ask it."""
+
+    def refuse(data: bytes) -> bytes:
+        raise Refused(f"this is server {server}, and strategy.endpoints calls it server 0; give all processes the same endpoints, in the same order")
+
+    return refuse
+
+
 class Guest:
     """The part of all others: asks server 0. `who`: the number of a server, or NOBODY."""
 
@@ -127,7 +136,7 @@ class Guest:
                     return told
                 why = "server 0 waits for other servers"
             except Lost as lost:
-                why = str(lost)
+                why = f"server 0 cannot be reached: {lost}"
             waited = monotonic() - start
             if waited > patience_s:
                 raise Absent(f"the servers were not all there within strategy.meet_timeout_s: {why}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import time
@@ -17,14 +18,14 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from dtf import network
-from dtf.errors import BudgetError, DtfError, PeerError, Preempted
+from dtf.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.live import Live, announce
 from dtf.pserver import protocol
 from dtf.pserver.desk import Desk
 from dtf.pserver.hogwild import numbers, work
 from dtf.pserver.lending import Lending, Write
-from dtf.pserver.meeting import ASK_S, NOBODY, QUIET_S, Absent, Guest, Host, Told, Watch
+from dtf.pserver.meeting import ASK_S, NOBODY, QUIET_S, Absent, Guest, Host, Told, Watch, not_here
 from dtf.pserver.protocol import LEASE, MEET, STATUS
 from dtf.pserver.regions import Shared
 from dtf.pserver.rows import shelves_of
@@ -33,7 +34,7 @@ from dtf.pserver.serving import Serving
 from dtf.pserver.sharing import follow
 from dtf.pserver.status import snapshot
 from dtf.pserver.team import Team
-from dtf.pserver.transport import Retrying
+from dtf.pserver.transport import Lost, Retrying
 from dtf.pserver.wire import encode
 from dtf.strategy import Errand, Program, Source, Standing, Task
 from dtf.values import Shard
@@ -72,6 +73,7 @@ def meet(standing: Standing, strategy: Pserver, trainers: int) -> tuple[Standing
     place, endpoints = standing.place, strategy.where()
     if not endpoints:
         return standing, Post()
+    _check_free(endpoints[place.rank], place.rank)
     service = _service({}, place, strategy, trainers, endpoints[place.rank])
     service.ready = lambda: False
     post = Post(service, endpoints[place.rank])
@@ -88,15 +90,27 @@ def meet(standing: Standing, strategy: Pserver, trainers: int) -> tuple[Standing
     here = Host(told, len(endpoints), standing.facts, place.hang_timeout_s)
     service.add({MEET: here.meet})
     service.start()
-    _gather(here, strategy.patience_s, standing)
+    _gather(here, strategy.patience_s, standing, endpoints)
     post.look = here.look
     return replace(standing, place=replace(place, store=store)), post
+
+
+def _check_free(endpoint: str, server: int) -> None:
+    """BusyError or ConfigError where this process cannot listen at its endpoint."""
+    try:
+        network.listen(*network.endpoint(endpoint, "strategy.endpoints")).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise BusyError(f"strategy.endpoints: {endpoint} is taken by another process; is server {server} of this run at work already?") from None
+        said = f"strategy.endpoints: {endpoint} cannot be listened on: {error.strerror or error}"
+        raise ConfigError(f"{said}; is this host really that of strategy.server_id={server}, and are the endpoints in order?") from None
 
 
 def _arrive(standing: Standing, strategy: Pserver, post: Post, service: Service) -> Standing:
     """A server other than 0 is told where it is."""
     place, endpoints = standing.place, strategy.where()
     service.epoch = UNKNOWN
+    service.add({MEET: not_here(place.rank)})
     service.start()
     guest = Guest(Client(endpoints[0], place.token, UNKNOWN, tls=tls(strategy)), place.rank, len(endpoints), standing.facts)
     told = guest.arrive(strategy.patience_s, standing.wait, standing.say)
@@ -111,7 +125,7 @@ def serve(task: Task, world: World, strategy: Pserver, trainers: int, post: Post
     serving = Serving(task, world, strategy, strategy.merging(), trainers)
     place = world.place
     desk = Desk(serving, task, world.facts, world.rank, place.hang_timeout_s)
-    about: dict[str, Any] = {"mode": strategy.mode.value, "attempt": place.prefix, "folder": str(world.folder)}
+    about: dict[str, Any] = {"mode": strategy.mode.value, "attempt": place.prefix, "folder": str(world.folder), "endpoints": strategy.where()}
     handlers = desk.handlers | {STATUS: _status(lambda: snapshot(serving, world.rank, world.size) | about)}
     if post.service:
         service, endpoint = post.service, post.endpoint
@@ -130,7 +144,7 @@ def serve(task: Task, world: World, strategy: Pserver, trainers: int, post: Post
         service.stop(STOP_S)
 
     serving.on_end(close)
-    about["endpoints"] = world.gather(endpoint) or []
+    about["endpoints"] = world.gather(endpoint) or about["endpoints"]  # by hand all know them
     if world.rank == 0 and world.folder.parts:
         _announce(world.folder, about["endpoints"], place, strategy)
     return serving
@@ -224,14 +238,14 @@ class _ByHand:
     def _live(self) -> str:
         """Why the run is over."""
         self._until = time.monotonic() + self._strategy.patience_s
-        before = ""
+        before, quiet_until = "", time.monotonic() + QUIET_S
         while True:
             left = self._until - time.monotonic()
             told = self._guest.arrive(max(0.0, left), lambda: self._beat("wait", 0), self._errand.say)
             clients = [self._client(server, told.epoch) for server in range(len(self._endpoints))]
             try:
-                for client in clients:
-                    client.wait_ready(READY_S)
+                for server, client in enumerate(clients):
+                    _await(server, client)
                 if before != told.epoch:
                     self._errand.say(f"trainer {self._number} takes part in {told.folder}, on {told.host}; server 0 reports")
                 before = told.epoch
@@ -241,6 +255,9 @@ class _ByHand:
                     raise Absent(f"no step was finished within strategy.meet_timeout_s={self._strategy.patience_s:g}: {error}") from None
                 if before == told.epoch:
                     self._errand.say(f"{error}; waiting for the servers to come back")
+                elif time.monotonic() > quiet_until:
+                    self._errand.say(f"waiting for the servers: {error}")
+                    quiet_until = self._until
             except Preempted:
                 self._leave(clients[0])
                 raise
@@ -281,6 +298,14 @@ def _patience_s(strategy: Pserver) -> float:
     return min(PATIENCE_S, strategy.patience_s)
 
 
+def _await(server: int, client: Client) -> None:
+    """Return as soon as the server is ready; Lost, in words, when it is not within a moment."""
+    try:
+        client.wait_ready(READY_S)
+    except Lost:
+        raise Lost(f"server {server} is not ready at {client.endpoint}; is it started, and is that where strategy.endpoints has it everywhere?") from None
+
+
 def _service(handlers: Handlers, place: Place, strategy: Pserver, trainers: int, address: str = "127.0.0.1:0") -> Service:
     return Service(
         handlers,
@@ -301,16 +326,17 @@ def tls(strategy: Pserver) -> Tls | None:
     return Tls(**files, mutual=strategy.tls.mutual) if files else None
 
 
-def _gather(host: Host, patience_s: float, standing: Standing) -> None:
+def _gather(host: Host, patience_s: float, standing: Standing, endpoints: list[str]) -> None:
     """Wait until all servers are there."""
     start, said = time.monotonic(), False
     while not host.complete():
         standing.wait()
-        waited, missing = time.monotonic() - start, host.missing()
+        waited, missing = time.monotonic() - start, ", ".join(f"server {server} (at {endpoints[server]})" for server in host.missing())
+        missing = missing or "servers that came and have gone"
         if waited > patience_s:
-            raise Absent(f"servers {missing} did not come within strategy.meet_timeout_s={patience_s:g}")
+            raise Absent(f"{missing} did not come within strategy.meet_timeout_s={patience_s:g}")
         if waited > QUIET_S and not said:
-            standing.say(f"server 0 waits for servers {missing}")
+            standing.say(f"server 0 waits for {missing}")
             said = True
         time.sleep(ASK_S)
 
