@@ -14,7 +14,8 @@ from dtf.errors import ConfigError
 from dtf.launcher import LONGEST_S
 from dtf.precision import Format
 from dtf.pserver.placing import check_placement
-from dtf.registry import option, register
+from dtf.registry import name_of, option, register
+from dtf.schema import KeyProblem
 from dtf.strategy import Alone, Errand, Program, Standing, Strategy, Task, check_divides
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dtf.world import World
 
 _FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")
+_SWITCHES = ("yes", "no", "on", "off")  # true and false are no text
 
 
 class Mode(Enum):
@@ -248,6 +250,8 @@ class Pserver(Strategy):
         if self.hogwild_threads > 1:
             self._check_hogwild(devices)
         check_placement(self.placement)
+        if self.record.lower() in _SWITCHES:
+            raise ConfigError(f"strategy.record={self.record} is no switch but names a folder in the run folder; use strategy.record=order, or leave it out")
         if self.record and (not _FOLDER.fullmatch(self.record) or self.record in _TAKEN):
             raise ConfigError(
                 f"strategy.record={self.record} must name a folder of its own in the run folder: letters, digits, '_' and '-', not {' or '.join(_TAKEN)}; "
@@ -282,12 +286,14 @@ class Pserver(Strategy):
         if self.wire is not Wire.same and (self.mode is Mode.geo or task.precision.param is not Format.fp32):
             what = "strategy.mode=geo, which exchanges the optimizer's state" if self.mode is Mode.geo else f"precision.param={task.precision.param.value}"
             raise ConfigError(f"strategy.wire={self.wire.value} narrows gradients and parameters of fp32, not those of {what}; use strategy.wire=same")
-        squares = task.optimizer.averages_squares or (task.rows is not None and bool(task.recipe.table_widths()) and task.rows.averages_squares)
-        if self.mode is Mode.geo and squares and self.staleness != 0:
-            raise ConfigError(
-                "strategy.mode=geo adds up what trainers learnt from states of different age, and averages of squares, as Adam keeps them, may become "
-                "negative; set strategy.staleness=0, with which all exchange at once, or use sgd or adagrad"
-            )
+        rows = task.rows if task.recipe.table_widths() else None
+        for group, rule in {"optimizer": task.optimizer, "sparse": rows}.items() if self.mode is Mode.geo and self.staleness != 0 else ():
+            if rule is not None and rule.averages_squares:
+                raise KeyProblem(
+                    group,
+                    f"strategy.mode=geo adds up what trainers learnt from states of different age, and averages of squares, as {group}={name_of(group, rule)} "
+                    f"keeps them, may become negative; set strategy.staleness=0, with which all exchange at once, or use {group}=sgd or adagrad",
+                )
         if self.mode is Mode.geo and task.rows is not None and task.recipe.table_widths() and task.rows.shrinkage(1.0):
             raise ConfigError("strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; set it to 0")
         if several and self.slice_parameters and task.optimizer.by_tensor:
@@ -315,7 +321,9 @@ class Pserver(Strategy):
     def _check_rows_alone(self, task: Task, trainers: int) -> None:
         said, plain = "strategy.dense=allreduce", Pserver()
         if not task.recipe.table_widths():
-            raise ConfigError(f"{said} leaves sparse tables to servers, and {type(task.recipe).__name__} has none; use strategy=ddp")
+            because, name = task.recipe.idle().get("sparse"), name_of("recipe", task.recipe)
+            none = f"this recipe has none as {because} is set; use {because}=sparse" if because else f"{name} has none; use recipe=ctr_clicks_sparse"
+            raise ConfigError(f"{said} leaves sparse tables to servers, and {none}, or strategy=ddp")
         if self.mode is not Mode.sync:
             raise ConfigError(f"{said} makes one update of all gradients, which is strategy.mode=sync, this is {self.mode.value}; use sync, or dense=pserver")
         if self.where():
