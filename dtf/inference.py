@@ -167,7 +167,7 @@ def evaluate(settings: Settings, folder: Path, place: Place, send: Callable[[Eve
     """Write evaluation.json: metrics over a split, each row once, and a table of classes."""
     job: EvaluateJob = settings.job  # type: ignore[assignment]
     used = Inference(settings, place, job.model, lambda recipe: recipe.open_data(job.split.value, settings.seed).unaugmented(), top=1, whole=False)
-    pace, total, table = _Pace(send, len(used.rows)), None, Answers(used.names)
+    pace, total, table = Pace(send, "rows", len(used.rows)), None, Answers(used.names)
     judge = used.recipe.judge(len(used.rows))
     for done, (sums, judged), rows in used.batches(0, beat, stop):
         total = sums if total is None else total + sums
@@ -204,7 +204,7 @@ def predict(settings: Settings, folder: Path, place: Place, send: Callable[[Even
     first, other = used.world.broadcast(_begin(folder / "predictions.json", file, begun) if rank_0 else None)
     if other:
         raise BusyError(f"{folder} holds predictions of {other}; choose another run.dir")
-    pace = _Pace(send, len(used.rows))
+    pace = Pace(send, "rows", len(used.rows))
     if first < len(used.rows):
         for done, _, rows in used.batches(first, beat, stop):
             if rank_0:
@@ -228,11 +228,11 @@ def _begin(path: Path, file: Any, begun: dict[str, Any]) -> tuple[int, str]:
     return file.open(), ""
 
 
-class _Pace:
-    """Reports of how far it is, a few seconds apart."""
+class Pace:
+    """Reports of how far it is with `count` of `what`, a few seconds apart."""
 
-    def __init__(self, send: Callable[[Event], None], rows: int) -> None:
-        self._send, self._rows, self._started = send, rows, time.perf_counter()
+    def __init__(self, send: Callable[[Event], None], what: str, count: int) -> None:
+        self._send, self._what, self._count, self._started = send, what, count, time.perf_counter()
         self._told = self._started
         self._before: int | None = None
 
@@ -242,5 +242,5 @@ class _Pace:
             self._before, self._started = done, now  # the first batch is slower than those to come
         elif now - self._told >= REPORT_S:
             self._told = now
-            values = {"rows": float(self._rows), "rows_per_s": (done - self._before) / (now - self._started)}
-            self._send(Measured("rows", done, done / self._rows, now - self._started, values))
+            values = {self._what: float(self._count), f"{self._what}_per_s": (done - self._before) / (now - self._started)}
+            self._send(Measured(self._what, done, done / self._count, now - self._started, values))

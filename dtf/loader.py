@@ -69,9 +69,9 @@ class Loader:
                 self._pending[key] = self._pool.submit(self._fetch, self._ids(*key), key[0])
 
     def reading(self) -> dict[str, float]:
-        """How reading went on this rank since it was asked last: see `Reading.close`. Empty for data that are not read through a queue."""
+        """How reading went on this rank since it was asked last: see `Reading.close`. Empty without a queue or rows to read."""
         reading, self._reading = self._reading, Reading()
-        return reading.close() if self._dataset.queue_rows else {}
+        return reading.close() if self._dataset.queue_rows and self._shard is not None else {}
 
     def bad(self, epoch: int) -> int:
         """Rows of an epoch that this rank could not read so far, each counted once: ranks share out the rows of an epoch, so theirs add up."""

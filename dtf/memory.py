@@ -25,6 +25,7 @@ class Memory(NamedTuple):
     optimizer: int
     activations: int
     exchange: int = 0  # what is on its way to or from other ranks: gathered parameters, copies of gradients
+    tables: int = 0  # of sparse tables: rows with their state, and the index of ids, whose whole range is reserved and taken as it is used
 
 
 class Footprint(TorchDispatchMode):
@@ -110,12 +111,12 @@ def byte_count(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def table_row(ranks: Sequence[Memory]) -> dict[str, str]:
-    """What the largest rank needs, for the start-up table."""
+def table_row(ranks: Sequence[Memory], who: str = "process") -> dict[str, str]:
+    """What the largest rank needs, for the start-up table. `who`: what a rank is."""
     most = max(ranks, key=sum)
-    names = ("parameters", "gradients", "optimizer state", "activations", "exchange")
+    names = ("parameters", "gradients", "optimizer state", "activations", "exchange", "rows and index of sparse tables")
     parts = (f"{bytes_text(size)} {name}" for size, name in zip(most, names, strict=True) if size)
-    return {"memory": f"{bytes_text(sum(most))} a process = {' + '.join(parts)}"}
+    return {"memory": f"{bytes_text(sum(most))} a {who} = {' + '.join(parts)}"}
 
 
 class Meter:

@@ -52,7 +52,7 @@ def overview(
         "precision": f"{precision.param.value} parameters, {precision.compute.value} arithmetic{how}",
         "batch": f"{count_text(batch, 'row')} a step = {count_text(len(bounds) - 1, 'micro-batch')} of {bounds[1]} over {count_text(shares, kind)}",
         **program.about(),
-        **(table_row(planned) if planned else {}),
+        **(table_row(planned, "server" if world.place.role == "server" else "process") if planned else {}),
         **_sparse(settings, config),
         "length": count_text(plan.total, "step"),
         "run folder": str(folder),

@@ -172,14 +172,14 @@ class Pipelined(Program):
             raise draws_at_large("pipeline", "the stages before and after do not draw on")
 
     def memory(self) -> Memory:
-        parameters, gradients, optimizer = self._update.bytes()
+        parameters, gradients, optimizer, tables = self._update.bytes()
         sizes = (byte_count([parameter]) for stage in self._stages.values() for parameter in stage.model.parameters())
         gradients += max(sizes, default=0)  # one that is not yet added to those of earlier micro-batches
         buffers = byte_count(buffer for stage in self._stages.values() for buffer in stage.model.buffers())
         micro_batches, rows = workload(self._task, self.shares, self.micro_batch_rows)
         held = accumulate(1 if action.forward else -1 for action in self._order(micro_batches))  # passes of one stage each
         kept = activations(self._trials, rows, max(held) / len(self._stages))
-        return Memory(parameters + buffers, gradients, optimizer, kept, round(self._row_bytes * rows))
+        return Memory(parameters + buffers, gradients, optimizer, kept, round(self._row_bytes * rows), tables)
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None

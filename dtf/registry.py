@@ -110,6 +110,11 @@ def lookup(group: str, name: str) -> type:
     return classes[name]
 
 
+def name_of(group: str, part: object) -> str:
+    """What a config calls the class of an object."""
+    return next((name for name, cls in registered(group).items() if cls is type(part)), type(part).__name__)
+
+
 def suggest(word: str, choices: Iterable[str]) -> str:
     """`did you mean X? choices: A, B, C`, or only the choices when nothing is near."""
     known = sorted(choices)

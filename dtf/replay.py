@@ -13,26 +13,41 @@ import torch
 from dtf.build import sketch
 from dtf.checkpoint import Checkpointer, Every, Stored
 from dtf.ema import averaged
-from dtf.errors import ConfigError, DataError
-from dtf.evidence import checkpoint_tensors, in_order, relative
+from dtf.errors import ConfigError, DataError, Exit, Preempted
+from dtf.evidence import FP32_BOUND, FP64_BOUND, checkpoint_tensors, in_order, relative
+from dtf.heartbeat import beat
+from dtf.inference import Pace
 from dtf.launcher import Place
 from dtf.located import located
-from dtf.precision import set_switches
+from dtf.precision import Format, set_switches
 from dtf.pserver.recorder import read
 from dtf.pserver.replay import Replay
 from dtf.recipe import Recipe
+from dtf.results import lines
 from dtf.rows import Rows
 from dtf.settings import typed
 from dtf.strategies.pserver import Pserver
 from dtf.strategy import Source, Task
-from dtf.values import Box, Event
+from dtf.tracking import count_text
+from dtf.values import Box, Event, Failed, Note
 from dtf.weights import Weights, fitted, open_weights
+from dtf.worker import stop_signals
 
 RESULT = "replay.json"
 
 
 def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
     """An entry, see `rank.Entry`. `config`: the recorded run's, with `run.dir` its folder. Writes RESULT into `folder`."""
+    with stop_signals() as told:
+        try:
+            _replay(config, Path(folder), place, send, lambda: bool(told))
+        except Preempted as stopped:
+            send(Failed(place.rank, 0, int(stopped.exit), str(stopped), ""))
+            return stopped.exit
+    return Exit.OK
+
+
+def _replay(config: dict[str, Any], folder: Path, place: Place, send: Callable[[Event], None], stop: Callable[[], bool]) -> None:
     run, settings = Path(config["run"]["dir"]), typed(config)
     strategy = settings.strategy
     if not isinstance(strategy, Pserver) or not strategy.record:
@@ -40,7 +55,7 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
     torch.set_num_threads(place.threads)
     set_switches(settings.precision)
     final = located(str(run), "job.replay")[0]
-    start, events = read(run / strategy.record, strategy.count())
+    start, recorded, events = read(run / strategy.record, strategy.count())
     rows = Rows(settings, config["recipe"]["name"], config["sampler"]["name"], pin=False)
     rows.cut()
     task = Task(
@@ -55,15 +70,29 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
     )
     trainers = strategy.count_trainers(json.loads((run / "run.json").read_text())["world"]["processes"])
     replay = Replay(task, strategy, strategy.merging(), trainers, rows.loader, _began(run, start))
-    replay.run(events)
+    pace, total = Pace(send, "updates", min(recorded)), max(recorded)
+    send(Note("info", f"replay of {count_text(total, 'update')} from step {start} in one process of {count_text(place.threads, 'thread')}"))
+
+    def under_way(updates: int) -> None:
+        beat("step", updates)
+        if stop():
+            raise Preempted(f"asked to stop after {updates:,} of {total:,} updates; a replay keeps nothing; start again to do all of it")
+        pace.tell(updates)
+
+    replay.run(events, under_way)
     expected, found = checkpoint_tensors(final), _together(replay.boxes())
     if expected.keys() != found.keys():
         raise DataError(f"{final} and its replay hold other tensors: {', '.join(sorted(expected.keys() ^ found.keys())[:5])}")
     apart = {name: relative(expected[name], found[name]) for name in expected}
     worst = max(sorted(apart), key=lambda name: apart[name])
     updates = [holdings.applied for holdings in replay.holdings]
-    Path(folder, RESULT).write_text(json.dumps({"checkpoint": str(final), "start": start, "updates": updates, "tensor": apart[worst], "worst": worst}))
-    return 0
+    bound = FP64_BOUND if settings.precision.param is Format.fp64 else FP32_BOUND
+    beyond = sum(not value <= bound for value in apart.values())
+    metrics = lines(run / Path(config["observer"].get("jsonl", {}).get("path", "metrics.jsonl")).name, ("split", "step"))
+    losses = [row["loss"] for row in metrics if row["split"] == "train" and row.get("loss") is not None]
+    found = {"checkpoint": str(final), "start": start, "updates": updates, "tensor": apart[worst], "worst": worst, "beyond": beyond, "tensors": len(apart)}
+    found |= {"bound": bound, "ok": not beyond, "losses": [losses[0], losses[-1]] if losses else []}
+    (folder / RESULT).write_text(json.dumps(found))
 
 
 def _weights(recipe: Recipe, final: Path) -> Weights | None:

@@ -65,7 +65,7 @@ class Replicas(Program):
         updates, count = len(self._updates), len(self._replicas)
         copy = byte_count(self._trained[0])
         parameters, gradients = (updates * whole + (count - updates) * copy for whole in (first.parameters, first.gradients))
-        return Memory(parameters, gradients, updates * first.optimizer, count * first.activations)
+        return Memory(parameters, gradients, updates * first.optimizer, count * first.activations, tables=updates * first.tables)
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None

@@ -159,11 +159,11 @@ def _result(folder: Path) -> Result:
         shares = [(one["rank"], Shares(one["steps"], one["step_s"], one["parts"], one["hidden"])) for one in profiles]
     except (KeyError, TypeError) as error:
         raise DataError(f"{folder / 'profile'} cannot be read: {type(error).__name__}: {error}; remove the damaged file") from error
-    metrics = _lines(folder / Path(config.get("observer.jsonl.path", "metrics.jsonl")).name, ("split", "step", "epoch"))
-    return Result(folder, config, record, [*metrics], [*_lines(folder / "resources.jsonl", ("time", "device", "utilisation", "memory"))], sorted(shares))
+    metrics = lines(folder / Path(config.get("observer.jsonl.path", "metrics.jsonl")).name, ("split", "step", "epoch"))
+    return Result(folder, config, record, [*metrics], [*lines(folder / "resources.jsonl", ("time", "device", "utilisation", "memory"))], sorted(shares))
 
 
-def _lines(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def lines(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """What a file of JSON lines holds; nothing where there is none. A line that is cut off, of a run under way, or lacks `keys` does not count."""
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -129,6 +129,9 @@ def fit(hint: Any, value: Any, key: str) -> Any:
             return value
         if isinstance(value, str) and value in hint.__members__:
             return str(hint[value].value)
+        if isinstance(value, dict) and value:
+            inner = f"{key}.{show(next(iter(value)))}"
+            raise KeyProblem(inner, f"{inner} is no known key; choices: none, as {key} is one of {', '.join(sorted(_members(hint)))}")
         raise KeyProblem(key, f"{key}={show(value)} is no choice; {suggest(show(value), _members(hint))}")
     if hint is type(None) and value is None:
         return None

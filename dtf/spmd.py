@@ -158,11 +158,11 @@ class Replica:
 
     def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:
         """With so many micro-batches a step of so many rows each; after `rehearse`."""
-        parameters, gradients, optimizer = update.bytes()
+        parameters, gradients, optimizer, tables = update.bytes()
         if self._forward is self.model and self._sync is None:  # else whoever wraps the model knows where gradients wait
             gradients += waiting([byte_count([parameter]) for parameter in map(local, self._trained)], micro_batches)
         buffers = byte_count(local(buffer) for buffer in self.model.buffers())
-        return Memory(parameters + buffers, gradients, optimizer, activations(self._trials, rows))
+        return Memory(parameters + buffers, gradients, optimizer, activations(self._trials, rows), tables=tables)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Evaluated:

@@ -262,8 +262,8 @@ class Update(ABC):
     def skipped(self) -> int: ...
 
     @abstractmethod
-    def bytes(self) -> tuple[int, int, int]:
-        """Of the parameters, gradients and optimizer state on this rank."""
+    def bytes(self) -> tuple[int, int, int, int]:
+        """Of the parameters, gradients, optimizer state and sparse tables on this rank."""
 
     @abstractmethod
     def held(self) -> dict[str, Tensor]:

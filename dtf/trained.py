@@ -37,13 +37,9 @@ def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path |
 
     def see(event: Event) -> None:
         nonlocal cause
-        match event:
-            case Failed():
-                cause = event.message
-            case Note(level, text):
-                print(f"dtf: {level}: {text}", file=sys.stderr, flush=True)
-            case Measured("rows", done, _, _, values):
-                print(f"dtf: {done:,} of {values['rows']:,.0f} rows, {values['rows_per_s']:,.0f} rows/s", file=sys.stderr, flush=True)
+        if isinstance(event, Failed):
+            cause = event.message
+        tell(event)
 
     try:
         exit = Exit(launcher.launch(run, see))
@@ -68,6 +64,16 @@ def _check_one_role(composed: Composed) -> None:
             f"strategy={name} has {' and '.join(f'{role}s' for role in roles)}, who train, and job={config['job']['name']} uses a model that exists, in "
             f"processes that are all alike; whatever trained it, use {', '.join(each for each in choices if each != name)}"
         )
+
+
+def tell(event: Event) -> None:
+    """Notes and progress, to standard error."""
+    match event:
+        case Note(level, text):
+            print(f"dtf: {level}: {text}", file=sys.stderr, flush=True)
+        case Measured(what, done, _, _, values):
+            rate = values[f"{what}_per_s"]
+            print(f"dtf: {done:,} of {values[what]:,.0f} {what}, {rate:,.{0 if rate >= 10 else 1}f} {what}/s", file=sys.stderr, flush=True)
 
 
 def check_split(recipe: Recipe, split: Split) -> None:

@@ -235,12 +235,13 @@ class LocalUpdate(Update):
     def skipped(self) -> int:
         return int(self._skipped)
 
-    def bytes(self) -> tuple[int, int, int]:
+    def bytes(self) -> tuple[int, int, int, int]:
         pieces, trained = [*self._pieces.values(), *self._frozen.values()], [piece.local for piece in self._trained]
         parameters = [piece.local for piece in pieces] + [piece.master for piece in pieces if piece.master is not piece.local]
         gradients = trained + [master for _, master in self._copies]  # converted before the step
         rows = self._tables.byte_count() if self._tables is not None and self._leads else 0
-        return byte_count(parameters) + rows, byte_count(gradients), byte_count(tensor for state in self._bound.states.values() for tensor in state.values())
+        states = byte_count(tensor for state in self._bound.states.values() for tensor in state.values())
+        return byte_count(parameters), byte_count(gradients), states, rows
 
     def held(self) -> dict[str, Tensor]:
         pieces = {**self._pieces, **self._frozen}

@@ -58,7 +58,7 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
 
     try:
         beat("start", 0)
-        with _stop_signals() as told:
+        with stop_signals() as told:
             settings, use = typed(config), _USES.get(config["job"]["name"])
             if use is not None:
                 use(settings, Path(folder), place, send if place.rank == 0 else _nobody, beat, lambda: bool(told))
@@ -322,7 +322,7 @@ def _resume(
 
 
 @contextmanager
-def _stop_signals() -> Iterator[list[int]]:
+def stop_signals() -> Iterator[list[int]]:
     """Filled by SIGTERM and SIGINT: the rank then stops with the others within a few seconds, its state saved. A second SIGINT stops at once.
 
     Not a second SIGTERM: a scheduler that signals a whole process group reaches a rank twice, through its launcher too.

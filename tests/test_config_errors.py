@@ -53,6 +53,10 @@ def composer() -> Composer:
         ("step={batch_size: 3, x: 4}", "step.x=4 is no known key; choices: batch_size"),
         ("train=3", "train=3 is no group of keys; choices: early_stop"),
         ("strategy.bucket_mb.x=1", "strategy.bucket_mb={...} is not of type float" + HERE),
+        (
+            "precision.compute.capacity=3",
+            "precision.compute.capacity is no known key; choices: none, as precision.compute is one of bf16, fp16, fp32, fp64" + HERE,
+        ),
         ("precision.compute=bf61", "precision.compute=bf61 is no choice; did you mean bf16? choices: bf16, fp16, fp32, fp64" + HERE),
         ("launcher.env={A: [1]}", "launcher.env.A=[1] is not of type text" + HERE),
         ("lr=null", "lr=null is no option; choices: constant, cosine"),

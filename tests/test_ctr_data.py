@@ -106,6 +106,7 @@ def test_a_queue_holds_no_more_rows_than_it_may(tmp_path: Path) -> None:
     said = loader.reading()
     loader.close()
     assert said["read_rows_per_s"] > 0 and 0 <= said["queue_batches"] <= 6 and 0 <= said["stalled"] <= 1
+    assert not Loader(data, Epochs(Shuffle(), ROWS, 64, 7, None, data.runs()), None, 32).reading()  # a server of parameters, which reads no rows
 
 
 @pytest.mark.parametrize("mode", Mode)

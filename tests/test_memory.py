@@ -217,6 +217,8 @@ def test_texts() -> None:
     ]
     ranks = [Memory(48_000_000, 48_000_000, 97_000_000, 20_000_000), Memory(48_000_000, 48_000_000, 97_000_000, 22_000_000, 1_000_000)]
     assert table_row(ranks) == {"memory": "216 MB a process = 48 MB parameters + 48 MB gradients + 97 MB optimizer state + 22 MB activations + 1.0 MB exchange"}
+    served = [Memory(237_000, 237_000, 0, 0, tables=40_000_000)]
+    assert table_row(served, "server") == {"memory": "40 MB a server = 237 kB parameters + 237 kB gradients + 40 MB rows and index of sparse tables"}
     summary = Meter("cpu").summary(ranks, [236_000_000, 230_000_000])
     assert summary == {"planned": 213_000_000, "resident": 236_000_000, "rank": 0}
     assert memory_text(summary) == "213 MB planned, 236 MB resident at the peak of rank 0"

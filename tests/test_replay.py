@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import yaml
 
 from dtf import replay
-from dtf.errors import DataError
+from dtf.errors import DataError, Exit
+from dtf.jobs.verify import _replayed
 from dtf.launcher import Place
 from dtf.pserver.recorder import Pull, Recorder, path_of, read
 from dtf.pserver.replay import Replay
@@ -77,7 +79,25 @@ def test_half_a_line_of_a_killed_server_does_not_spoil_the_record(tmp_path: Path
         recorder.close()
         with path_of(tmp_path, 0).open("a") as file:
             file.write('{"pull": [1, 2')
-    start, (events,) = read(tmp_path, 1)
-    assert start == 5 and [*events] == [{"pull": [1, 5, 0, 5], "applied": 3}]
+    start, updates, (events,) = read(tmp_path, 1)
+    assert start == 5 and updates == [0] and [*events] == [{"pull": [1, 5, 0, 5], "applied": 3}]
     with pytest.raises(DataError, match=r"strategy\.record=PATH"):
         read(tmp_path, 2)
+
+
+def test_a_replay_that_breaks_says_the_bound_and_what_may_be_the_cause() -> None:
+    found = {"updates": [20, 20], "start": 0, "tensor": 2.6e-10, "bound": 1e-10, "ok": False, "beyond": 2, "tensors": 9, "worst": "model/a", "checkpoint": "C"}
+    said = _replayed(found | {"losses": [0.7, 5.0]}, "fp64", 1)
+    assert "BREAK, within 2.6e-10, the bound of fp64 is 1e-10: 2 of 9 tensors after the last update beyond it, most of all model/a" in said
+    assert "loss grew from 0.7000 to 5.0000" in said and "launcher.threads=1" in said
+    assert "loss grew" not in _replayed(found | {"losses": [0.7, 0.5]}, "fp64", 1)
+
+
+def test_a_replay_that_is_told_to_stop_says_how_far_it_was(run_dtf: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = run_dtf(*RUN, *RECORD, "recipe=toy", "strategy.mode=async", "train.until=2")
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    config["run"]["dir"] = str(run.folder)
+    monkeypatch.setattr(replay, "stop_signals", lambda: nullcontext([15]))
+    sent: list[Any] = []
+    assert replay.work(config, str(tmp_path), "", Place(), sent.append) == Exit.PREEMPTED
+    assert "replay of 2 updates from step 0" in sent[0].text and "asked to stop after 0 of 2 updates" in sent[-1].message

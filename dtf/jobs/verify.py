@@ -16,13 +16,14 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.devices import cores
 from dtf.entries import read_entry
 from dtf.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.inherited import saved_config
 from dtf.job import Job
 from dtf.registry import option, register
 from dtf.run import Run, unique_id
-from dtf.tracking import count_text
+from dtf.tracking import count_text, number_text
 
 if TYPE_CHECKING:
     from dtf.config import Composed
@@ -133,26 +134,25 @@ class Verify(Job):
         others = [each.name for each in fields(self) if each.name not in used and getattr(self, each.name) != getattr(plain, each.name)]
         if others:
             raise ConfigError(f"job.{others[0]} is of no account with job.replay, which does one recorded run again; leave it out")
-        from dtf.evidence import FP32_BOUND, FP64_BOUND
+        from dtf.trained import tell
 
         folder = Path(self.replay).absolute()
         saved = saved_config(folder / "config.yaml", f"job.replay={self.replay}", composed.config["plugins"])
         saved["run"]["dir"] = str(folder)
-        alone = composed.recompose(["job=verify", "strategy=ddp", "launcher=local", "launcher.processes=1"])
+        # As many threads as its trainers had: sums in the same order, so that replays of runs that diverged end with the same numbers too.
+        trainers = json.loads((folder / "run.json").read_text())["world"].get("roles", {}).get("trainer", 1)
+        threads = composed.config["launcher"].get("threads") or saved["launcher"].get("threads") or max(1, cores() // trainers)
+        alone = composed.recompose(["job=verify", "strategy=ddp", "launcher=local", "launcher.processes=1", f"launcher.threads={threads}"])
         with tempfile.TemporaryDirectory(prefix="dtf-replay-") as aside:
             run = Run(Path(aside), unique_id(), saved, alone.settings)
-            code = alone.settings.launcher.launch(run, lambda event: None, "dtf.replay:work")
+            code = alone.settings.launcher.launch(run, tell, "dtf.replay:work")
             if code:
                 return code
             found = json.loads(Path(aside, "replay.json").read_text())
-        bound = FP64_BOUND if saved["precision"]["param"] == EXACT else FP32_BOUND
-        found |= {"bound": bound, "ok": found["tensor"] <= bound}
         if self.format is Output.json:
             print(json.dumps(found, indent=1))
         else:
-            updates = " and ".join(f"{count:,}" for count in found["updates"])
-            verdict = "has the run's numbers" if found["ok"] else "BREAK"
-            print(f"replay of {updates} updates from step {found['start']}: {verdict}, within {found['tensor']:.1e} ({found['worst']}); {found['checkpoint']}")
+            print(_replayed(found, saved["precision"]["param"], threads))
         return Exit.OK if found["ok"] else Exit.BUG
 
     def _check_any(self, composed: Composed, strategies: list[str]) -> None:
@@ -230,6 +230,26 @@ def _told(refusal: ConfigError) -> str:
 
 class RunFailed(DtfError):
     """One of the runs to compare did not end well; its own error line says why."""
+
+
+def _replayed(found: dict[str, Any], precision: str, threads: int) -> str:
+    """What came of a replay, and of one that breaks the bound what may be the cause."""
+    head = f"replay of {' and '.join(f'{count:,}' for count in found['updates'])} updates from step {found['start']}: "
+    apart = f"within {found['tensor']:.1e}, the bound of {precision} is {found['bound']:.0e}"
+    if found["ok"]:
+        return f"{head}has the run's numbers, {apart} ({found['worst']}); {found['checkpoint']}"
+    lines = [
+        f"{head}BREAK, {apart}: {found['beyond']} of {count_text(found['tensors'], 'tensor')} after the last update beyond it, most of all {found['worst']}; "
+        f"{found['checkpoint']}"
+    ]
+    if found["losses"] and not found["losses"][-1] <= found["losses"][0]:
+        first, last = map(number_text, found["losses"])
+        lines.append(f"the run's loss grew from {first} to {last}: while it does, rounding is amplified, and a small difference need not be of the order")
+    lines.append(
+        f"sums are made as in the run on a CPU of its kind with as many threads as its trainers had, here launcher.threads={threads}; "
+        "a difference that stays there is a mistake: please report it"
+    )
+    return "\n".join(lines)
 
 
 @contextmanager

@@ -11,12 +11,15 @@ from dtf.errors import ConfigError
 from dtf.precision import Format
 from dtf.pserver.choices import Device, Mode, TlsMode, Wire
 from dtf.pserver.placing import check_placement
+from dtf.registry import name_of
+from dtf.schema import KeyProblem
 
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver
     from dtf.strategy import Task
 
 _FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")
+_SWITCHES = ("yes", "no", "on", "off")  # true and false are no text
 _LOOPBACK = "127.0.0.1"
 """Where a launcher's processes meet."""
 
@@ -57,6 +60,8 @@ def _check_meeting(strategy: Pserver) -> None:
 def _check_service(strategy: Pserver, trainers: int) -> None:
     """What a server does, whatever the mode."""
     check_placement(strategy.placement)
+    if strategy.record.lower() in _SWITCHES:
+        raise ConfigError(f"strategy.record={strategy.record} is no switch but names a folder in the run folder; use strategy.record=order, or leave it out")
     if strategy.record and (not _FOLDER.fullmatch(strategy.record) or strategy.record in _TAKEN):
         raise ConfigError(
             f"strategy.record={strategy.record} must name a folder of its own in the run folder: letters, digits, '_' and '-', not {' or '.join(_TAKEN)}; "
@@ -98,12 +103,13 @@ def _check_task(strategy: Pserver, task: Task) -> None:
     if strategy.wire is not Wire.same and (mode is Mode.geo or task.precision.param is not Format.fp32):
         what = "strategy.mode=geo, which exchanges the optimizer's state" if mode is Mode.geo else f"precision.param={task.precision.param.value}"
         raise ConfigError(f"strategy.wire={strategy.wire.value} narrows gradients and parameters of fp32, not those of {what}; use strategy.wire=same")
-    squares = task.optimizer.averages_squares or (tables and task.rows is not None and task.rows.averages_squares)
-    if mode is Mode.geo and squares and strategy.staleness != 0:
-        raise ConfigError(
-            "strategy.mode=geo adds up what trainers learnt from states of different age, and averages of squares, as Adam keeps them, may become "
-            "negative; set strategy.staleness=0, with which all exchange at once, or use sgd or adagrad"
-        )
+    for group, rule in {"optimizer": task.optimizer, "sparse": task.rows if tables else None}.items() if mode is Mode.geo and strategy.staleness != 0 else ():
+        if rule is not None and rule.averages_squares:
+            raise KeyProblem(
+                group,
+                f"strategy.mode=geo adds up what trainers learnt from states of different age, and averages of squares, as {group}={name_of(group, rule)} "
+                f"keeps them, may become negative; set strategy.staleness=0, with which all exchange at once, or use {group}=sgd or adagrad",
+            )
     if mode is Mode.geo and tables and task.rows is not None and task.rows.shrinkage(1.0):
         raise ConfigError("strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; set it to 0")
     if several and strategy.slice_parameters and task.optimizer.by_tensor:
@@ -133,7 +139,9 @@ def _check_hogwild(strategy: Pserver, devices: str) -> None:
 def _check_rows_alone(strategy: Pserver, task: Task, trainers: int) -> None:
     said, plain = "strategy.dense=allreduce", type(strategy)()
     if not task.recipe.table_widths():
-        raise ConfigError(f"{said} leaves sparse tables to servers, and {type(task.recipe).__name__} has none; use strategy=ddp")
+        because, name = task.recipe.idle().get("sparse"), name_of("recipe", task.recipe)
+        none = f"this recipe has none as {because} is set; use {because}=sparse" if because else f"{name} has none; use recipe=ctr_clicks_sparse"
+        raise ConfigError(f"{said} leaves sparse tables to servers, and {none}, or strategy=ddp")
     if strategy.mode is not Mode.sync:
         raise ConfigError(f"{said} makes one update of all gradients, which is strategy.mode=sync, this is {strategy.mode.value}; use sync, or dense=pserver")
     if strategy.where():

@@ -296,7 +296,8 @@ class Holdings:
 
     def memory(self) -> Memory:
         """See `strategy.Program`."""
-        return Memory(*self._update.bytes(), 0)
+        parameters, gradients, optimizer, tables = self._update.bytes()
+        return Memory(parameters, gradients, optimizer, 0, tables=tables)
 
     def skipped(self) -> int:
         """See `strategy.Program`."""

@@ -70,27 +70,37 @@ def path_of(folder: Path, server: int) -> Path:
     return folder / f"order_server_{server}.jsonl"
 
 
-def read(folder: Path, servers: int) -> tuple[int, list[Iterator[dict[str, Any]]]]:
-    """Where the last attempt began, and what happened on each server since, read as it is asked for. DataError when it cannot be read."""
-    starts, found = set(), []
+class Recorded(NamedTuple):
+    """The last attempt of a run. `start`: the step it began with."""
+
+    start: int
+    updates: list[int]  # by server
+    events: list[Iterator[dict[str, Any]]]  # what happened on each server, read as it is asked for
+
+
+def read(folder: Path, servers: int) -> Recorded:
+    """What the servers of a run wrote. DataError when it cannot be read."""
+    starts, updates, found = set(), [], []
     for server in range(servers):
         path = path_of(folder, server)
-        at, start, begin = 0, None, 0
+        at, start, begin, applied = 0, None, 0, 0
         try:
             with path.open("rb") as file:
                 for line in file:
                     at += len(line)
                     if line.startswith(b'{"start"'):
-                        start, begin = int(json.loads(line)["start"]), at
+                        start, begin, applied = int(json.loads(line)["start"]), at, 0
+                    applied += line.startswith(b'{"apply"') and line.endswith(b"}\n")
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read: {error}; a run records its order with strategy.record=PATH") from None
         if start is None:
             raise DataError(f"{path} does not say where it starts")
         starts.add(start)
+        updates.append(applied)
         found.append(_events(path, begin))
     if len(starts) != 1:
         raise DataError(f"the servers of {folder} recorded different attempts; it was killed while they started")
-    return starts.pop(), found
+    return Recorded(starts.pop(), updates, found)
 
 
 def _events(path: Path, begin: int) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,20 +83,28 @@ class Replay:
         self._prepared: dict[tuple[int, int], Prepared] = {}
         self._met: dict[tuple[int, int, int], dict[str, set[int]]] = {}
 
-    def run(self, events: Sequence[Iterator[Mapping[str, Any]]]) -> None:
-        """All that happened, by server. DataError where what one server recorded does not fit what another one did."""
+    def run(self, events: Sequence[Iterator[Mapping[str, Any]]], under_way: Callable[[int], None]) -> None:
+        """All that happened, by server; `under_way` is called every now and then with the updates that all have made, and may raise.
+
+        DataError where what one server recorded does not fit what another one did.
+        """
+        self._under_way = under_way
         coming = [next(own, None) for own in events]
         while any(event is not None for event in coming):
             moved = False
             for server, own in enumerate(events):
                 while (event := coming[server]) is not None and self._do(server, event):
                     coming[server], moved = next(own, None), True
+                    self._still()
             if not moved:
                 raise DataError("the recorded orders of the servers do not fit each other; was the run killed?")
 
     def boxes(self) -> list[Box]:
         """The state at the end; of tables each server's own rows, one after the other."""
         return [box for holdings in self.holdings for box in holdings.state().boxes]
+
+    def _still(self) -> None:
+        self._under_way(min(holdings.applied for holdings in self.holdings))
 
     def _do(self, server: int, event: Mapping[str, Any]) -> bool:
         """One thing, if all that it needs has happened."""
@@ -183,6 +191,7 @@ class Replay:
                 for name, ids in local.missing(prepared.wanted, server).items():
                     local.keep(name, ids, reply.rows[name])
             local.step(prepared)
+            self._still()  # these may be hundreds
         return local.differences()
 
     def _forget(self, step: int, part: int) -> None:
