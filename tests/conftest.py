@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests import ranks as pool
 # A busy machine is not a failing property.
 settings.register_profile("dtf", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dtf")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
 
 
 @pytest.fixture(scope="session")

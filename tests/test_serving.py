@@ -395,7 +395,6 @@ def test_any_server_that_was_started_by_hand_knows_where_all_are(monkeypatch: py
     task = Task(Toy(batch_norm=False), Sgd(), PRECISIONS["fp64"], StepOptions(batch_size=24, micro_batch_rows=6), 0)
     where, handlers = ["127.0.0.1:4000", "127.0.0.1:4001"], dict[str, Any]()
     monkeypatch.setattr(World, "gather", lambda self, value: None)  # of a rank other than 0
-    post = session.Post(cast(Any, SimpleNamespace(add=handlers.update)), where[1])
-    session.serve(task, World(Place(rank=1, size=2, slots=1)), Pserver(endpoints=where, trainers=1), 1, post)
-    told = decode(protocol.status_schemas()[1], handlers[protocol.STATUS](b"")).arrays["status"]
-    assert json.loads(told.tobytes())["endpoints"] == where
+    service = cast(Any, SimpleNamespace(add=handlers.update))
+    session.serve(task, World(Place(rank=1, size=2, slots=1)), Pserver(endpoints=where, trainers=1), 1, session.Post(service, where[1]))
+    assert json.loads(decode(protocol.status_schemas()[1], handlers[protocol.STATUS](b"")).arrays["status"].tobytes())["endpoints"] == where
