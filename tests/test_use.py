@@ -77,7 +77,7 @@ def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained
     for job, name in product(("evaluate", "predict", "export"), sorted(refused)):
         result = run_dtf(f"job={job}", f"job.model={trained}", f"strategy={name}")
         assert result.code == Exit.CONFIG and not result.folder.exists()
-        assert f"strategy={name} has servers and trainers" in result.err and "use ddp, dp, fsdp, " in result.err
+        assert f"strategy={name} has servers and trainers" in result.err and "ddp, dp, " in result.err
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "dp", pytest.param("fsdp", marks=pytest.mark.slow), "tensor", "pipeline"])
