@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest  # noqa: F401
-from numba.core.registry import cpu_target
 
 import tests.harness  # noqa: F401
 
-cpu_target.typing_context.refresh()  # type: ignore[attr-defined]  # else at the first compiled loop of each rank, with two hundred imports
-cpu_target.target_context.refresh()  # type: ignore[attr-defined]
+with suppress(ImportError):  # numba is needed by sparse tables alone
+    from numba.core.registry import cpu_target
+
+    cpu_target.typing_context.refresh()  # type: ignore[attr-defined]  # else at the first compiled loop of each rank, with two hundred imports
+    cpu_target.target_context.refresh()  # type: ignore[attr-defined]
