@@ -35,6 +35,7 @@ from ctr_rivals import Log as Rows
 from endless import Endless
 from torch import Tensor, nn
 
+from dtf.core.types import Event, Measured
 from dtf.engine import Loop, fit
 from dtf.launcher import Place
 from dtf.loader import Loader
@@ -49,11 +50,10 @@ from dtf.sampler import Epochs, Sequential
 from dtf.strategies.ddp import Ddp
 from dtf.strategy import Task
 from dtf.table import Table
-from dtf.values import Event, Measured
 from dtf.world import World
 
 if TYPE_CHECKING:
-    from dtf.values import Batch
+    from dtf.core.types import Batch
 
 CASES = {"400-400-400": ((400, 400, 400), False), "400-400-400 bf16": ((400, 400, 400), True), "64-32": ((64, 32), False)}
 TURN_S = 3.0

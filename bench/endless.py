@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dtf.clock import Clock, Plan, PlannedClock
+from dtf.core.types import Log, Stop, Ticket, Train
 from dtf.lr import Constant
 from dtf.sampler import Epochs
-from dtf.values import Log, Stop, Ticket, Train
 
 
 class Endless(Clock):

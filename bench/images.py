@@ -34,11 +34,11 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
+from dtf.core.seeding import draws
 from dtf.recipes.resnet import jpeg
 from dtf.recipes.resnet.crops import CROP_DRAWS, random_part
 from dtf.recipes.resnet.photos import Look, Photos, resized
 from dtf.recipes.resnet.store import Store
-from dtf.seeding import draws
 
 SIDE, BATCH = 224, 64
 AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)

@@ -39,7 +39,7 @@ from dtf.world import World
 if TYPE_CHECKING:
     import numpy as np
 
-    from dtf.values import Batch
+    from dtf.core.types import Batch
 
 LR = 0.01
 

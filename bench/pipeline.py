@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dtf.core.types import Batch, Train
 from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
@@ -29,7 +30,6 @@ from dtf.schedules import Schedule
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.pipeline import Pipeline
 from dtf.strategy import Program, Task
-from dtf.values import Batch, Train
 from dtf.world import World
 
 LR = 1e-4

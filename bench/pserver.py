@@ -31,6 +31,7 @@ from ctr_rivals import Log as Rows
 from endless import Endless
 from torch.distributed import TCPStore
 
+from dtf.core.types import Event, Measured, Shard
 from dtf.engine import Loop, fit
 from dtf.launcher import Place
 from dtf.loader import Loader
@@ -42,7 +43,6 @@ from dtf.sampler import Epochs, Sequential
 from dtf.sparse import SparseTable, unique
 from dtf.strategies.pserver import Mode, Pserver
 from dtf.strategy import Errand, Task
-from dtf.values import Event, Measured, Shard
 from dtf.world import World
 
 MODELS = ("400-400-400", "64-32")

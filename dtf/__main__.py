@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from dtf.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, error_line
+from dtf.core.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, error_line
 
 if TYPE_CHECKING:
     import argparse

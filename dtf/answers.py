@@ -13,10 +13,10 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 
 if TYPE_CHECKING:
-    from dtf.values import Names
+    from dtf.core.types import Names
 
 
 class Row(NamedTuple):

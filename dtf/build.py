@@ -8,13 +8,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.seeding import seed_of
 from dtf.frozen import freeze
 from dtf.layout import Layout, Split
 from dtf.precision import Cast, Format, Precision
 from dtf.recipe import Recipe
 from dtf.registry import suggest
-from dtf.seeding import seed_of
 from dtf.strategy import Weights
 
 DTYPES = {Format.fp64: torch.float64, Format.fp32: torch.float32, Format.bf16: torch.bfloat16, Format.fp16: torch.float16}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.network import endpoint
 
 ENDPOINTS, ROLE, SERVER_ID, TRAINER_ID, TOKEN = "DTF_ENDPOINTS", "DTF_ROLE", "DTF_SERVER_ID", "DTF_TRAINER_ID", "DTF_TOKEN"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node, Tracer
 from torch.fx.graph import inplace_methods
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 

@@ -21,7 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.explain import explain, hinted, key_for_number, origin, parse, typed_in
 from dtf.job import Job
 from dtf.located import check_place

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.chain import Chain
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.memory import Footprint
 from dtf.partition import Cost
 

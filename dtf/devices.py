@@ -10,7 +10,7 @@ import resource
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 
 MOST_PROCESSES = 1024
 """Ranks, or replicas, of one host: as many as its largest machines have cores."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dtf.collectives import fan, partial, scattered_total, total
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.layout import Split
 from dtf.microbatch import DROPOUTS
 from dtf.slices import bounds

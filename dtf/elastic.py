@@ -10,7 +10,7 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from dtf.errors import Exit
+from dtf.core.errors import Exit
 
 _AGAIN = {Exit.PEER, Exit.BUG}
 """Ends of a rank that a restart may mend, beside death by a signal."""

@@ -7,8 +7,8 @@ import signal
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dtf.errors import ORDERLY, ConfigError, DtfError, Exit
-from dtf.values import Failed
+from dtf.core.errors import ORDERLY, ConfigError, DtfError, Exit
+from dtf.core.types import Failed
 
 _LAST_LINES = 20
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dtf.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
-from dtf.errors import DataError, DivergedError, DtfError
+from dtf.core.errors import DataError, DivergedError, DtfError
+from dtf.core.types import Batch, Evaluate, Event, Log, Measured, Poll, Save, Saved, State, StepOutput, Stop, Train
 from dtf.recipe import Peers, Recipe
 from dtf.strategy import Program
-from dtf.values import Batch, Evaluate, Event, Log, Measured, Poll, Save, Saved, State, StepOutput, Stop, Train
 
 RECENT = 256
 """Measurements that a checkpoint repeats: more than are on their way to the observers at any time."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import suggest
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 
 PORT = 29500
 """Of rank 0 where nobody chose one, as torchrun's."""

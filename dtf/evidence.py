@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import safe_open
 
 from dtf.commit import read_manifest
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.located import located
 
 FP64_BOUND = 1e-10  # max|a - b| / max|a| of loss, gradient norm and every tensor

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtf.core.types import Event
 from dtf.devices import cores
 from dtf.launcher import Place
 from dtf.settings import typed
-from dtf.values import Event
 from dtf.world import World
 
 RESULT = "doctor.json"

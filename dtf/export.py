@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf import __version__
 from dtf.build import cast_model, draw_model
-from dtf.errors import ConfigError, DataError, DtfError
+from dtf.core.errors import ConfigError, DataError, DtfError
+from dtf.core.types import Event
 from dtf.inference import names_of, weights_of
 from dtf.launcher import Place
 from dtf.passes import cast_floating
@@ -27,7 +28,6 @@ from dtf.run import replace_text
 from dtf.settings import Settings
 from dtf.strategy import Task
 from dtf.table import Placement
-from dtf.values import Event
 from dtf.world import World
 
 if TYPE_CHECKING:

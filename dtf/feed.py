@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch
 from dtf.strides import axes, dense, empty, message
-from dtf.values import Batch
 
 HEADER_BYTES = 8192
 """Room for names, shapes and formats of a batch's tensors, as JSON."""

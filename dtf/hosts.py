@@ -26,11 +26,11 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from dtf import network
-from dtf.agreement import differences, digest, from_answer, refusal, to_answer
+from dtf.core.consistency import differences, digest, from_answer, refusal, to_answer
+from dtf.core.errors import LONGEST, ConfigError, DtfError, Exit, PeerError, Preempted
+from dtf.core.text import plain_text
+from dtf.core.types import Failed
 from dtf.ending import Outcome, together
-from dtf.errors import LONGEST, ConfigError, DtfError, Exit, PeerError, Preempted
-from dtf.tracking import plain_text
-from dtf.values import Failed
 
 _BEAT_S = 1.0
 _HELLO_S = 5.0

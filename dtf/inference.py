@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_map
 
 from dtf.answers import Answers, Kind, Row
 from dtf.build import sketch
+from dtf.core.errors import BusyError, DataError, DtfError, Preempted
+from dtf.core.types import Batch, Evaluated, Event, Measured, Names
 from dtf.engine import counted
-from dtf.errors import BusyError, DataError, DtfError, Preempted
 from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.options import Remat
@@ -31,7 +32,6 @@ from dtf.sampler import Epochs, Sequential
 from dtf.settings import Settings
 from dtf.slices import is_slice
 from dtf.strategy import Program, Task
-from dtf.values import Batch, Evaluated, Event, Measured, Names
 from dtf.weights import Weights, fitted, open_weights
 from dtf.world import World
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
 from dtf.located import is_checkpoint, located
 from dtf.run import flat
 from dtf.schema import show

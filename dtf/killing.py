@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtf.errors import DtfError
-from dtf.values import Event, Measured, Note, Started
+from dtf.core.errors import DtfError
+from dtf.core.types import Event, Measured, Note, Started
 
 
 @dataclass

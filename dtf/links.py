@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.memory import byte_count
 from dtf.strides import axes, empty, message
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dtf.errors import DataError, PeerError
+from dtf.core.errors import DataError, PeerError
 
 _NAME = "live.json"
 

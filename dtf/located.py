@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from dtf import commit
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 
 SUFFIXES = (".ckpt", ".pth", ".pt", ".safetensors")
 """Of files of weights: of training scripts, and plain tensors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import option, register
 
 

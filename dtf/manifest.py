@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 
 FORMAT = 1
 BLOCK_BYTES = 1 << 20

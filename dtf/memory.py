@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from dtf.tracking import bytes_text
+from dtf.core.text import bytes_text
 
 
 class Memory(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtf.core.errors import ConfigError
+from dtf.core.seeding import seed_of
 from dtf.ema import decay_at
-from dtf.errors import ConfigError
-from dtf.seeding import seed_of
 
 _KINDS = ("running_mean", "running_var")
 SMOOTH = "_ema"

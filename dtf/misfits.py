@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from dtf.errors import ConfigError, DtfError
+from dtf.core.errors import ConfigError, DtfError
 
 _OTHERS = ("gloo", "NCCL", "memory", "index out of range in self")
 """In errors of other causes: another rank is gone, there is not enough memory, an embedding got an id that it would not have undivided either."""

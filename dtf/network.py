@@ -9,7 +9,7 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import suggest
 
 _SIOCGIFADDR = 0x8915

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from dtf.values import Event
+from dtf.core.types import Event
 
 if TYPE_CHECKING:
     from dtf.launcher import Place

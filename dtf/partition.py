@@ -9,8 +9,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Literal
 
-from dtf.errors import ConfigError
-from dtf.tracking import count_text
+from dtf.core.errors import ConfigError
+from dtf.core.text import count_text
 
 InFlight = Callable[[int], int] | Sequence[int]
 """Stage -> micro-batches whose forward pass is done and whose backward pass is not, at most."""

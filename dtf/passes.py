@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from dtf.build import DTYPES
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch, Evaluated
 from dtf.precision import Cast
 from dtf.strategy import Task
 from dtf.table import Table
-from dtf.values import Batch, Evaluated
 
 HALF = (torch.bfloat16, torch.float16)
 

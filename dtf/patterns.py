@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import suggest
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dtf.core.types import Batch, Evaluated, State, StepOutput, Train
 from dtf.links import Arrival, Form, Link
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
@@ -28,7 +29,6 @@ from dtf.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task, Update
 from dtf.strides import axes, dense
 from dtf.update import made
-from dtf.values import Batch, Evaluated, State, StepOutput, Train
 from dtf.world import World
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dtf.build import DTYPES
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.slices import bounds, deal
 from dtf.strategy import Task, check_tables
 from dtf.table import Placement

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from enum import Enum
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import option, register
 
 

@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from dtf import heartbeat
-from dtf.errors import DtfError, Exit
+from dtf.core.errors import DtfError, Exit
+from dtf.core.types import Event, Failed, Note, event_to_json
 from dtf.launcher import Place
-from dtf.values import Event, Failed, Note, event_to_json
 
 MESSAGE_BYTES = 1 << 17
 """The longest message on any of the sockets; the kernel takes 208 KiB without being asked."""

@@ -8,7 +8,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.layout import Layout
 from dtf.options import FineTuning
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
+    from dtf.core.types import Batch, Names
     from dtf.table import Table
-    from dtf.values import Batch, Names
 
 
 class Split(Enum):
@@ -58,7 +58,7 @@ class Dataset(ABC):
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
         """Inputs (a tensor or dict of tensors with leading axis B) and targets (B, ...) of the rows `ids` (B,) int64.
 
-        On CPU. A pure function: randomness (augmentation) comes from hash(seed, epoch, sample id), see `dtf.seeding.draws`,
+        On CPU. A pure function: randomness (augmentation) comes from hash(seed, epoch, sample id), see `dtf.core.seeding.draws`,
         so that the same row has the same pixels on whichever rank and after whatever restart.
         """
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, dataclass_transform
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 
 T = TypeVar("T", bound=type)
 

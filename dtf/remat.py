@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtf.build import layout_of, sketch
 from dtf.collectives import PARTIAL
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.microbatch import Masks
 from dtf.options import Remat
 from dtf.recipe import Recipe

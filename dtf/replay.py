@@ -12,8 +12,10 @@ import torch
 
 from dtf.build import sketch
 from dtf.checkpoint import Checkpointer, Every, Stored
+from dtf.core.errors import ConfigError, DataError, Exit, Preempted
+from dtf.core.text import count_text
+from dtf.core.types import Box, Event, Failed, Note
 from dtf.ema import averaged
-from dtf.errors import ConfigError, DataError, Exit, Preempted
 from dtf.evidence import FP32_BOUND, FP64_BOUND, checkpoint_tensors, in_order, relative
 from dtf.heartbeat import beat
 from dtf.inference import Pace
@@ -28,8 +30,6 @@ from dtf.rows import Rows
 from dtf.settings import typed
 from dtf.strategies.pserver import Pserver
 from dtf.strategy import Source, Task
-from dtf.tracking import count_text
-from dtf.values import Box, Event, Failed, Note
 from dtf.weights import Weights, fitted, open_weights
 from dtf.worker import stop_signals
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtf.build import cast_model, draw_model
+from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.memory import Memory, byte_count
 from dtf.passes import draws_at_large, evaluated_together, loss_dtype, received, rows_of, to_device
 from dtf.placement import tables_of
@@ -19,7 +20,6 @@ from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task
 from dtf.table import Placement
 from dtf.update import LocalUpdate, made, whole
-from dtf.values import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.world import World
 
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from dtf.budget import spent_s
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
 from dtf.run import flat
 from dtf.trace import Shares
 

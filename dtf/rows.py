@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.types import Shard
 from dtf.loader import Loader
 from dtf.passes import stand_ins
 from dtf.sampler import Epochs, Sequential
 from dtf.settings import Settings
-from dtf.values import Shard
 
 
 class Rows:

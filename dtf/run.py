@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf import __version__
-from dtf.errors import BusyError, ConfigError
+from dtf.core.errors import BusyError, ConfigError
 from dtf.live import withdraw
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.types import Shard
 from dtf.registry import option, register
-from dtf.values import Shard
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +54,7 @@ class Shuffle(Sampler):
     def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
         import numpy as np
 
-        from dtf.seeding import seed_of
+        from dtf.core.seeding import seed_of
 
         return np.random.Generator(np.random.Philox(seed_of(seed, "shuffle", epoch))).permutation(rows)
 
@@ -89,7 +89,7 @@ class Weighted(Sampler):
     def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
         import numpy as np
 
-        from dtf.seeding import seed_of
+        from dtf.core.seeding import seed_of
 
         if self.weights:
             weight = self._read(rows)
@@ -137,7 +137,7 @@ class Repeated(Sampler):
     def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
         import numpy as np
 
-        from dtf.seeding import seed_of
+        from dtf.core.seeding import seed_of
 
         chosen = np.random.Generator(np.random.Philox(seed_of(seed, "repeated", epoch))).permutation(rows)[: -(-rows // self.times)]
         return (chosen[:, None] + rows * np.arange(self.times)).reshape(-1)[:rows]

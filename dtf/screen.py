@@ -15,8 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dtf.tracking import Course, Pace, count_text, memory_text, number_text, plain_text, setting_text, time_text
-from dtf.values import Ended, Event, Failed, Measured, Note, Saved, Started
+from dtf.core.text import Course, Pace, count_text, memory_text, number_text, plain_text, setting_text, time_text
+from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
 
 _REDRAWS_PER_SECOND = 10  # at most, however fast measurements come
 _TICKS_PER_SECOND = 2  # clocks move while nothing is measured

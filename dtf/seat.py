@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.types import Shard
 from dtf.feed import Feed
 from dtf.gradients import GradientSum
-from dtf.values import Shard
 from dtf.world import World
 
 APART = 1e-3

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import dtf
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.lr import Schedule
 from dtf.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
 from dtf.recipe import Recipe

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.manifest import ITEM_BYTES, volume
 
 _MAX_HEADER_BYTES = 100_000_000  # as in the library

@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtf import tuning
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import registered
 from dtf.schema import option_node, to_plain
 from dtf.settings import EXPERIMENT, GROUPS, Root

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dtf.errors import ConfigError, DataError
-from dtf.seeding import seed_of
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.seeding import seed_of
 from dtf.table import NO_NUMBA
 
 if TYPE_CHECKING:

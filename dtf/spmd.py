@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dtf.build import cast_model, draw_model
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch, Box, Evaluated, Shard, State, StepOutput, Train
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import SMOOTH, Masks, RunningStatistics
 from dtf.misfits import misfits_named
@@ -25,7 +26,6 @@ from dtf.slices import is_slice, local, offset
 from dtf.strategy import Program, Source, Task, Update
 from dtf.table import Placement
 from dtf.update import LocalUpdate, made, whole
-from dtf.values import Batch, Box, Evaluated, Shard, State, StepOutput, Train
 from dtf.world import World
 
 if TYPE_CHECKING:

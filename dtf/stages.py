@@ -10,7 +10,7 @@ from torch import nn
 from dtf import costs, partition
 from dtf.build import DTYPES, layout_of
 from dtf.chain import Chain
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.microbatch import Masks
 from dtf.options import Remat
 from dtf.passes import cast_floating, lone_row, moved

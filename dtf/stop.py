@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
-from dtf.errors import Preempted
+from dtf.core.errors import Preempted
 
 _ONE_SIGNAL_S = 0.2
 """Signals closer than this are one: `timeout` and schedulers signal a process and then its whole group."""

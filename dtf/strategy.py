@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.recipe import Recipe
 from dtf.slices import bounds
 from dtf.table import Placement
-from dtf.values import Batch, Evaluated, Shard, State, StepOutput, Train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,7 +184,7 @@ class Errand:
 
     place: Place
     facts: dict[str, Any]
-    """What all processes of a run must have alike, JSON; see `dtf.agreement`."""
+    """What all processes of a run must have alike, JSON; see `dtf.core.consistency`."""
 
     open: Callable[[str, Shard, int], Batches]
     """Rows of the global batches of split `train` or `eval`: one share of them, in micro-batches of so many rows."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from dtf.core.errors import Exit
+from dtf.core.types import Event, Failed, Note
 from dtf.ending import Outcome
-from dtf.errors import Exit
-from dtf.values import Event, Failed, Note
 
 NO_PROGRESS = 3
 """Restarts in a row without a new checkpoint that end a run."""

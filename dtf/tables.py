@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.seeding import mix
+from dtf.core.types import Batch, Box
 from dtf.recipe import Recipe
-from dtf.seeding import mix
 from dtf.slices import bounds
 from dtf.sparse import DECAYED, SparseTable, full, gather, segment_sum, squares, unique
 from dtf.strategy import Source, Weights
-from dtf.values import Batch, Box
 from dtf.world import World
 
 COUNT, DECAY = "count", "decay"

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 from dtf.config import Composed
-from dtf.errors import ConfigError, DtfError, Exit
+from dtf.core.errors import ConfigError, DtfError, Exit
+from dtf.core.types import Event, Failed, Measured, Note
 from dtf.located import check_place
 from dtf.recipe import Recipe, Split
 from dtf.run import Run
-from dtf.values import Event, Failed, Measured, Note
 
 
 def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path | None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from dtf.budget import spent_s
-from dtf.errors import BusyError, Exit, code_name
+from dtf.core.errors import BusyError, Exit, code_name
+from dtf.core.text import number_text
 from dtf.explain import shorten
 from dtf.run import flat, redact
 from dtf.schema import show
-from dtf.tracking import number_text
 
 NOT_STARTED = -1
 _MAY_CHANGE = ("budget", "launcher", "observer", "plugins", "run")

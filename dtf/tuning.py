@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
-from dtf.errors import BusyError, ConfigError
+from dtf.core.errors import BusyError, ConfigError
 from dtf.run import replace_text
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.schema import RESERVED, KeyProblem
 
 if TYPE_CHECKING:

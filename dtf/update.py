@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from dtf.build import formats
+from dtf.core.errors import ConfigError
+from dtf.core.types import Box, State
 from dtf.ema import EMA
-from dtf.errors import ConfigError
 from dtf.memory import byte_count
 from dtf.optimizer import Combine, Optimizer
 from dtf.precision import Precision
 from dtf.slices import local
 from dtf.strategy import Source, Update
-from dtf.values import Box, State
 
 if TYPE_CHECKING:
     from dtf.tables import Tables

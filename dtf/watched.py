@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dtf import devices, network
 from dtf.attempt import Attempt, Limits, Others
+from dtf.core.errors import ConfigError
+from dtf.core.types import Event
 from dtf.devices import MOST_PROCESSES, MOST_THREADS
-from dtf.errors import ConfigError
 from dtf.launcher import LONGEST_S, Launcher, Place, check_environment, log_folder
 from dtf.registry import option
 from dtf.stop import Stop
 from dtf.supervise import NO_PROGRESS
-from dtf.values import Event
 from dtf.warm import files, warm
 
 if TYPE_CHECKING:

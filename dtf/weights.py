@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dtf import commit
 from dtf.build import layout_of
 from dtf.checkpoint import TORCH_DTYPES, Stored
+from dtf.core.errors import ConfigError, DataError
 from dtf.ema import EMA
-from dtf.errors import ConfigError, DataError
 from dtf.layout import Split
 from dtf.located import check_place, is_checkpoint, located
 from dtf.recipe import Recipe

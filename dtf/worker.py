@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from dtf import __version__, budget, export, heartbeat, inference
-from dtf.agreement import agree, common, digest
 from dtf.build import sketch
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
+from dtf.core.consistency import agree, common, digest
+from dtf.core.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
+from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
 from dtf.ema import averaged
 from dtf.engine import RECENT, Loop, fit
-from dtf.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.launcher import Place
 from dtf.memory import Memory, Meter
 from dtf.observer import Probes
@@ -37,7 +38,6 @@ from dtf.rows import Rows
 from dtf.run import flat, redact
 from dtf.settings import Settings, typed
 from dtf.strategy import Errand, Program, Standing, Task
-from dtf.values import Ended, Event, Failed, Measured, Note, Saved, Started
 from dtf.weights import Fit, Weights, fitted, open_weights
 from dtf.world import World
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.launcher import Place
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class World:
     def __init__(self, place: Place) -> None:
         self.place, self.rank, self.size, self.slots = place, place.rank, place.size, place.slots
         self.device = torch.device(place.device)
-        self.facts: dict[str, Any] = {}  # what all processes of the run must have alike, once known: see `dtf.agreement`
+        self.facts: dict[str, Any] = {}  # what all processes of the run must have alike, once known: see `dtf.core.consistency`
         self.folder = Path()  # of the run, once known
 
     @classmethod

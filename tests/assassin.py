@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 from dtf import warm
+from dtf.core.types import Event, Measured
 from dtf.observer import Observer
 from dtf.registry import option, register
-from dtf.values import Event, Measured
 
 
 @register("observer", "assassin")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dtf import commit
 from dtf.checkpoint import Checkpointer, Every
-from dtf.values import Box, State
+from dtf.core.types import Box, State
 
 GOAL = ("accuracy", "max")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dtf import heartbeat
-from dtf.errors import ConfigError, DataError, DivergedError, Exit
+from dtf.core.errors import ConfigError, DataError, DivergedError, Exit
+from dtf.core.types import Ended, Event, Failed, Note, Saved, Started
 from dtf.launcher import Place
-from dtf.values import Ended, Event, Failed, Note, Saved, Started
 
 Send = Callable[[Event], None]
 

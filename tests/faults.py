@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.core.types import Shard
 from dtf.recipe import Dataset
 from dtf.registry import option, register
 from dtf.strategies.ddp import Ddp
@@ -14,7 +15,6 @@ from dtf.strategies.fsdp import Fsdp
 from dtf.strategies.pipeline import Pipeline
 from dtf.strategies.tensor import Tensor
 from dtf.strategy import Program, Task
-from dtf.values import Shard
 from tests.toy import Rows, Toy
 
 if TYPE_CHECKING:

@@ -8,20 +8,20 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtf.errors import DataError, Preempted
+from dtf.core.errors import DataError, Preempted
+from dtf.core.types import Event
 from dtf.job import Job
 from dtf.observer import Observer
 from dtf.recipe import Dataset, Recipe
 from dtf.registry import option, register
 from dtf.strategies.dp import Dp
 from dtf.strategy import Task
-from dtf.values import Event
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from dtf.config import Composed
-    from dtf.values import Batch
+    from dtf.core.types import Batch
 
 
 class Mood(Enum):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dtf.errors import DtfError
+from dtf.core.errors import DtfError
 from dtf.jobs.status import ask
 from dtf.live import find
 

@@ -20,6 +20,7 @@ from dtf import costs
 from dtf.build import sketch
 from dtf.checkpoint import Checkpointer, Every
 from dtf.clock import Plan, PlannedClock
+from dtf.core.types import Box, Measured, Saved, Shard, State
 from dtf.ema import averaged
 from dtf.engine import Loop, fit
 from dtf.evidence import in_order
@@ -34,7 +35,6 @@ from dtf.sampler import Epochs, Sequential, Shuffle, Tail
 from dtf.settings import load_parts
 from dtf.spmd import SHARE
 from dtf.strategy import Task
-from dtf.values import Box, Measured, Saved, Shard, State
 from dtf.weights import fitted, open_weights
 from dtf.world import World
 from tests.direct import Assistants, Deadly, connect

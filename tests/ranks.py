@@ -15,9 +15,9 @@ from typing import Any
 
 from dtf import warm
 from dtf.attempt import Attempt, Limits
+from dtf.core.types import Event
 from dtf.launcher import Place
 from dtf.stop import Stop
-from dtf.values import Event
 
 if "tests.preload" not in warm.PRELOAD:
     warm.PRELOAD.append("tests.preload")

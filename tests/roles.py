@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dtf import heartbeat
-from dtf.errors import Exit, PeerError
+from dtf.core.errors import Exit, PeerError
+from dtf.core.types import Event, Failed
 from dtf.launcher import Place
 from dtf.strategy import Program, Strategy, Task
-from dtf.values import Event, Failed
 from dtf.world import World
 
 Send = Callable[[Event], None]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from dtf.values import Batch
+    from dtf.core.types import Batch
 
 FIELDS, WIDTH = 3, 5
 

@@ -13,7 +13,7 @@ import pytest
 from dtf import budget, clock
 from dtf.__main__ import main
 from dtf.budget import Meter, is_spent, key, limit_s, spent_s
-from dtf.errors import Exit
+from dtf.core.errors import Exit
 from dtf.options import BudgetOptions
 from tests.conftest import Result
 

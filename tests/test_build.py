@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtf.build import layout_of, sketch
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.layout import Layout, Split
 from tests.toy import Toy
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dtf.build import draw_model
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch
 from dtf.metrics import weighted_sums
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
@@ -20,7 +21,6 @@ from dtf.sampler import Epochs, Shuffle
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.dp import Dp
 from dtf.strategy import Task
-from dtf.values import Batch
 from dtf.world import World
 from tests.harness import reference, spread
 from tests.toy import Rows, Toy

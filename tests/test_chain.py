@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.build import draw_model, sketch
 from dtf.chain import Chain
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.microbatch import Masks, RunningStatistics
 from dtf.recipe import Recipe
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, Stem

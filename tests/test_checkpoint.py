@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 
 from dtf import commit
 from dtf.checkpoint import TORCH_DTYPES, Every
-from dtf.errors import BusyError, ConfigError, DataError
+from dtf.core.errors import BusyError, ConfigError, DataError
+from dtf.core.types import Box, State
 from dtf.manifest import BLOCK_BYTES, intersect
 from dtf.shards import header, slots
-from dtf.values import Box, State
 from tests.checkpoints import checkpointer, noise, on_ranks, part, same_bits, small_checkpoint, whole
 
 DTYPES = [getattr(torch, name) for name in TORCH_DTYPES.values()]

@@ -23,10 +23,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dtf import commit
 from dtf.checkpoint import Checkpointer
-from dtf.errors import DataError, DtfError, Exit, SaveError
+from dtf.core.errors import DataError, DtfError, Exit, SaveError
+from dtf.core.types import Box, State
 from dtf.manifest import BLOCK_BYTES, Manifest, StoredBox, StoredTensor
 from dtf.shards import header
-from dtf.values import Box, State
 from tests.checkpoints import Together, checkpointer, damage, noise, on_ranks, small_checkpoint, whole
 
 

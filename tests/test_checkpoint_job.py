@@ -15,10 +15,10 @@ import torch
 from dtf.checkpoint import Every
 from dtf.commit import step_name
 from dtf.config import compose
-from dtf.errors import ConfigError, DataError, Exit
+from dtf.core.errors import ConfigError, DataError, Exit
+from dtf.core.types import Box, State
 from dtf.jobs.checkpoint import Action, Checkpoint, Output
 from dtf.manifest import BLOCK_BYTES
-from dtf.values import Box, State
 from tests.checkpoints import Together, checkpointer, on_ranks, whole
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.manifest import Manifest, Objective, StoredBox, StoredFile, StoredTensor, decode, encode, exact_json, parse_json, partition_fault
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtf.config import Composed, Composer, compose
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
 from dtf.registry import lookup, registered
 from dtf.schema import unset
 from dtf.settings import GROUPS, typed

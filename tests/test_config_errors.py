@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtf.config import Composer, compose
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import registered
 from dtf.schema import fit_option, option_node
 from dtf.settings import GROUPS, load_parts

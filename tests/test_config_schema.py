@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import option
 from dtf.schema import UNSET, KeyProblem, fit, keys, make, node, to_plain, unset
 

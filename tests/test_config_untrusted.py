@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtf.config import Composer
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.untrusted import MAX_BYTES
 
 

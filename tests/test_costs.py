@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dtf.build import sketch
 from dtf.chain import Chain
+from dtf.core.errors import ConfigError
 from dtf.costs import count, measure
-from dtf.errors import ConfigError
 from dtf.partition import Cost
 from tests.test_chain import Resnet
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.recipes.ctr.clicks import BIAS, SHARES, Generated, World, write_criteo
 from dtf.recipes.ctr.data import ClicksOptions, Ids, LogOptions, Mode
 

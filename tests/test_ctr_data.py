@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.types import Shard
 from dtf.loader import Loader
 from dtf.recipe import Dataset
 from dtf.recipes.ctr import lines
@@ -26,7 +27,6 @@ from dtf.recipes.ctr.log import Parsed
 from dtf.recipes.ctr.vocabulary import Vocabulary, count
 from dtf.registry import registered
 from dtf.sampler import Epochs, Shuffle, Tail
-from dtf.values import Shard
 from tests.ctr_log import ROWS, content, numbers, options, written
 
 # ---------------------------------------------------------------- order

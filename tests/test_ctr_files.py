@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.ctr import cache, files
 from dtf.recipes.ctr import log as log_module
 from dtf.recipes.ctr.data import BadRecords, Format, Ids, Integers, LogOptions, Mode

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from dtf.build import draw_model, layout_of
 from dtf.chain import Chain
 from dtf.config import compose
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch
 from dtf.recipes.ctr.data import Ids, LogOptions
 from dtf.recipes.ctr.grouped import Grouped
 from dtf.recipes.ctr.model import DCN, DLRM, DNN, FactorizationMachine, Inputs, LogisticRegression, Tower, WideDeep, XDeepFM
 from dtf.recipes.ctr.recipe import ClickLog, Kind, ModelOptions, Place, Structure
 from dtf.schema import option_node
-from dtf.values import Batch
 from tests.ctr_toy import FIELDS, SIZE, CtrToy, Drawn, DrawnOptions, options
 from tests.harness import difference, reference, spread, variants
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.ctr import avazu
 from dtf.recipes.ctr.data import Format, Ids, Integers, LogOptions
 from tests.conftest import Result

@@ -11,8 +11,8 @@ import pytest
 
 from dtf.__main__ import main
 from dtf.config import Composer
+from dtf.core.errors import ConfigError, Exit
 from dtf.describe import as_text, catalogue
-from dtf.errors import ConfigError, Exit
 from dtf.registry import registered
 from dtf.schema import keys
 from dtf.settings import GROUPS

@@ -13,7 +13,8 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch, Train
 from dtf.launcher import Place
 from dtf.layout import Split
 from dtf.memory import Footprint
@@ -25,7 +26,6 @@ from dtf.recipe import Recipe
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
 from dtf.strategies.tensor import Tensor as TensorStrategy
 from dtf.strategy import Task
-from dtf.values import Batch, Train
 from dtf.world import World
 from tests.ranks import ranks
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dtf.build import draw_model, sketch
+from dtf.core.errors import ConfigError, DataError
 from dtf.ema import Averaged
-from dtf.errors import ConfigError, DataError
 from dtf.optimizers.sgd import Sgd
 from dtf.options import FineTuning
 from dtf.patterns import check_used, covers, factor

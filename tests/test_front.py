@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dtf.__main__ import INTERRUPTED, PIPE_CLOSED, main, will_launch
-from dtf.errors import Exit
+from dtf.core.errors import Exit
 from dtf.registry import registered
 from dtf.settings import GROUPS
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from dtf.agreement import digest, mixture
+from dtf.core.consistency import digest, mixture
+from dtf.core.errors import BusyError, ConfigError, Exit, PeerError, Preempted
+from dtf.core.types import Failed
 from dtf.ending import Outcome
-from dtf.errors import BusyError, ConfigError, Exit, PeerError, Preempted
 from dtf.hosts import Hosts
-from dtf.values import Failed
 
 TASK = {"config": {"seed": 1}, "versions": {"torch": "2.15"}}
 ANSWER = {"folder": "/run", "id": "one"}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dtf.errors import Exit
+from dtf.core.errors import Exit
 from tests.namespaces import ADDRESSES, ROOT, Host, two_hosts
 
 pytestmark = pytest.mark.slow

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import pytest
 
-from dtf import agreement
+from dtf.core import consistency
+from dtf.core.errors import BusyError, ConfigError, DtfError, Exit
 from dtf.environment import VARIABLES
-from dtf.errors import BusyError, ConfigError, DtfError, Exit
 from dtf.launcher import Place
 from dtf.launchers.env import Env
 from dtf.run import Run
@@ -144,7 +144,7 @@ def agree(rank: int, size: int, differ: bool) -> str:
     if differ and rank == size - 1:
         found = {"versions": {"torch": "2.14", "nccl": ""}, "training data": "90 rows"}
     try:
-        agreement.agree(World(Place(rank=rank, size=size)), found)
+        consistency.agree(World(Place(rank=rank, size=size)), found)
         return ""
     except ConfigError as error:
         return str(error)

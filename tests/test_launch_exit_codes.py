@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dtf import errors
-from dtf.errors import DtfError, Exit, code_name
+from dtf.core import errors
+from dtf.core.errors import DtfError, Exit, code_name
 
 
 def test_every_exit_code_is_documented_and_none_else() -> None:

@@ -19,11 +19,11 @@ import pytest
 
 from dtf import attempt, warm, watched
 from dtf.attempt import Attempt, Limits
-from dtf.errors import ConfigError, Exit
+from dtf.core.errors import ConfigError, Exit
+from dtf.core.types import Ended, Failed, Note, Started
 from dtf.forkserver import ForkServer
 from dtf.launcher import Place
 from dtf.stop import Stop
-from dtf.values import Ended, Failed, Note, Started
 from tests.launching import Launched, launch
 
 Start = Callable[..., Launched]

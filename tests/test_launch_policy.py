@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from dtf.core.errors import ConfigError, DtfError, Exit
+from dtf.core.types import Failed, Note
 from dtf.ending import Ending, Outcome, innermost, outcome, preload_error
-from dtf.errors import ConfigError, DtfError, Exit
 from dtf.supervise import supervise
-from dtf.values import Failed, Note
 
 
 def ending(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtf import network
-from dtf.errors import ConfigError, Exit
+from dtf.core.errors import ConfigError, Exit
 
 SMALL = ["recipe.data.train_rows=64", "recipe.data.eval_rows=16", "step.batch_size=16", "train.steps=2", "launcher.devices=cpu", "observer=[jsonl]"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dtf.errors import Exit
+from dtf.core.errors import Exit
 
 SMALL = ["recipe.data.train_rows=96", "recipe.data.eval_rows=16", "step.batch_size=16", "launcher.devices=cpu", "launcher.processes=2"]
 

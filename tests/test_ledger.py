@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dtf.core.types import Train
 from dtf.pserver.feeder import AHEAD
 from dtf.pserver.ledger import EVALUATE, TRAIN, Key, Lease, Ledger
 from dtf.pserver.merging import Async, Geo, HalfAsync, Merging, Sync
-from dtf.values import Train
 
 SILENCE_S = 10.0
 Trainers = st.integers(0, 4)

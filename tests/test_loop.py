@@ -15,12 +15,12 @@ import torch
 
 from dtf import engine
 from dtf.clock import Clock, Plan, PlannedClock
+from dtf.core.errors import DataError, DivergedError, DtfError
+from dtf.core.types import Batch, Evaluate, Evaluated, Log, Poll, Save, Shard, State, StepOutput, Stop, Ticket, Train
 from dtf.engine import Loop, fit
-from dtf.errors import DataError, DivergedError, DtfError
 from dtf.lr import Constant, Plateau
 from dtf.sampler import Epochs, Sequential
 from dtf.strategy import Program, Source
-from dtf.values import Batch, Evaluate, Evaluated, Log, Poll, Save, Shard, State, StepOutput, Stop, Ticket, Train
 from tests.toy import Toy
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.lr import Constant, Cosine, OneCycle, Plateau, Schedule, Step
 from dtf.registry import lookup, registered
 

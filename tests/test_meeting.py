@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from dtf.errors import BusyError, ConfigError, PeerError
+from dtf.core.errors import BusyError, ConfigError, PeerError
 from dtf.launcher import Place
 from dtf.pserver import meeting, session
 from dtf.pserver.rpc import Client

@@ -16,6 +16,8 @@ from rich.console import Console as Terminal
 from torch import Tensor, nn
 
 from dtf.build import draw_model
+from dtf.core.text import bytes_text, memory_text
+from dtf.core.types import Ended, Started, Train
 from dtf.ema import averaged
 from dtf.launcher import Place
 from dtf.layout import Layout, Split
@@ -31,8 +33,6 @@ from dtf.sampler import Epochs, Sequential
 from dtf.screen import Screen
 from dtf.settings import load_parts
 from dtf.strategy import Task
-from dtf.tracking import bytes_text, memory_text
-from dtf.values import Ended, Started, Train
 from dtf.world import World
 from tests.conftest import Result
 from tests.harness import _enums

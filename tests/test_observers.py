@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtf import registry
+from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started, event_from_json, event_to_json
 from dtf.observer import Observer, Observers
 from dtf.observers.jsonl import Jsonl, forget_after, line_of
 from dtf.registry import lookup
-from dtf.values import Ended, Event, Failed, Measured, Note, Saved, Started, event_from_json, event_to_json
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {"recipe": {"name": "shapes"}, "strategy": {"name": "ddp", "bucket_mb": 25.0}, "precision": {"name": "bf16"}, "seed": 0, "plugins": []}
@@ -226,7 +226,7 @@ from dtf.observer import Observers
 from dtf.observers.console import Console
 from dtf.observers.jsonl import Jsonl
 from dtf.observers.tensorboard import Tensorboard
-from dtf.values import Ended, Measured, Started
+from dtf.core.types import Ended, Measured, Started
 observers = Observers({{"console": Console(), "jsonl": Jsonl(), "tensorboard": Tensorboard()}})
 observers.open(pathlib.Path({folder!r}), {{}})
 early = {{"rich", "tensorboard", "numpy"}} & set(sys.modules)

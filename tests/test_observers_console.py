@@ -17,10 +17,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console as Terminal
 
+from dtf.core.text import Course, Pace, number_text, plain_text, time_text
+from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
 from dtf.observers.console import Console, Lines
 from dtf.screen import Bar, Screen
-from dtf.tracking import Course, Pace, number_text, plain_text, time_text
-from dtf.values import Ended, Event, Failed, Measured, Note, Saved, Started
 from tests.test_observers import CONFIG, evaluation, started, train, watch, whole_run
 
 

@@ -9,8 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import SESSION_END_INFO_TAG, SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
+from dtf.core.types import Ended, Event
 from dtf.observers.tensorboard import Tensorboard, flatten
-from dtf.values import Ended, Event
 from tests.test_observers import CONFIG, evaluation, started, train, watch
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dtf.optimizers
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.optimizer import Optimizer
 from dtf.optimizers.lars import Lars
 from dtf.registry import registered

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from dtf import registry
-from dtf.errors import ConfigError, Exit
+from dtf.core.errors import ConfigError, Exit
 from dtf.lr import Schedule
 from dtf.observer import Observer
 from dtf.registry import lookup, register, registered

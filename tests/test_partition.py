@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.partition import Cost, human, imbalance, memory, partition, table
 
 SMALL = st.integers(0, 9)

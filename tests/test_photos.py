@@ -14,7 +14,8 @@ import torch
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.seeding import draws
 from dtf.recipes.resnet import augment, jpeg
 from dtf.recipes.resnet.crops import CROP_DRAWS, Part, random_part, shorter_side
 from dtf.recipes.resnet.odd import decode_any
@@ -22,7 +23,6 @@ from dtf.recipes.resnet.photo_recipe import BadRecords, PhotoOptions, Policy, Re
 from dtf.recipes.resnet.photos import Photos, resized
 from dtf.recipes.resnet.recipe import ModelOptions
 from dtf.recipes.resnet.store import read_index
-from dtf.seeding import draws
 from tests.pictures import encode, packed, picture, tree
 
 EVERYTHING: dict[str, Any] = {"jitter": [0.4, 0.4, 0.4, 0.1], "policy": Policy.trivial, "mixup": 0.2, "cutmix": 1.0, "grow_from": 16, "grow_epochs": 2}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.resnet.photo_recipe import BadRecords
 from tests.pictures import encode, picture, tree
 from tests.test_photos import recipe

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from docs import pictures
+from dtf.core.types import Ended, Event, Saved, Started
 from dtf.observers.jsonl import Jsonl
-from dtf.values import Ended, Event, Saved, Started
 from tests.test_observers import evaluation, train, watch
 
 CONFIG = "recipe: {name: shapes}\nstrategy: {name: ddp}\nprecision: {name: bf16}\nlr: {peak: 0.1}\n"

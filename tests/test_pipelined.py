@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from dtf import costs
 from dtf.build import sketch
 from dtf.chain import Chain
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch, Train
 from dtf.launcher import Place
 from dtf.layout import Layout
 from dtf.optimizers.adamw import AdamW
@@ -29,7 +30,6 @@ from dtf.schedules import Schedule
 from dtf.stages import Wish, agree
 from dtf.strategies.pipeline import Pipeline
 from dtf.strategy import Task
-from dtf.values import Batch, Train
 from dtf.world import World
 from tests.harness import difference, reference, spread
 from tests.ranks import ranks

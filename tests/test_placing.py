@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.pserver.placing import placed
 from tests.biggest_first import biggest_first
 from tests.conftest import Result

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtf.config import compose
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.precision import Cast, Format, Precision
 
 FILES = sorted((Path(__file__).parent.parent / "conf" / "precision").glob("*.yaml"))

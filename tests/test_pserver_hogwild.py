@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch
 from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
@@ -25,7 +26,6 @@ from dtf.pserver.wire import encode
 from dtf.recipe import Recipe
 from dtf.strategies.pserver import Dense, Device, Mode, Pserver
 from dtf.strategy import Errand, Task
-from dtf.values import Batch
 from tests import harness
 from tests.harness import PRECISIONS, spread
 from tests.ranks import ranks

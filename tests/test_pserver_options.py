@@ -15,7 +15,7 @@ from torch import nn
 from dtf.by_hand import check_certificates
 from dtf.clock import Plan
 from dtf.config import compose
-from dtf.errors import ConfigError, Exit
+from dtf.core.errors import ConfigError, Exit
 from dtf.launcher import Place
 from dtf.overview import overview
 from dtf.settings import Settings

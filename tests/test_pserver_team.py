@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from dtf.core.types import Shard
 from dtf.pserver.team import meet
 from dtf.strategies.pserver import Pserver
-from dtf.values import Shard
 from tests.hand import TOKEN
 from tests.harness import difference, reference, spread
 from tests.test_pserver_kill import BASE, THRICE, TWO, bits, left, visits

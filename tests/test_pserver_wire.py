@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.options import StepOptions
 from dtf.pserver.blocks import lay_out, travelling, views
 from dtf.pserver.narrow import FORMATS, narrow, rounded, widen

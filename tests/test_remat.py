@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtf.build import draw_model
-from dtf.errors import ConfigError, Exit
+from dtf.core.errors import ConfigError, Exit
 from dtf.layout import Layout
 from dtf.memory import Footprint
 from dtf.microbatch import Masks, RunningStatistics

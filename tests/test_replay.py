@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dtf import replay
-from dtf.errors import DataError, Exit
+from dtf.core.errors import DataError, Exit
 from dtf.jobs.verify import _replayed
 from dtf.launcher import Place
 from dtf.pserver.recorder import Pull, Recorder, path_of, read

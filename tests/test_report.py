@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from dtf import results
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 VOID = {"meta", "link", "br", "img", "hr"}

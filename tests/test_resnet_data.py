@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
 from dtf.recipes.resnet import cache, decode, tree
 from dtf.recipes.resnet.recipe import FolderOptions, ModelOptions, ResnetFolder
 

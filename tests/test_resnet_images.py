@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from dtf.core.seeding import draws
 from dtf.recipes.resnet import shapes
 from dtf.recipes.resnet.images import Images, augment, thin
-from dtf.seeding import draws
 
 
 def small(**options: object) -> Images:

@@ -8,7 +8,7 @@ import torchvision
 from torch import nn
 
 from dtf.build import draw_model
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.recipes.resnet.recipe import BASIC, SMALL, Arch, ModelOptions, ResnetShapes, Stem
 
 LARGE = [arch for arch in Arch if arch not in SMALL]

@@ -13,9 +13,9 @@ import torch
 
 from dtf.build import draw_model
 from dtf.config import compose
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.types import Batch
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetFolder, ResnetShapes, ShapesOptions
-from dtf.values import Batch
 
 
 def measured(recipe: ResnetShapes | ResnetFolder, outputs: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor | None = None) -> dict[str, float]:

@@ -11,9 +11,9 @@ import sys
 import pytest
 
 from dtf import usage
+from dtf.core.types import Ended
 from dtf.observers.resources import Resources
 from dtf.usage import Load, Process, cpu_load, process_tree
-from dtf.values import Ended
 from tests.test_observers import started
 
 _CHILD = "import sys; block = bytearray(50_000_000); print(flush=True); sys.stdin.readline(); sum(range(10_000_000)); print(flush=True); sys.stdin.readline()"

@@ -14,14 +14,14 @@ from typing import Any, cast
 import pytest
 
 from dtf import attempt, devices, warm
+from dtf.core.errors import ConfigError, Exit
+from dtf.core.types import Failed, Note
 from dtf.devices import Devices
-from dtf.errors import ConfigError, Exit
 from dtf.launcher import Place
 from dtf.run import Run
 from dtf.schema import fit_option, make_option
 from dtf.settings import Settings, load_parts
 from dtf.strategies.ddp import Ddp
-from dtf.values import Failed, Note
 from tests.launching import Launched, launch
 from tests.roles import Served
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dtf.row_optimizers
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import registered
 from dtf.row_optimizer import RowOptimizer, Scheduled
 from dtf.row_optimizers.adagrad import RowAdagrad

@@ -18,7 +18,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from dtf.errors import AuthError, BusyError, ConfigError
+from dtf.core.errors import AuthError, BusyError, ConfigError
 from dtf.pserver.rpc import Client, Service, Tls
 from dtf.pserver.transport import Failed, Lost, Refused, Stale
 from dtf.pserver.wire import Array, Schema, decode

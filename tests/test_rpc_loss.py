@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from dtf.errors import AuthError, PeerError
+from dtf.core.errors import AuthError, PeerError
 from dtf.launcher import Place
 from dtf.pserver import session
 from dtf.pserver.rpc import Service

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtf.seeding import draws, seed_of
+from dtf.core.seeding import draws, seed_of
 
 IDS = np.arange(4000)
 

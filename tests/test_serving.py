@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from dtf.errors import SaveError
+from dtf.core.errors import SaveError
+from dtf.core.types import Train
 from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
@@ -35,7 +36,6 @@ from dtf.row_optimizers.adagrad import RowAdagrad
 from dtf.strategies.pserver import Mode, Pserver
 from dtf.strategy import Task
 from dtf.tables import dealt
-from dtf.values import Train
 from dtf.world import World
 from tests.harness import PRECISIONS
 from tests.tabled import Tabled

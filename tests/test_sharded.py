@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.launcher import Place
 from dtf.optimizers.adamw import AdamW
 from dtf.options import StepOptions

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.seeding import mix, seed_of
 from dtf.row_optimizer import RowOptimizer
 from dtf.row_optimizers.adagrad import RowAdagrad
 from dtf.row_optimizers.sgd import RowSgd
-from dtf.seeding import mix, seed_of
 from dtf.sparse import SparseTable, gather, segment_sum, unique
 from dtf.table import Table
 
@@ -246,7 +246,7 @@ def test_a_cleared_table_is_a_new_one() -> None:
 def test_numba_is_asked_for_by_name() -> None:
     code = (
         "import sys; sys.modules['numba'] = None\n"
-        "from dtf.errors import ConfigError\nfrom dtf.sparse import unique\nimport numpy\n"
+        "from dtf.core.errors import ConfigError\nfrom dtf.sparse import unique\nimport numpy\n"
         "try: unique(numpy.arange(3))\nexcept ConfigError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from dtf import by_hand
-from dtf.agreement import common
-from dtf.errors import AuthError, ConfigError, Exit, PeerError
+from dtf.core.consistency import common
+from dtf.core.errors import AuthError, ConfigError, Exit, PeerError
 from dtf.jobs.status import ask
 from dtf.live import Live, find
 from dtf.pserver.choices import Role, TlsMode, TlsOptions

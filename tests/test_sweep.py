@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtf.__main__ import main
-from dtf.errors import Exit
+from dtf.core.errors import Exit
 from dtf.sweep import _Told
 from dtf.trials import NOT_STARTED, Trial, folder_name, table
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dtf.__main__ import main
-from dtf.errors import Exit
+from dtf.core.errors import Exit
 from dtf.run import take_lock
 from tests.holding import HELD
 

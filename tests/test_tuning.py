@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtf.errors import BusyError, ConfigError
+from dtf.core.errors import BusyError, ConfigError
 from dtf.explain import parse
 from dtf.tuning import OptunaOptions, Tuner
 

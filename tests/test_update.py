@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from dtf.core.types import Box, State
 from dtf.optimizers.adam import Adam
 from dtf.update import LocalUpdate, whole
-from dtf.values import Box, State
 from tests.harness import difference, reference, spread, variants
 from tests.ranks import ranks
 

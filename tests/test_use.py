@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dtf.errors import ConfigError, Exit
+from dtf.core.errors import ConfigError, Exit
 from dtf.settings import load_parts
 from tests.conftest import Result
 
@@ -45,7 +45,7 @@ def images(tmp_path: Path) -> Path:
 
 
 def test_the_best_of_a_run_and_a_split_it_does_not_have(trained: Path, tmp_path: Path, run_dtf: Run) -> None:
-    from dtf.errors import DataError
+    from dtf.core.errors import DataError
     from dtf.located import located
 
     evaluations = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]

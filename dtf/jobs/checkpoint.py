@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf import commit
 from dtf.checkpoint import STATE, read_scalars
-from dtf.errors import ConfigError, DataError, Exit
+from dtf.core.errors import ConfigError, DataError, Exit
 from dtf.job import Job
 from dtf.located import located
 from dtf.manifest import ITEM_BYTES, Manifest, volume

@@ -6,7 +6,7 @@ import shutil
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from dtf.errors import Exit
+from dtf.core.errors import Exit
 from dtf.job import Job
 from dtf.registry import option, register
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf import network
-from dtf.errors import ConfigError, DtfError, Exit, error_line
+from dtf.core.errors import ConfigError, DtfError, Exit, error_line
 from dtf.job import Job
 from dtf.registry import option, register
 from dtf.run import Run, unique_id

@@ -6,11 +6,11 @@ import json
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import Exit
+from dtf.core.errors import Exit
+from dtf.core.text import number_text, plain_text
 from dtf.job import Job
 from dtf.recipe import Split
 from dtf.registry import option, register
-from dtf.tracking import number_text, plain_text
 
 if TYPE_CHECKING:
     from dtf.config import Composed

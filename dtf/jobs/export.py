@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError, DataError, Exit
+from dtf.core.errors import ConfigError, DataError, Exit
 from dtf.job import Job
 from dtf.registry import option, register
 

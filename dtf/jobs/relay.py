@@ -17,19 +17,19 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
+from dtf.core.text import count_text
 from dtf.entries import Entry, read_entry
-from dtf.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.job import Job
 from dtf.killing import Killed, Witness, kill_launcher
 from dtf.registry import option, register, suggest
 from dtf.run import unique_id
 from dtf.stop import preempting
-from dtf.tracking import count_text
 
 if TYPE_CHECKING:
     from dtf.config import Composed
+    from dtf.core.types import Event
     from dtf.evidence import Evidence, Verdict
-    from dtf.values import Event
 
 
 class Format(Enum):

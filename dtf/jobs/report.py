@@ -8,11 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError, Exit
+from dtf.core.errors import ConfigError, Exit
+from dtf.core.text import count_text
 from dtf.job import Job
 from dtf.registry import option, register
 from dtf.run import unique_id
-from dtf.tracking import count_text
 
 if TYPE_CHECKING:
     from dtf.config import Composed

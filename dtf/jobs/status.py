@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf import by_hand, network
-from dtf.errors import ConfigError, Exit
+from dtf.core.errors import ConfigError, Exit
 from dtf.job import Job
 from dtf.live import Live, find
 from dtf.registry import option, register

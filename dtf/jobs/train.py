@@ -8,12 +8,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from dtf.budget import Meter, key, limit_s, spent_s
-from dtf.errors import BudgetError, DtfError, Exit
+from dtf.core.errors import BudgetError, DtfError, Exit
+from dtf.core.types import Ended, Event, Failed, Measured, Note, Started
 from dtf.job import Job
 from dtf.observer import Observers
 from dtf.registry import register
 from dtf.run import Run
-from dtf.values import Ended, Event, Failed, Measured, Note, Started
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,14 +16,14 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
+from dtf.core.text import count_text, number_text
 from dtf.devices import cores
 from dtf.entries import read_entry
-from dtf.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.inherited import saved_config
 from dtf.job import Job
 from dtf.registry import option, register
 from dtf.run import Run, unique_id
-from dtf.tracking import count_text, number_text
 
 if TYPE_CHECKING:
     from dtf.config import Composed

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf import devices, network
-from dtf.agreement import differences, from_answer, refusal, shared, to_answer
+from dtf.core.consistency import differences, from_answer, refusal, shared, to_answer
+from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
+from dtf.core.types import Event, Failed
 from dtf.devices import MOST_THREADS
 from dtf.environment import standing
-from dtf.errors import ConfigError, DtfError, Exit, PeerError
 from dtf.launcher import LONGEST_S, WORK, Launcher, Place, check_environment, check_one_role, report
 from dtf.registry import option, register
-from dtf.values import Event, Failed
 
 _MARGIN_S = 10.0
 """For which rank 0, which knows who is missing, may be later than the others in giving up."""

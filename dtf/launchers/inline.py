@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from dtf import devices
+from dtf.core.errors import ConfigError
+from dtf.core.types import Event, Failed
 from dtf.devices import MOST_PROCESSES, MOST_THREADS
-from dtf.errors import ConfigError
 from dtf.launcher import WORK, Launcher, Place, check_one_role, report
 from dtf.registry import option, register
-from dtf.values import Event, Failed
 
 if TYPE_CHECKING:
     from dtf.run import Run

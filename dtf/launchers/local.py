@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from dtf import network
 from dtf.attempt import Attempt
+from dtf.core.types import Event
 from dtf.launcher import WORK, report
 from dtf.registry import register
 from dtf.stop import Stop
 from dtf.supervise import supervise
-from dtf.values import Event
 from dtf.watched import Watched
 
 if TYPE_CHECKING:

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf import network
-from dtf.agreement import shared
 from dtf.attempt import Attempt
+from dtf.core.consistency import shared
+from dtf.core.errors import ConfigError, DtfError, Preempted
+from dtf.core.types import Event, Failed
 from dtf.ending import Outcome
-from dtf.errors import ConfigError, DtfError, Preempted
 from dtf.hosts import Hosts
 from dtf.launcher import LONGEST_S, WORK, report
 from dtf.registry import option, register
 from dtf.stop import Stop
 from dtf.supervise import supervise
-from dtf.values import Event, Failed
 from dtf.watched import Watched
 
 if TYPE_CHECKING:

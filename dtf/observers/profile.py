@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.types import Event
 from dtf.observer import Observer, Probe
 from dtf.registry import option, register
-from dtf.values import Event
 
 if TYPE_CHECKING:
     from dtf.launcher import Place

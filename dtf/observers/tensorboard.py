@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.core.types import Ended, Event, Measured, Started
 from dtf.observer import Observer
 from dtf.registry import option, register
-from dtf.values import Ended, Event, Measured, Started
 
 if TYPE_CHECKING:
     from dtf.eventfile import EventFile

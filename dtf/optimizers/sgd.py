@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.optimizer import Group, Optimizer, sgd_step
 from dtf.registry import option, register
 

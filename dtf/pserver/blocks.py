@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.build import formats
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.optimizer import Optimizer
 from dtf.precision import Precision
 from dtf.pserver.placing import placed

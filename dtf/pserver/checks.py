@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from dtf import by_hand
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.precision import Format
 from dtf.pserver.choices import Device, Mode, TlsMode, Wire
 from dtf.pserver.placing import check_placement

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dtf import by_hand
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import option
 
 

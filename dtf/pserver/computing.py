@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dtf.build import cast_model, draw_model
+from dtf.core.types import WHOLE, Batch, Evaluated, Shard
 from dtf.passes import draws_at_large, loss_dtype, received, rows_of, stand_ins
 from dtf.pserver.blocks import Layout, views
 from dtf.pserver.feeder import Prepared
@@ -21,7 +22,6 @@ from dtf.pserver.protocol import NONE
 from dtf.sampler import cut, share, within
 from dtf.spmd import Replica
 from dtf.strategy import Task
-from dtf.values import WHOLE, Batch, Evaluated, Shard
 
 warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
 

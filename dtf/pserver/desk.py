@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtf.agreement import mixture
+from dtf.core.consistency import mixture
 from dtf.pserver import protocol
 from dtf.pserver.narrow import narrow, widen
 from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, LEASE, NO, OVER, READY, REPORT
@@ -28,7 +28,7 @@ SILENT = -1.0
 
 
 class Desk:
-    """`handlers` by name of the method. `facts`: what a trainer must have alike, see `dtf.agreement`; `lease_s`: silence after which one is given up."""
+    """`handlers` by name of the method. `facts`: what a trainer must have alike, see `dtf.core.consistency`; `lease_s`: silence after which one is given up."""
 
     def __init__(self, serving: Serving, task: Task, facts: dict[str, Any], rank: int, lease_s: float) -> None:
         self._serving, self._facts, self._lease_s = serving, facts, lease_s

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dtf.core.types import Batch, Train
 from dtf.pserver import protocol
 from dtf.pserver.ledger import TRAIN, Key, Lease
 from dtf.pserver.protocol import LEASE
 from dtf.pserver.rows import Wanted
 from dtf.pserver.transport import Lost, Transport
 from dtf.pserver.wire import Message, decode, encode
-from dtf.values import Batch, Train
 
 AHEAD = 3
 """Leases that are held at once: the one that is computed, the next, and one that is read meanwhile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from dtf.values import Train
+from dtf.core.types import Train
 
 TRAIN, EVALUATE = 0, 1
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dtf.errors import DtfError
+from dtf.core.errors import DtfError
+from dtf.core.types import Box
 from dtf.pserver.desk import LONGEST_WAIT_S
 from dtf.pserver.protocol import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.rows import Given, Shelves
@@ -20,7 +21,6 @@ from dtf.pserver.transport import Refused
 from dtf.pserver.wire import Message, decode, encode
 from dtf.recipe import Recipe
 from dtf.strategy import Source
-from dtf.values import Box
 
 Write = Callable[[Path, list[Box]], dict[str, Any]]
 

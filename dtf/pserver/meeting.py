@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dtf.agreement import mixture
-from dtf.errors import ConfigError, PeerError
+from dtf.core.consistency import mixture
+from dtf.core.errors import ConfigError, PeerError
 from dtf.pserver.protocol import MEET, facts_of, meet_schemas
 from dtf.pserver.transport import Lost, Refused, Transport
 from dtf.pserver.wire import decode, encode

@@ -6,7 +6,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Mapping
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import bring, suggest
 
 Placing = Callable[[Mapping[str, list[int]], int], Mapping[str, list[int]]]

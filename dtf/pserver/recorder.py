@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtf.errors import DataError, SaveError
+from dtf.core.errors import DataError, SaveError
+from dtf.core.types import Train
 from dtf.pserver.push import Push
-from dtf.values import Train
 
 
 class Pull(NamedTuple):

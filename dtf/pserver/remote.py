@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.errors import PeerError
+from dtf.core.errors import PeerError
+from dtf.core.types import Batch, Box, State
 from dtf.pserver.feeder import DEADLINE_S
 from dtf.pserver.protocol import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.rows import Wanted
@@ -26,7 +27,6 @@ from dtf.pserver.wire import Message, decode, encode
 from dtf.spmd import Spmd
 from dtf.strategy import Source, Task
 from dtf.tables import Tables
-from dtf.values import Batch, Box, State
 from dtf.world import World
 
 

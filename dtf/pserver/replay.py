@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dtf.build import sketch
-from dtf.errors import DataError
+from dtf.core.errors import DataError
+from dtf.core.types import Box, Train
 from dtf.launcher import Place
 from dtf.pserver.blocks import lay_out, travelling
 from dtf.pserver.computing import Blocks, Computed, Computing, Pulled
@@ -26,7 +27,6 @@ from dtf.pserver.push import Push
 from dtf.pserver.reading import Open, Reading
 from dtf.pserver.recorder import Pull
 from dtf.strategy import Source, Task
-from dtf.values import Box, Train
 from dtf.world import World
 
 if TYPE_CHECKING:

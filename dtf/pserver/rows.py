@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dtf.build import DTYPES
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch, Box
 from dtf.sparse import SparseTable, gather, segment_sum, squares, unique
 from dtf.strategy import Task
 from dtf.tables import Dealt, Tables, boxes_of, dealt, full
-from dtf.values import Batch, Box
 from dtf.world import World
 
 

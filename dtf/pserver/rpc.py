@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from dtf.errors import AuthError, BusyError, ConfigError
+from dtf.core.errors import AuthError, BusyError, ConfigError
 from dtf.network import endpoint as parsed
 from dtf.network import endpoint_text, listen
 from dtf.pserver.regions import Regions

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtf import heartbeat
-from dtf.errors import ConfigError, DtfError
+from dtf.core.errors import ConfigError, DtfError
+from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.memory import Memory
 from dtf.pserver.holdings import Holdings
 from dtf.pserver.ledger import EVALUATE, TRAIN, Lease, Ledger
@@ -24,7 +25,6 @@ from dtf.pserver.tally import Tally
 from dtf.pserver.transport import MOST_BYTES
 from dtf.sampler import cut, share
 from dtf.strategy import Program, Source, Task
-from dtf.values import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.world import World
 
 if TYPE_CHECKING:

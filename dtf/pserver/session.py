@@ -18,7 +18,8 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from dtf import network
-from dtf.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
+from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
+from dtf.core.types import Shard
 from dtf.launcher import Place
 from dtf.live import Live, announce
 from dtf.pserver import protocol
@@ -37,7 +38,6 @@ from dtf.pserver.team import Team
 from dtf.pserver.transport import Lost, Retrying
 from dtf.pserver.wire import encode
 from dtf.strategy import Errand, Program, Source, Standing, Task
-from dtf.values import Shard
 from dtf.world import World
 
 if TYPE_CHECKING:

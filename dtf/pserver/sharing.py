@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dtf.build import DTYPES
+from dtf.core.types import Batch, Evaluated, Train
 from dtf.pserver.blocks import Layout
 from dtf.pserver.computing import Computing, Pulled
 from dtf.pserver.feeder import WAIT_S, Prepared
@@ -26,7 +27,6 @@ from dtf.pserver.reading import Reading
 from dtf.pserver.rows import Wanted
 from dtf.pserver.team import Team, Topic
 from dtf.strategy import Errand, Task
-from dtf.values import Batch, Evaluated, Train
 
 Rows = Mapping[str, np.ndarray]
 """Rows (U, width) of the distinct ids that a process has, or their gradients, by table."""

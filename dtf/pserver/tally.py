@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtf.core.types import StepOutput
 from dtf.pserver.push import Push
-from dtf.values import StepOutput
 
 
 class Tally:
-    """Sums since they were last told. `measures`: M, see `values.StepOutput`."""
+    """Sums since they were last told. `measures`: M, see `types.StepOutput`."""
 
     def __init__(self, measures: int) -> None:
         self._measures = measures

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtf.errors import PeerError
+from dtf.core.errors import PeerError
+from dtf.core.types import Shard
 from dtf.gradients import buckets
-from dtf.values import Shard
 
 BUILD_S = 30.0
 """For processes that have met to connect; one that dies in between is missed so long."""

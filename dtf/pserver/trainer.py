@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from dtf.build import sketch
-from dtf.errors import BusyError, ConfigError
+from dtf.core.errors import BusyError, ConfigError
+from dtf.core.types import Shard, Train
 from dtf.passes import to_device
 from dtf.pserver import protocol
 from dtf.pserver.blocks import lay_out, travelling
@@ -28,7 +29,6 @@ from dtf.pserver.team import Team
 from dtf.pserver.transport import Transport
 from dtf.pserver.wire import Message, decode, encode
 from dtf.strategy import Errand, Task
-from dtf.values import Shard, Train
 
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver

@@ -9,7 +9,7 @@ from functools import partial
 from time import monotonic
 from typing import Protocol
 
-from dtf.errors import DtfError, PeerError
+from dtf.core.errors import DtfError, PeerError
 
 MOST_BYTES = 1 << 30
 """Of a message, either way."""

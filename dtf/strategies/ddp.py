@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import option, register
 from dtf.strategy import Program, Strategy, Task, check_tables
 from dtf.table import Placement

@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dtf.core.errors import ConfigError
 from dtf.devices import MOST_PROCESSES, MOST_THREADS
-from dtf.errors import ConfigError
 from dtf.registry import option, register
 from dtf.strategy import Program, Strategy, Task
 

@@ -6,7 +6,7 @@ import functools
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.precision import Cast
 from dtf.registry import option, register
 from dtf.strategy import Program, Strategy, Task, check_divides, check_tables

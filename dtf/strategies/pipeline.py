@@ -6,7 +6,7 @@ import math
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import option, register
 from dtf.schedules import Schedule, bubble, in_flight
 from dtf.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from dtf import by_hand
+from dtf.core.errors import ConfigError
 from dtf.devices import MOST_PROCESSES, MOST_THREADS
-from dtf.errors import ConfigError
 from dtf.launcher import LONGEST_S
 from dtf.pserver.checks import check
 from dtf.pserver.choices import Dense, Device, Mode, Role, TlsOptions, Wire

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.registry import option, register
 from dtf.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
 from dtf.table import Placement

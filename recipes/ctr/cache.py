@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.ctr.files import status
 
 FORMAT = 1  # of all that is kept; part of every key

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipe import Dataset
 from dtf.recipes.ctr.encode import Encoder
 from dtf.recipes.ctr.lines import REASONS

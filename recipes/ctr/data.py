@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
 from dtf.recipes.ctr.columns import AVAZU, CRITEO
 from dtf.recipes.ctr.places import found_at
 from dtf.registry import option

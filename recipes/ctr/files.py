@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.ctr import avazu, criteo, libsvm, lines
 from dtf.recipes.ctr.cache import kept, stamp
 from dtf.recipes.ctr.files import CHUNK, Plain, Source, opened, zipped

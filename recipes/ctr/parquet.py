@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numba import njit
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.ctr.cache import kept, stamp
 from dtf.recipes.ctr.files import Plain
 from dtf.recipes.ctr.hashing import MISSING, key_of, values_of

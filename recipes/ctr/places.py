@@ -6,7 +6,7 @@ import glob
 import os
 from pathlib import Path
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 
 
 def found_at(place: Path, given: str, root: str = "") -> list[Path]:

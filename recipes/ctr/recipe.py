@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.layout import Layout
 from dtf.options import FineTuning
 from dtf.recipe import Dataset, Recipe, Split
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
+    from dtf.core.types import Batch, Names
     from dtf.ranking import Ranking
-    from dtf.values import Batch, Names
 
 
 class Kind(Enum):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.resnet.tree import SPLITS, read_tree, stamp
 
 FORMAT = 1  # of the files below; part of the key

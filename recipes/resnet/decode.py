@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.resnet.tree import Tree, read_files
 
 CHUNK = 64  # images that a thread takes at a time: handing over a small one costs more than decoding it

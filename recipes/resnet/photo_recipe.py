@@ -8,7 +8,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import ConfigError
+from dtf.core.errors import ConfigError
 from dtf.recipes.resnet.recipe import Arch, Classification, ModelOptions, SourceOptions, Stem
 from dtf.registry import option, register
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from dtf.core.types import Batch
     from dtf.recipes.resnet.photos import Photos
-    from dtf.values import Batch
 
 
 class Policy(Enum):

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
+from dtf.core.seeding import draws
 from dtf.recipe import Dataset
 from dtf.recipes.resnet import augment, jpeg
 from dtf.recipes.resnet.crops import CROP_DRAWS, Part, random_part, shorter_side
 from dtf.recipes.resnet.odd import MOST_PIXELS, decode_any
 from dtf.recipes.resnet.store import Store
-from dtf.seeding import draws
 
 _MARGIN = 2
 """How much larger than wanted a part stays that is decoded at a fraction: then the resampling that follows decides what is seen."""

@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import ConfigError, DataError
+from dtf.core.errors import ConfigError, DataError
 from dtf.layout import Layout, Split
 from dtf.options import FineTuning
 from dtf.recipe import Dataset, Recipe
@@ -20,11 +20,11 @@ from dtf.registry import option, register
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from dtf.core.types import Batch
     from dtf.recipe import Dataset
     from dtf.recipes.resnet.cache import Decoded
     from dtf.recipes.resnet.images import Images
     from dtf.recipes.resnet.tree import Tree
-    from dtf.values import Batch
 
 
 class Arch(Enum):

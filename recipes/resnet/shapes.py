@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtf.core.seeding import draws, seed_of
 from dtf.recipes.resnet.images import Images
-from dtf.seeding import draws, seed_of
 
 if TYPE_CHECKING:
     from torch import Tensor

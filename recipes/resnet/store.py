@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.resnet.cache import written
 from dtf.recipes.resnet.tree import READ_ERRORS, SPLITS, Tree, is_archive, members, read_tree, stamp, tree_of
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 
 SPLITS = ("train", "val")
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png"})

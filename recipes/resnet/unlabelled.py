@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipe import Dataset
 from dtf.recipes.resnet.decode import decode_image
 from dtf.recipes.resnet.images import Images

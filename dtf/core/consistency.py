@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from dtf.errors import ConfigError, DtfError, PeerError
+from dtf.core.errors import ConfigError, DtfError, PeerError
 
 _LOCAL = ("launcher", "root")
 """Keys that may differ between hosts: how ranks are started there, and where the data lies."""
