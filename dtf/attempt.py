@@ -17,10 +17,10 @@ from dtf.core.errors import ORDERLY, Exit, PeerError
 from dtf.core.types import Event, Failed, Note, Saved, Started, event_from_json
 from dtf.ending import Ending, Outcome, innermost, outcome, preload_error
 from dtf.forkserver import ForkServer
-from dtf.heartbeat import Beat, Board
+from dtf.host.heartbeat import Beat, Board
+from dtf.host.signals import Stop
 from dtf.launcher import Place
 from dtf.rank import MESSAGE_BYTES
-from dtf.stop import Stop
 
 _SETTLE_S = 0.5
 """After a first failure: time for the other ranks' words, which tell a cause from its consequences."""

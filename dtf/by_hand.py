@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dtf.core.errors import ConfigError
-from dtf.network import endpoint
+from dtf.host.network import endpoint
 
 ENDPOINTS, ROLE, SERVER_ID, TRAINER_ID, TOKEN = "DTF_ENDPOINTS", "DTF_ROLE", "DTF_SERVER_ID", "DTF_TRAINER_ID", "DTF_TOKEN"
 LEAST_TOKEN = 16

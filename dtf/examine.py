@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dtf.core.types import Event
-from dtf.devices import cores
+from dtf.host.devices import cores
 from dtf.launcher import Place
 from dtf.settings import typed
 from dtf.world import World

@@ -25,12 +25,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from dtf import network
 from dtf.core.consistency import differences, digest, from_answer, refusal, to_answer
 from dtf.core.errors import LONGEST, ConfigError, DtfError, Exit, PeerError, Preempted
 from dtf.core.text import plain_text
 from dtf.core.types import Failed
 from dtf.ending import Outcome, together
+from dtf.host import network
 
 _BEAT_S = 1.0
 _HELLO_S = 5.0

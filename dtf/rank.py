@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dtf import heartbeat
 from dtf.core.errors import DtfError, Exit
 from dtf.core.types import Event, Failed, Note, event_to_json
+from dtf.host import heartbeat
 from dtf.launcher import Place
 
 MESSAGE_BYTES = 1 << 17

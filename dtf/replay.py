@@ -17,7 +17,7 @@ from dtf.core.text import count_text
 from dtf.core.types import Box, Event, Failed, Note
 from dtf.ema import averaged
 from dtf.evidence import FP32_BOUND, FP64_BOUND, checkpoint_tensors, in_order, relative
-from dtf.heartbeat import beat
+from dtf.host.heartbeat import beat
 from dtf.inference import Pace
 from dtf.launcher import Place
 from dtf.located import located

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtf import devices, network
 from dtf.attempt import Attempt, Limits, Others
 from dtf.core.errors import ConfigError
 from dtf.core.types import Event
-from dtf.devices import MOST_PROCESSES, MOST_THREADS
+from dtf.host import devices, network
+from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
+from dtf.host.signals import Stop
 from dtf.launcher import LONGEST_S, Launcher, Place, check_environment, log_folder
 from dtf.registry import option
-from dtf.stop import Stop
 from dtf.supervise import NO_PROGRESS
 from dtf.warm import files, warm
 

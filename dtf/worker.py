@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtf import __version__, budget, export, heartbeat, inference
+from dtf import __version__, budget, export, inference
 from dtf.build import sketch
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
@@ -26,6 +26,7 @@ from dtf.core.errors import BudgetError, ConfigError, DataError, DtfError, Exit,
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
 from dtf.ema import averaged
 from dtf.engine import RECENT, Loop, fit
+from dtf.host import heartbeat
 from dtf.launcher import Place
 from dtf.memory import Memory, Meter
 from dtf.observer import Probes

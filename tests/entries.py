@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtf import heartbeat
 from dtf.core.errors import ConfigError, DataError, DivergedError, Exit
 from dtf.core.types import Ended, Event, Failed, Note, Saved, Started
+from dtf.host import heartbeat
 from dtf.launcher import Place
 
 Send = Callable[[Event], None]

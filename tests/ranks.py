@@ -16,8 +16,8 @@ from typing import Any
 from dtf import warm
 from dtf.attempt import Attempt, Limits
 from dtf.core.types import Event
+from dtf.host.signals import Stop
 from dtf.launcher import Place
-from dtf.stop import Stop
 
 if "tests.preload" not in warm.PRELOAD:
     warm.PRELOAD.append("tests.preload")

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtf import heartbeat
 from dtf.core.errors import Exit, PeerError
 from dtf.core.types import Event, Failed
+from dtf.host import heartbeat
 from dtf.launcher import Place
 from dtf.strategy import Program, Strategy, Task
 from dtf.world import World

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from dtf import heartbeat
 from dtf.attempt import Limits
-from dtf.heartbeat import Beat, Board
+from dtf.host import heartbeat
+from dtf.host.heartbeat import Beat, Board
 
 
 @pytest.fixture(autouse=True)

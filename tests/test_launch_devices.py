@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dtf import devices
 from dtf.core.errors import ConfigError
-from dtf.devices import Devices, allow_files, choose, device_of, processes
+from dtf.host import devices
+from dtf.host.devices import Devices, allow_files, choose, device_of, processes
 
 CPU, TWO = Devices("cpu", ()), Devices("cuda", (0, 1))
 

@@ -22,8 +22,8 @@ from dtf.attempt import Attempt, Limits
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Ended, Failed, Note, Started
 from dtf.forkserver import ForkServer
+from dtf.host.signals import Stop
 from dtf.launcher import Place
-from dtf.stop import Stop
 from tests.launching import Launched, launch
 
 Start = Callable[..., Launched]

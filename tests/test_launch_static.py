@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dtf import network
 from dtf.core.errors import ConfigError, Exit
+from dtf.host import network
 
 SMALL = ["recipe.data.train_rows=64", "recipe.data.eval_rows=16", "step.batch_size=16", "train.steps=2", "launcher.devices=cpu", "observer=[jsonl]"]
 

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from dtf import usage
 from dtf.core.types import Ended
+from dtf.host import usage
+from dtf.host.usage import Load, Process, cpu_load, process_tree
 from dtf.observers.resources import Resources
-from dtf.usage import Load, Process, cpu_load, process_tree
 from tests.test_observers import started
 
 _CHILD = "import sys; block = bytearray(50_000_000); print(flush=True); sys.stdin.readline(); sum(range(10_000_000)); print(flush=True); sys.stdin.readline()"

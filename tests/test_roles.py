@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import pytest
 
-from dtf import attempt, devices, warm
+from dtf import attempt, warm
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Failed, Note
-from dtf.devices import Devices
+from dtf.host import devices
+from dtf.host.devices import Devices
 from dtf.launcher import Place
 from dtf.run import Run
 from dtf.schema import fit_option, make_option

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.core.text import count_text
 from dtf.entries import Entry, read_entry
+from dtf.host.signals import preempting
 from dtf.job import Job
 from dtf.killing import Killed, Witness, kill_launcher
 from dtf.registry import option, register, suggest
 from dtf.run import unique_id
-from dtf.stop import preempting
 
 if TYPE_CHECKING:
     from dtf.config import Composed

@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf import by_hand, network
+from dtf import by_hand
 from dtf.core.errors import ConfigError, Exit
+from dtf.host import network
 from dtf.job import Job
 from dtf.live import Live, find
 from dtf.registry import option, register

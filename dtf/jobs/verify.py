@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.core.text import count_text, number_text
-from dtf.devices import cores
 from dtf.entries import read_entry
+from dtf.host.devices import cores
 from dtf.inherited import saved_config
 from dtf.job import Job
 from dtf.registry import option, register

@@ -17,12 +17,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf import devices, network
 from dtf.core.consistency import differences, from_answer, refusal, shared, to_answer
 from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
 from dtf.core.types import Event, Failed
-from dtf.devices import MOST_THREADS
 from dtf.environment import standing
+from dtf.host import devices, network
+from dtf.host.devices import MOST_THREADS
 from dtf.launcher import LONGEST_S, WORK, Launcher, Place, check_environment, check_one_role, report
 from dtf.registry import option, register
 

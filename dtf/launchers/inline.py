@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from dtf import devices
 from dtf.core.errors import ConfigError
 from dtf.core.types import Event, Failed
-from dtf.devices import MOST_PROCESSES, MOST_THREADS
+from dtf.host import devices
+from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.launcher import WORK, Launcher, Place, check_one_role, report
 from dtf.registry import option, register
 

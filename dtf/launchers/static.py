@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf import network
 from dtf.attempt import Attempt
 from dtf.core.consistency import shared
 from dtf.core.errors import ConfigError, DtfError, Preempted
 from dtf.core.types import Event, Failed
 from dtf.ending import Outcome
+from dtf.host import network
+from dtf.host.signals import Stop
 from dtf.hosts import Hosts
 from dtf.launcher import LONGEST_S, WORK, report
 from dtf.registry import option, register
-from dtf.stop import Stop
 from dtf.supervise import supervise
 from dtf.watched import Watched
 

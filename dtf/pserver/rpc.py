@@ -19,8 +19,8 @@ from typing import Any
 import grpc
 
 from dtf.core.errors import AuthError, BusyError, ConfigError
-from dtf.network import endpoint as parsed
-from dtf.network import endpoint_text, listen
+from dtf.host.network import endpoint as parsed
+from dtf.host.network import endpoint_text, listen
 from dtf.pserver.regions import Regions
 from dtf.pserver.transport import MOST_BYTES, Failed, Lost, Pending, Refused, Stale, short
 from dtf.pserver.wire import WireError

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtf import heartbeat
 from dtf.core.errors import ConfigError, DtfError
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
+from dtf.host import heartbeat
 from dtf.memory import Memory
 from dtf.pserver.holdings import Holdings
 from dtf.pserver.ledger import EVALUATE, TRAIN, Lease, Ledger

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from dtf import network
 from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
 from dtf.core.types import Shard
+from dtf.host import network
 from dtf.launcher import Place
 from dtf.live import Live, announce
 from dtf.pserver import protocol

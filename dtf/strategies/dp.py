@@ -6,7 +6,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from dtf.core.errors import ConfigError
-from dtf.devices import MOST_PROCESSES, MOST_THREADS
+from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.registry import option, register
 from dtf.strategy import Program, Strategy, Task
 

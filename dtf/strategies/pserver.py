@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtf import by_hand
 from dtf.core.errors import ConfigError
-from dtf.devices import MOST_PROCESSES, MOST_THREADS
+from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.launcher import LONGEST_S
 from dtf.pserver.checks import check
 from dtf.pserver.choices import Dense, Device, Mode, Role, TlsOptions, Wire
