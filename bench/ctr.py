@@ -36,6 +36,7 @@ from endless import Endless
 from torch import Tensor, nn
 
 from dtf.core.types import Event, Measured
+from dtf.distributed.world import World
 from dtf.engine import Loop, fit
 from dtf.launcher import Place
 from dtf.loader import Loader
@@ -50,7 +51,6 @@ from dtf.sampler import Epochs, Sequential
 from dtf.strategies.ddp import Ddp
 from dtf.strategy import Task
 from dtf.table import Table
-from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.core.types import Batch

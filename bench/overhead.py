@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from dtf.build import draw_model
+from dtf.distributed.world import World
 from dtf.engine import Loop, fit
 from dtf.launcher import Place
 from dtf.loader import Loader
@@ -34,7 +35,6 @@ from dtf.recipe import Dataset, Recipe
 from dtf.sampler import Epochs, Sequential
 from dtf.strategies.ddp import Ddp
 from dtf.strategy import Task
-from dtf.world import World
 
 if TYPE_CHECKING:
     import numpy as np

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from dtf.core.types import Batch, Train
+from dtf.distributed.world import World
 from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
@@ -30,7 +31,6 @@ from dtf.schedules import Schedule
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.pipeline import Pipeline
 from dtf.strategy import Program, Task
-from dtf.world import World
 
 LR = 1e-4
 

@@ -32,6 +32,7 @@ from endless import Endless
 from torch.distributed import TCPStore
 
 from dtf.core.types import Event, Measured, Shard
+from dtf.distributed.world import World
 from dtf.engine import Loop, fit
 from dtf.launcher import Place
 from dtf.loader import Loader
@@ -43,7 +44,6 @@ from dtf.sampler import Epochs, Sequential
 from dtf.sparse import SparseTable, unique
 from dtf.strategies.pserver import Mode, Pserver
 from dtf.strategy import Errand, Task
-from dtf.world import World
 
 MODELS = ("400-400-400", "64-32")
 APART = {"sync": 1e-4, "async": 0.01}

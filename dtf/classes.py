@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dtf.slices import is_slice, local, offset
+from dtf.distributed.sharding import is_slice, local, offset
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,7 +30,7 @@ def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0)
         return functional.cross_entropy(scores, targets, reduction="none", label_smoothing=label_smoothing)
     from torch import distributed as dist
 
-    from dtf.collectives import total
+    from dtf.distributed.collectives import total
 
     local, group = slices.local, slices.group
     with torch.no_grad():  # only for the sake of range: it cancels out

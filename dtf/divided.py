@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtf.collectives import fan, partial, scattered_total, total
 from dtf.core.errors import ConfigError
+from dtf.distributed.collectives import fan, partial, scattered_total, total
+from dtf.distributed.sharding import bounds
 from dtf.layout import Split
 from dtf.microbatch import DROPOUTS
-from dtf.slices import bounds
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from dtf.core.types import Event
+from dtf.distributed.world import World
 from dtf.host.devices import cores
 from dtf.launcher import Place
 from dtf.settings import typed
-from dtf.world import World
 
 RESULT = "doctor.json"
 _PINGS, _ROUNDS = 20, 3

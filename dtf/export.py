@@ -18,6 +18,7 @@ from dtf import __version__
 from dtf.build import cast_model, draw_model
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.types import Event
+from dtf.distributed.world import World
 from dtf.inference import names_of, weights_of
 from dtf.launcher import Place
 from dtf.passes import cast_floating
@@ -28,7 +29,6 @@ from dtf.run import replace_text
 from dtf.settings import Settings
 from dtf.strategy import Task
 from dtf.table import Placement
-from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.jobs.export import ExportJob

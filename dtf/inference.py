@@ -19,6 +19,8 @@ from dtf.answers import Answers, Kind, Row
 from dtf.build import sketch
 from dtf.core.errors import BusyError, DataError, DtfError, Preempted
 from dtf.core.types import Batch, Evaluated, Event, Measured, Names
+from dtf.distributed.sharding import is_slice
+from dtf.distributed.world import World
 from dtf.engine import counted
 from dtf.launcher import Place
 from dtf.loader import Loader
@@ -30,10 +32,8 @@ from dtf.registry import lookup
 from dtf.run import replace_text
 from dtf.sampler import Epochs, Sequential
 from dtf.settings import Settings
-from dtf.slices import is_slice
 from dtf.strategy import Program, Task
 from dtf.weights import Weights, fitted, open_weights
-from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.jobs.evaluate import EvaluateJob

@@ -11,13 +11,13 @@ from torch import nn
 from dtf import __version__
 from dtf.clock import Plan
 from dtf.core.text import bytes_text, count_text
+from dtf.distributed.world import World
 from dtf.memory import Memory, table_row
 from dtf.precision import Cast, Format
 from dtf.sampler import cut
 from dtf.schema import show, to_plain
 from dtf.settings import Settings
 from dtf.strategy import Program
-from dtf.world import World
 
 
 def overview(

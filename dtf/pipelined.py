@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from dtf.core.types import Batch, Evaluated, State, StepOutput, Train
-from dtf.links import Arrival, Form, Link
+from dtf.distributed.device_mesh import Seat
+from dtf.distributed.p2p import Arrival, Form, Link
+from dtf.distributed.strides import axes, dense
+from dtf.distributed.world import World
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
 from dtf.passes import Passes, draws_at_large, evaluated_together, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
 from dtf.schedules import Action, Schedule, answers, order
-from dtf.seat import Seat
 from dtf.sections import section
 from dtf.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task, Update
-from dtf.strides import axes, dense
 from dtf.update import made
-from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.tables import Tables

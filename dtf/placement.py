@@ -9,10 +9,10 @@ import torch
 
 from dtf.build import DTYPES
 from dtf.core.errors import ConfigError
-from dtf.slices import bounds, deal
+from dtf.distributed.sharding import bounds, deal
+from dtf.distributed.world import World
 from dtf.strategy import Task, check_tables
 from dtf.table import Placement
-from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.tables import Spread, Tables

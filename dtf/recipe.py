@@ -84,7 +84,7 @@ class Dataset(ABC):
 
 
 class Peers(Protocol):
-    """What a judge asks of other ranks; see `dtf.world.World`. Each is collective."""
+    """What a judge asks of other ranks; see `dtf.distributed.world.World`. Each is collective."""
 
     def reduce(self, sums: Tensor) -> Tensor: ...
     def collect(self, rows: Tensor) -> Tensor | None: ...

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from dtf.build import layout_of, sketch
-from dtf.collectives import PARTIAL
 from dtf.core.errors import ConfigError
+from dtf.distributed.collectives import PARTIAL
 from dtf.microbatch import Masks
 from dtf.options import Remat
 from dtf.recipe import Recipe
@@ -156,7 +156,7 @@ class _Reuse(TorchDispatchMode):
 
 
 def _is_dear(operator: Any) -> bool:
-    """Collectives too, so that nothing crosses the network twice; only functional ones, such as those of dtf.collectives, have a result to keep."""
+    """Collectives too, so that nothing crosses the network twice; only functional ones, such as those of dtf.distributed.collectives, have a result to keep."""
     return operator.namespace == "_c10d_functional" or getattr(operator, "overloadpacket", None) in _DEAR
 
 

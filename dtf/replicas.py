@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dtf.build import cast_model, draw_model
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
+from dtf.distributed.world import World
 from dtf.memory import Memory, byte_count
 from dtf.passes import draws_at_large, evaluated_together, loss_dtype, received, rows_of, to_device
 from dtf.placement import tables_of
@@ -20,7 +21,6 @@ from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
 from dtf.strategy import Program, Source, Task
 from dtf.table import Placement
 from dtf.update import LocalUpdate, made, whole
-from dtf.world import World
 
 
 class Replicas(Program):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dtf.build import drawn, formats, sketch
+from dtf.distributed.sharding import is_slice, local, offset
 from dtf.precision import Precision
-from dtf.slices import is_slice, local, offset
 from dtf.strategy import Task
 from dtf.update import Piece
 

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from dtf.build import cast_model, draw_model
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Box, Evaluated, Shard, State, StepOutput, Train
+from dtf.distributed.device_mesh import Seat
+from dtf.distributed.sharding import is_slice, local, offset
+from dtf.distributed.world import World
 from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import SMOOTH, Masks, RunningStatistics
 from dtf.misfits import misfits_named
@@ -20,13 +23,10 @@ from dtf.passes import Passes, draws_at_large, leaf_gradients, lone_row, loss_dt
 from dtf.placement import tables_of
 from dtf.remat import divisible, rematerialise
 from dtf.sampler import cut, share
-from dtf.seat import Seat
 from dtf.sections import section
-from dtf.slices import is_slice, local, offset
 from dtf.strategy import Program, Source, Task, Update
 from dtf.table import Placement
 from dtf.update import LocalUpdate, made, whole
-from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.tables import Tables

@@ -11,6 +11,7 @@ from dtf import costs, partition
 from dtf.build import DTYPES, layout_of
 from dtf.chain import Chain
 from dtf.core.errors import ConfigError
+from dtf.distributed.world import World
 from dtf.microbatch import Masks
 from dtf.options import Remat
 from dtf.passes import cast_floating, lone_row, moved
@@ -19,7 +20,6 @@ from dtf.remat import divisible, rematerialise
 from dtf.sharded import cast_sketch
 from dtf.strategy import Task
 from dtf.update import rehearsed, state_bytes
-from dtf.world import World
 
 EVEN = 0.05
 """By how much less imbalance blocks are cut inside, where more than one tensor may cross; measured times are not much more exact."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
+from dtf.distributed.sharding import bounds
 from dtf.recipe import Recipe
-from dtf.slices import bounds
 from dtf.table import Placement
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from dtf.distributed.world import World
     from dtf.launcher import Place
     from dtf.loader import Loader as Batches
     from dtf.memory import Memory
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from dtf.options import StepOptions
     from dtf.precision import Precision
     from dtf.row_optimizer import RowOptimizer
-    from dtf.world import World
 
 
 class Weights(Protocol):

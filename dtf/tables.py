@@ -16,11 +16,11 @@ from torch import Tensor
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import mix
 from dtf.core.types import Batch, Box
+from dtf.distributed.sharding import bounds
+from dtf.distributed.world import World
 from dtf.recipe import Recipe
-from dtf.slices import bounds
 from dtf.sparse import DECAYED, SparseTable, full, gather, segment_sum, squares, unique
 from dtf.strategy import Source, Weights
-from dtf.world import World
 
 COUNT, DECAY = "count", "decay"
 """In a checkpoint: rows over all ranks; `SparseTable.decayed`."""

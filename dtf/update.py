@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from dtf.build import formats
 from dtf.core.errors import ConfigError
 from dtf.core.types import Box, State
+from dtf.distributed.sharding import local
 from dtf.ema import EMA
 from dtf.memory import byte_count
 from dtf.optimizer import Combine, Optimizer
 from dtf.precision import Precision
-from dtf.slices import local
 from dtf.strategy import Source, Update
 
 if TYPE_CHECKING:

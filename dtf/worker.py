@@ -24,6 +24,7 @@ from dtf.clock import Plan, PlannedClock
 from dtf.core.consistency import agree, common, digest
 from dtf.core.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
+from dtf.distributed.world import World
 from dtf.ema import averaged
 from dtf.engine import RECENT, Loop, fit
 from dtf.host import heartbeat
@@ -40,7 +41,6 @@ from dtf.run import flat, redact
 from dtf.settings import Settings, typed
 from dtf.strategy import Errand, Program, Standing, Task
 from dtf.weights import Fit, Weights, fitted, open_weights
-from dtf.world import World
 
 _USES = {"evaluate": inference.evaluate, "predict": inference.predict, "export": export.export}
 """What ranks do for a job; for all others they train."""

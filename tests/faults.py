@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from dtf.world import World
+    from dtf.distributed.world import World
 
 
 def _ddp(strategy: Ddp, task: Task, world: World) -> Any:

@@ -21,6 +21,7 @@ from dtf.build import sketch
 from dtf.checkpoint import Checkpointer, Every
 from dtf.clock import Plan, PlannedClock
 from dtf.core.types import Box, Measured, Saved, Shard, State
+from dtf.distributed.world import World
 from dtf.ema import averaged
 from dtf.engine import Loop, fit
 from dtf.evidence import in_order
@@ -36,7 +37,6 @@ from dtf.settings import load_parts
 from dtf.spmd import SHARE
 from dtf.strategy import Task
 from dtf.weights import fitted, open_weights
-from dtf.world import World
 from tests.direct import Assistants, Deadly, connect
 from tests.interposer import Interposer
 from tests.ranks import ranks

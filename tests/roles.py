@@ -12,10 +12,10 @@ from typing import Any
 
 from dtf.core.errors import Exit, PeerError
 from dtf.core.types import Event, Failed
+from dtf.distributed.world import World
 from dtf.host import heartbeat
 from dtf.launcher import Place
 from dtf.strategy import Program, Strategy, Task
-from dtf.world import World
 
 Send = Callable[[Event], None]
 

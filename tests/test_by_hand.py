@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from dtf.build import draw_model
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
+from dtf.distributed.world import World
 from dtf.metrics import weighted_sums
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
@@ -21,7 +22,6 @@ from dtf.sampler import Epochs, Shuffle
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.dp import Dp
 from dtf.strategy import Task
-from dtf.world import World
 from tests.harness import reference, spread
 from tests.toy import Rows, Toy
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Train
+from dtf.distributed.world import World
 from dtf.launcher import Place
 from dtf.layout import Split
 from dtf.memory import Footprint
@@ -26,7 +27,6 @@ from dtf.recipe import Recipe
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
 from dtf.strategies.tensor import Tensor as TensorStrategy
 from dtf.strategy import Task
-from dtf.world import World
 from tests.ranks import ranks
 
 ROWS, PIXELS = 6, 32
@@ -167,9 +167,9 @@ SPLITS |= {"grouped": Split.local, "channels": Split.local, "back": Split.row, "
 
 def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split]) -> tuple[nn.Module, nn.Module]:
     """A model, whole and divided, with the same numbers and masks."""
+    from dtf.distributed.sharding import local, offset
     from dtf.divided import divide
     from dtf.microbatch import Masks
-    from dtf.slices import local, offset
 
     torch.manual_seed(0)
     whole = build().double()
@@ -190,7 +190,7 @@ def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split])
 def every(rank: int, size: int) -> list[Any]:
     """Losses, ranks of the right class and every gradient of the chain, divided and whole."""
     from dtf import classes
-    from dtf.slices import local, offset
+    from dtf.distributed.sharding import local, offset
 
     whole, parts = pair(World(Place(rank=rank, size=size)).mesh({"tp": size}), Every, SPLITS)
     ids, targets = torch.arange(44).view(4, 11) * 5 % 11, torch.tensor([0, 4, 2, 3])
@@ -262,9 +262,9 @@ def test_a_mask_is_cut_along_the_channels_or_the_layout_is_refused() -> None:
 
 def forgetful(rank: int, size: int) -> dict[str, Any]:
     """By kind of rematerialisation: gradients, and bytes that a block with both kinds of sums keeps for a row."""
+    from dtf.distributed.sharding import local
     from dtf.microbatch import Masks
     from dtf.remat import rematerialise
-    from dtf.slices import local
 
     def build() -> nn.Module:
         scattered = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8), nn.LayerNorm(8), nn.Tanh()]

@@ -16,12 +16,12 @@ import pytest
 
 from dtf.core import consistency
 from dtf.core.errors import BusyError, ConfigError, DtfError, Exit
+from dtf.distributed.world import World
 from dtf.environment import VARIABLES
 from dtf.launcher import Place
 from dtf.launchers.env import Env
 from dtf.run import Run
 from dtf.settings import Settings
-from dtf.world import World
 from tests.entries import listening
 
 ROOT = Path(__file__).parent.parent

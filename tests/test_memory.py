@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dtf.build import draw_model
 from dtf.core.text import bytes_text, memory_text
 from dtf.core.types import Ended, Started, Train
+from dtf.distributed.world import World
 from dtf.ema import averaged
 from dtf.launcher import Place
 from dtf.layout import Layout, Split
@@ -33,7 +34,6 @@ from dtf.sampler import Epochs, Sequential
 from dtf.screen import Screen
 from dtf.settings import load_parts
 from dtf.strategy import Task
-from dtf.world import World
 from tests.conftest import Result
 from tests.harness import _enums
 from tests.ranks import ranks

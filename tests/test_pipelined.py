@@ -17,6 +17,7 @@ from dtf.build import sketch
 from dtf.chain import Chain
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Train
+from dtf.distributed.world import World
 from dtf.launcher import Place
 from dtf.layout import Layout
 from dtf.optimizers.adamw import AdamW
@@ -30,7 +31,6 @@ from dtf.schedules import Schedule
 from dtf.stages import Wish, agree
 from dtf.strategies.pipeline import Pipeline
 from dtf.strategy import Task
-from dtf.world import World
 from tests.harness import difference, reference, spread
 from tests.ranks import ranks
 from tests.toy import Toy
@@ -62,7 +62,7 @@ def batch(made: Any) -> Batch | None:
 def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
     """One step: parameters by name, bytes held, bytes sent forward and back, graphs and sent messages of each link alive at once on this rank."""
     from dtf import pipelined
-    from dtf.links import Link
+    from dtf.distributed.p2p import Link
 
     made = build(rank, size, schedule=Schedule[schedule], virtual=virtual, balance=type(Pipeline().balance)["flops"])
     sent: dict[int, int] = {}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dtf.checkpoint import Stored, write_boxes
+from dtf.distributed.world import World
 from dtf.evidence import Evidence
 from dtf.launcher import Place
 from dtf.pserver.lending import Lending
@@ -21,7 +22,6 @@ from dtf.pserver.transport import Refused
 from dtf.pserver.wire import Message, decode, encode
 from dtf.registry import lookup, registered
 from dtf.sparse import SparseTable
-from dtf.world import World
 from tests.harness import difference, reference, spread
 from tests.tabled import Tabled
 from tests.test_recovery import measurements

@@ -18,6 +18,7 @@ import torch
 
 from dtf.core.errors import SaveError
 from dtf.core.types import Train
+from dtf.distributed.world import World
 from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
 from dtf.options import StepOptions
@@ -36,7 +37,6 @@ from dtf.row_optimizers.adagrad import RowAdagrad
 from dtf.strategies.pserver import Mode, Pserver
 from dtf.strategy import Task
 from dtf.tables import dealt
-from dtf.world import World
 from tests.harness import PRECISIONS
 from tests.tabled import Tabled
 from tests.toy import Toy

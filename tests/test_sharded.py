@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dtf.core.errors import ConfigError
+from dtf.distributed.world import World
 from dtf.launcher import Place
 from dtf.optimizers.adamw import AdamW
 from dtf.options import StepOptions
@@ -14,7 +15,6 @@ from dtf.precision import Precision
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
 from dtf.strategies.fsdp import Fsdp, Unit
 from dtf.strategy import Task
-from dtf.world import World
 from tests.ranks import ranks
 
 

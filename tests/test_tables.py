@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from dtf.core.errors import DataError
+from dtf.distributed.world import World
 from dtf.launcher import Place
 from dtf.options import StepOptions
 from dtf.placement import tables_of
 from dtf.registry import lookup, registered
 from dtf.strategy import Task
 from dtf.table import Placement
-from dtf.world import World
 from tests.harness import PRECISIONS, difference, meshes, reference, spread, variants
 from tests.tabled import Tabled
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from dtf.build import formats
 from dtf.core.errors import ConfigError
+from dtf.distributed.sharding import bounds
 from dtf.optimizer import Optimizer
 from dtf.precision import Precision
 from dtf.pserver.placing import placed
-from dtf.slices import bounds
 
 ALIGNED = 64
 """Each block begins at a multiple of so many bytes: any format fits, and no two share a cache line."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dtf.build import cast_model, draw_model
 from dtf.core.types import Shard, State, Train
+from dtf.distributed.world import World
 from dtf.memory import Memory
 from dtf.microbatch import RunningStatistics
 from dtf.pserver.blocks import balance, fields, lay_out, travelling, views
@@ -28,7 +29,6 @@ from dtf.spmd import buffers, load_buffers
 from dtf.strategy import Source, Task
 from dtf.tables import dealt
 from dtf.update import LocalUpdate, Piece, made
-from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dtf.build import DTYPES
+from dtf.distributed.world import World
 from dtf.launcher import Place
 from dtf.pserver.blocks import Field, Layout, fields, views
 from dtf.pserver.computing import ByTable, Computed, Computing
@@ -18,7 +19,6 @@ from dtf.sparse import SparseTable
 from dtf.strategy import Task
 from dtf.tables import Everywhere, Tables, dealt
 from dtf.update import LocalUpdate, made, whole
-from dtf.world import World
 
 
 class Local:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dtf.core.errors import PeerError
 from dtf.core.types import Batch, Box, State
+from dtf.distributed.world import World
 from dtf.pserver.feeder import DEADLINE_S
 from dtf.pserver.protocol import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.rows import Wanted
@@ -27,7 +28,6 @@ from dtf.pserver.wire import Message, decode, encode
 from dtf.spmd import Spmd
 from dtf.strategy import Source, Task
 from dtf.tables import Tables
-from dtf.world import World
 
 
 class RemoteTables(Tables):

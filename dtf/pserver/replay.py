@@ -13,6 +13,7 @@ from torch import Tensor
 from dtf.build import sketch
 from dtf.core.errors import DataError
 from dtf.core.types import Box, Train
+from dtf.distributed.world import World
 from dtf.launcher import Place
 from dtf.pserver.blocks import lay_out, travelling
 from dtf.pserver.computing import Blocks, Computed, Computing, Pulled
@@ -27,7 +28,6 @@ from dtf.pserver.push import Push
 from dtf.pserver.reading import Open, Reading
 from dtf.pserver.recorder import Pull
 from dtf.strategy import Source, Task
-from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver

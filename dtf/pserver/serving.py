@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dtf.core.errors import ConfigError, DtfError
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
+from dtf.distributed.world import World
 from dtf.host import heartbeat
 from dtf.memory import Memory
 from dtf.pserver.holdings import Holdings
@@ -25,7 +26,6 @@ from dtf.pserver.tally import Tally
 from dtf.pserver.transport import MOST_BYTES
 from dtf.sampler import cut, share
 from dtf.strategy import Program, Source, Task
-from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver

@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
 from dtf.core.types import Shard
+from dtf.distributed.world import World
 from dtf.host import network
 from dtf.launcher import Place
 from dtf.live import Live, announce
@@ -38,7 +39,6 @@ from dtf.pserver.team import Team
 from dtf.pserver.transport import Lost, Retrying
 from dtf.pserver.wire import encode
 from dtf.strategy import Errand, Program, Source, Standing, Task
-from dtf.world import World
 
 if TYPE_CHECKING:
     from dtf.loader import Loader

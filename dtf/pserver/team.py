@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dtf.core.errors import PeerError
 from dtf.core.types import Shard
-from dtf.gradients import buckets
+from dtf.distributed.grad_allreduce import buckets
 
 BUILD_S = 30.0
 """For processes that have met to connect; one that dies in between is missed so long."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.nn.parallel import DistributedDataParallel
 
-    from dtf.world import World
+    from dtf.distributed.world import World
 
 
 class CommHook(Enum):
@@ -87,10 +87,10 @@ class Ddp(Strategy):
 
     def setup(self, task: Task, world: World) -> Program:
         from dtf.build import cast_model, draw_model
+        from dtf.distributed.sharding import deal
         from dtf.memory import byte_count
         from dtf.placement import tables_of
         from dtf.reducing import on_their_way, reduced
-        from dtf.slices import deal
         from dtf.spmd import Replica, Spmd, workload
         from dtf.update import LocalUpdate, whole
 

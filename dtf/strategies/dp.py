@@ -11,7 +11,7 @@ from dtf.registry import option, register
 from dtf.strategy import Program, Strategy, Task
 
 if TYPE_CHECKING:
-    from dtf.world import World
+    from dtf.distributed.world import World
 
 
 class Reduce(Enum):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
 
+    from dtf.distributed.world import World
     from dtf.layout import Layout
-    from dtf.world import World
 
 
 class Unit(Enum):

@@ -15,7 +15,7 @@ from dtf.table import Placement
 if TYPE_CHECKING:
     import torch
 
-    from dtf.world import World
+    from dtf.distributed.world import World
 
 PER_RANK = 4
 """Micro-batches of a global batch for each rank of a pipeline, unless step.micro_batch_rows says otherwise: the bubble is below a fifth."""
@@ -84,10 +84,10 @@ class Pipeline(Strategy):
         if world.size == 1:
             return alone(task, world)
 
+        from dtf.distributed.device_mesh import Seat
         from dtf.pipelined import Line, Pipelined, Stage, links
         from dtf.placement import tables_of
         from dtf.sampler import cut
-        from dtf.seat import Seat
         from dtf.sharded import cast_sketch, draw, lay_out, pieces
         from dtf.stages import Wish, agree
         from dtf.update import LocalUpdate

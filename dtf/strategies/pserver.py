@@ -15,9 +15,9 @@ from dtf.registry import option, register
 from dtf.strategy import Alone, Errand, Program, Standing, Strategy, Task, check_divides
 
 if TYPE_CHECKING:
+    from dtf.distributed.world import World
     from dtf.pserver.merging import Merging
     from dtf.pserver.session import Post
-    from dtf.world import World
 
 GEO_STEPS, PATIENCE_S = 400, 600.0
 """Where `geo_steps` and `meet_timeout_s` say nothing."""

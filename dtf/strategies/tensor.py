@@ -10,7 +10,7 @@ from dtf.strategy import Program, Strategy, Task, check_divides, check_layout, c
 from dtf.table import Placement
 
 if TYPE_CHECKING:
-    from dtf.world import World
+    from dtf.distributed.world import World
 
 
 @register("strategy", "tensor")
@@ -54,9 +54,9 @@ class Tensor(Strategy):
         if world.size == 1:
             return alone(task, world)
 
+        from dtf.distributed.device_mesh import Seat
         from dtf.divided import divide
         from dtf.placement import tables_of
-        from dtf.seat import Seat
         from dtf.sharded import cast_sketch, draw, lay_out, pieces
         from dtf.update import LocalUpdate
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtf.slices import bounds
+from dtf.distributed.sharding import bounds
 
 _ops = torch.ops._c10d_functional  # they return what they compute, which step.remat=selective can keep; those of torch.distributed write into a tensor
 
@@ -85,7 +85,7 @@ def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def scattered_total(x: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice along `axis` of the sum of `x` over ranks; slices are those of `slices.bounds`."""
+    """This rank's slice along `axis` of the sum of `x` over ranks; slices are those of `sharding.bounds`."""
     return _SumScatter.apply(x, axis, group)  # type: ignore[return-value]
 
 

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from dtf.core.errors import ConfigError
 from dtf.core.types import Shard
-from dtf.feed import Feed
-from dtf.gradients import GradientSum
-from dtf.world import World
+from dtf.distributed.batch_broadcast import Feed
+from dtf.distributed.grad_allreduce import GradientSum
+from dtf.distributed.world import World
 
 APART = 1e-3
 """Relative difference of what should be alike bit for bit, but for kernels that are not deterministic."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
-from dtf.strides import axes, dense, empty, message
+from dtf.distributed.strides import axes, dense, empty, message
 
 HEADER_BYTES = 8192
 """Room for names, shapes and formats of a batch's tensors, as JSON."""
