@@ -35,22 +35,22 @@ from ctr_rivals import Log as Rows
 from endless import Endless
 from torch import Tensor, nn
 
+from dtf.api.launcher import Place
+from dtf.api.options import StepOptions
+from dtf.api.precision import Cast, Format, Precision
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.sampler import Epochs, Sequential
+from dtf.api.sparse_table import Table
+from dtf.api.strategy import Task
 from dtf.core.types import Event, Measured
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
-from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.metrics import weighted_sums
 from dtf.optimizers.adagrad import Adagrad
-from dtf.options import StepOptions
-from dtf.precision import Cast, Format, Precision
-from dtf.recipe import Dataset, Recipe
 from dtf.recipes.ctr.model import DNN, Inputs, Tower
 from dtf.row_optimizers.adagrad import RowAdagrad
-from dtf.sampler import Epochs, Sequential
 from dtf.strategies.ddp import Ddp
-from dtf.strategy import Task
-from dtf.table import Table
 
 if TYPE_CHECKING:
     from dtf.core.types import Batch

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from dtf.api.lr import Constant
+from dtf.api.sampler import Epochs
 from dtf.clock import Clock, Plan, PlannedClock
 from dtf.core.types import Log, Stop, Ticket, Train
-from dtf.lr import Constant
-from dtf.sampler import Epochs
 
 
 class Endless(Clock):

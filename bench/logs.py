@@ -24,12 +24,12 @@ from pathlib import Path
 
 import torch
 
+from dtf.api.recipe import Dataset
+from dtf.api.sampler import Epochs, Shuffle
 from dtf.core.types import Shard
 from dtf.loader import Loader
-from dtf.recipe import Dataset
 from dtf.recipes.ctr.clicks import write_criteo
 from dtf.recipes.ctr.data import ClicksOptions, Ids, Integers, LogOptions, Mode
-from dtf.sampler import Epochs, Shuffle
 
 
 def passed_through(data: Dataset, batch: int, ranks: int, most: int) -> tuple[int, float, float]:

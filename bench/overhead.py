@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from dtf.api.launcher import Place
+from dtf.api.options import StepOptions
+from dtf.api.precision import Precision
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.sampler import Epochs, Sequential
+from dtf.api.strategy import Task
 from dtf.build import draw_model
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
-from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.metrics import weighted_sums
 from dtf.optimizers.sgd import Sgd
-from dtf.options import StepOptions
-from dtf.precision import Precision
-from dtf.recipe import Dataset, Recipe
-from dtf.sampler import Epochs, Sequential
 from dtf.strategies.ddp import Ddp
-from dtf.strategy import Task
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from dtf.api.launcher import Place
+from dtf.api.options import StepOptions
+from dtf.api.precision import Precision
+from dtf.api.strategy import Program, Task
 from dtf.core.types import Batch, Train
 from dtf.distributed.world import World
-from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
-from dtf.options import StepOptions
-from dtf.precision import Precision
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
 from dtf.schedules import Schedule
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.pipeline import Pipeline
-from dtf.strategy import Program, Task
 
 LR = 1e-4
 

@@ -31,19 +31,19 @@ from ctr_rivals import Log as Rows
 from endless import Endless
 from torch.distributed import TCPStore
 
+from dtf.api.launcher import Place
+from dtf.api.options import StepOptions
+from dtf.api.precision import Precision
+from dtf.api.sampler import Epochs, Sequential
+from dtf.api.strategy import Errand, Task
 from dtf.core.types import Event, Measured, Shard
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
-from dtf.launcher import Place
 from dtf.loader import Loader
 from dtf.optimizers.adagrad import Adagrad
-from dtf.options import StepOptions
-from dtf.precision import Precision
 from dtf.row_optimizers.adagrad import RowAdagrad
-from dtf.sampler import Epochs, Sequential
 from dtf.sparse import SparseTable, unique
 from dtf.strategies.pserver import Mode, Pserver
-from dtf.strategy import Errand, Task
 
 MODELS = ("400-400-400", "64-32")
 APART = {"sync": 1e-4, "async": 0.01}

@@ -37,11 +37,11 @@ from rich.text import Text
 sys.path.append(str(Path(__file__).parents[1].resolve()))  # dtf of this checkout, where none is installed
 
 from dtf import screen
+from dtf.api.observer import Observer
+from dtf.api.registry import register
 from dtf.core.errors import DataError, DtfError, Exit
 from dtf.core.types import Event, Measured, Saved, event_from_json, event_to_json
-from dtf.observer import Observer
 from dtf.observers.tensorboard import flatten
-from dtf.registry import register
 
 ROOT = Path(__file__).parents[1].resolve()
 _RECORD = ("plugins=[docs.pictures]", "observer=[console,jsonl,tensorboard,events]")

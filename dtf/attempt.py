@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from dtf.api.launcher import Place
 from dtf.core.errors import ORDERLY, Exit, PeerError
 from dtf.core.types import Event, Failed, Note, Saved, Started, event_from_json
 from dtf.ending import Ending, Outcome, innermost, outcome, preload_error
 from dtf.forkserver import ForkServer
 from dtf.host.heartbeat import Beat, Board
 from dtf.host.signals import Stop
-from dtf.launcher import Place
 from dtf.rank import MESSAGE_BYTES
 
 _SETTLE_S = 0.5

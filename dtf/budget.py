@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from dtf.options import BudgetOptions
+from dtf.api.options import BudgetOptions
 
 WARN_AT = 0.8
 _SECONDS, _MARK = "seconds", ".over_budget"

@@ -8,14 +8,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from dtf.api.layout import Layout, Split
+from dtf.api.precision import Cast, Format, Precision
+from dtf.api.recipe import Recipe
+from dtf.api.registry import suggest
+from dtf.api.strategy import Weights
 from dtf.core.errors import ConfigError
 from dtf.core.seeding import seed_of
 from dtf.frozen import freeze
-from dtf.layout import Layout, Split
-from dtf.precision import Cast, Format, Precision
-from dtf.recipe import Recipe
-from dtf.registry import suggest
-from dtf.strategy import Weights
 
 DTYPES = {Format.fp64: torch.float64, Format.fp32: torch.float32, Format.bf16: torch.bfloat16, Format.fp16: torch.float16}
 
@@ -60,7 +60,7 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
     except Exception as error:
         raise ConfigError(f"{who} raised {type(error).__name__}: {error}") from error
     if not isinstance(layout, Layout):
-        raise ConfigError(f"{who} returned {type(layout).__name__}; it must return a dtf.layout.Layout")
+        raise ConfigError(f"{who} returned {type(layout).__name__}; it must return a dtf.api.layout.Layout")
     names = [name for name, _ in model.named_modules() if name]
     for block in layout.blocks:
         if isinstance(block, str) or not block:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dtf import commit
+from dtf.api.registry import option, register
+from dtf.api.schema import KeyProblem
 from dtf.core.errors import BusyError, DataError, DtfError, Exit, SaveError
 from dtf.core.types import Box, State
 from dtf.located import located
 from dtf.manifest import ITEM_BYTES, Manifest, Objective, StoredBox, StoredFile, StoredTensor, exact_json, intersect, parse_json, volume
-from dtf.registry import option, register
-from dtf.schema import KeyProblem
 from dtf.shards import Slot, header, slots
 
 if TYPE_CHECKING:

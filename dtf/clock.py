@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from dtf.api.lr import Schedule
+from dtf.api.registry import suggest
+from dtf.api.sampler import Epochs
 from dtf.core.errors import ConfigError
 from dtf.core.types import Evaluate, Log, Poll, Save, Stop, Ticket, Train
-from dtf.lr import Schedule
-from dtf.registry import suggest
-from dtf.sampler import Epochs
 
 
 class Clock(ABC):

@@ -21,16 +21,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from dtf.api.job import Job
+from dtf.api.registry import registered, suggest
+from dtf.api.schema import RESERVED, KeyProblem, make_option, show, unset
+from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
 from dtf.explain import explain, hinted, key_for_number, origin, parse, typed_in
-from dtf.job import Job
 from dtf.located import check_place
 from dtf.presets import overtaken, reset
-from dtf.registry import registered, suggest
-from dtf.schema import RESERVED, KeyProblem, make_option, show, unset
 from dtf.settings import EXPERIMENT, GROUPS, Settings, fit_config, load_parts, typed_fitted
 from dtf.sources import CONF, Read, loader, recording
-from dtf.strategy import Task
 from dtf.untrusted import resolve
 
 T = TypeVar("T")

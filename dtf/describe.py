@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
+from dtf.api.registry import registered, suggest
+from dtf.api.schema import is_node, keys, option_node, show, to_plain, type_text
 from dtf.core.errors import ConfigError
-from dtf.registry import registered, suggest
-from dtf.schema import is_node, keys, option_node, show, to_plain, type_text
 from dtf.settings import EXPERIMENT, GROUPS, Root
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dtf.api.layout import Split
 from dtf.core.errors import ConfigError
 from dtf.distributed.collectives import fan, partial, scattered_total, total
 from dtf.distributed.sharding import bounds
-from dtf.layout import Split
 from dtf.microbatch import DROPOUTS
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

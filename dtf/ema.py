@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dtf.optimizer import Group, Optimizer, counter
+from dtf.api.optimizer import Group, Optimizer, counter
 
 if TYPE_CHECKING:
     from torch import Tensor

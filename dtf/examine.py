@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtf.api.launcher import Place
 from dtf.core.types import Event
 from dtf.distributed.world import World
 from dtf.host.devices import cores
-from dtf.launcher import Place
 from dtf.settings import typed
 
 RESULT = "doctor.json"

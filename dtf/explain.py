@@ -12,9 +12,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
+from dtf.api.registry import registered, suggest
+from dtf.api.schema import KeyProblem, is_node, keys, show
 from dtf.core.errors import ConfigError
-from dtf.registry import registered, suggest
-from dtf.schema import KeyProblem, is_node, keys, show
 from dtf.settings import GROUPS, Root
 from dtf.untrusted import one_line
 

@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf import __version__
+from dtf.api.launcher import Place
+from dtf.api.precision import set_switches
+from dtf.api.recipe import Recipe
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Task
 from dtf.build import cast_model, draw_model
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.types import Event
 from dtf.distributed.world import World
 from dtf.inference import names_of, weights_of
-from dtf.launcher import Place
 from dtf.passes import cast_floating
 from dtf.placement import tables_of
-from dtf.precision import set_switches
-from dtf.recipe import Recipe
 from dtf.run import replace_text
 from dtf.settings import Settings
-from dtf.strategy import Task
-from dtf.table import Placement
 
 if TYPE_CHECKING:
     from dtf.jobs.export import ExportJob

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dtf.patterns import covered
+from dtf.api.name_patterns import covered
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

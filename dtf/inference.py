@@ -16,23 +16,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from dtf.answers import Answers, Kind, Row
+from dtf.api.launcher import Place
+from dtf.api.options import Remat
+from dtf.api.precision import set_switches
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.registry import lookup
+from dtf.api.sampler import Epochs, Sequential
+from dtf.api.strategy import Program, Task
 from dtf.build import sketch
 from dtf.core.errors import BusyError, DataError, DtfError, Preempted
 from dtf.core.types import Batch, Evaluated, Event, Measured, Names
 from dtf.distributed.sharding import is_slice
 from dtf.distributed.world import World
 from dtf.engine import counted
-from dtf.launcher import Place
 from dtf.loader import Loader
-from dtf.options import Remat
 from dtf.passes import stand_ins
-from dtf.precision import set_switches
-from dtf.recipe import Dataset, Recipe
-from dtf.registry import lookup
 from dtf.run import replace_text
-from dtf.sampler import Epochs, Sequential
 from dtf.settings import Settings
-from dtf.strategy import Program, Task
 from dtf.weights import Weights, fitted, open_weights
 
 if TYPE_CHECKING:

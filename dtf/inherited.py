@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from dtf.api.schema import show
 from dtf.core.errors import ConfigError, DataError
 from dtf.located import is_checkpoint, located
 from dtf.run import flat
-from dtf.schema import show
 from dtf.untrusted import scan
 
 KEYS = ("seed", "recipe", "precision", "step")

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from dtf import __version__
+from dtf.api.precision import Cast, Format
+from dtf.api.sampler import cut
+from dtf.api.schema import show, to_plain
+from dtf.api.strategy import Program
 from dtf.clock import Plan
 from dtf.core.text import bytes_text, count_text
 from dtf.distributed.world import World
 from dtf.memory import Memory, table_row
-from dtf.precision import Cast, Format
-from dtf.sampler import cut
-from dtf.schema import show, to_plain
 from dtf.settings import Settings
-from dtf.strategy import Program
 
 
 def overview(

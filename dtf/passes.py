@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from dtf.api.precision import Cast
+from dtf.api.sparse_table import Table
+from dtf.api.strategy import Task
 from dtf.build import DTYPES
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
-from dtf.precision import Cast
-from dtf.strategy import Task
-from dtf.table import Table
 
 HALF = (torch.bfloat16, torch.float16)
 

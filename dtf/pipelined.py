@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dtf.api.sampler import cut, share
+from dtf.api.strategy import Program, Source, Task, Update
 from dtf.core.types import Batch, Evaluated, State, StepOutput, Train
 from dtf.distributed.device_mesh import Seat
 from dtf.distributed.p2p import Arrival, Form, Link
@@ -24,11 +26,9 @@ from dtf.memory import Footprint, Memory, activations, byte_count
 from dtf.microbatch import Masks, RunningStatistics
 from dtf.passes import Passes, draws_at_large, evaluated_together, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
 from dtf.remat import divisible, rematerialise
-from dtf.sampler import cut, share
 from dtf.schedules import Action, Schedule, answers, order
 from dtf.sections import section
 from dtf.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
-from dtf.strategy import Program, Source, Task, Update
 from dtf.update import made
 
 if TYPE_CHECKING:

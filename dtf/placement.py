@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Task, check_tables
 from dtf.build import DTYPES
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import bounds, deal
 from dtf.distributed.world import World
-from dtf.strategy import Task, check_tables
-from dtf.table import Placement
 
 if TYPE_CHECKING:
     from dtf.tables import Spread, Tables

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtf.recipe import Recipe
-from dtf.registry import lookup
-from dtf.row_optimizer import DEFAULT
-from dtf.schema import make_option, option_node, unset
+from dtf.api.recipe import Recipe
+from dtf.api.registry import lookup
+from dtf.api.row_optimizer import DEFAULT
+from dtf.api.schema import make_option, option_node, unset
 
 
 def overtaken(config: Mapping[str, Any], typed: Callable[[str], bool]) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from dtf.observer import Probe
+from dtf.api.observer import Probe
 from dtf.sections import section
 from dtf.trace import Shares, shares
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from dtf.api.launcher import Place
 from dtf.core.errors import DtfError, Exit
 from dtf.core.types import Event, Failed, Note, event_to_json
 from dtf.host import heartbeat
-from dtf.launcher import Place
 
 MESSAGE_BYTES = 1 << 17
 """The longest message on any of the sockets; the kernel takes 208 KiB without being asked."""

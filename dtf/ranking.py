@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.recipe import Judge, Peers
+from dtf.api.recipe import Judge, Peers
 
 EXACT_ROWS = 1 << 25
 """Rows of an evaluation up to which the AUC is exact. Rank 0 then holds all of them, 24 bytes each (32 with groups), and twice as much while it sorts."""

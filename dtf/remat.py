@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from dtf.api.options import Remat
+from dtf.api.recipe import Recipe
 from dtf.build import layout_of, sketch
 from dtf.core.errors import ConfigError
 from dtf.distributed.collectives import PARTIAL
 from dtf.microbatch import Masks
-from dtf.options import Remat
-from dtf.recipe import Recipe
 
 _aten = torch.ops.aten
 _DEAR = {

@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from dtf.api.launcher import Place
+from dtf.api.precision import Format, set_switches
+from dtf.api.recipe import Recipe
+from dtf.api.strategy import Source, Task
 from dtf.build import sketch
 from dtf.checkpoint import Checkpointer, Every, Stored
 from dtf.core.errors import ConfigError, DataError, Exit, Preempted
@@ -19,17 +23,13 @@ from dtf.ema import averaged
 from dtf.evidence import FP32_BOUND, FP64_BOUND, checkpoint_tensors, in_order, relative
 from dtf.host.heartbeat import beat
 from dtf.inference import Pace
-from dtf.launcher import Place
 from dtf.located import located
-from dtf.precision import Format, set_switches
 from dtf.pserver.recorder import read
 from dtf.pserver.replay import Replay
-from dtf.recipe import Recipe
 from dtf.results import lines
 from dtf.rows import Rows
 from dtf.settings import typed
 from dtf.strategies.pserver import Pserver
-from dtf.strategy import Source, Task
 from dtf.weights import Weights, fitted, open_weights
 from dtf.worker import stop_signals
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtf.api.sampler import cut, share
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Program, Source, Task
 from dtf.build import cast_model, draw_model
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.world import World
 from dtf.memory import Memory, byte_count
 from dtf.passes import draws_at_large, evaluated_together, loss_dtype, received, rows_of, to_device
 from dtf.placement import tables_of
-from dtf.sampler import cut, share
 from dtf.sections import section
 from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
-from dtf.strategy import Program, Source, Task
-from dtf.table import Placement
 from dtf.update import LocalUpdate, made, whole
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from dtf.api.sampler import Epochs, Sequential
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
 from dtf.loader import Loader
 from dtf.passes import stand_ins
-from dtf.sampler import Epochs, Sequential
 from dtf.settings import Settings
 
 

@@ -17,26 +17,26 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import dtf
+from dtf.api.lr import Schedule
+from dtf.api.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
+from dtf.api.recipe import Recipe
+from dtf.api.registry import brings, groups, lookup, option, registered, suggest
+from dtf.api.row_optimizer import DEFAULT
+from dtf.api.sampler import Tail
+from dtf.api.schema import KeyProblem, fit, fit_option, is_node, keys, make, make_option, show, unset
+from dtf.api.sparse_table import NO_NUMBA
 from dtf.core.errors import ConfigError
-from dtf.lr import Schedule
-from dtf.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
-from dtf.recipe import Recipe
-from dtf.registry import brings, groups, lookup, option, registered, suggest
-from dtf.row_optimizer import DEFAULT
-from dtf.sampler import Tail
-from dtf.schema import KeyProblem, fit, fit_option, is_node, keys, make, make_option, show, unset
-from dtf.table import NO_NUMBA
 
 if TYPE_CHECKING:
+    from dtf.api.job import Job
+    from dtf.api.launcher import Launcher
+    from dtf.api.observer import Observer
+    from dtf.api.optimizer import Optimizer
+    from dtf.api.precision import Precision
+    from dtf.api.row_optimizer import RowOptimizer
+    from dtf.api.sampler import Sampler
+    from dtf.api.strategy import Strategy
     from dtf.checkpoint import Every
-    from dtf.job import Job
-    from dtf.launcher import Launcher
-    from dtf.observer import Observer
-    from dtf.optimizer import Optimizer
-    from dtf.precision import Precision
-    from dtf.row_optimizer import RowOptimizer
-    from dtf.sampler import Sampler
-    from dtf.strategy import Strategy
 
 GROUPS = {
     "job": "what to do",

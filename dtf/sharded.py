@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from dtf.api.precision import Precision
+from dtf.api.strategy import Task
 from dtf.build import drawn, formats, sketch
 from dtf.distributed.sharding import is_slice, local, offset
-from dtf.precision import Precision
-from dtf.strategy import Task
 from dtf.update import Piece
 
 

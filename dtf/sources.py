@@ -26,9 +26,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtf import tuning
+from dtf.api.registry import registered
+from dtf.api.schema import option_node, to_plain
 from dtf.core.errors import ConfigError
-from dtf.registry import registered
-from dtf.schema import option_node, to_plain
 from dtf.settings import EXPERIMENT, GROUPS, Root
 from dtf.untrusted import check_hydra, one_line, scan
 

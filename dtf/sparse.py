@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from dtf.api.sparse_table import NO_NUMBA
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import seed_of
-from dtf.table import NO_NUMBA
 
 if TYPE_CHECKING:
-    from dtf.row_optimizer import RowOptimizer
-    from dtf.table import Table
+    from dtf.api.row_optimizer import RowOptimizer
+    from dtf.api.sparse_table import Table
 
 DECAYED = "decayed"
 _LEAST_SLOTS = 1024

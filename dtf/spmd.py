@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from dtf.api.sampler import cut, share
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Program, Source, Task, Update
 from dtf.build import cast_model, draw_model
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Box, Evaluated, Shard, State, StepOutput, Train
@@ -22,10 +25,7 @@ from dtf.misfits import misfits_named
 from dtf.passes import Passes, draws_at_large, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
 from dtf.placement import tables_of
 from dtf.remat import divisible, rematerialise
-from dtf.sampler import cut, share
 from dtf.sections import section
-from dtf.strategy import Program, Source, Task, Update
-from dtf.table import Placement
 from dtf.update import LocalUpdate, made, whole
 
 if TYPE_CHECKING:

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from dtf import costs, partition
+from dtf.api.options import Remat
+from dtf.api.precision import Cast
+from dtf.api.strategy import Task
 from dtf.build import DTYPES, layout_of
 from dtf.chain import Chain
 from dtf.core.errors import ConfigError
 from dtf.distributed.world import World
 from dtf.microbatch import Masks
-from dtf.options import Remat
 from dtf.passes import cast_floating, lone_row, moved
-from dtf.precision import Cast
 from dtf.remat import divisible, rematerialise
 from dtf.sharded import cast_sketch
-from dtf.strategy import Task
 from dtf.update import rehearsed, state_bytes
 
 EVEN = 0.05

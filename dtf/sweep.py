@@ -26,11 +26,11 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from dtf.api.schema import show
 from dtf.core.errors import INTERRUPTED, BusyError, ConfigError, Exit
 from dtf.core.text import time_text
 from dtf.explain import COMMAND_LINE, parse, shorten
 from dtf.run import take_lock
-from dtf.schema import show
 from dtf.sources import Loader, Read
 from dtf.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
 from dtf.tuning import NAME as OPTUNA

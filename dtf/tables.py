@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtf.api.recipe import Recipe
+from dtf.api.strategy import Source, Weights
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import mix
 from dtf.core.types import Batch, Box
 from dtf.distributed.sharding import bounds
 from dtf.distributed.world import World
-from dtf.recipe import Recipe
 from dtf.sparse import DECAYED, SparseTable, full, gather, segment_sum, squares, unique
-from dtf.strategy import Source, Weights
 
 COUNT, DECAY = "count", "decay"
 """In a checkpoint: rows over all ranks; `SparseTable.decayed`."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from dtf.api.recipe import Recipe, Split
 from dtf.config import Composed
 from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.types import Event, Failed, Measured, Note
 from dtf.located import check_place
-from dtf.recipe import Recipe, Split
 from dtf.run import Run
 
 

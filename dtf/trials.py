@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtf.api.schema import show
 from dtf.budget import spent_s
 from dtf.core.errors import BusyError, Exit, code_name
 from dtf.core.text import number_text
 from dtf.explain import shorten
 from dtf.run import flat, redact
-from dtf.schema import show
 
 NOT_STARTED = -1
 _MAY_CHANGE = ("budget", "launcher", "observer", "plugins", "run")

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.schema import RESERVED, KeyProblem
 from dtf.core.errors import ConfigError
-from dtf.schema import RESERVED, KeyProblem
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

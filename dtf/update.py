@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dtf.api.optimizer import Combine, Optimizer
+from dtf.api.precision import Precision
+from dtf.api.strategy import Source, Update
 from dtf.build import formats
 from dtf.core.errors import ConfigError
 from dtf.core.types import Box, State
 from dtf.distributed.sharding import local
 from dtf.ema import EMA
 from dtf.memory import byte_count
-from dtf.optimizer import Combine, Optimizer
-from dtf.precision import Precision
-from dtf.strategy import Source, Update
 
 if TYPE_CHECKING:
     from dtf.tables import Tables

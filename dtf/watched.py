@@ -9,20 +9,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from dtf.api.launcher import LONGEST_S, Launcher, Place, check_environment, log_folder
+from dtf.api.registry import option
 from dtf.attempt import Attempt, Limits, Others
 from dtf.core.errors import ConfigError
 from dtf.core.types import Event
 from dtf.host import devices, network
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.host.signals import Stop
-from dtf.launcher import LONGEST_S, Launcher, Place, check_environment, log_folder
-from dtf.registry import option
 from dtf.supervise import NO_PROGRESS
 from dtf.warm import files, warm
 
 if TYPE_CHECKING:
+    from dtf.api.strategy import Strategy
     from dtf.run import Run
-    from dtf.strategy import Strategy
 
 
 @dataclass(kw_only=True)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from dtf import commit
+from dtf.api.layout import Split
+from dtf.api.recipe import Recipe
 from dtf.build import layout_of
 from dtf.checkpoint import TORCH_DTYPES, Stored
 from dtf.core.errors import ConfigError, DataError
 from dtf.ema import EMA
-from dtf.layout import Split
 from dtf.located import check_place, is_checkpoint, located
-from dtf.recipe import Recipe
 from dtf.spmd import AVERAGED
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]

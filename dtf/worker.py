@@ -18,6 +18,12 @@ import torch
 from torch import nn
 
 from dtf import __version__, budget, export, inference
+from dtf.api.launcher import Place
+from dtf.api.name_patterns import check_used
+from dtf.api.observer import Probes
+from dtf.api.precision import set_switches
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.strategy import Errand, Program, Standing, Task
 from dtf.build import sketch
 from dtf.checkpoint import Checkpointer
 from dtf.clock import Plan, PlannedClock
@@ -28,18 +34,12 @@ from dtf.distributed.world import World
 from dtf.ema import averaged
 from dtf.engine import RECENT, Loop, fit
 from dtf.host import heartbeat
-from dtf.launcher import Place
 from dtf.memory import Memory, Meter
-from dtf.observer import Probes
 from dtf.overview import overview
-from dtf.patterns import check_used
-from dtf.precision import set_switches
-from dtf.recipe import Dataset, Recipe
 from dtf.record import Record
 from dtf.rows import Rows
 from dtf.run import flat, redact
 from dtf.settings import Settings, typed
-from dtf.strategy import Errand, Program, Standing, Task
 from dtf.weights import Fit, Weights, fitted, open_weights
 
 _USES = {"evaluate": inference.evaluate, "predict": inference.predict, "export": export.export}

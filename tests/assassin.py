@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 from dtf import warm
+from dtf.api.observer import Observer
+from dtf.api.registry import option, register
 from dtf.core.types import Event, Measured
-from dtf.observer import Observer
-from dtf.registry import option, register
 
 
 @register("observer", "assassin")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dtf.recipe import Dataset
+from dtf.api.recipe import Dataset
 from dtf.recipes.ctr.data import Integers, LogOptions
 
 ROWS = 1000

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dtf.recipe import Dataset
+from dtf.api.recipe import Dataset
+from dtf.api.registry import option, register
 from dtf.recipes.ctr.data import DataOptions
 from dtf.recipes.ctr.recipe import ClickThrough, Kind, ModelOptions, Structure
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     import numpy as np

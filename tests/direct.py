@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtf.launcher import Place
+from dtf.api.launcher import Place
+from dtf.api.strategy import Errand, Program, Strategy, Task
 from dtf.pserver import regions
 from dtf.pserver.transport import Failed, Lost, Refused, Stale, Transport
 from dtf.pserver.wire import WireError
-from dtf.strategy import Errand, Program, Strategy, Task
 
 Handlers = Mapping[str, Callable[[bytes], bytes]]
 _ERRORS = (Refused, WireError, Stale, Failed, Lost)

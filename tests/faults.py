@@ -7,14 +7,14 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.recipe import Dataset
+from dtf.api.registry import option, register
+from dtf.api.strategy import Program, Task
 from dtf.core.types import Shard
-from dtf.recipe import Dataset
-from dtf.registry import option, register
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.fsdp import Fsdp
 from dtf.strategies.pipeline import Pipeline
 from dtf.strategies.tensor import Tensor
-from dtf.strategy import Program, Task
 from tests.toy import Rows, Toy
 
 if TYPE_CHECKING:

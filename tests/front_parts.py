@@ -8,14 +8,14 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dtf.api.job import Job
+from dtf.api.observer import Observer
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.registry import option, register
+from dtf.api.strategy import Task
 from dtf.core.errors import DataError, Preempted
 from dtf.core.types import Event
-from dtf.job import Job
-from dtf.observer import Observer
-from dtf.recipe import Dataset, Recipe
-from dtf.registry import option, register
 from dtf.strategies.dp import Dp
-from dtf.strategy import Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -17,6 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 from dtf import costs
+from dtf.api.launcher import Place
+from dtf.api.lr import Constant
+from dtf.api.options import FineTuning, Remat, StepOptions
+from dtf.api.precision import Cast, Format, Precision
+from dtf.api.registry import lookup, registered
+from dtf.api.sampler import Epochs, Sequential, Shuffle, Tail
+from dtf.api.strategy import Task
 from dtf.build import sketch
 from dtf.checkpoint import Checkpointer, Every
 from dtf.clock import Plan, PlannedClock
@@ -25,17 +32,10 @@ from dtf.distributed.world import World
 from dtf.ema import averaged
 from dtf.engine import Loop, fit
 from dtf.evidence import in_order
-from dtf.launcher import Place
 from dtf.loader import Loader
-from dtf.lr import Constant
-from dtf.options import FineTuning, Remat, StepOptions
 from dtf.passes import stand_ins
-from dtf.precision import Cast, Format, Precision
-from dtf.registry import lookup, registered
-from dtf.sampler import Epochs, Sequential, Shuffle, Tail
 from dtf.settings import load_parts
 from dtf.spmd import SHARE
-from dtf.strategy import Task
 from dtf.weights import fitted, open_weights
 from tests.direct import Assistants, Deadly, connect
 from tests.interposer import Interposer

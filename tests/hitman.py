@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtf import warm
+from dtf.api.observer import Observer
+from dtf.api.recipe import Dataset
+from dtf.api.registry import option, register
 from dtf.core.types import Event, Measured
-from dtf.observer import Observer
-from dtf.recipe import Dataset
-from dtf.registry import option, register
 from tests.toy import Rows, Toy
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtf.recipe import Dataset
-from dtf.registry import option, register
+from dtf.api.recipe import Dataset
+from dtf.api.registry import option, register
 from tests.toy import Rows, Toy
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from dtf.api.schema import fit_option, make_option
+from dtf.api.strategy import Strategy
 from dtf.core.types import Event
 from dtf.launchers.local import Local
 from dtf.run import Run, unique_id
-from dtf.schema import fit_option, make_option
 from dtf.settings import Settings
 from dtf.strategies.ddp import Ddp
-from dtf.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtf.layout import Layout, Split
-from dtf.registry import option, register
+from dtf.api.layout import Layout, Split
+from dtf.api.registry import option, register
 from tests.toy import Toy
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dtf import warm
+from dtf.api.launcher import Place
 from dtf.attempt import Attempt, Limits
 from dtf.core.types import Event
 from dtf.host.signals import Stop
-from dtf.launcher import Place
 
 if "tests.preload" not in warm.PRELOAD:
     warm.PRELOAD.append("tests.preload")

@@ -198,7 +198,7 @@ def registers(path: Path) -> bool:
 def test_registered_classes_import_without_torch() -> None:
     """The command line reads their fields: torch, numpy and what they cost must wait for the ranks."""
     names = [name for name, path in sources().items() if registers(path)]
-    assert {"dtf.strategies.ddp", "dtf.optimizers.sgd", "dtf.precision"} <= set(names)
+    assert {"dtf.strategies.ddp", "dtf.optimizers.sgd", "dtf.api.precision"} <= set(names)
     front = ["dtf.settings", "dtf.config", "dtf.run", "dtf.describe", "dtf.__main__"]
     code = (
         "import importlib, sys\n"

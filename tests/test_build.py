@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from dtf.api.layout import Layout, Split
 from dtf.build import layout_of, sketch
 from dtf.core.errors import ConfigError
-from dtf.layout import Layout, Split
 from tests.toy import Toy
 
 
@@ -76,7 +76,7 @@ def broken() -> Layout:
 @pytest.mark.parametrize(
     ("falls", "words"),
     [
-        (lambda: None, "returned NoneType; it must return a dtf.layout.Layout"),
+        (lambda: None, "returned NoneType; it must return a dtf.api.layout.Layout"),
         (broken, "raised KeyError: 'b.2'"),
         (lambda: Layout(("a", "b")), "has the block 'a'; a block is a tuple of names"),  # type: ignore[arg-type]
         (lambda: Layout((("a",), ("c",))), "names 'c', which is no module of its model; choices: a, b, b.0, b.1"),

@@ -9,19 +9,19 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from dtf.api.options import StepOptions
+from dtf.api.precision import Precision
+from dtf.api.recipe import Dataset
+from dtf.api.sampler import Epochs, Shuffle
+from dtf.api.strategy import Task
 from dtf.build import draw_model
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
 from dtf.distributed.world import World
 from dtf.metrics import weighted_sums
 from dtf.optimizers.sgd import Sgd
-from dtf.options import StepOptions
-from dtf.precision import Precision
-from dtf.recipe import Dataset
-from dtf.sampler import Epochs, Shuffle
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.dp import Dp
-from dtf.strategy import Task
 from tests.harness import reference, spread
 from tests.toy import Rows, Toy
 
@@ -120,7 +120,7 @@ def rehearse(made: type[nn.Module], strategy: Ddp | Dp, rows: int = 2, mean: boo
     recipe = Own()
     recipe.made, recipe.mean = made, mean
     task = Task(recipe, Sgd(), Precision(), StepOptions(batch_size=8), 0)
-    from dtf.launcher import Place
+    from dtf.api.launcher import Place
 
     program = strategy.setup(task, World(Place(slots=2)))
     data: Dataset = Rows(8, "train", -1)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtf.api.recipe import Recipe
 from dtf.build import draw_model, sketch
 from dtf.chain import Chain
 from dtf.core.errors import ConfigError
 from dtf.microbatch import Masks, RunningStatistics
-from dtf.recipe import Recipe
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, Stem
 from tests.toy import Toy
 

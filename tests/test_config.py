@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from dtf.api.registry import lookup, registered
+from dtf.api.schema import unset
 from dtf.config import Composed, Composer, compose
 from dtf.core.errors import ConfigError, DataError
-from dtf.registry import lookup, registered
-from dtf.schema import unset
 from dtf.settings import GROUPS, typed
 
 PLUGIN = "plugins=[tests.front_parts]"
@@ -134,7 +134,7 @@ def test_a_file_refines_a_class(write: Write) -> None:
 
 def test_plugins_named_in_files_bring_the_options_those_files_choose(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "front_late.py").write_text(
-        "from dtf.registry import register, option\nfrom dtf.sampler import Shuffle\n"
+        "from dtf.api.registry import register, option\nfrom dtf.api.sampler import Shuffle\n"
         "@register('sampler', 'front_late')\nclass Late(Shuffle):\n    twist: int = option(default=1, doc='d')\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -148,7 +148,7 @@ def test_plugins_named_in_files_bring_the_options_those_files_choose(write: Writ
 
 def test_entry_points_bring_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "front_entry.py").write_text(
-        "from dtf.registry import register\nfrom dtf.lr import Constant\n@register('lr', 'front_entry')\nclass Entry(Constant): ...\n"
+        "from dtf.api.registry import register\nfrom dtf.api.lr import Constant\n@register('lr', 'front_entry')\nclass Entry(Constant): ...\n"
     )
     info = tmp_path / "front_entry-1.dist-info"
     info.mkdir()
@@ -159,10 +159,10 @@ def test_entry_points_bring_options(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_plugin_in_an_unknown_group_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dtf import registry
+    from dtf.api import registry
 
     monkeypatch.setattr(registry, "_CLASSES", {group: dict(classes) for group, classes in registry._CLASSES.items()})
-    (tmp_path / "front_lost.py").write_text("from dtf.registry import register\n@register('optimiser', 'x')\nclass X: ...\n")
+    (tmp_path / "front_lost.py").write_text("from dtf.api.registry import register\n@register('optimiser', 'x')\nclass X: ...\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="optimiser is no config group; did you mean optimizer"):
         compose(["plugins=[front_lost]"])

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtf.api.registry import registered
+from dtf.api.schema import fit_option, option_node
 from dtf.config import Composer, compose
 from dtf.core.errors import ConfigError
-from dtf.registry import registered
-from dtf.schema import fit_option, option_node
 from dtf.settings import GROUPS, load_parts
 
 HERE = "; set on the command line"

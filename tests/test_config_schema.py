@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtf.api.registry import option
+from dtf.api.schema import UNSET, KeyProblem, fit, keys, make, node, to_plain, unset
 from dtf.core.errors import ConfigError
-from dtf.registry import option
-from dtf.schema import UNSET, KeyProblem, fit, keys, make, node, to_plain, unset
 
 
 class Color(Enum):

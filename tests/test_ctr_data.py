@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dtf.api.recipe import Dataset
+from dtf.api.registry import registered
+from dtf.api.sampler import Epochs, Shuffle, Tail
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
 from dtf.loader import Loader
-from dtf.recipe import Dataset
 from dtf.recipes.ctr import lines
 from dtf.recipes.ctr import log as log_module
 from dtf.recipes.ctr.data import BadRecords, Format, Ids, Integers, LogOptions, Mode
@@ -25,8 +27,6 @@ from dtf.recipes.ctr.encode import Encoder
 from dtf.recipes.ctr.hashing import key_of
 from dtf.recipes.ctr.log import Parsed
 from dtf.recipes.ctr.vocabulary import Vocabulary, count
-from dtf.registry import registered
-from dtf.sampler import Epochs, Shuffle, Tail
 from tests.ctr_log import ROWS, content, numbers, options, written
 
 # ---------------------------------------------------------------- order

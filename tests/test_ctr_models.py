@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from dtf.api.schema import option_node
 from dtf.build import draw_model, layout_of
 from dtf.chain import Chain
 from dtf.config import compose
@@ -21,7 +22,6 @@ from dtf.recipes.ctr.data import Ids, LogOptions
 from dtf.recipes.ctr.grouped import Grouped
 from dtf.recipes.ctr.model import DCN, DLRM, DNN, FactorizationMachine, Inputs, LogisticRegression, Tower, WideDeep, XDeepFM
 from dtf.recipes.ctr.recipe import ClickLog, Kind, ModelOptions, Place, Structure
-from dtf.schema import option_node
 from tests.ctr_toy import FIELDS, SIZE, CtrToy, Drawn, DrawnOptions, options
 from tests.harness import difference, reference, spread, variants
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from dtf.__main__ import main
+from dtf.api.registry import registered
+from dtf.api.schema import keys
 from dtf.config import Composer
 from dtf.core.errors import ConfigError, Exit
 from dtf.describe import as_text, catalogue
-from dtf.registry import registered
-from dtf.schema import keys
 from dtf.settings import GROUPS
 
 Capture = pytest.CaptureFixture[str]

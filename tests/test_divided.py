@@ -13,20 +13,20 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dtf.api.launcher import Place
+from dtf.api.layout import Split
+from dtf.api.options import Remat, StepOptions
+from dtf.api.precision import Precision
+from dtf.api.recipe import Recipe
+from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Train
 from dtf.distributed.world import World
-from dtf.launcher import Place
-from dtf.layout import Split
 from dtf.memory import Footprint
 from dtf.misfits import misfits_named
 from dtf.optimizers.adamw import AdamW
-from dtf.options import Remat, StepOptions
-from dtf.precision import Precision
-from dtf.recipe import Recipe
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
 from dtf.strategies.tensor import Tensor as TensorStrategy
-from dtf.strategy import Task
 from tests.ranks import ranks
 
 ROWS, PIXELS = 6, 32

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dtf.api.name_patterns import check_used, covers, factor
+from dtf.api.options import FineTuning
 from dtf.build import draw_model, sketch
 from dtf.core.errors import ConfigError, DataError
 from dtf.ema import Averaged
 from dtf.optimizers.sgd import Sgd
-from dtf.options import FineTuning
-from dtf.patterns import check_used, covers, factor
 from dtf.update import LocalUpdate, whole
 from dtf.weights import fitted, open_weights
 from tests.harness import difference, reference, spread, variants

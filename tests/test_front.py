@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dtf.__main__ import INTERRUPTED, PIPE_CLOSED, main, will_launch
+from dtf.api.registry import registered
 from dtf.core.errors import Exit
-from dtf.registry import registered
 from dtf.settings import GROUPS
 
 ROOT = Path(__file__).parent.parent
@@ -180,7 +180,7 @@ def test_no_trial_starts_when_one_of_them_is_wrong(capsys: Capture, tmp_path: Pa
 
 def test_sweep_over_experiments_with_plugins_of_their_own(tmp_path: Path, elsewhere: Path) -> None:
     (elsewhere / "front_swept.py").write_text(
-        "from dtf.registry import register\nfrom dtf.lr import Constant\n@register('lr', 'front_swept')\nclass Swept(Constant): ...\n"
+        "from dtf.api.registry import register\nfrom dtf.api.lr import Constant\n@register('lr', 'front_swept')\nclass Swept(Constant): ...\n"
     )
     folder = tmp_path / "conf" / "experiment"
     folder.mkdir(parents=True)

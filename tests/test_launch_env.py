@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import pytest
 
+from dtf.api.launcher import Place
 from dtf.core import consistency
 from dtf.core.errors import BusyError, ConfigError, DtfError, Exit
 from dtf.distributed.world import World
 from dtf.environment import VARIABLES
-from dtf.launcher import Place
 from dtf.launchers.env import Env
 from dtf.run import Run
 from dtf.settings import Settings

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from dtf import attempt, warm, watched
+from dtf.api.launcher import Place
 from dtf.attempt import Attempt, Limits
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Ended, Failed, Note, Started
 from dtf.forkserver import ForkServer
 from dtf.host.signals import Stop
-from dtf.launcher import Place
 from tests.launching import Launched, launch
 
 Start = Callable[..., Launched]

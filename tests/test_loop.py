@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from dtf import engine
+from dtf.api.lr import Constant, Plateau
+from dtf.api.sampler import Epochs, Sequential
+from dtf.api.strategy import Program, Source
 from dtf.clock import Clock, Plan, PlannedClock
 from dtf.core.errors import DataError, DivergedError, DtfError
 from dtf.core.types import Batch, Evaluate, Evaluated, Log, Poll, Save, Shard, State, StepOutput, Stop, Ticket, Train
 from dtf.engine import Loop, fit
-from dtf.lr import Constant, Plateau
-from dtf.sampler import Epochs, Sequential
-from dtf.strategy import Program, Source
 from tests.toy import Toy
 
 

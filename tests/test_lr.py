@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtf.api.lr import Constant, Cosine, OneCycle, Plateau, Schedule, Step
+from dtf.api.registry import lookup, registered
 from dtf.core.errors import ConfigError
-from dtf.lr import Constant, Cosine, OneCycle, Plateau, Schedule, Step
-from dtf.registry import lookup, registered
 
 NAMES = list(registered("lr"))
 peaks = st.floats(1e-6, 10.0)

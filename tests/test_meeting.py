@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import pytest
 
+from dtf.api.launcher import Place
+from dtf.api.strategy import Errand, Standing
 from dtf.core.errors import BusyError, ConfigError, PeerError
-from dtf.launcher import Place
 from dtf.pserver import meeting, session
 from dtf.pserver.rpc import Client
 from dtf.pserver.transport import Lost
 from dtf.strategies.pserver import Pserver
-from dtf.strategy import Errand, Standing
 from tests.hand import TOKEN, endpoints
 
 

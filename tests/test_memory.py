@@ -15,25 +15,25 @@ import torch
 from rich.console import Console as Terminal
 from torch import Tensor, nn
 
+from dtf.api.launcher import Place
+from dtf.api.layout import Layout, Split
+from dtf.api.options import Remat, StepOptions
+from dtf.api.precision import Precision
+from dtf.api.registry import lookup, register
+from dtf.api.sampler import Epochs, Sequential
+from dtf.api.strategy import Task
 from dtf.build import draw_model
 from dtf.core.text import bytes_text, memory_text
 from dtf.core.types import Ended, Started, Train
 from dtf.distributed.world import World
 from dtf.ema import averaged
-from dtf.launcher import Place
-from dtf.layout import Layout, Split
 from dtf.loader import Loader
 from dtf.memory import Footprint, Memory, Meter, activations, table_row
 from dtf.microbatch import Masks
-from dtf.options import Remat, StepOptions
-from dtf.precision import Precision
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
-from dtf.registry import lookup, register
 from dtf.remat import divisible, rematerialise
-from dtf.sampler import Epochs, Sequential
 from dtf.screen import Screen
 from dtf.settings import load_parts
-from dtf.strategy import Task
 from tests.conftest import Result
 from tests.harness import _enums
 from tests.ranks import ranks

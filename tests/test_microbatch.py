@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dtf.api.sampler import share
 from dtf.core.errors import ConfigError
 from dtf.core.types import Shard
 from dtf.microbatch import Masks, RunningStatistics
-from dtf.sampler import share
 
 
 def simulate(micro_batches: list[torch.Tensor], ranks: int, steps: int, momentum: float | None) -> tuple[torch.Tensor, torch.Tensor, int]:

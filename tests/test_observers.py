@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtf import registry
+from dtf.api import registry
+from dtf.api.observer import Observer, Observers
+from dtf.api.registry import lookup
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started, event_from_json, event_to_json
-from dtf.observer import Observer, Observers
 from dtf.observers.jsonl import Jsonl, forget_after, line_of
-from dtf.registry import lookup
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {"recipe": {"name": "shapes"}, "strategy": {"name": "ddp", "bucket_mb": 25.0}, "precision": {"name": "bf16"}, "seed": 0, "plugins": []}
@@ -222,7 +222,7 @@ def test_a_crash_while_forgetting_keeps_the_old_file(tmp_path, monkeypatch):
 _WATCH = """
 import sys, pathlib
 sys.path.insert(0, {root!r})
-from dtf.observer import Observers
+from dtf.api.observer import Observers
 from dtf.observers.console import Console
 from dtf.observers.jsonl import Jsonl
 from dtf.observers.tensorboard import Tensorboard

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import dtf.optimizers
+from dtf.api.optimizer import Optimizer
+from dtf.api.registry import registered
+from dtf.api.schema import fit_option, make_option
 from dtf.core.errors import ConfigError
-from dtf.optimizer import Optimizer
 from dtf.optimizers.lars import Lars
-from dtf.registry import registered
-from dtf.schema import fit_option, make_option
 
 for _module in pkgutil.iter_modules(dtf.optimizers.__path__):
     importlib.import_module(f"dtf.optimizers.{_module.name}")
@@ -324,7 +324,7 @@ def test_cuda_steps_like_cpu_and_skips_without_a_trace(name: str) -> None:
 @pytest.mark.parametrize("name", ["sgd", "lars"])
 @pytest.mark.parametrize("skip", [None, 0.0, 1.0])
 def test_where_the_fused_kernel_is_wrong_the_plain_one_steps(name: str, skip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dtf import optimizer
+    from dtf.api import optimizer
 
     found = []
     for right in (True, False):

@@ -16,11 +16,11 @@ import pytest
 import torch
 import yaml
 
-from dtf import registry
+from dtf.api import registry
+from dtf.api.lr import Schedule
+from dtf.api.observer import Observer
+from dtf.api.registry import lookup, register, registered
 from dtf.core.errors import ConfigError, Exit
-from dtf.lr import Schedule
-from dtf.observer import Observer
-from dtf.registry import lookup, register, registered
 from dtf.settings import load_parts
 from tests.conftest import Result
 

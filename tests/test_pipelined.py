@@ -13,24 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from dtf import costs
+from dtf.api.launcher import Place
+from dtf.api.layout import Layout
+from dtf.api.options import Remat, StepOptions
+from dtf.api.precision import Precision
+from dtf.api.recipe import Recipe
+from dtf.api.registry import register
+from dtf.api.strategy import Task
 from dtf.build import sketch
 from dtf.chain import Chain
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Train
 from dtf.distributed.world import World
-from dtf.launcher import Place
-from dtf.layout import Layout
 from dtf.optimizers.adamw import AdamW
-from dtf.options import Remat, StepOptions
 from dtf.partition import Cost
-from dtf.precision import Precision
-from dtf.recipe import Recipe
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions
-from dtf.registry import register
 from dtf.schedules import Schedule
 from dtf.stages import Wish, agree
 from dtf.strategies.pipeline import Pipeline
-from dtf.strategy import Task
 from tests.harness import difference, reference, spread
 from tests.ranks import ranks
 from tests.toy import Toy

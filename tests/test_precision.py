@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dtf.api.precision import Cast, Format, Precision
 from dtf.config import compose
 from dtf.core.errors import ConfigError
-from dtf.precision import Cast, Format, Precision
 
 FILES = sorted((Path(__file__).parent.parent / "conf" / "precision").glob("*.yaml"))
 OPTIONS = {

@@ -7,7 +7,7 @@ import re
 from contextlib import nullcontext
 from timeit import timeit
 
-from dtf.observer import Probe, Probes
+from dtf.api.observer import Probe, Probes
 from dtf.sections import section
 
 SMALL = ("recipe.data.train_rows=64", "recipe.data.eval_rows=32", "step.batch_size=8", "train.epochs=1", "checkpoint=off", "launcher.threads=1")

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dtf.api.launcher import Place
+from dtf.api.registry import lookup, registered
 from dtf.checkpoint import Stored, write_boxes
 from dtf.distributed.world import World
 from dtf.evidence import Evidence
-from dtf.launcher import Place
 from dtf.pserver.lending import Lending
 from dtf.pserver.protocol import COUNT, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.rows import Shelf, Shelves
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import Message, decode, encode
-from dtf.registry import lookup, registered
 from dtf.sparse import SparseTable
 from tests.harness import difference, reference, spread
 from tests.tabled import Tabled

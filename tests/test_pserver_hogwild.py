@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from dtf.api.launcher import Place
+from dtf.api.options import StepOptions
+from dtf.api.recipe import Recipe
+from dtf.api.strategy import Errand, Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
-from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
-from dtf.options import StepOptions
 from dtf.pserver import hogwild
 from dtf.pserver.blocks import lay_out
 from dtf.pserver.computing import Blocks, Computing, Pulled
@@ -23,9 +25,7 @@ from dtf.pserver.hogwild import Ended, Together, numbers
 from dtf.pserver.protocol import READY, exchange_schemas
 from dtf.pserver.trainer import Trainer
 from dtf.pserver.wire import encode
-from dtf.recipe import Recipe
 from dtf.strategies.pserver import Dense, Device, Mode, Pserver
-from dtf.strategy import Errand, Task
 from tests import harness
 from tests.harness import PRECISIONS, spread
 from tests.ranks import ranks

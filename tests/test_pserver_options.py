@@ -12,15 +12,15 @@ from typing import cast
 import pytest
 from torch import nn
 
+from dtf.api.launcher import Place
+from dtf.api.strategy import Program
 from dtf.by_hand import check_certificates
 from dtf.clock import Plan
 from dtf.config import compose
 from dtf.core.errors import ConfigError, Exit
 from dtf.distributed.world import World
-from dtf.launcher import Place
 from dtf.overview import overview
 from dtf.settings import Settings
-from dtf.strategy import Program
 from tests.conftest import Result
 from tests.test_rpc import certificate
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from dtf.api.options import StepOptions
+from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
-from dtf.options import StepOptions
 from dtf.pserver.blocks import lay_out, travelling, views
 from dtf.pserver.narrow import FORMATS, narrow, rounded, widen
 from dtf.pserver.wire import Array, Schema, decode, encode
 from dtf.strategies.pserver import Mode, Pserver, Wire
-from dtf.strategy import Task
 from tests.harness import PRECISIONS, difference, spread
 from tests.test_tables import ANY
 from tests.toy import Toy

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtf.api.layout import Layout
+from dtf.api.options import Remat
+from dtf.api.recipe import Recipe
+from dtf.api.registry import register
 from dtf.build import draw_model
 from dtf.core.errors import ConfigError, Exit
-from dtf.layout import Layout
 from dtf.memory import Footprint
 from dtf.microbatch import Masks, RunningStatistics
-from dtf.options import Remat
-from dtf.recipe import Recipe
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
-from dtf.registry import register
 from dtf.remat import divisible, rematerialise
 from tests.conftest import Result
 from tests.harness import spread, variants

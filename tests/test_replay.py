@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from dtf import replay
+from dtf.api.launcher import Place
 from dtf.core.errors import DataError, Exit
 from dtf.jobs.verify import _replayed
-from dtf.launcher import Place
 from dtf.pserver.recorder import Pull, Recorder, path_of, read
 from dtf.pserver.replay import Replay
 

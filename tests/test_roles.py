@@ -14,13 +14,13 @@ from typing import Any, cast
 import pytest
 
 from dtf import attempt, warm
+from dtf.api.launcher import Place
+from dtf.api.schema import fit_option, make_option
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Failed, Note
 from dtf.host import devices
 from dtf.host.devices import Devices
-from dtf.launcher import Place
 from dtf.run import Run
-from dtf.schema import fit_option, make_option
 from dtf.settings import Settings, load_parts
 from dtf.strategies.ddp import Ddp
 from tests.launching import Launched, launch

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import dtf.row_optimizers
+from dtf.api.registry import registered
+from dtf.api.row_optimizer import RowOptimizer, Scheduled
+from dtf.api.sparse_table import Table
 from dtf.core.errors import ConfigError
-from dtf.registry import registered
-from dtf.row_optimizer import RowOptimizer, Scheduled
 from dtf.row_optimizers.adagrad import RowAdagrad
 from dtf.row_optimizers.ftrl import Ftrl
 from dtf.row_optimizers.lazy_adam import LazyAdam
 from dtf.row_optimizers.rowwise_adagrad import RowwiseAdagrad
 from dtf.row_optimizers.sgd import RowSgd
 from dtf.sparse import SparseTable
-from dtf.table import Table
 
 for _module in pkgutil.iter_modules(dtf.row_optimizers.__path__):
     importlib.import_module(f"dtf.row_optimizers.{_module.name}")

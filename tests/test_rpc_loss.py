@@ -16,14 +16,14 @@ from typing import Any, cast
 
 import pytest
 
+from dtf.api.launcher import Place
+from dtf.api.strategy import Errand, Task
 from dtf.core.errors import AuthError, PeerError
-from dtf.launcher import Place
 from dtf.pserver import session
 from dtf.pserver.rpc import Service
 from dtf.pserver.transport import Failed, Lost, Refused, Retrying, Stale
 from dtf.pserver.wire import WireError
 from dtf.strategies.pserver import Pserver
-from dtf.strategy import Errand, Task
 from tests.answering import EPOCH, SOON_S, TOKEN, after, client, service
 from tests.interposer import Interposer
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dtf.api.options import StepOptions
+from dtf.api.registry import registered
+from dtf.api.sampler import Epochs, Repeated, Sampler, Tail, Weighted, cut, share
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
-from dtf.options import StepOptions
-from dtf.registry import registered
-from dtf.sampler import Epochs, Repeated, Sampler, Tail, Weighted, cut, share
 
 NAMES = list(registered("sampler"))
 ONCE = [name for name, cls in registered("sampler").items() if cls.once]

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 
+from dtf.api.launcher import Place
+from dtf.api.options import StepOptions
+from dtf.api.recipe import Recipe
+from dtf.api.strategy import Task
 from dtf.core.errors import SaveError
 from dtf.core.types import Train
 from dtf.distributed.world import World
-from dtf.launcher import Place
 from dtf.optimizers.sgd import Sgd
-from dtf.options import StepOptions
 from dtf.pserver import desk as desks
 from dtf.pserver import protocol, serving, session
 from dtf.pserver.blocks import views
@@ -32,10 +34,8 @@ from dtf.pserver.recorder import Recorder
 from dtf.pserver.serving import Serving
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import decode, encode
-from dtf.recipe import Recipe
 from dtf.row_optimizers.adagrad import RowAdagrad
 from dtf.strategies.pserver import Mode, Pserver
-from dtf.strategy import Task
 from dtf.tables import dealt
 from tests.harness import PRECISIONS
 from tests.tabled import Tabled

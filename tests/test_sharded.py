@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from dtf.api.launcher import Place
+from dtf.api.options import StepOptions
+from dtf.api.precision import Precision
+from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
 from dtf.distributed.world import World
-from dtf.launcher import Place
 from dtf.optimizers.adamw import AdamW
-from dtf.options import StepOptions
-from dtf.precision import Precision
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
 from dtf.strategies.fsdp import Fsdp, Unit
-from dtf.strategy import Task
 from tests.ranks import ranks
 
 

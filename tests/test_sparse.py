@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtf.api.row_optimizer import RowOptimizer
+from dtf.api.sparse_table import Table
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import mix, seed_of
-from dtf.row_optimizer import RowOptimizer
 from dtf.row_optimizers.adagrad import RowAdagrad
 from dtf.row_optimizers.sgd import RowSgd
 from dtf.sparse import SparseTable, gather, segment_sum, unique
-from dtf.table import Table
 
 LARGEST = 2**63 - 1
 WIDTH = 3

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from dtf import by_hand
+from dtf.api.strategy import Task
 from dtf.core.consistency import common
 from dtf.core.errors import AuthError, ConfigError, Exit, PeerError
 from dtf.jobs.status import ask
@@ -23,7 +24,6 @@ from dtf.live import Live, find
 from dtf.pserver.choices import Role, TlsMode, TlsOptions
 from dtf.pserver.rpc import viewer
 from dtf.strategies.pserver import Pserver
-from dtf.strategy import Task
 from tests.conftest import Result
 from tests.hand import TOKEN, Command, commands, endpoints, members, status, until, words
 from tests.harness import PRECISIONS
@@ -326,8 +326,8 @@ def test_what_makes_no_process_of_a_run(options: dict[str, Any], wrong: str) -> 
 
 
 def test_what_is_for_those_started_by_hand_alone() -> None:
+    from dtf.api.options import StepOptions
     from dtf.optimizers.sgd import Sgd
-    from dtf.options import StepOptions
     from tests.toy import Toy
 
     task = Task(Toy(), Sgd(), PRECISIONS["fp32"], StepOptions(), 0)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from dtf.api.launcher import Place
+from dtf.api.options import StepOptions
+from dtf.api.registry import lookup, registered
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Task
 from dtf.core.errors import DataError
 from dtf.distributed.world import World
-from dtf.launcher import Place
-from dtf.options import StepOptions
 from dtf.placement import tables_of
-from dtf.registry import lookup, registered
-from dtf.strategy import Task
-from dtf.table import Placement
 from tests.harness import PRECISIONS, difference, meshes, reference, spread, variants
 from tests.tabled import Tabled
 

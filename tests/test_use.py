@@ -68,7 +68,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained: Path, run_dtf: Run) -> None:
-    from dtf.registry import registered
+    from dtf.api.registry import registered
 
     load_parts([])
     own = {name for name, kind in registered("strategy").items() if kind.__module__.startswith("dtf.")}  # other tests bring some of theirs

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dtf.layout import Layout, Split
+from dtf.api.layout import Layout, Split
+from dtf.api.options import FineTuning
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.registry import option, register
 from dtf.metrics import weighted_sums
-from dtf.options import FineTuning
-from dtf.recipe import Dataset, Recipe
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     import numpy as np

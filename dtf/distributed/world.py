@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from dtf.api.launcher import Place
 from dtf.core.errors import ConfigError
-from dtf.launcher import Place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

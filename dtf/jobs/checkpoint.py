@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf import commit
+from dtf.api.job import Job
+from dtf.api.registry import option, register
 from dtf.checkpoint import STATE, read_scalars
 from dtf.core.errors import ConfigError, DataError, Exit
-from dtf.job import Job
 from dtf.located import located
 from dtf.manifest import ITEM_BYTES, Manifest, volume
-from dtf.registry import option, register
 from dtf.shards import slots
 
 if TYPE_CHECKING:

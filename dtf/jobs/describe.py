@@ -6,9 +6,9 @@ import shutil
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dtf.api.job import Job
+from dtf.api.registry import option, register
 from dtf.core.errors import Exit
-from dtf.job import Job
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from dtf.config import Composed

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.job import Job
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, DtfError, Exit, error_line
 from dtf.host import network
-from dtf.job import Job
-from dtf.registry import option, register
 from dtf.run import Run, unique_id
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ import json
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.job import Job
+from dtf.api.recipe import Split
+from dtf.api.registry import option, register
 from dtf.core.errors import Exit
 from dtf.core.text import number_text, plain_text
-from dtf.job import Job
-from dtf.recipe import Split
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from dtf.config import Composed

@@ -7,9 +7,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtf.api.job import Job
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, DataError, Exit
-from dtf.job import Job
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from dtf.config import Composed

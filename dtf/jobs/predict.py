@@ -6,10 +6,10 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtf.api.job import Job
+from dtf.api.recipe import Split
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, DataError, Exit
-from dtf.job import Job
-from dtf.recipe import Split
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from dtf.config import Composed

@@ -17,13 +17,13 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from dtf.api.job import Job
+from dtf.api.registry import option, register, suggest
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.core.text import count_text
 from dtf.entries import Entry, read_entry
 from dtf.host.signals import preempting
-from dtf.job import Job
 from dtf.killing import Killed, Witness, kill_launcher
-from dtf.registry import option, register, suggest
 from dtf.run import unique_id
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtf.api.job import Job
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.text import count_text
-from dtf.job import Job
-from dtf.registry import option, register
 from dtf.run import unique_id
 
 if TYPE_CHECKING:

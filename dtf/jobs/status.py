@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtf import by_hand
+from dtf.api.job import Job
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, Exit
 from dtf.host import network
-from dtf.job import Job
 from dtf.live import Live, find
-from dtf.registry import option, register
 from dtf.strategies.pserver import Pserver
 
 if TYPE_CHECKING:

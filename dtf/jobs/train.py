@@ -7,12 +7,12 @@ import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from dtf.api.job import Job
+from dtf.api.observer import Observers
+from dtf.api.registry import register
 from dtf.budget import Meter, key, limit_s, spent_s
 from dtf.core.errors import BudgetError, DtfError, Exit
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Started
-from dtf.job import Job
-from dtf.observer import Observers
-from dtf.registry import register
 from dtf.run import Run
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.job import Job
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.core.text import count_text, number_text
 from dtf.entries import read_entry
 from dtf.host.devices import cores
 from dtf.inherited import saved_config
-from dtf.job import Job
-from dtf.registry import option, register
 from dtf.run import Run, unique_id
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.launcher import LONGEST_S, WORK, Launcher, Place, check_environment, check_one_role, report
+from dtf.api.registry import option, register
 from dtf.core.consistency import differences, from_answer, refusal, shared, to_answer
 from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
 from dtf.core.types import Event, Failed
 from dtf.environment import standing
 from dtf.host import devices, network
 from dtf.host.devices import MOST_THREADS
-from dtf.launcher import LONGEST_S, WORK, Launcher, Place, check_environment, check_one_role, report
-from dtf.registry import option, register
 
 _MARGIN_S = 10.0
 """For which rank 0, which knows who is missing, may be later than the others in giving up."""
@@ -32,8 +32,8 @@ _MARGIN_S = 10.0
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from dtf.api.strategy import Strategy
     from dtf.run import Run
-    from dtf.strategy import Strategy
 
 
 @register("launcher", "env")

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from dtf.api.launcher import WORK, Launcher, Place, check_one_role, report
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
 from dtf.core.types import Event, Failed
 from dtf.host import devices
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
-from dtf.launcher import WORK, Launcher, Place, check_one_role, report
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
+    from dtf.api.strategy import Strategy
     from dtf.run import Run
-    from dtf.strategy import Strategy
 
 
 @register("launcher", "inline")

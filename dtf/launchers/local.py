@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dtf.api.launcher import WORK, report
+from dtf.api.registry import register
 from dtf.attempt import Attempt
 from dtf.core.types import Event
 from dtf.host import network
 from dtf.host.signals import Stop
-from dtf.launcher import WORK, report
-from dtf.registry import register
 from dtf.supervise import supervise
 from dtf.watched import Watched
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.launcher import LONGEST_S, WORK, report
+from dtf.api.registry import option, register
 from dtf.attempt import Attempt
 from dtf.core.consistency import shared
 from dtf.core.errors import ConfigError, DtfError, Preempted
@@ -17,8 +19,6 @@ from dtf.ending import Outcome
 from dtf.host import network
 from dtf.host.signals import Stop
 from dtf.hosts import Hosts
-from dtf.launcher import LONGEST_S, WORK, report
-from dtf.registry import option, register
 from dtf.supervise import supervise
 from dtf.watched import Watched
 

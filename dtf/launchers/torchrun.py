@@ -14,17 +14,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dtf.api.launcher import LONGEST_S, WORK, Launcher, check_environment, check_one_role, log_folder
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, Exit, PeerError
 from dtf.core.types import Event
 from dtf.host import devices, network
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
-from dtf.launcher import LONGEST_S, WORK, Launcher, check_environment, check_one_role, log_folder
-from dtf.registry import option, register
 from dtf.supervise import NO_PROGRESS
 
 if TYPE_CHECKING:
+    from dtf.api.strategy import Strategy
     from dtf.run import Run
-    from dtf.strategy import Strategy
 
 
 @register("launcher", "torchrun")

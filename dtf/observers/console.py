@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from dtf.api.observer import Observer
+from dtf.api.registry import option, register
 from dtf.core.text import Pace, memory_text, number_text, plain_text, setting_text, time_text
 from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
-from dtf.observer import Observer
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from dtf.screen import Screen

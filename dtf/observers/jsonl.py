@@ -9,10 +9,10 @@ import re
 from io import TextIOWrapper
 from pathlib import Path
 
+from dtf.api.observer import Observer
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
 from dtf.core.types import Event, Measured, Started
-from dtf.observer import Observer
-from dtf.registry import option, register
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,120}\.jsonl")
 

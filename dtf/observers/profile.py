@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtf.api.observer import Observer, Probe
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
 from dtf.core.types import Event
-from dtf.observer import Observer, Probe
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
-    from dtf.launcher import Place
+    from dtf.api.launcher import Place
 
 
 @register("observer", "profile")

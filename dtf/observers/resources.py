@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtf.api.observer import Observer
+from dtf.api.registry import option, register
 from dtf.core.types import Ended, Event, Measured, Started
 from dtf.host import devices
 from dtf.host.usage import Gpus, Load, cpu_load, process_tree
-from dtf.observer import Observer
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from dtf.eventfile import EventFile

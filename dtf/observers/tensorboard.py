@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.observer import Observer
+from dtf.api.registry import option, register
 from dtf.core.types import Ended, Event, Measured, Started
-from dtf.observer import Observer
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from dtf.eventfile import EventFile

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtf.optimizer import Group, Optimizer, counter
-from dtf.registry import option, register
+from dtf.api.optimizer import Group, Optimizer, counter
+from dtf.api.registry import option, register
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dtf.optimizer import AdamMoments
-from dtf.registry import option, register
+from dtf.api.optimizer import AdamMoments
+from dtf.api.registry import option, register
 
 
 @register("optimizer", "adamw")

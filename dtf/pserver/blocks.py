@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dtf.api.optimizer import Optimizer
+from dtf.api.precision import Precision
 from dtf.build import formats
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import bounds
-from dtf.optimizer import Optimizer
-from dtf.precision import Precision
 from dtf.pserver.placing import placed
 
 ALIGNED = 64

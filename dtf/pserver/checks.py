@@ -7,16 +7,16 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from dtf import by_hand
+from dtf.api.precision import Format
+from dtf.api.registry import name_of
+from dtf.api.schema import KeyProblem
 from dtf.core.errors import ConfigError
-from dtf.precision import Format
 from dtf.pserver.choices import Device, Mode, TlsMode, Wire
 from dtf.pserver.placing import check_placement
-from dtf.registry import name_of
-from dtf.schema import KeyProblem
 
 if TYPE_CHECKING:
+    from dtf.api.strategy import Task
     from dtf.strategies.pserver import Pserver
-    from dtf.strategy import Task
 
 _FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")
 _SWITCHES = ("yes", "no", "on", "off")  # true and false are no text

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dtf import by_hand
+from dtf.api.registry import option
 from dtf.core.errors import ConfigError
-from dtf.registry import option
 
 
 class Mode(Enum):

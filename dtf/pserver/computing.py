@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtf.api.sampler import cut, share, within
+from dtf.api.strategy import Task
 from dtf.build import cast_model, draw_model
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
 from dtf.passes import draws_at_large, loss_dtype, received, rows_of, stand_ins
@@ -19,9 +21,7 @@ from dtf.pserver.blocks import Layout, views
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.narrow import rounded
 from dtf.pserver.protocol import NONE
-from dtf.sampler import cut, share, within
 from dtf.spmd import Replica
-from dtf.strategy import Task
 
 warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
 

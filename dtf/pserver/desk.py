@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dtf.api.strategy import Task
 from dtf.core.consistency import mixture
 from dtf.pserver import protocol
 from dtf.pserver.narrow import narrow, widen
@@ -18,7 +19,6 @@ from dtf.pserver.recorder import Pull
 from dtf.pserver.serving import Serving
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import Message, decode, encode
-from dtf.strategy import Task
 
 LONGEST_WAIT_S = 5.0
 """A call waits no longer for something to happen, whatever it asks for."""

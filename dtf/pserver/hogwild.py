@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dtf.api.strategy import Errand, Task
 from dtf.pserver.team import Team
 from dtf.pserver.trainer import Trainer
 from dtf.pserver.transport import Transport
-from dtf.strategy import Errand, Task
 
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver

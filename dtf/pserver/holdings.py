@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dtf.api.sampler import cut, share
+from dtf.api.strategy import Source, Task
 from dtf.build import cast_model, draw_model
 from dtf.core.types import Shard, State, Train
 from dtf.distributed.world import World
@@ -24,9 +26,7 @@ from dtf.pserver.protocol import ANY, NONE
 from dtf.pserver.push import Push
 from dtf.pserver.recorder import Pull, Recorder
 from dtf.pserver.rows import Given, shelves_of
-from dtf.sampler import cut, share
 from dtf.spmd import buffers, load_buffers
-from dtf.strategy import Source, Task
 from dtf.tables import dealt
 from dtf.update import LocalUpdate, Piece, made
 

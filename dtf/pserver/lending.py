@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from dtf.api.recipe import Recipe
+from dtf.api.strategy import Source
 from dtf.core.errors import DtfError
 from dtf.core.types import Box
 from dtf.pserver.desk import LONGEST_WAIT_S
@@ -19,8 +21,6 @@ from dtf.pserver.rows import Given, Shelves
 from dtf.pserver.serving import WAIT_S
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import Message, decode, encode
-from dtf.recipe import Recipe
-from dtf.strategy import Source
 
 Write = Callable[[Path, list[Box]], dict[str, Any]]
 

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtf.api.launcher import Place
+from dtf.api.strategy import Task
 from dtf.build import DTYPES
 from dtf.distributed.world import World
-from dtf.launcher import Place
 from dtf.pserver.blocks import Field, Layout, fields, views
 from dtf.pserver.computing import ByTable, Computed, Computing
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.rows import Wanted
 from dtf.sparse import SparseTable
-from dtf.strategy import Task
 from dtf.tables import Everywhere, Tables, dealt
 from dtf.update import LocalUpdate, made, whole
 

@@ -6,8 +6,8 @@ import itertools
 import zlib
 from collections.abc import Callable, Mapping
 
+from dtf.api.registry import bring, suggest
 from dtf.core.errors import ConfigError
-from dtf.registry import bring, suggest
 
 Placing = Callable[[Mapping[str, list[int]], int], Mapping[str, list[int]]]
 """`placing(elements of each slice, by parameter, servers) -> server of each slice`; slices of one parameter go to different servers. A pure function: every

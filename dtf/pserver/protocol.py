@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from dtf.api.recipe import Recipe
 from dtf.core.types import Train
 from dtf.pserver.ledger import Lease
 from dtf.pserver.wire import Array, Message, Schema, WireError
-from dtf.recipe import Recipe
 
 HELLO, LEASE, EXCHANGE, REPORT = "hello", "lease", "exchange", "report"
 """Methods: a trainer joins (server 0); it asks for work and says what is done (server 0); gradients go and parameters come (each server); what an

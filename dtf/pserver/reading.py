@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dtf.api.sampler import within
+from dtf.api.strategy import Task
 from dtf.core.types import WHOLE, Shard, Train
 from dtf.passes import received, to_device
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.ledger import EVALUATE, Lease
 from dtf.pserver.rows import Wanted
-from dtf.sampler import within
-from dtf.strategy import Task
 
 if TYPE_CHECKING:
     from dtf.loader import Loader

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtf.api.strategy import Source, Task
 from dtf.core.errors import PeerError
 from dtf.core.types import Batch, Box, State
 from dtf.distributed.world import World
@@ -26,7 +27,6 @@ from dtf.pserver.rows import Wanted
 from dtf.pserver.transport import Transport
 from dtf.pserver.wire import Message, decode, encode
 from dtf.spmd import Spmd
-from dtf.strategy import Source, Task
 from dtf.tables import Tables
 
 

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtf.api.launcher import Place
+from dtf.api.strategy import Source, Task
 from dtf.build import sketch
 from dtf.core.errors import DataError
 from dtf.core.types import Box, Train
 from dtf.distributed.world import World
-from dtf.launcher import Place
 from dtf.pserver.blocks import lay_out, travelling
 from dtf.pserver.computing import Blocks, Computed, Computing, Pulled
 from dtf.pserver.feeder import Prepared
@@ -27,7 +28,6 @@ from dtf.pserver.protocol import ANY, NONE
 from dtf.pserver.push import Push
 from dtf.pserver.reading import Open, Reading
 from dtf.pserver.recorder import Pull
-from dtf.strategy import Source, Task
 
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtf.api.sampler import cut, share
+from dtf.api.strategy import Program, Source, Task
 from dtf.core.errors import ConfigError, DtfError
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.world import World
@@ -24,8 +26,6 @@ from dtf.pserver.push import Push
 from dtf.pserver.recorder import Recorder
 from dtf.pserver.tally import Tally
 from dtf.pserver.transport import MOST_BYTES
-from dtf.sampler import cut, share
-from dtf.strategy import Program, Source, Task
 
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
+from dtf.api.launcher import Place
+from dtf.api.strategy import Errand, Program, Source, Standing, Task
 from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
 from dtf.core.types import Shard
 from dtf.distributed.world import World
 from dtf.host import network
-from dtf.launcher import Place
 from dtf.live import Live, announce
 from dtf.pserver import protocol
 from dtf.pserver.desk import Desk
@@ -38,7 +39,6 @@ from dtf.pserver.status import snapshot
 from dtf.pserver.team import Team
 from dtf.pserver.transport import Lost, Retrying
 from dtf.pserver.wire import encode
-from dtf.strategy import Errand, Program, Source, Standing, Task
 
 if TYPE_CHECKING:
     from dtf.loader import Loader

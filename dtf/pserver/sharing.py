@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtf.api.strategy import Errand, Task
 from dtf.build import DTYPES
 from dtf.core.types import Batch, Evaluated, Train
 from dtf.pserver.blocks import Layout
@@ -26,7 +27,6 @@ from dtf.pserver.ledger import EVALUATE, TRAIN, Lease
 from dtf.pserver.reading import Reading
 from dtf.pserver.rows import Wanted
 from dtf.pserver.team import Team, Topic
-from dtf.strategy import Errand, Task
 
 Rows = Mapping[str, np.ndarray]
 """Rows (U, width) of the distinct ids that a process has, or their gradients, by table."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dtf.api.strategy import Errand, Task
 from dtf.build import sketch
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.types import Shard, Train
@@ -28,7 +29,6 @@ from dtf.pserver.sharing import Gathering, Leader
 from dtf.pserver.team import Team
 from dtf.pserver.transport import Transport
 from dtf.pserver.wire import Message, decode, encode
-from dtf.strategy import Errand, Task
 
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver

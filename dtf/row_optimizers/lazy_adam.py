@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from dtf.registry import option, register
-from dtf.row_optimizer import Scheduled
+from dtf.api.registry import option, register
+from dtf.api.row_optimizer import Scheduled
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dtf.api.registry import option, register
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Program, Strategy, Task, check_tables
 from dtf.core.errors import ConfigError
-from dtf.registry import option, register
-from dtf.strategy import Program, Strategy, Task, check_tables
-from dtf.table import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dtf.api.registry import option, register
+from dtf.api.strategy import Program, Strategy, Task
 from dtf.core.errors import ConfigError
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
-from dtf.registry import option, register
-from dtf.strategy import Program, Strategy, Task
 
 if TYPE_CHECKING:
     from dtf.distributed.world import World

@@ -6,19 +6,19 @@ import functools
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dtf.api.precision import Cast
+from dtf.api.registry import option, register
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Program, Strategy, Task, check_divides, check_tables
 from dtf.core.errors import ConfigError
-from dtf.precision import Cast
-from dtf.registry import option, register
-from dtf.strategy import Program, Strategy, Task, check_divides, check_tables
-from dtf.table import Placement
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
 
+    from dtf.api.layout import Layout
     from dtf.distributed.world import World
-    from dtf.layout import Layout
 
 
 class Unit(Enum):

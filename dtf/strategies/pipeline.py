@@ -6,11 +6,11 @@ import math
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dtf.api.registry import option, register
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
 from dtf.core.errors import ConfigError
-from dtf.registry import option, register
 from dtf.schedules import Schedule, bubble, in_flight
-from dtf.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
-from dtf.table import Placement
 
 if TYPE_CHECKING:
     import torch
@@ -84,10 +84,10 @@ class Pipeline(Strategy):
         if world.size == 1:
             return alone(task, world)
 
+        from dtf.api.sampler import cut
         from dtf.distributed.device_mesh import Seat
         from dtf.pipelined import Line, Pipelined, Stage, links
         from dtf.placement import tables_of
-        from dtf.sampler import cut
         from dtf.sharded import cast_sketch, draw, lay_out, pieces
         from dtf.stages import Wish, agree
         from dtf.update import LocalUpdate

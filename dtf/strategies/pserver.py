@@ -6,13 +6,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from dtf import by_hand
+from dtf.api.launcher import LONGEST_S
+from dtf.api.registry import option, register
+from dtf.api.strategy import Alone, Errand, Program, Standing, Strategy, Task, check_divides
 from dtf.core.errors import ConfigError
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
-from dtf.launcher import LONGEST_S
 from dtf.pserver.checks import check
 from dtf.pserver.choices import Dense, Device, Mode, Role, TlsOptions, Wire
-from dtf.registry import option, register
-from dtf.strategy import Alone, Errand, Program, Standing, Strategy, Task, check_divides
 
 if TYPE_CHECKING:
     from dtf.distributed.world import World

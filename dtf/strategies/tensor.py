@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dtf.api.registry import option, register
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
 from dtf.core.errors import ConfigError
-from dtf.registry import option, register
-from dtf.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
-from dtf.table import Placement
 
 if TYPE_CHECKING:
     from dtf.distributed.world import World

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtf.api.recipe import Dataset
 from dtf.core.errors import DataError
-from dtf.recipe import Dataset
 from dtf.recipes.ctr.encode import Encoder
 from dtf.recipes.ctr.lines import REASONS
 from dtf.recipes.ctr.log import Log, Places

@@ -12,9 +12,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from dtf.api.recipe import Dataset
 from dtf.core.seeding import seed_of
 from dtf.id_kernels import mix
-from dtf.recipe import Dataset
 from dtf.recipes.ctr.encode import log_of
 from dtf.recipes.ctr.lines import NONE
 

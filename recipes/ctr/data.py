@@ -12,15 +12,15 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.registry import option
 from dtf.core.errors import ConfigError, DataError
 from dtf.recipes.ctr.columns import AVAZU, CRITEO
 from dtf.recipes.ctr.places import found_at
-from dtf.registry import option
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from dtf.recipe import Dataset
+    from dtf.api.recipe import Dataset
     from dtf.recipes.ctr.clicklog import Clicks
     from dtf.recipes.ctr.clicks import Generated
     from dtf.recipes.ctr.encode import Encoder

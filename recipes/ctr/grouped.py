@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.recipe import Dataset
+from dtf.api.recipe import Dataset
 
 
 class Grouped(Dataset):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtf.layout import Layout, Split
+from dtf.api.layout import Layout, Split
 from dtf.recipes.ctr.parts import Compressed, Cross, DenseTable, Dots, First, MatrixCross, Pairs, tower
 
 

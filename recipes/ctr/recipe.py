@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.layout import Layout
+from dtf.api.options import FineTuning
+from dtf.api.recipe import Dataset, Recipe, Split
+from dtf.api.registry import option, register
+from dtf.api.schema import KeyProblem, show
+from dtf.api.sparse_table import Table
 from dtf.core.errors import ConfigError
-from dtf.layout import Layout
-from dtf.options import FineTuning
-from dtf.recipe import Dataset, Recipe, Split
 from dtf.recipes.ctr.data import ClicksOptions, DataOptions, LogOptions
-from dtf.registry import option, register
-from dtf.schema import KeyProblem, show
-from dtf.table import Table
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtf.api.recipe import Dataset
 from dtf.core.seeding import draws
-from dtf.recipe import Dataset
 
 
 class Images(Dataset):

@@ -8,9 +8,9 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
 from dtf.recipes.resnet.recipe import Arch, Classification, ModelOptions, SourceOptions, Stem
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

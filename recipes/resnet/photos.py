@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from dtf.api.recipe import Dataset
 from dtf.core.errors import DataError
 from dtf.core.seeding import draws
-from dtf.recipe import Dataset
 from dtf.recipes.resnet import augment, jpeg
 from dtf.recipes.resnet.crops import CROP_DRAWS, Part, random_part, shorter_side
 from dtf.recipes.resnet.odd import MOST_PIXELS, decode_any

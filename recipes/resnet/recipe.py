@@ -10,18 +10,18 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.layout import Layout, Split
+from dtf.api.options import FineTuning
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, DataError
-from dtf.layout import Layout, Split
-from dtf.options import FineTuning
-from dtf.recipe import Dataset, Recipe
 from dtf.recipes.resnet.tree import SHAPE
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from dtf.api.recipe import Dataset
     from dtf.core.types import Batch
-    from dtf.recipe import Dataset
     from dtf.recipes.resnet.cache import Decoded
     from dtf.recipes.resnet.images import Images
     from dtf.recipes.resnet.tree import Tree

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtf.api.recipe import Dataset
 from dtf.core.errors import DataError
-from dtf.recipe import Dataset
 from dtf.recipes.resnet.decode import decode_image
 from dtf.recipes.resnet.images import Images
 from dtf.recipes.resnet.tree import SUFFIXES

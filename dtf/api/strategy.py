@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dtf.api.recipe import Recipe
+from dtf.api.sparse_table import Placement
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.sharding import bounds
-from dtf.recipe import Recipe
-from dtf.table import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from dtf.api.launcher import Place
+    from dtf.api.optimizer import Optimizer
+    from dtf.api.options import StepOptions
+    from dtf.api.precision import Precision
+    from dtf.api.row_optimizer import RowOptimizer
     from dtf.distributed.world import World
-    from dtf.launcher import Place
     from dtf.loader import Loader as Batches
     from dtf.memory import Memory
-    from dtf.optimizer import Optimizer
-    from dtf.options import StepOptions
-    from dtf.precision import Precision
-    from dtf.row_optimizer import RowOptimizer
 
 
 class Weights(Protocol):

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtf.api.schema import KeyProblem, show
 from dtf.core.errors import ConfigError, Exit, error_line
 from dtf.core.types import Failed
-from dtf.schema import KeyProblem, show
 
 if TYPE_CHECKING:
+    from dtf.api.strategy import Strategy
     from dtf.core.types import Event
     from dtf.run import Run
-    from dtf.strategy import Strategy
 
 
 LONGEST_S = 1_000_000

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dtf.registry import option
+from dtf.api.registry import option
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,9 +8,9 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dtf.api.layout import Layout
+from dtf.api.options import FineTuning
 from dtf.core.errors import ConfigError
-from dtf.layout import Layout
-from dtf.options import FineTuning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
+    from dtf.api.sparse_table import Table
     from dtf.core.types import Batch, Names
-    from dtf.table import Table
 
 
 class Split(Enum):

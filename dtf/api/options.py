@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from dtf.registry import option
+from dtf.api.registry import option
 
 # Upper ends are far beyond use: at a millisecond each, 10**12 steps take 30 years. They stop slips of the keyboard, which end in overflows otherwise.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
-from dtf.registry import option, register
 
 
 class Schedule(ABC):

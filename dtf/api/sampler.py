@@ -8,9 +8,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     import numpy as np

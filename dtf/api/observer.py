@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from dtf.core.types import Event
 
 if TYPE_CHECKING:
-    from dtf.launcher import Place
+    from dtf.api.launcher import Place
 
 
 class Probe(ABC):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from dtf import patterns
-from dtf.registry import option
+from dtf.api import name_patterns
+from dtf.api.registry import option
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class Optimizer(ABC):
 
     def decay_of(self, name: str, shape: Sequence[int]) -> float | None:
         """The weight decay of a parameter; None: none acts on it."""
-        named = patterns.longest(self.weight_decays, name)
+        named = name_patterns.longest(self.weight_decays, name)
         return named if named is not None else self.weight_decay if self.decays(shape) else None
 
     def bind(
@@ -119,7 +119,7 @@ class Bound:
         decays = [optimizer.decay_of(name, shapes.get(name, parameter.shape)) for name, parameter in parameters.items()]
         counted = [float(counts.get(name, True)) for name in parameters]
         states = list(self.states.values())
-        kinds = [(decay, patterns.factor(optimizer.lr_factors, name)) for name, decay in zip(parameters, decays, strict=True)]
+        kinds = [(decay, name_patterns.factor(optimizer.lr_factors, name)) for name, decay in zip(parameters, decays, strict=True)]
         self._groups: list[tuple[list[int], Group, float]] = []
         for kind in sorted(set(kinds), key=lambda kind: (kind[0] is None, kind)):
             chosen = [index for index, each in enumerate(kinds) if each == kind]
