@@ -25,9 +25,9 @@ from dtf.api.job import Job
 from dtf.api.registry import registered, suggest
 from dtf.api.schema import RESERVED, KeyProblem, make_option, show, unset
 from dtf.api.strategy import Task
+from dtf.checkpoint.resolve_path import check_place
 from dtf.core.errors import ConfigError
 from dtf.explain import explain, hinted, key_for_number, origin, parse, typed_in
-from dtf.located import check_place
 from dtf.presets import overtaken, reset
 from dtf.settings import EXPERIMENT, GROUPS, Settings, fit_config, load_parts, typed_fitted
 from dtf.sources import CONF, Read, loader, recording

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from dtf.commit import read_manifest
+from dtf.checkpoint.resolve_path import located
+from dtf.checkpoint.storage import read_manifest
 from dtf.core.errors import DataError
-from dtf.located import located
 
 FP64_BOUND = 1e-10  # max|a - b| / max|a| of loss, gradient norm and every tensor
 FP32_BOUND = 1e-5  # |a - b| / |a|, L2 over all parameters at once

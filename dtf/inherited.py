@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from dtf.api.schema import show
+from dtf.checkpoint.resolve_path import is_checkpoint, located
 from dtf.core.errors import ConfigError, DataError
-from dtf.located import is_checkpoint, located
 from dtf.run import flat
 from dtf.untrusted import scan
 

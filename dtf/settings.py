@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dtf.api.row_optimizer import RowOptimizer
     from dtf.api.sampler import Sampler
     from dtf.api.strategy import Strategy
-    from dtf.checkpoint import Every
+    from dtf.checkpoint.checkpointer import Every
 
 GROUPS = {
     "job": "what to do",

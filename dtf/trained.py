@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 from dtf.api.recipe import Recipe, Split
+from dtf.checkpoint.resolve_path import check_place
 from dtf.config import Composed
 from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.types import Event, Failed, Measured, Note
-from dtf.located import check_place
 from dtf.run import Run
 
 

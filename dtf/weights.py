@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtf import commit
 from dtf.api.layout import Split
 from dtf.api.recipe import Recipe
 from dtf.build import layout_of
-from dtf.checkpoint import TORCH_DTYPES, Stored
+from dtf.checkpoint import storage
+from dtf.checkpoint.checkpointer import TORCH_DTYPES, Stored
+from dtf.checkpoint.resolve_path import check_place, is_checkpoint, located
 from dtf.core.errors import ConfigError, DataError
 from dtf.ema import EMA
-from dtf.located import check_place, is_checkpoint, located
 from dtf.spmd import AVERAGED
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]
@@ -186,7 +186,7 @@ def _checkpoint(folder: Path, place: str) -> Weights:
     shapes = {name: stored.manifest.tensors[at].shape for name, at in places.items()}
     formats = {name: _format(stored.manifest.tensors[at].dtype) for name, at in places.items()}
     averaged = ", averaged weights" if any(not at.startswith("model/") for at in places.values()) else ""
-    return Weights(place, shapes, formats, part, folder / commit.MANIFEST, f"{folder}, step {stored.manifest.step}{averaged}", stored)
+    return Weights(place, shapes, formats, part, folder / storage.MANIFEST, f"{folder}, step {stored.manifest.step}{averaged}", stored)
 
 
 def _format(name: str) -> torch.dtype | None:

@@ -25,7 +25,7 @@ from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.strategy import Errand, Program, Standing, Task
 from dtf.build import sketch
-from dtf.checkpoint import Checkpointer
+from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.clock import Plan, PlannedClock
 from dtf.core.consistency import agree, common, digest
 from dtf.core.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtf import commit
-from dtf.checkpoint import Checkpointer, Every
+from dtf.checkpoint import storage
+from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.core.types import Box, State
 
 GOAL = ("accuracy", "max")
@@ -88,7 +88,7 @@ def part(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Ten
 def small_checkpoint(folder: Path, step: int = 2) -> Path:
     boxes = [[whole(f"model/{r}.w", noise((30 + r, 4), torch.float32, r)), whole(f"model/{r}.i", noise((2,), torch.int64, r))] for r in range(3)]
     results = on_ranks(3, lambda world: checkpointer(folder, world).save(step, State(boxes[world.rank], {}), {"clock": {"step": step}}, 0.5))
-    assert results == [str(folder / commit.step_name(step))] * 3
+    assert results == [str(folder / storage.step_name(step))] * 3
     return Path(results[0])
 
 

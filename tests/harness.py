@@ -25,7 +25,7 @@ from dtf.api.registry import lookup, registered
 from dtf.api.sampler import Epochs, Sequential, Shuffle, Tail
 from dtf.api.strategy import Task
 from dtf.build import sketch
-from dtf.checkpoint import Checkpointer, Every
+from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.clock import Plan, PlannedClock
 from dtf.core.types import Box, Measured, Saved, Shard, State
 from dtf.distributed.world import World

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from dtf import commit
-from dtf.checkpoint import TORCH_DTYPES, Every
+from dtf.checkpoint import storage
+from dtf.checkpoint.checkpointer import TORCH_DTYPES, Every
+from dtf.checkpoint.manifest import BLOCK_BYTES, intersect
+from dtf.checkpoint.safetensors_format import header, slots
 from dtf.core.errors import BusyError, ConfigError, DataError
 from dtf.core.types import Box, State
-from dtf.manifest import BLOCK_BYTES, intersect
-from dtf.shards import header, slots
 from tests.checkpoints import checkpointer, noise, on_ranks, part, same_bits, small_checkpoint, whole
 
 DTYPES = [getattr(torch, name) for name in TORCH_DTYPES.values()]
@@ -203,7 +203,7 @@ def test_what_a_crash_kept_from_being_removed_goes_at_the_next_start(tmp_path: P
     for step, value in ((1, 0.9), (2, 0.1), (3, 0.2)):
         checkpointer(tmp_path, **options).save(step, State([], {}), {}, value)
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "retain", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # killed right after the last save
+        patch.setattr(storage, "retain", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # killed right after the last save
         for step in (4, 5):
             with pytest.raises(KeyboardInterrupt):
                 checkpointer(tmp_path, **options).save(step, State([], {}), {})
@@ -237,7 +237,7 @@ def test_a_start_removes_nothing_in_favour_of_a_damaged_checkpoint(tmp_path: Pat
 
 
 def steps(folder: Path) -> list[int]:
-    return [commit.step_of(path.name) or 0 for path in commit.checkpoints(folder)]
+    return [storage.step_of(path.name) or 0 for path in storage.checkpoints(folder)]
 
 
 def test_a_run_folder_stays_one_run(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from dtf import commit
-from dtf.checkpoint import Checkpointer
+from dtf.checkpoint import storage
+from dtf.checkpoint.checkpointer import Checkpointer
+from dtf.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredBox, StoredTensor
+from dtf.checkpoint.safetensors_format import header
 from dtf.core.errors import DataError, DtfError, Exit, SaveError
 from dtf.core.types import Box, State
-from dtf.manifest import BLOCK_BYTES, Manifest, StoredBox, StoredTensor
-from dtf.shards import header
 from tests.checkpoints import Together, checkpointer, damage, noise, on_ranks, small_checkpoint, whole
 
 
@@ -66,7 +66,7 @@ def test_200_of_200_damages_are_found(tmp_path: Path) -> None:
 def test_files_of_another_checkpoint_are_foreign(tmp_path: Path) -> None:
     a, b = small_checkpoint(tmp_path, 1), small_checkpoint(tmp_path, 2)
     (a / "state.json").write_bytes((b / "state.json").read_bytes())  # same size, other content
-    assert commit.first_fault(a) is not None and commit.first_fault(b) is None
+    assert storage.first_fault(a) is not None and storage.first_fault(b) is None
 
 
 def test_damage_is_found_whichever_rank_looks(tmp_path: Path) -> None:
@@ -80,21 +80,21 @@ def test_damage_is_found_whichever_rank_looks(tmp_path: Path) -> None:
         for size in (1, 2, 3):
             found = on_ranks(size, lambda world: checkpointer(tmp_path, world).find())
             assert {type(error) for error in found} == {DataError} and len({str(error) for error in found}) == 1
-        assert list(commit.faults(path.parent, commit.read_manifest(path.parent))) == [
+        assert list(storage.faults(path.parent, storage.read_manifest(path.parent))) == [
             f"rank_0.safetensors: bytes {block * BLOCK_BYTES} to {min((block + 1) * BLOCK_BYTES, len(clean))} are damaged or unreadable"
         ]
 
 
 def test_a_tensor_that_lies_elsewhere_than_the_manifest_says_is_refused(tmp_path: Path) -> None:
     """A checkpoint with valid digests but a header that disagrees: by hand, or by a defect of the writer."""
-    draft = commit.begin(tmp_path, 1, "r", print)
+    draft = storage.begin(tmp_path, 1, "r", print)
     assert draft is not None
     files = {
-        "r.safetensors": commit.write(draft / "r.safetensors", [header([("model/w", "F32", (2, 2))]), bytes(16)]),
-        "state.json": commit.write(draft / "state.json", [b"{}"]),
+        "r.safetensors": storage.write(draft / "r.safetensors", [header([("model/w", "F32", (2, 2))]), bytes(16)]),
+        "state.json": storage.write(draft / "state.json", [b"{}"]),
     }
     boxes = (StoredBox("r.safetensors", "model/w", (0,), (4,)),)
-    commit.commit(draft, Manifest(1, "r", "dp", 1, None, files, {"model/w": StoredTensor("F32", (4,), boxes)}))
+    storage.commit(draft, Manifest(1, "r", "dp", 1, None, files, {"model/w": StoredTensor("F32", (4,), boxes)}))
     with pytest.raises(DataError, match="not what the manifest says"):
         checkpointer(tmp_path).load(tmp_path / "step_000001").read("model/w")
 
@@ -140,7 +140,7 @@ def test_a_rank_that_cannot_make_its_boxes_fails_all(tmp_path: Path) -> None:
     results = on_ranks(3, lambda world: checkpointer(tmp_path, world).save(1, State(bad if world.rank == 2 else [], {}), {}))
     assert {(type(result), result.exit.name) for result in results} == {(DtfError, "BUG")}
     assert "rank 2" in str(results[0]) and "complex64" in str(results[0])
-    assert commit.checkpoints(tmp_path) == []
+    assert storage.checkpoints(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_boxes_that_do_not_make_up_their_tensors_are_a_defect(tmp_path: Path, bo
     made = [[Box(name, torch.zeros(local), shape, offset) for name, local, shape, offset in mine] for mine in boxes]
     results = on_ranks(2, lambda world: checkpointer(tmp_path, world).save(1, State(made[world.rank], {}), {}))
     assert all(type(result) is DtfError and rule in str(result) for result in results), results
-    assert commit.checkpoints(tmp_path) == []
+    assert storage.checkpoints(tmp_path) == []
 
 
 def test_ranks_that_do_not_share_the_folder_are_told(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ class Life(RuleBasedStateMachine):
                 patch.setattr(os, name, dying(getattr(os, name)))
             with suppress(Killed):
                 self.save(None)
-        there = {commit.step_of(folder.name) or 0 for folder in commit.checkpoints(self.folder)}
+        there = {storage.step_of(folder.name) or 0 for folder in storage.checkpoints(self.folder)}
         assert there - self.values.keys() <= {self.step}, "a crash brought something back"
         if self.step in there:
             self.values.setdefault(self.step, None)
@@ -243,7 +243,7 @@ class Life(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 2**32), data=st.data())
     def harm(self, seed: int, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.values)))
-        folder = self.folder / commit.step_name(step)
+        folder = self.folder / storage.step_name(step)
         damage(folder, random.Random(seed))
         del self.values[step]
         assert checkpointer(self.folder, **self.options).find() == self.newest()
@@ -257,18 +257,18 @@ class Life(RuleBasedStateMachine):
         again.retain()
         self.retain()
         left = os.listdir(self.folder) if self.folder.exists() else []
-        assert all(name == "latest" or commit.step_of(name) is not None for name in left), left
+        assert all(name == "latest" or storage.step_of(name) is not None for name in left), left
 
     def newest(self) -> Path | None:
-        return self.folder / commit.step_name(max(self.values)) if self.values else None
+        return self.folder / storage.step_name(max(self.values)) if self.values else None
 
     @invariant()
     def what_is_there_loads_and_is_what_was_saved(self) -> None:
         if not hasattr(self, "folder"):
             return
-        assert {commit.step_of(folder.name) for folder in commit.checkpoints(self.folder)} == set(self.values)
+        assert {storage.step_of(folder.name) for folder in storage.checkpoints(self.folder)} == set(self.values)
         for step in self.values:
-            source = checkpointer(self.folder).load(self.folder / commit.step_name(step))
+            source = checkpointer(self.folder).load(self.folder / storage.step_name(step))
             assert source.scalars == {"step": step} and int(source.read("model/step")) == step
 
 
@@ -289,7 +289,7 @@ def test_damage_is_told_where_nobody_observes(run_dtf: Callable[..., Any]) -> No
     assert again.code == 0, again.err
     log = (folder / "rank_0.log").read_text()
     assert f"warning: checkpoint {newest} is skipped: state.json" in log
-    for checkpoint in commit.checkpoints(folder / "checkpoints"):
+    for checkpoint in storage.checkpoints(folder / "checkpoints"):
         (checkpoint / "manifest.json").unlink()
     again = run_dtf(*command, "train.steps=4", folder=folder)
     words = f"{newest.parent} holds no checkpoint that can be loaded (step_000004: manifest.json is missing"

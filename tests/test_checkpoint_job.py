@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from dtf.checkpoint import Every
-from dtf.commit import step_name
+from dtf.checkpoint.checkpointer import Every
+from dtf.checkpoint.manifest import BLOCK_BYTES
+from dtf.checkpoint.storage import step_name
 from dtf.config import compose
 from dtf.core.errors import ConfigError, DataError, Exit
 from dtf.core.types import Box, State
 from dtf.jobs.checkpoint import Action, Checkpoint, Output
-from dtf.manifest import BLOCK_BYTES
 from tests.checkpoints import Together, checkpointer, on_ranks, whole
 
 ROOT = Path(__file__).parent.parent
@@ -103,6 +103,6 @@ def test_the_option_off_never_saves() -> None:
 
 
 def test_the_commit_layer_and_the_job_need_neither_torch_nor_numpy() -> None:
-    code = "import sys, dtf.commit, dtf.jobs.checkpoint; sys.exit(', '.join({'torch', 'numpy', 'safetensors'} & set(sys.modules)) or None)"
+    code = "import sys, dtf.checkpoint.storage, dtf.jobs.checkpoint; sys.exit(', '.join({'torch', 'numpy', 'safetensors'} & set(sys.modules)) or None)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

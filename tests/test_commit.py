@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtf import commit
-from dtf.manifest import BLOCK_BYTES, Manifest, Objective, StoredBox, StoredTensor
+from dtf.checkpoint import storage
+from dtf.checkpoint.manifest import BLOCK_BYTES, Manifest, Objective, StoredBox, StoredTensor
 
 GOAL = ("accuracy", "max")
 
@@ -32,20 +32,20 @@ def silent(text: str) -> None:
 
 def save(parent: Path, step: int, value: float | None = None, keep_last: int = 2, run: str = "run-1", data: bytes = b"") -> Path | None:
     """A checkpoint of one U8 tensor, in the order of calls that a run makes."""
-    draft = commit.begin(parent, step, run, silent)
+    draft = storage.begin(parent, step, run, silent)
     if draft is None:
         return None
     data = data or bytes([step % 256]) * 100
-    files = {"a.bin": commit.write(draft / "a.bin", [data[:7], b"", data[7:]]), "b.bin": commit.write(draft / "b.bin", [b"tail"])}
+    files = {"a.bin": storage.write(draft / "a.bin", [data[:7], b"", data[7:]]), "b.bin": storage.write(draft / "b.bin", [b"tail"])}
     tensors = {"model/x": StoredTensor("U8", (len(data),), (StoredBox("a.bin", "model/x", (0,), (len(data),)),))}
-    final = commit.commit(draft, Manifest(step, run, "ddp", 1, Objective(*GOAL, value) if value is not None else None, files, tensors))
-    commit.retain(parent, run, keep_last, 1, GOAL)
+    final = storage.commit(draft, Manifest(step, run, "ddp", 1, Objective(*GOAL, value) if value is not None else None, files, tensors))
+    storage.retain(parent, run, keep_last, 1, GOAL)
     return final
 
 
 def good(parent: Path) -> list[int]:
     """Steps of the checkpoints that may be loaded, newest first."""
-    return [commit.step_of(folder.name) or 0 for folder in commit.checkpoints(parent) if commit.first_fault(folder) is None]
+    return [storage.step_of(folder.name) or 0 for folder in storage.checkpoints(parent) if storage.first_fault(folder) is None]
 
 
 # ---------------------------------------------------------------- files
@@ -56,15 +56,15 @@ def good(parent: Path) -> list[int]:
 def test_blocks_are_the_pieces_joined(lengths: list[int]) -> None:
     source = random.Random(0).randbytes(sum(lengths))
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    found = [bytes(block) for block in commit._in_blocks(memoryview(source)[end - n : end] for n, end in zip(lengths, ends, strict=True))]
+    found = [bytes(block) for block in storage._in_blocks(memoryview(source)[end - n : end] for n, end in zip(lengths, ends, strict=True))]
     assert found == [source[i : i + BLOCK_BYTES] for i in range(0, len(source), BLOCK_BYTES)]
 
 
 def test_reading_any_range_gives_what_was_written(tmp_path: Path) -> None:
     source = random.Random(1).randbytes(4 * BLOCK_BYTES + 17)
-    stored = commit.write(tmp_path / "f", [source])
+    stored = storage.write(tmp_path / "f", [source])
     assert stored.crc32[1] == zlib.crc32(source[BLOCK_BYTES : 2 * BLOCK_BYTES])
-    file = commit.Blocks(tmp_path, "f", stored)
+    file = storage.Blocks(tmp_path, "f", stored)
     draw = random.Random(2)
     for _ in range(60):
         start, stop = sorted(draw.choices(range(len(source) + 1), k=2))
@@ -75,14 +75,14 @@ def test_reading_any_range_gives_what_was_written(tmp_path: Path) -> None:
 def test_a_disk_that_takes_little_at_a_time_gets_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, real = random.Random(3).randbytes(10_000), os.write
     monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:777]))
-    commit.write(tmp_path / "f", [source[:5000], source[5000:]])
+    storage.write(tmp_path / "f", [source[:5000], source[5000:]])
     assert (tmp_path / "f").read_bytes() == source
 
 
 def test_a_name_is_never_written_over(tmp_path: Path) -> None:
-    commit.write(tmp_path / "f", [b"first"])
+    storage.write(tmp_path / "f", [b"first"])
     with pytest.raises(FileExistsError):
-        commit.write(tmp_path / "f", [b"second"])
+        storage.write(tmp_path / "f", [b"second"])
     assert (tmp_path / "f").read_bytes() == b"first"
 
 
@@ -119,7 +119,7 @@ def test_strange_entries_are_refused_without_being_followed(tmp_path: Path) -> N
         assert folder is not None
         (folder / "b.bin").unlink()
         make(folder / "b.bin")
-        return commit.first_fault(folder) or ""
+        return storage.first_fault(folder) or ""
 
     secret = tmp_path / "secret"
     secret.write_bytes(b"tail")
@@ -129,16 +129,16 @@ def test_strange_entries_are_refused_without_being_followed(tmp_path: Path) -> N
     for make in (lambda path: path.symlink_to(secret), os.mkfifo, Path.mkdir):
         folder = save(tmp_path, 9, keep_last=99)
         assert folder is not None
-        (folder / commit.MANIFEST).rename(secret)
-        make(folder / commit.MANIFEST)
-        assert (commit.first_fault(folder) or "").startswith("manifest.json: ")
+        (folder / storage.MANIFEST).rename(secret)
+        make(folder / storage.MANIFEST)
+        assert (storage.first_fault(folder) or "").startswith("manifest.json: ")
         shutil.rmtree(folder)
     (tmp_path / "step_000004").write_text("no folder")
-    assert commit.first_fault(tmp_path / "step_000004") == "is no folder"
+    assert storage.first_fault(tmp_path / "step_000004") == "is no folder"
     folder = save(tmp_path, 6, keep_last=99)
     assert folder is not None
     folder.rename(tmp_path / "step_000007")
-    assert "holds step 6" in (commit.first_fault(tmp_path / "step_000007") or "")
+    assert "holds step 6" in (storage.first_fault(tmp_path / "step_000007") or "")
     assert save(tmp_path, 4, keep_last=99) is not None  # none of them blocks the next save
     assert good(tmp_path) == [4]
 
@@ -148,7 +148,7 @@ def test_strange_entries_are_refused_without_being_followed(tmp_path: Path) -> N
 )
 def test_only_exact_names_are_checkpoints(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    assert commit.checkpoints(tmp_path) == []
+    assert storage.checkpoints(tmp_path) == []
 
 
 def test_steps_beyond_six_digits_sort_by_number(tmp_path: Path) -> None:
@@ -165,9 +165,9 @@ def test_clean_removes_leftovers_and_nothing_else(tmp_path: Path) -> None:
         (tmp_path / name / "file").write_text("x")
     for name in ("latest.tmp-other", "mine.tmp", "notes.txt"):
         (tmp_path / name).write_text("x")
-    commit.clean(tmp_path)
+    storage.clean(tmp_path)
     assert sorted(os.listdir(tmp_path)) == kept
-    commit.clean(tmp_path / "absent")
+    storage.clean(tmp_path / "absent")
 
 
 # ---------------------------------------------------------------- retention
@@ -185,7 +185,7 @@ def test_retention_never_counts_or_removes_what_it_cannot_read(tmp_path: Path) -
         save(tmp_path, step, keep_last=9)
     (tmp_path / "step_000003" / "a.bin").unlink()
     (tmp_path / "step_000009").mkdir()
-    assert [path.name for path in commit.retain(tmp_path, "r", 1, 0, GOAL)] == ["step_000001"]
+    assert [path.name for path in storage.retain(tmp_path, "r", 1, 0, GOAL)] == ["step_000001"]
     assert good(tmp_path) == [2]
-    assert commit.retain(tmp_path, "r", 0, 0, GOAL) == []  # the only good one
-    assert {path.name for path in commit.checkpoints(tmp_path)} == {"step_000002", "step_000003", "step_000009"}
+    assert storage.retain(tmp_path, "r", 0, 0, GOAL) == []  # the only good one
+    assert {path.name for path in storage.checkpoints(tmp_path)} == {"step_000002", "step_000003", "step_000009"}

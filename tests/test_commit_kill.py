@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dtf import commit
+from dtf.checkpoint import storage
 from tests.test_commit import good, save
 
 CALLS = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
@@ -83,7 +83,7 @@ def test_a_kill_at_any_system_call_leaves_a_loadable_checkpoint(tmp_path: Path) 
             found = good(folder)
             assert found[0] in (3, 4) and 3 in found and 1 in found, (at, found)
             newest.add(found[0])
-            commit.clean(folder)  # the next start
+            storage.clean(folder)  # the next start
             assert not list(folder.glob("*.tmp-*")) and not list(folder.glob(".trash-*"))
             again = save(folder, 4, 0.3, run="run-2")  # it reaches the same step again
             assert (again is None) == (found[0] == 4)
@@ -106,7 +106,7 @@ def test_an_error_at_any_system_call_is_raised_and_loses_nothing(tmp_path: Path,
             save(folder, 4, 0.3)
         assert caught.value.errno == error
         assert 3 in good(folder) and 1 in good(folder)
-        commit.clean(folder)
+        storage.clean(folder)
         save(folder, 5, 0.4)
         assert good(folder)[0] == 5
         shutil.rmtree(folder)
@@ -177,7 +177,7 @@ def test_sigkill_at_every_real_system_call(tmp_path: Path, call: str) -> None:
         ended = child(folder, *watched, "-e", f"trace={call}", "-e", f"inject={call}:signal=KILL:when={at}")
         found = good(folder)
         assert found[0] in (3, 4) and 1 in found, (call, at, found, ended.stderr)
-        commit.clean(folder)
+        storage.clean(folder)
         save(folder, 4, 0.3, run="run-2")
         save(folder, 5, 0.4, run="run-2")
         assert good(folder) == [5, 4, 1], (call, at)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtf.checkpoint.manifest import Manifest, Objective, StoredBox, StoredFile, StoredTensor, decode, encode, exact_json, parse_json, partition_fault
 from dtf.core.errors import DataError
-from dtf.manifest import Manifest, Objective, StoredBox, StoredFile, StoredTensor, decode, encode, exact_json, parse_json, partition_fault
 
 
 def bits(value: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from dtf.api.launcher import Place
 from dtf.api.registry import lookup, registered
-from dtf.checkpoint import Stored, write_boxes
+from dtf.checkpoint.checkpointer import Stored, write_boxes
 from dtf.distributed.world import World
 from dtf.evidence import Evidence
 from dtf.pserver.lending import Lending

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtf.commit import read_manifest
+from dtf.checkpoint.manifest import Objective
+from dtf.checkpoint.storage import read_manifest
 from dtf.evidence import Evidence, compare
-from dtf.manifest import Objective
 from dtf.record import Record
 
 RUN = [

@@ -45,8 +45,8 @@ def images(tmp_path: Path) -> Path:
 
 
 def test_the_best_of_a_run_and_a_split_it_does_not_have(trained: Path, tmp_path: Path, run_dtf: Run) -> None:
+    from dtf.checkpoint.resolve_path import located
     from dtf.core.errors import DataError
-    from dtf.located import located
 
     evaluations = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     tops = {line["step"]: line["top1"] for line in evaluations if line["split"] == "eval"}

@@ -119,7 +119,7 @@ class State(NamedTuple):
     boxes: list[Box]
     scalars: dict[str, Any]
     others: Callable[[Path], list[dict[str, Any]]] | None = None
-    """Has processes that work for this rank write boxes of their own into a checkpoint's folder; what they wrote, see `checkpoint.write_boxes`."""
+    """Has processes that work for this rank write boxes of their own into a checkpoint's folder; what they wrote, see `checkpointer.write_boxes`."""
 
 
 # ---------------------------------------------------------------- events: what observers see

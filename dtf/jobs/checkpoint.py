@@ -9,14 +9,14 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf import commit
 from dtf.api.job import Job
 from dtf.api.registry import option, register
-from dtf.checkpoint import STATE, read_scalars
+from dtf.checkpoint import storage
+from dtf.checkpoint.checkpointer import STATE, read_scalars
+from dtf.checkpoint.manifest import ITEM_BYTES, Manifest, volume
+from dtf.checkpoint.resolve_path import located
+from dtf.checkpoint.safetensors_format import slots
 from dtf.core.errors import ConfigError, DataError, Exit
-from dtf.located import located
-from dtf.manifest import ITEM_BYTES, Manifest, volume
-from dtf.shards import slots
 
 if TYPE_CHECKING:
     from dtf.config import Composed
@@ -48,7 +48,7 @@ class Checkpoint(Job):
 
     def _inspect(self, folder: Path) -> int:
         try:
-            manifest = commit.read_manifest(folder)
+            manifest = storage.read_manifest(folder)
             scalars = read_scalars(folder, manifest)
         except (DataError, OSError) as error:
             raise DataError(f"checkpoint {folder} cannot be read: {error}; `job.action=verify` looks at every byte") from None
@@ -71,7 +71,7 @@ class Checkpoint(Job):
         elif faults:
             print("\n".join(f"damaged {folder}: {fault}" for fault in faults))
         else:
-            manifest = commit.read_manifest(folder)
+            manifest = storage.read_manifest(folder)
             print(f"ok {folder}: {len(manifest.files) + 1} files, {_bytes(manifest):,} bytes, every byte as written ({seconds:.1f} s)")
         return Exit.DATA if faults else Exit.OK
 
@@ -79,13 +79,13 @@ class Checkpoint(Job):
 def _faults(folder: Path) -> list[str]:
     """Everything wrong with a checkpoint: files, bytes, and tensors that do not lie where the manifest says."""
     try:
-        manifest = commit.read_manifest(folder)
+        manifest = storage.read_manifest(folder)
     except (DataError, OSError) as error:
         return [str(error)]
-    faults = list(commit.faults(folder, manifest))
+    faults = list(storage.faults(folder, manifest))
     if faults:
         return faults
-    readers = {name: commit.Blocks(folder, name, file) for name, file in manifest.files.items()}
+    readers = {name: storage.Blocks(folder, name, file) for name, file in manifest.files.items()}
     try:
         read_scalars(folder, manifest)
         found = {name: slots(readers[name].read, manifest.files[name].size) for name in manifest.files if name != STATE}

@@ -214,7 +214,7 @@ class Pserver(Strategy):
 
     def assist(self, task: Task, errand: Errand) -> None:
         if self.rows_alone:
-            from dtf.checkpoint import Stored, write_boxes
+            from dtf.checkpoint.checkpointer import Stored, write_boxes
             from dtf.pserver.session import lend
 
             lend(task, errand, self, self.count_trainers(errand.place.slots), Stored, write_boxes)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from dtf.checkpoint.manifest import BLOCK_BYTES, NAME, Manifest, Objective, StoredFile, blocks, decode, encode
 from dtf.core.errors import DataError
-from dtf.manifest import BLOCK_BYTES, NAME, Manifest, Objective, StoredFile, blocks, decode, encode
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

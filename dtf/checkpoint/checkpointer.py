@@ -1,6 +1,6 @@
 """Checkpoints as a run uses them: every rank writes the boxes it owns, any other set of ranks reads the boxes it wants.
 
-How files become a checkpoint, and when one may be trusted, is `dtf.commit`. Torch is imported by what touches tensors only.
+How files become a checkpoint, and when one may be trusted, is `dtf.checkpoint.storage`. Torch is imported by what touches tensors only.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dtf import commit
 from dtf.api.registry import option, register
 from dtf.api.schema import KeyProblem
+from dtf.checkpoint import storage
+from dtf.checkpoint.manifest import ITEM_BYTES, Manifest, Objective, StoredBox, StoredFile, StoredTensor, exact_json, intersect, parse_json, volume
+from dtf.checkpoint.resolve_path import located
+from dtf.checkpoint.safetensors_format import Slot, header, slots
 from dtf.core.errors import BusyError, DataError, DtfError, Exit, SaveError
 from dtf.core.types import Box, State
-from dtf.located import located
-from dtf.manifest import ITEM_BYTES, Manifest, Objective, StoredBox, StoredFile, StoredTensor, exact_json, intersect, parse_json, volume
-from dtf.shards import Slot, header, slots
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,8 +91,8 @@ class Checkpointer:
         `value`: the objective, if it was evaluated at this very step. SaveError on all ranks alike when any could not write;
         nothing but the half-written checkpoint is lost then. A complete checkpoint of this step is left as it is.
         """
-        name = commit.step_name(step)
-        begun = self._lead(lambda: _text(commit.begin(self._folder, step, self._run_id, self._note)), SaveError, f"checkpoint {name}")
+        name = storage.step_name(step)
+        begun = self._lead(lambda: _text(storage.begin(self._folder, step, self._run_id, self._note)), SaveError, f"checkpoint {name}")
         if begun is None:
             return str(self._folder / name)
         draft = Path(begun)
@@ -112,13 +112,13 @@ class Checkpointer:
                 rank, text, exit = failed[0]
                 raise (SaveError if exit is None else DtfError)(f"rank {rank}: {text}")
             files, tensors = _merge([written for part in parts for written in part["result"]])
-            files[STATE] = commit.write(draft / STATE, [exact_json(scalars)])
+            files[STATE] = storage.write(draft / STATE, [exact_json(scalars)])
             goal = Objective(*self._objective, value) if value is not None else None
-            final = commit.commit(draft, Manifest(step, self._run_id, self._strategy, self._world.size, goal, files, tensors))
+            final = storage.commit(draft, Manifest(step, self._run_id, self._strategy, self._world.size, goal, files, tensors))
         except Exception:
             try:  # give the space of a full disk back
                 if draft.exists():
-                    commit.discard(draft, self._run_id)
+                    storage.discard(draft, self._run_id)
             except OSError as error:
                 self._note(f"{draft} is left behind: {error.strerror}; the next start removes it")
             raise
@@ -139,7 +139,7 @@ class Checkpointer:
             return
         options = self._options
         try:
-            commit.retain(self._folder, self._run_id, options.keep_last, options.keep_best, self._objective, self._damaged)
+            storage.retain(self._folder, self._run_id, options.keep_last, options.keep_best, self._objective, self._damaged)
         except OSError as error:
             self._note(f"old checkpoints in {self._folder} could not be removed: {error}")
 
@@ -155,7 +155,7 @@ class Checkpointer:
         newest_fault = ""
         candidates = [Path(path) for path in self._lead(lambda: self._candidates(attempt), DataError, "checkpoints")]
         for path in candidates:
-            reports = self._world.gather(self._attempt(lambda path=path: commit.first_fault(path, self._world.rank, self._world.size)))
+            reports = self._world.gather(self._attempt(lambda path=path: storage.first_fault(path, self._world.rank, self._world.size)))
             fault = self._lead(lambda reports=reports: _verdict(reports or []), DataError, f"checkpoint {path}")
             if fault is None:
                 return path
@@ -177,10 +177,10 @@ class Checkpointer:
     def _candidates(self, attempt: int) -> list[str]:
         """Rank 0's part of `find`: checkpoints of this run folder, or without any those of the path given; newest first."""
         try:
-            commit.clean(self._folder)
+            storage.clean(self._folder)
         except OSError as error:
             self._note(f"leftovers in {self._folder} could not be removed: {error}")
-        resume, own = self._options.resume, commit.checkpoints(self._folder)
+        resume, own = self._options.resume, storage.checkpoints(self._folder)
         if own and attempt:
             return [str(path) for path in own]
         given = [] if resume in ("auto", "never") else located(resume, "checkpoint.resume")
@@ -274,7 +274,7 @@ def write_boxes(path: Path, boxes: list[Box]) -> dict[str, Any]:
         for _, _, box in entries:
             yield _bytes(box.tensor)
 
-    stored = commit.write(path, pieces())
+    stored = storage.write(path, pieces())
     listed = [[box.name, dtype, box.shape, key, box.offset, tuple(box.tensor.shape)] for key, dtype, box in entries]
     return {"file": path.name, "size": stored.size, "crc32": stored.crc32, "boxes": listed}
 
@@ -291,7 +291,7 @@ def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
     if file is None:
         raise DataError(f"{STATE} is missing")
     try:
-        scalars = parse_json(bytes(commit.Blocks(folder, STATE, file).read(0, file.size)))
+        scalars = parse_json(bytes(storage.Blocks(folder, STATE, file).read(0, file.size)))
     except ValueError as error:
         raise DataError(f"{STATE} is no JSON: {ascii(str(error))[:120]}") from None
     if not isinstance(scalars, dict):
@@ -308,11 +308,11 @@ class Stored:
     def __init__(self, folder: Path) -> None:
         self.folder, self.place = folder, f"checkpoint {folder}"
         try:
-            self.manifest = commit.read_manifest(folder)
+            self.manifest = storage.read_manifest(folder)
             self.scalars = read_scalars(folder, self.manifest)
         except (DataError, OSError) as error:
             raise DataError(f"checkpoint {folder} cannot be loaded: {error}") from None
-        self._blocks: dict[str, commit.Blocks] = {}
+        self._blocks: dict[str, storage.Blocks] = {}
         self._slots: dict[str, dict[str, Slot]] = {}
 
     def names(self) -> set[str]:
@@ -371,7 +371,7 @@ class Stored:
     def _slot(self, box: StoredBox) -> Slot:
         if box.file not in self._slots:
             file = self.manifest.files[box.file]
-            reader = self._blocks[box.file] = commit.Blocks(self.folder, box.file, file)
+            reader = self._blocks[box.file] = storage.Blocks(self.folder, box.file, file)
             try:
                 self._slots[box.file] = slots(reader.read, file.size)
             except (DataError, OSError) as error:

@@ -6,7 +6,7 @@ import math
 import os
 from pathlib import Path
 
-from dtf import commit
+from dtf.checkpoint import storage
 from dtf.core.errors import DataError
 
 SUFFIXES = (".ckpt", ".pth", ".pt", ".safetensors")
@@ -30,10 +30,10 @@ def located(path: str | Path, key: str) -> list[Path]:
     folder = Path(path)
     if folder.name == BEST and not folder.exists():
         return [_best(located(folder.parent, key), f"{key}={path}")]
-    if commit.step_of(folder.name) is not None or (folder / commit.MANIFEST).is_file():
+    if storage.step_of(folder.name) is not None or (folder / storage.MANIFEST).is_file():
         found = [folder] if folder.is_dir() else []
     else:
-        found = commit.checkpoints(folder / "checkpoints") or commit.checkpoints(folder)
+        found = storage.checkpoints(folder / "checkpoints") or storage.checkpoints(folder)
     if not found:
         raise DataError(f"{key}={path} holds no checkpoint; give a folder like RUN/checkpoints/step_000120, or a run folder that has one")
     return found
@@ -56,7 +56,7 @@ def check_place(place: str, key: str) -> None:
 
 def _best(found: list[Path], given: str) -> Path:
     """The one with the best value of the objective, the earliest of equals."""
-    goals = [(folder, goal) for folder in reversed(found) if (goal := commit.read_manifest(folder).objective) is not None and math.isfinite(goal.value)]
+    goals = [(folder, goal) for folder in reversed(found) if (goal := storage.read_manifest(folder).objective) is not None and math.isfinite(goal.value)]
     if not goals:
         raise DataError(f"{given}: none of these checkpoints was made right after an evaluation, so none is known to be the best; name one")
     return max(goals, key=lambda each: each[1].value if each[1].mode == "max" else -each[1].value)[0]

@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from dtf.checkpoint.manifest import ITEM_BYTES, volume
 from dtf.core.errors import DataError
-from dtf.manifest import ITEM_BYTES, volume
 
 _MAX_HEADER_BYTES = 100_000_000  # as in the library
 
