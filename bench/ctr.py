@@ -46,7 +46,7 @@ from dtf.core.types import Event, Measured
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
 from dtf.loader import Loader
-from dtf.metrics import weighted_sums
+from dtf.model.metrics import weighted_sums
 from dtf.optimizers.adagrad import Adagrad
 from dtf.recipes.ctr.model import DNN, Inputs, Tower
 from dtf.row_optimizers.adagrad import RowAdagrad

@@ -17,7 +17,7 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
 
 
 class Chain:
-    """`blocks`: names of modules as `build.layout_of` gives them, in the order in which data flows. What lies between two goes with the first.
+    """`blocks`: names of modules as `init.layout_of` gives them, in the order in which data flows. What lies between two goes with the first.
 
     `fine`: cut inside blocks too, before each layer with parameters but a normalisation; then the code of the blocks is traced as well.
     Raises ConfigError where cutting could change what the model computes.

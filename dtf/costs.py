@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.chain import Chain
 from dtf.core.errors import ConfigError
-from dtf.memory import Footprint
+from dtf.model.memory import Footprint
 from dtf.partition import Cost
 
 StateBytes = Callable[[nn.Module], int]

@@ -20,12 +20,12 @@ from dtf.api.precision import set_switches
 from dtf.api.recipe import Recipe
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Task
-from dtf.build import cast_model, draw_model
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.types import Event
 from dtf.distributed.world import World
 from dtf.inference import names_of, weights_of
-from dtf.passes import cast_floating
+from dtf.model.forward import cast_floating
+from dtf.model.init import cast_model, draw_model
 from dtf.placement import tables_of
 from dtf.run import replace_text
 from dtf.settings import Settings

@@ -23,17 +23,17 @@ from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import lookup
 from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Program, Task
-from dtf.build import sketch
 from dtf.core.errors import BusyError, DataError, DtfError, Preempted
 from dtf.core.types import Batch, Evaluated, Event, Measured, Names
 from dtf.distributed.sharding import is_slice
 from dtf.distributed.world import World
 from dtf.engine import counted
 from dtf.loader import Loader
-from dtf.passes import stand_ins
+from dtf.model.forward import stand_ins
+from dtf.model.init import sketch
+from dtf.model.pretrained import Weights, fitted, open_weights
 from dtf.run import replace_text
 from dtf.settings import Settings
-from dtf.weights import Weights, fitted, open_weights
 
 if TYPE_CHECKING:
     from dtf.jobs.evaluate import EvaluateJob

@@ -16,7 +16,7 @@ from dtf.api.strategy import Program
 from dtf.clock import Plan
 from dtf.core.text import bytes_text, count_text
 from dtf.distributed.world import World
-from dtf.memory import Memory, table_row
+from dtf.model.memory import Memory, table_row
 from dtf.settings import Settings
 
 

@@ -22,12 +22,12 @@ from dtf.distributed.device_mesh import Seat
 from dtf.distributed.p2p import Arrival, Form, Link
 from dtf.distributed.strides import axes, dense
 from dtf.distributed.world import World
-from dtf.memory import Footprint, Memory, activations, byte_count
-from dtf.microbatch import Masks, RunningStatistics
-from dtf.passes import Passes, draws_at_large, evaluated_together, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
-from dtf.remat import divisible, rematerialise
+from dtf.model.activation_checkpointing import divisible, rematerialise
+from dtf.model.annotate import section
+from dtf.model.forward import Passes, draws_at_large, evaluated_together, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
+from dtf.model.memory import Footprint, Memory, activations, byte_count
+from dtf.model.microbatch import Masks, RunningStatistics
 from dtf.schedules import Action, Schedule, answers, order
-from dtf.sections import section
 from dtf.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
 from dtf.update import made
 

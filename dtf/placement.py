@@ -9,10 +9,10 @@ import torch
 
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Task, check_tables
-from dtf.build import DTYPES
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import bounds, deal
 from dtf.distributed.world import World
+from dtf.model.init import DTYPES
 
 if TYPE_CHECKING:
     from dtf.tables import Spread, Tables

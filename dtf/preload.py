@@ -6,8 +6,8 @@ import contextlib
 import importlib
 import pkgutil
 
-import dtf.build
-import dtf.metrics
+import dtf.model.init
+import dtf.model.metrics
 import dtf.rank
 import dtf.recipes
 import dtf.replicas

@@ -12,7 +12,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from dtf.api.observer import Probe
-from dtf.sections import section
+from dtf.model.annotate import section
 from dtf.trace import Shares, shares
 
 

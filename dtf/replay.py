@@ -14,23 +14,23 @@ from dtf.api.launcher import Place
 from dtf.api.precision import Format, set_switches
 from dtf.api.recipe import Recipe
 from dtf.api.strategy import Source, Task
-from dtf.build import sketch
 from dtf.checkpoint.checkpointer import Checkpointer, Every, Stored
 from dtf.checkpoint.resolve_path import located
 from dtf.core.errors import ConfigError, DataError, Exit, Preempted
 from dtf.core.text import count_text
 from dtf.core.types import Box, Event, Failed, Note
-from dtf.ema import averaged
 from dtf.evidence import FP32_BOUND, FP64_BOUND, checkpoint_tensors, in_order, relative
 from dtf.host.heartbeat import beat
 from dtf.inference import Pace
+from dtf.model.ema import averaged
+from dtf.model.init import sketch
+from dtf.model.pretrained import Weights, fitted, open_weights
 from dtf.pserver.recorder import read
 from dtf.pserver.replay import Replay
 from dtf.results import lines
 from dtf.rows import Rows
 from dtf.settings import typed
 from dtf.strategies.pserver import Pserver
-from dtf.weights import Weights, fitted, open_weights
 from dtf.worker import stop_signals
 
 RESULT = "replay.json"

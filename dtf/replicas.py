@@ -12,13 +12,13 @@ from torch import Tensor
 from dtf.api.sampler import cut, share
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Source, Task
-from dtf.build import cast_model, draw_model
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.world import World
-from dtf.memory import Memory, byte_count
-from dtf.passes import draws_at_large, evaluated_together, loss_dtype, received, rows_of, to_device
+from dtf.model.annotate import section
+from dtf.model.forward import draws_at_large, evaluated_together, loss_dtype, received, rows_of, to_device
+from dtf.model.init import cast_model, draw_model
+from dtf.model.memory import Memory, byte_count
 from dtf.placement import tables_of
-from dtf.sections import section
 from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
 from dtf.update import LocalUpdate, made, whole
 

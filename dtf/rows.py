@@ -10,7 +10,7 @@ from dtf.api.sampler import Epochs, Sequential
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
 from dtf.loader import Loader
-from dtf.passes import stand_ins
+from dtf.model.forward import stand_ins
 from dtf.settings import Settings
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from dtf.api.precision import Precision
 from dtf.api.strategy import Task
-from dtf.build import drawn, formats, sketch
 from dtf.distributed.sharding import is_slice, local, offset
+from dtf.model.init import drawn, formats, sketch
 from dtf.update import Piece
 
 
@@ -53,7 +53,7 @@ def pieces(model: nn.Module, masters: Mapping[str, Tensor] | None = None, first:
 
 @torch.no_grad()
 def draw(model: nn.Module, task: Task, masters: Mapping[str, Tensor] | None = None) -> None:
-    """Fill a model and its master copies with the numbers that `build.draw_model` would give it. Never holds more than a module in whole.
+    """Fill a model and its master copies with the numbers that `init.draw_model` would give it. Never holds more than a module in whole.
 
     Of numbers to start from, this rank reads its own parts.
     """

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from dtf.api.sampler import cut, share
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Source, Task, Update
-from dtf.build import cast_model, draw_model
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Box, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.device_mesh import Seat
 from dtf.distributed.sharding import is_slice, local, offset
 from dtf.distributed.world import World
-from dtf.memory import Footprint, Memory, activations, byte_count
-from dtf.microbatch import SMOOTH, Masks, RunningStatistics
-from dtf.misfits import misfits_named
-from dtf.passes import Passes, draws_at_large, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
+from dtf.model.activation_checkpointing import divisible, rematerialise
+from dtf.model.annotate import section
+from dtf.model.error_context import misfits_named
+from dtf.model.forward import Passes, draws_at_large, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
+from dtf.model.init import cast_model, draw_model
+from dtf.model.memory import Footprint, Memory, activations, byte_count
+from dtf.model.microbatch import SMOOTH, Masks, RunningStatistics
 from dtf.placement import tables_of
-from dtf.remat import divisible, rematerialise
-from dtf.sections import section
 from dtf.update import LocalUpdate, made, whole
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ SHARE = "share_"
 
 
 AVERAGED = "ema/"
-"""Tensors under it are running statistics averaged as `step.ema` says; averages of parameters are optimizer state, see `dtf.ema`."""
+"""Tensors under it are running statistics averaged as `step.ema` says; averages of parameters are optimizer state, see `dtf.model.ema`."""
 
 
 class Replica:

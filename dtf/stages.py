@@ -11,13 +11,13 @@ from dtf import costs, partition
 from dtf.api.options import Remat
 from dtf.api.precision import Cast
 from dtf.api.strategy import Task
-from dtf.build import DTYPES, layout_of
 from dtf.chain import Chain
 from dtf.core.errors import ConfigError
 from dtf.distributed.world import World
-from dtf.microbatch import Masks
-from dtf.passes import cast_floating, lone_row, moved
-from dtf.remat import divisible, rematerialise
+from dtf.model.activation_checkpointing import divisible, rematerialise
+from dtf.model.forward import cast_floating, lone_row, moved
+from dtf.model.init import DTYPES, layout_of
+from dtf.model.microbatch import Masks
 from dtf.sharded import cast_sketch
 from dtf.update import rehearsed, state_bytes
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from dtf.api.optimizer import Combine, Optimizer
 from dtf.api.precision import Precision
 from dtf.api.strategy import Source, Update
-from dtf.build import formats
 from dtf.core.errors import ConfigError
 from dtf.core.types import Box, State
 from dtf.distributed.sharding import local
-from dtf.ema import EMA
-from dtf.memory import byte_count
+from dtf.model.ema import EMA
+from dtf.model.init import formats
+from dtf.model.memory import byte_count
 
 if TYPE_CHECKING:
     from dtf.tables import Tables
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 def whole(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, Piece]:
-    """The pieces of a model that is all here. `masters`: see `build.cast_model`."""
+    """The pieces of a model that is all here. `masters`: see `init.cast_model`."""
     return {
         name: Piece(p, masters[name] if masters[name].dtype is p.dtype else p.data, masters[name], tuple(p.shape), (0,) * p.dim())
         for name, p in model.named_parameters()

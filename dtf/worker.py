@@ -24,23 +24,23 @@ from dtf.api.observer import Probes
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.strategy import Errand, Program, Standing, Task
-from dtf.build import sketch
 from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.clock import Plan, PlannedClock
 from dtf.core.consistency import agree, common, digest
 from dtf.core.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
 from dtf.distributed.world import World
-from dtf.ema import averaged
 from dtf.engine import RECENT, Loop, fit
 from dtf.host import heartbeat
-from dtf.memory import Memory, Meter
+from dtf.model.ema import averaged
+from dtf.model.init import sketch
+from dtf.model.memory import Memory, Meter
+from dtf.model.pretrained import Fit, Weights, fitted, open_weights
 from dtf.overview import overview
 from dtf.record import Record
 from dtf.rows import Rows
 from dtf.run import flat, redact
 from dtf.settings import Settings, typed
-from dtf.weights import Fit, Weights, fitted, open_weights
 
 _USES = {"evaluate": inference.evaluate, "predict": inference.predict, "export": export.export}
 """What ranks do for a job; for all others they train."""

@@ -24,19 +24,19 @@ from dtf.api.precision import Cast, Format, Precision
 from dtf.api.registry import lookup, registered
 from dtf.api.sampler import Epochs, Sequential, Shuffle, Tail
 from dtf.api.strategy import Task
-from dtf.build import sketch
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.clock import Plan, PlannedClock
 from dtf.core.types import Box, Measured, Saved, Shard, State
 from dtf.distributed.world import World
-from dtf.ema import averaged
 from dtf.engine import Loop, fit
 from dtf.evidence import in_order
 from dtf.loader import Loader
-from dtf.passes import stand_ins
+from dtf.model.ema import averaged
+from dtf.model.forward import stand_ins
+from dtf.model.init import sketch
+from dtf.model.pretrained import fitted, open_weights
 from dtf.settings import load_parts
 from dtf.spmd import SHARE
-from dtf.weights import fitted, open_weights
 from tests.direct import Assistants, Deadly, connect
 from tests.interposer import Interposer
 from tests.ranks import ranks

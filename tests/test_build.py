@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dtf.api.layout import Layout, Split
-from dtf.build import layout_of, sketch
 from dtf.core.errors import ConfigError
+from dtf.model.init import layout_of, sketch
 from tests.toy import Toy
 
 

@@ -14,11 +14,11 @@ from dtf.api.precision import Precision
 from dtf.api.recipe import Dataset
 from dtf.api.sampler import Epochs, Shuffle
 from dtf.api.strategy import Task
-from dtf.build import draw_model
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
 from dtf.distributed.world import World
-from dtf.metrics import weighted_sums
+from dtf.model.init import draw_model
+from dtf.model.metrics import weighted_sums
 from dtf.optimizers.sgd import Sgd
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.dp import Dp

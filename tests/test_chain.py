@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.api.recipe import Recipe
-from dtf.build import draw_model, sketch
 from dtf.chain import Chain
 from dtf.core.errors import ConfigError
-from dtf.microbatch import Masks, RunningStatistics
+from dtf.model.init import draw_model, sketch
+from dtf.model.microbatch import Masks, RunningStatistics
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, Stem
 from tests.toy import Toy
 

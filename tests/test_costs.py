@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtf.build import sketch
 from dtf.chain import Chain
 from dtf.core.errors import ConfigError
 from dtf.costs import count, measure
+from dtf.model.init import sketch
 from dtf.partition import Cost
 from tests.test_chain import Resnet
 

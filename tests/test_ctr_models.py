@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from dtf.api.schema import option_node
-from dtf.build import draw_model, layout_of
 from dtf.chain import Chain
 from dtf.config import compose
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
+from dtf.model.init import draw_model, layout_of
 from dtf.recipes.ctr.data import Ids, LogOptions
 from dtf.recipes.ctr.grouped import Grouped
 from dtf.recipes.ctr.model import DCN, DLRM, DNN, FactorizationMachine, Inputs, LogisticRegression, Tower, WideDeep, XDeepFM

@@ -47,7 +47,7 @@ def test_the_exported_program_takes_ids(folder: Path, run_dtf: Any, tmp_path: Pa
 def test_weights_without_tables_are_refused(folder: Path, run_dtf: Any, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from dtf.weights import open_weights
+    from dtf.model.pretrained import open_weights
 
     weights = open_weights(str(folder), "job.model")
     save_file({name: weights.read(name) for name in weights.shapes}, tmp_path / "tower.safetensors")

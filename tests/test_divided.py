@@ -22,8 +22,8 @@ from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Train
 from dtf.distributed.world import World
-from dtf.memory import Footprint
-from dtf.misfits import misfits_named
+from dtf.model.error_context import misfits_named
+from dtf.model.memory import Footprint
 from dtf.optimizers.adamw import AdamW
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
 from dtf.strategies.tensor import Tensor as TensorStrategy
@@ -169,7 +169,7 @@ def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split])
     """A model, whole and divided, with the same numbers and masks."""
     from dtf.distributed.sharding import local, offset
     from dtf.divided import divide
-    from dtf.microbatch import Masks
+    from dtf.model.microbatch import Masks
 
     torch.manual_seed(0)
     whole = build().double()
@@ -189,18 +189,18 @@ def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split])
 
 def every(rank: int, size: int) -> list[Any]:
     """Losses, ranks of the right class and every gradient of the chain, divided and whole."""
-    from dtf import classes
     from dtf.distributed.sharding import local, offset
+    from dtf.model import losses
 
     whole, parts = pair(World(Place(rank=rank, size=size)).mesh({"tp": size}), Every, SPLITS)
     ids, targets = torch.arange(44).view(4, 11) * 5 % 11, torch.tensor([0, 4, 2, 3])
     found = []
     for model in (whole, parts):
         scores = model(ids)
-        loss = classes.cross_entropy(scores, targets, label_smoothing=0.1)
+        loss = losses.cross_entropy(scores, targets, label_smoothing=0.1)
         loss.sum().backward()
         with torch.no_grad():
-            found.append([loss, classes.rank(scores, targets), *(local(b) for b in model.buffers())])
+            found.append([loss, losses.rank(scores, targets), *(local(b) for b in model.buffers())])
     worst = max(float((a - b).abs().max()) for a, b in zip(found[0][:2], found[1][:2], strict=True))
     averages = dict(parts.named_buffers())
     for name, buffer in whole.named_buffers():
@@ -263,8 +263,8 @@ def test_a_mask_is_cut_along_the_channels_or_the_layout_is_refused() -> None:
 def forgetful(rank: int, size: int) -> dict[str, Any]:
     """By kind of rematerialisation: gradients, and bytes that a block with both kinds of sums keeps for a row."""
     from dtf.distributed.sharding import local
-    from dtf.microbatch import Masks
-    from dtf.remat import rematerialise
+    from dtf.model.activation_checkpointing import rematerialise
+    from dtf.model.microbatch import Masks
 
     def build() -> nn.Module:
         scattered = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8), nn.LayerNorm(8), nn.Tanh()]
@@ -297,14 +297,14 @@ def strangers(rank: int, size: int) -> dict[str, Any]:
     """What comes of ids outside a divided table, and of targets that are no class with whole and divided scores."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from dtf import classes
+    from dtf.model import losses
 
     mesh = World(Place(rank=rank, size=size)).mesh({"tp": size})
     _, table = pair(mesh, lambda: nn.Sequential(nn.Embedding(7, 2)), {"0": Split.row})
-    scores, targets = torch.tensor([[3.0, 1.0, 2.0, 2.0, torch.nan]]).repeat(8, 1), torch.tensor([0, 1, 2, 3, 4, classes.IGNORED, -1, 5])
+    scores, targets = torch.tensor([[3.0, 1.0, 2.0, 2.0, torch.nan]]).repeat(8, 1), torch.tensor([0, 1, 2, 3, 4, losses.IGNORED, -1, 5])
     return {
         "rows": table(torch.tensor([0, -1, 6, 7, 3])).isnan().any(dim=1).tolist(),
-        "ranks": [classes.rank(given, targets).tolist() for given in (scores, distribute_tensor(scores, mesh, [Shard(1)]))],
+        "ranks": [losses.rank(given, targets).tolist() for given in (scores, distribute_tensor(scores, mesh, [Shard(1)]))],
     }
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dtf.api.name_patterns import check_used, covers, factor
 from dtf.api.options import FineTuning
-from dtf.build import draw_model, sketch
 from dtf.core.errors import ConfigError, DataError
-from dtf.ema import Averaged
+from dtf.model.ema import Averaged
+from dtf.model.init import draw_model, sketch
+from dtf.model.pretrained import fitted, open_weights
 from dtf.optimizers.sgd import Sgd
 from dtf.update import LocalUpdate, whole
-from dtf.weights import fitted, open_weights
 from tests.harness import difference, reference, spread, variants
 from tests.toy import Toy
 

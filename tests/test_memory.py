@@ -22,16 +22,16 @@ from dtf.api.precision import Precision
 from dtf.api.registry import lookup, register
 from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Task
-from dtf.build import draw_model
 from dtf.core.text import bytes_text, memory_text
 from dtf.core.types import Ended, Started, Train
 from dtf.distributed.world import World
-from dtf.ema import averaged
 from dtf.loader import Loader
-from dtf.memory import Footprint, Memory, Meter, activations, table_row
-from dtf.microbatch import Masks
+from dtf.model.activation_checkpointing import divisible, rematerialise
+from dtf.model.ema import averaged
+from dtf.model.init import draw_model
+from dtf.model.memory import Footprint, Memory, Meter, activations, table_row
+from dtf.model.microbatch import Masks
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
-from dtf.remat import divisible, rematerialise
 from dtf.screen import Screen
 from dtf.settings import load_parts
 from tests.conftest import Result

@@ -11,7 +11,7 @@ from torch import nn
 from dtf.api.sampler import share
 from dtf.core.errors import ConfigError
 from dtf.core.types import Shard
-from dtf.microbatch import Masks, RunningStatistics
+from dtf.model.microbatch import Masks, RunningStatistics
 
 
 def simulate(micro_batches: list[torch.Tensor], ranks: int, steps: int, momentum: float | None) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -20,11 +20,11 @@ from dtf.api.precision import Precision
 from dtf.api.recipe import Recipe
 from dtf.api.registry import register
 from dtf.api.strategy import Task
-from dtf.build import sketch
 from dtf.chain import Chain
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Train
 from dtf.distributed.world import World
+from dtf.model.init import sketch
 from dtf.optimizers.adamw import AdamW
 from dtf.partition import Cost
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions

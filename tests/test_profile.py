@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from timeit import timeit
 
 from dtf.api.observer import Probe, Probes
-from dtf.sections import section
+from dtf.model.annotate import section
 
 SMALL = ("recipe.data.train_rows=64", "recipe.data.eval_rows=32", "step.batch_size=8", "train.epochs=1", "checkpoint=off", "launcher.threads=1")
 

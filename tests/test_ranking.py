@@ -11,9 +11,9 @@ from hypothesis.extra import numpy as hn
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from dtf import ranking
 from dtf.distributed.world import World
-from dtf.ranking import Ranking, auc, grouped_auc
+from dtf.model import auc as ranking
+from dtf.model.auc import Ranking, auc, grouped_auc
 from tests.ranks import ranks
 
 SCORES = st.one_of(st.floats(-30, 30, width=32), st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5]))  # ties are likely

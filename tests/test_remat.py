@@ -16,12 +16,12 @@ from dtf.api.layout import Layout
 from dtf.api.options import Remat
 from dtf.api.recipe import Recipe
 from dtf.api.registry import register
-from dtf.build import draw_model
 from dtf.core.errors import ConfigError, Exit
-from dtf.memory import Footprint
-from dtf.microbatch import Masks, RunningStatistics
+from dtf.model.activation_checkpointing import divisible, rematerialise
+from dtf.model.init import draw_model
+from dtf.model.memory import Footprint
+from dtf.model.microbatch import Masks, RunningStatistics
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
-from dtf.remat import divisible, rematerialise
 from tests.conftest import Result
 from tests.harness import spread, variants
 from tests.ranks import ranks

@@ -7,8 +7,8 @@ import torch
 import torchvision
 from torch import nn
 
-from dtf.build import draw_model
 from dtf.core.errors import ConfigError
+from dtf.model.init import draw_model
 from dtf.recipes.resnet.recipe import BASIC, SMALL, Arch, ModelOptions, ResnetShapes, Stem
 
 LARGE = [arch for arch in Arch if arch not in SMALL]

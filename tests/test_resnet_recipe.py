@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from dtf.build import draw_model
 from dtf.config import compose
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Batch
+from dtf.model.init import draw_model
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetFolder, ResnetShapes, ShapesOptions
 
 

@@ -214,7 +214,7 @@ def test_a_run_goes_on_with_the_same_file_only(trained: Path, run_dtf: Run, tmp_
     """Where the file lies may change, its bytes may not; the checkpoint's numbers win over it."""
     from safetensors.torch import save_file
 
-    from dtf.weights import open_weights
+    from dtf.model.pretrained import open_weights
 
     weights = open_weights(str(trained), "job.model")
     file, copy = tmp_path / "a.safetensors", tmp_path / "b.safetensors"

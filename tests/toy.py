@@ -8,7 +8,7 @@ from dtf.api.layout import Layout, Split
 from dtf.api.options import FineTuning
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
-from dtf.metrics import weighted_sums
+from dtf.model.metrics import weighted_sums
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,14 +65,14 @@ class Toy(Recipe):
         return Rows(self.rows if split == "train" else 50, split, self.bad_row if split == "train" else -1)
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        from dtf import classes
+        from dtf.model import losses
 
-        return classes.cross_entropy(outputs, targets)
+        return losses.cross_entropy(outputs, targets)
 
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
-        from dtf import classes
+        from dtf.model import losses
 
-        return weighted_sums(batch.weight, loss, classes.rank(outputs, batch.targets) == 1)
+        return weighted_sums(batch.weight, loss, losses.rank(outputs, batch.targets) == 1)
 
 
 class Rows(Dataset):

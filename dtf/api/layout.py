@@ -14,7 +14,7 @@ class Split(Enum):
     row = "row"  # by input channels: a slice of the inputs -> all outputs, summed over the ranks; an Embedding by ids
     row_scatter = "row_scatter"  # by input channels, the sum divided: a slice of the inputs -> a slice of the outputs
     local = "local"  # every channel (or group of channels) for itself: normalisation, dropout, grouped convolutions
-    classes = "classes"  # as column, for the last layer: the recipe's loss and metrics get a DTensor, see `dtf.classes`
+    classes = "classes"  # as column, for the last layer: the recipe's loss and metrics get a DTensor, see `dtf.model.losses`
 
 
 @dataclass(frozen=True)

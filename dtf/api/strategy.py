@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from dtf.api.row_optimizer import RowOptimizer
     from dtf.distributed.world import World
     from dtf.loader import Loader as Batches
-    from dtf.memory import Memory
+    from dtf.model.memory import Memory
 
 
 class Weights(Protocol):
-    """Numbers of a model, or of some of its tensors, on disk; see `dtf.weights`."""
+    """Numbers of a model, or of some of its tensors, on disk; see `dtf.model.pretrained`."""
 
     def __contains__(self, name: object) -> bool:
         """Whether it has the parameter or buffer of this full name, in the model's own shape."""

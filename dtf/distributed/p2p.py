@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtf.core.errors import ConfigError
 from dtf.distributed.strides import axes, empty, message
-from dtf.memory import byte_count
+from dtf.model.memory import byte_count
 
 HEADER_BYTES = 65536
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dtf.api.optimizer import Optimizer
 from dtf.api.precision import Precision
-from dtf.build import formats
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import bounds
+from dtf.model.init import formats
 from dtf.pserver.placing import placed
 
 ALIGNED = 64

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dtf.api.sampler import cut, share, within
 from dtf.api.strategy import Task
-from dtf.build import cast_model, draw_model
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
-from dtf.passes import draws_at_large, loss_dtype, received, rows_of, stand_ins
+from dtf.model.forward import draws_at_large, loss_dtype, received, rows_of, stand_ins
+from dtf.model.init import cast_model, draw_model
 from dtf.pserver.blocks import Layout, views
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.narrow import rounded

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from dtf.api.sampler import cut, share
 from dtf.api.strategy import Source, Task
-from dtf.build import cast_model, draw_model
 from dtf.core.types import Shard, State, Train
 from dtf.distributed.world import World
-from dtf.memory import Memory
-from dtf.microbatch import RunningStatistics
+from dtf.model.init import cast_model, draw_model
+from dtf.model.memory import Memory
+from dtf.model.microbatch import RunningStatistics
 from dtf.pserver.blocks import balance, fields, lay_out, travelling, views
 from dtf.pserver.merging import Merging
 from dtf.pserver.narrow import FORMATS

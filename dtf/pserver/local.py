@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dtf.api.launcher import Place
 from dtf.api.strategy import Task
-from dtf.build import DTYPES
 from dtf.distributed.world import World
+from dtf.model.init import DTYPES
 from dtf.pserver.blocks import Field, Layout, fields, views
 from dtf.pserver.computing import ByTable, Computed, Computing
 from dtf.pserver.feeder import Prepared

@@ -11,7 +11,7 @@ import torch
 from dtf.api.sampler import within
 from dtf.api.strategy import Task
 from dtf.core.types import WHOLE, Shard, Train
-from dtf.passes import received, to_device
+from dtf.model.forward import received, to_device
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.ledger import EVALUATE, Lease
 from dtf.pserver.rows import Wanted

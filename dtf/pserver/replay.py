@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dtf.api.launcher import Place
 from dtf.api.strategy import Source, Task
-from dtf.build import sketch
 from dtf.core.errors import DataError
 from dtf.core.types import Box, Train
 from dtf.distributed.world import World
+from dtf.model.init import sketch
 from dtf.pserver.blocks import lay_out, travelling
 from dtf.pserver.computing import Blocks, Computed, Computing, Pulled
 from dtf.pserver.feeder import Prepared

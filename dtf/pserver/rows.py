@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dtf.api.strategy import Task
-from dtf.build import DTYPES
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
+from dtf.model.init import DTYPES
 from dtf.sparse import SparseTable, gather, segment_sum, squares, unique
 from dtf.tables import Dealt, Tables, boxes_of, dealt, full
 

@@ -18,7 +18,7 @@ from dtf.core.errors import ConfigError, DtfError
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.world import World
 from dtf.host import heartbeat
-from dtf.memory import Memory
+from dtf.model.memory import Memory
 from dtf.pserver.holdings import Holdings
 from dtf.pserver.ledger import EVALUATE, TRAIN, Lease, Ledger
 from dtf.pserver.merging import Merging

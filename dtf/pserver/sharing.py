@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from dtf.api.strategy import Errand, Task
-from dtf.build import DTYPES
 from dtf.core.types import Batch, Evaluated, Train
+from dtf.model.init import DTYPES
 from dtf.pserver.blocks import Layout
 from dtf.pserver.computing import Computing, Pulled
 from dtf.pserver.feeder import WAIT_S, Prepared

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from dtf.api.strategy import Errand, Task
-from dtf.build import sketch
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.types import Shard, Train
-from dtf.passes import to_device
+from dtf.model.forward import to_device
+from dtf.model.init import sketch
 from dtf.pserver import protocol
 from dtf.pserver.blocks import lay_out, travelling
 from dtf.pserver.computing import Blocks, Computed, Computing, Pulled

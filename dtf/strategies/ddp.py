@@ -86,9 +86,9 @@ class Ddp(Strategy):
         return {"cuda": "nccl"}.get(devices, "gloo") if self.backend is Backend.auto else self.backend.value
 
     def setup(self, task: Task, world: World) -> Program:
-        from dtf.build import cast_model, draw_model
         from dtf.distributed.sharding import deal
-        from dtf.memory import byte_count
+        from dtf.model.init import cast_model, draw_model
+        from dtf.model.memory import byte_count
         from dtf.placement import tables_of
         from dtf.reducing import on_their_way, reduced
         from dtf.spmd import Replica, Spmd, workload

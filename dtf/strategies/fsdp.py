@@ -74,8 +74,8 @@ class Fsdp(Strategy):
         import torch.distributed as dist
         from torch.distributed.fsdp import FSDPModule
 
-        from dtf.build import layout_of, sketch
-        from dtf.memory import byte_count
+        from dtf.model.init import layout_of, sketch
+        from dtf.model.memory import byte_count
         from dtf.placement import tables_of
         from dtf.spmd import Replica, Spmd, alone, workload
         from dtf.update import LocalUpdate
@@ -145,7 +145,7 @@ class Fsdp(Strategy):
         """Make a model on meta an FSDP model, in place; its parameters become DTensors under the same names. Collective."""
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        from dtf.build import DTYPES, is_statistics
+        from dtf.model.init import DTYPES, is_statistics
 
         scalars = {p for p in model.parameters() if not p.dim()}
         offload = CPUOffloadPolicy() if self.offload else OffloadPolicy()

@@ -78,7 +78,7 @@ class Pipeline(Strategy):
     def setup(self, task: Task, world: World) -> Program:
         import torch
 
-        from dtf.build import sketch
+        from dtf.model.init import sketch
         from dtf.spmd import alone
 
         if world.size == 1:

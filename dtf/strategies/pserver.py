@@ -196,7 +196,7 @@ class Pserver(Strategy):
 
     def _replica(self, task: Task, world: World) -> Program:
         """ddp's program, with rows elsewhere."""
-        from dtf.build import cast_model, draw_model
+        from dtf.model.init import cast_model, draw_model
         from dtf.pserver.remote import Assisted, RemoteTables
         from dtf.pserver.session import servers
         from dtf.reducing import on_their_way, reduced

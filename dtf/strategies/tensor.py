@@ -44,7 +44,7 @@ class Tensor(Strategy):
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
-        from dtf.build import layout_of, sketch
+        from dtf.model.init import layout_of, sketch
         from dtf.spmd import Replica, Spmd, alone
 
         model = sketch(task.recipe)

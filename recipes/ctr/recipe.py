@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from dtf.core.types import Batch, Names
-    from dtf.ranking import Ranking
+    from dtf.model.auc import Ranking
 
 
 class Kind(Enum):
@@ -231,7 +231,7 @@ class ClickThrough(Recipe):
         return binary_cross_entropy_with_logits(outputs, _clicks(targets).to(outputs.dtype), reduction="none")
 
     def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
-        from dtf.metrics import weighted_sums
+        from dtf.model.metrics import weighted_sums
 
         return weighted_sums(batch.weight, loss, outputs.sigmoid(), _clicks(batch.targets))
 
@@ -246,7 +246,7 @@ class ClickThrough(Recipe):
         return torch.stack([column.to(batch.targets.dtype if self.group >= 0 else outputs.dtype) for column in columns], 1)
 
     def judge(self, rows: int) -> Ranking:
-        from dtf.ranking import Ranking
+        from dtf.model.auc import Ranking
 
         return Ranking(rows, grouped=self.group >= 0)
 

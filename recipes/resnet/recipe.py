@@ -229,13 +229,13 @@ class Classification(Recipe):
     def open_data(self, split: str, seed: int) -> Dataset: ...
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        from dtf.classes import cross_entropy
+        from dtf.model.losses import cross_entropy
 
         return cross_entropy(outputs.float() if outputs.dtype.itemsize < 4 else outputs, targets, self.label_smoothing)
 
     def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
-        from dtf.classes import rank
-        from dtf.metrics import weighted_sums
+        from dtf.model.losses import rank
+        from dtf.model.metrics import weighted_sums
 
         place = rank(outputs, batch.targets)
         return weighted_sums(batch.weight, loss, *(place <= k for k in (1, 5)[: len(self.measures) - 1]))

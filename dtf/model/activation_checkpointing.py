@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dtf.api.options import Remat
 from dtf.api.recipe import Recipe
-from dtf.build import layout_of, sketch
 from dtf.core.errors import ConfigError
 from dtf.distributed.collectives import PARTIAL
-from dtf.microbatch import Masks
+from dtf.model.init import layout_of, sketch
+from dtf.model.microbatch import Masks
 
 _aten = torch.ops.aten
 _DEAR = {

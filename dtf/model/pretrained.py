@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from dtf.api.layout import Split
 from dtf.api.recipe import Recipe
-from dtf.build import layout_of
 from dtf.checkpoint import storage
 from dtf.checkpoint.checkpointer import TORCH_DTYPES, Stored
 from dtf.checkpoint.resolve_path import check_place, is_checkpoint, located
 from dtf.core.errors import ConfigError, DataError
-from dtf.ema import EMA
+from dtf.model.ema import EMA
+from dtf.model.init import layout_of
 from dtf.spmd import AVERAGED
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 from dtf.api.precision import Cast
 from dtf.api.sparse_table import Table
 from dtf.api.strategy import Task
-from dtf.build import DTYPES
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
+from dtf.model.init import DTYPES
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -15,7 +15,7 @@ from dtf.api.registry import suggest
 from dtf.api.strategy import Weights
 from dtf.core.errors import ConfigError
 from dtf.core.seeding import seed_of
-from dtf.frozen import freeze
+from dtf.model.freeze import freeze
 
 DTYPES = {Format.fp64: torch.float64, Format.fp32: torch.float32, Format.bf16: torch.bfloat16, Format.fp16: torch.float16}
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dtf.core.errors import ConfigError
 from dtf.core.seeding import seed_of
-from dtf.ema import decay_at
+from dtf.model.ema import decay_at
 
 _KINDS = ("running_mean", "running_var")
 SMOOTH = "_ema"
@@ -37,7 +37,7 @@ class RunningStatistics:
     torch's kernel applies running = (1 - a) * running + a * statistic per micro-batch. For c = 1 the factors
     a_j = g / (1 - (own - 1 - j) * g) with g = m / own compose to exactly this; for c != 1 the gain is corrected afterwards.
 
-    With `ema`, a decay, each average has an average of its own over steps, which goes with those of the weights, see `dtf.ema`. That is linear too.
+    With `ema`, a decay, each average has an average of its own over steps, which goes with those of the weights, see `dtf.model.ema`. That is linear too.
     """
 
     def __init__(self, model: nn.Module, ema: float = 0.0) -> None:
