@@ -43,9 +43,9 @@ from dtf.api.sampler import Epochs, Sequential
 from dtf.api.sparse_table import Table
 from dtf.api.strategy import Task
 from dtf.core.types import Event, Measured
+from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
-from dtf.loader import Loader
 from dtf.model.metrics import weighted_sums
 from dtf.optimizers.adagrad import Adagrad
 from dtf.recipes.ctr.model import DNN, Inputs, Tower

@@ -28,9 +28,9 @@ from dtf.api.precision import Precision
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Task
+from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
-from dtf.loader import Loader
 from dtf.model.init import draw_model
 from dtf.model.metrics import weighted_sums
 from dtf.optimizers.sgd import Sgd

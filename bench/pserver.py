@@ -37,9 +37,9 @@ from dtf.api.precision import Precision
 from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Errand, Task
 from dtf.core.types import Event, Measured, Shard
+from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
-from dtf.loader import Loader
 from dtf.optimizers.adagrad import Adagrad
 from dtf.row_optimizers.adagrad import RowAdagrad
 from dtf.sparse import SparseTable, unique

@@ -25,10 +25,10 @@ from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Program, Task
 from dtf.core.errors import BusyError, DataError, DtfError, Preempted
 from dtf.core.types import Batch, Evaluated, Event, Measured, Names
+from dtf.data.loader import Loader
 from dtf.distributed.sharding import is_slice
 from dtf.distributed.world import World
 from dtf.engine import counted
-from dtf.loader import Loader
 from dtf.model.forward import stand_ins
 from dtf.model.init import sketch
 from dtf.model.pretrained import Weights, fitted, open_weights

@@ -19,6 +19,7 @@ from dtf.checkpoint.resolve_path import located
 from dtf.core.errors import ConfigError, DataError, Exit, Preempted
 from dtf.core.text import count_text
 from dtf.core.types import Box, Event, Failed, Note
+from dtf.data.splits import Rows
 from dtf.evidence import FP32_BOUND, FP64_BOUND, checkpoint_tensors, in_order, relative
 from dtf.host.heartbeat import beat
 from dtf.inference import Pace
@@ -28,7 +29,6 @@ from dtf.model.pretrained import Weights, fitted, open_weights
 from dtf.pserver.recorder import read
 from dtf.pserver.replay import Replay
 from dtf.results import lines
-from dtf.rows import Rows
 from dtf.settings import typed
 from dtf.strategies.pserver import Pserver
 from dtf.worker import stop_signals

@@ -29,6 +29,7 @@ from dtf.clock import Plan, PlannedClock
 from dtf.core.consistency import agree, common, digest
 from dtf.core.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
+from dtf.data.splits import Rows
 from dtf.distributed.world import World
 from dtf.engine import RECENT, Loop, fit
 from dtf.host import heartbeat
@@ -38,7 +39,6 @@ from dtf.model.memory import Memory, Meter
 from dtf.model.pretrained import Fit, Weights, fitted, open_weights
 from dtf.overview import overview
 from dtf.record import Record
-from dtf.rows import Rows
 from dtf.run import flat, redact
 from dtf.settings import Settings, typed
 

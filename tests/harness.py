@@ -27,10 +27,10 @@ from dtf.api.strategy import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.clock import Plan, PlannedClock
 from dtf.core.types import Box, Measured, Saved, Shard, State
+from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
 from dtf.evidence import in_order
-from dtf.loader import Loader
 from dtf.model.ema import averaged
 from dtf.model.forward import stand_ins
 from dtf.model.init import sketch

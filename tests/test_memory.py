@@ -24,8 +24,8 @@ from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Task
 from dtf.core.text import bytes_text, memory_text
 from dtf.core.types import Ended, Started, Train
+from dtf.data.loader import Loader
 from dtf.distributed.world import World
-from dtf.loader import Loader
 from dtf.model.activation_checkpointing import divisible, rematerialise
 from dtf.model.ema import averaged
 from dtf.model.init import draw_model

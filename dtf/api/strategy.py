@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dtf.api.options import StepOptions
     from dtf.api.precision import Precision
     from dtf.api.row_optimizer import RowOptimizer
+    from dtf.data.loader import Loader as Batches
     from dtf.distributed.world import World
-    from dtf.loader import Loader as Batches
     from dtf.model.memory import Memory
 
 

@@ -17,7 +17,7 @@ from dtf.pserver.ledger import EVALUATE, Lease
 from dtf.pserver.rows import Wanted
 
 if TYPE_CHECKING:
-    from dtf.loader import Loader
+    from dtf.data.loader import Loader
 
 Open = Callable[[str, Shard, int], "Loader"]
 """See `Errand.open`."""

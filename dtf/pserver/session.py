@@ -41,7 +41,7 @@ from dtf.pserver.transport import Lost, Retrying
 from dtf.pserver.wire import encode
 
 if TYPE_CHECKING:
-    from dtf.loader import Loader
+    from dtf.data.loader import Loader
     from dtf.strategies.pserver import Pserver
 
 Handlers = Mapping[str, Callable[[bytes], bytes]]

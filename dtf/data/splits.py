@@ -9,7 +9,7 @@ import numpy as np
 from dtf.api.sampler import Epochs, Sequential
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
-from dtf.loader import Loader
+from dtf.data.loader import Loader
 from dtf.model.forward import stand_ins
 from dtf.settings import Settings
 
