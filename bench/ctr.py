@@ -49,7 +49,7 @@ from dtf.engine import Loop, fit
 from dtf.model.metrics import weighted_sums
 from dtf.optimizers.adagrad import Adagrad
 from dtf.recipes.ctr.model import DNN, Inputs, Tower
-from dtf.row_optimizers.adagrad import RowAdagrad
+from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.strategies.ddp import Ddp
 
 if TYPE_CHECKING:

@@ -41,8 +41,8 @@ from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
 from dtf.optimizers.adagrad import Adagrad
-from dtf.row_optimizers.adagrad import RowAdagrad
-from dtf.sparse import SparseTable, unique
+from dtf.sparse.row_optimizers import RowAdagrad
+from dtf.sparse.store import SparseTable, unique
 from dtf.strategies.pserver import Mode, Pserver
 
 MODELS = ("400-400-400", "64-32")

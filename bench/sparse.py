@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.sparse_table import Table
-from dtf.row_optimizers.adagrad import RowAdagrad
-from dtf.sparse import SparseTable, gather, segment_sum, unique
+from dtf.sparse.row_optimizers import RowAdagrad
+from dtf.sparse.store import SparseTable, gather, segment_sum, unique
 
 FIELDS, WIDTH, LR = 26, 16, 0.05
 PHASES = ("unique", "lookup", "gather", "segment_sum", "update")

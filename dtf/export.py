@@ -26,9 +26,9 @@ from dtf.distributed.world import World
 from dtf.inference import names_of, weights_of
 from dtf.model.forward import cast_floating
 from dtf.model.init import cast_model, draw_model
-from dtf.placement import tables_of
 from dtf.run import replace_text
 from dtf.settings import Settings
+from dtf.sparse.placement import tables_of
 
 if TYPE_CHECKING:
     from dtf.jobs.export import ExportJob
@@ -62,7 +62,7 @@ def export(settings: Settings, folder: Path, place: Place, send: Callable[[Event
     task = Task(recipe, settings.optimizer, settings.precision, settings.step, settings.seed, None, weights, settings.sparse)
     tables = tables_of(task, World(place), Placement.replicated)
     if tables is not None:
-        from dtf.served import Served
+        from dtf.sparse.inference_module import Served
 
         model = Served.of(model, tables)
     model.eval()

@@ -32,7 +32,7 @@ from dtf.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
 from dtf.update import made
 
 if TYPE_CHECKING:
-    from dtf.tables import Tables
+    from dtf.sparse.sharded_tables import Tables
 
 AHEAD = 2
 """Messages that a rank is ready to receive before it needs them, so that they travel while it computes."""

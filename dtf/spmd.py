@@ -25,11 +25,11 @@ from dtf.model.forward import Passes, draws_at_large, leaf_gradients, lone_row, 
 from dtf.model.init import cast_model, draw_model
 from dtf.model.memory import Footprint, Memory, activations, byte_count
 from dtf.model.microbatch import SMOOTH, Masks, RunningStatistics
-from dtf.placement import tables_of
+from dtf.sparse.placement import tables_of
 from dtf.update import LocalUpdate, made, whole
 
 if TYPE_CHECKING:
-    from dtf.tables import Tables
+    from dtf.sparse.sharded_tables import Tables
 
 SHARE = "share_"
 """Tensors under `share_<index>/` belong to one share of the rows; all others to the run."""

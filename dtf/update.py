@@ -20,7 +20,7 @@ from dtf.model.init import formats
 from dtf.model.memory import byte_count
 
 if TYPE_CHECKING:
-    from dtf.tables import Tables
+    from dtf.sparse.sharded_tables import Tables
 
 GROWTH_INTERVAL = 2000  # steps without overflow before the loss scale doubles; as in Micikevicius et al. 2018, section 3.2
 

@@ -42,7 +42,7 @@ FLOORS = {
     "options that start runs": "jobs",
     "command line": "__main__",
 }
-SIBLINGS = ("dtf.jobs", "dtf.launchers", "dtf.observers", "dtf.optimizers", "dtf.recipes", "dtf.row_optimizers", "dtf.strategies")
+SIBLINGS = ("dtf.jobs", "dtf.launchers", "dtf.observers", "dtf.optimizers", "dtf.recipes", "dtf.sparse", "dtf.strategies")
 NO_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
 OBJECT_COLLECTIVES = ("_object", "_object_list")
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
@@ -154,8 +154,8 @@ def test_dependencies_are_declared_and_explained() -> None:
     extras = {
         "dtf.charts": {"matplotlib"},
         "dtf.tuning": {"optuna"},
-        "dtf.id_kernels": {"numba", "llvmlite"},
-        "dtf.row_kernels": {"numba"},
+        "dtf.sparse.id_kernels": {"numba", "llvmlite"},
+        "dtf.sparse.row_kernels": {"numba"},
         "dtf.pserver.rpc": {"grpc"},
     }  # imported where the extra is known to be there
     extras |= {name: {"numba"} for name in sources() if name.startswith("dtf.recipes.ctr.")} | {"dtf.recipes.ctr.parquet": {"numba", "pyarrow"}}

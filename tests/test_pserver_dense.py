@@ -21,7 +21,7 @@ from dtf.pserver.protocol import COUNT, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.rows import Shelf, Shelves
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import Message, decode, encode
-from dtf.sparse import SparseTable
+from dtf.sparse.store import SparseTable
 from tests.harness import difference, reference, spread
 from tests.tabled import Tabled
 from tests.test_recovery import measurements

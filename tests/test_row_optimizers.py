@@ -11,20 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-import dtf.row_optimizers
+import dtf.sparse
 from dtf.api.registry import registered
 from dtf.api.row_optimizer import RowOptimizer, Scheduled
 from dtf.api.sparse_table import Table
 from dtf.core.errors import ConfigError
-from dtf.row_optimizers.adagrad import RowAdagrad
-from dtf.row_optimizers.ftrl import Ftrl
-from dtf.row_optimizers.lazy_adam import LazyAdam
-from dtf.row_optimizers.rowwise_adagrad import RowwiseAdagrad
-from dtf.row_optimizers.sgd import RowSgd
-from dtf.sparse import SparseTable
+from dtf.sparse.row_optimizers import Ftrl, LazyAdam, RowAdagrad, RowSgd, RowwiseAdagrad
+from dtf.sparse.store import SparseTable
 
-for _module in pkgutil.iter_modules(dtf.row_optimizers.__path__):
-    importlib.import_module(f"dtf.row_optimizers.{_module.name}")
+for _module in pkgutil.iter_modules(dtf.sparse.__path__):
+    importlib.import_module(f"dtf.sparse.{_module.name}")
 
 ROWS = 20
 LRS = [0.1, 0.2, 0.05, 0.1, 0.3, 0.1, 0.1, 0.02, 0.5, 0.1]

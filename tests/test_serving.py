@@ -34,9 +34,9 @@ from dtf.pserver.recorder import Recorder
 from dtf.pserver.serving import Serving
 from dtf.pserver.transport import Refused
 from dtf.pserver.wire import decode, encode
-from dtf.row_optimizers.adagrad import RowAdagrad
+from dtf.sparse.row_optimizers import RowAdagrad
+from dtf.sparse.sharded_tables import dealt
 from dtf.strategies.pserver import Mode, Pserver
-from dtf.tables import dealt
 from tests.harness import PRECISIONS
 from tests.tabled import Tabled
 from tests.toy import Toy

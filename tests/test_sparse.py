@@ -15,9 +15,8 @@ from dtf.api.row_optimizer import RowOptimizer
 from dtf.api.sparse_table import Table
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.seeding import mix, seed_of
-from dtf.row_optimizers.adagrad import RowAdagrad
-from dtf.row_optimizers.sgd import RowSgd
-from dtf.sparse import SparseTable, gather, segment_sum, unique
+from dtf.sparse.row_optimizers import RowAdagrad, RowSgd
+from dtf.sparse.store import SparseTable, gather, segment_sum, unique
 
 LARGEST = 2**63 - 1
 WIDTH = 3
@@ -246,7 +245,7 @@ def test_a_cleared_table_is_a_new_one() -> None:
 def test_numba_is_asked_for_by_name() -> None:
     code = (
         "import sys; sys.modules['numba'] = None\n"
-        "from dtf.core.errors import ConfigError\nfrom dtf.sparse import unique\nimport numpy\n"
+        "from dtf.core.errors import ConfigError\nfrom dtf.sparse.store import unique\nimport numpy\n"
         "try: unique(numpy.arange(3))\nexcept ConfigError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -19,7 +19,7 @@ from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Task
 from dtf.core.errors import DataError
 from dtf.distributed.world import World
-from dtf.placement import tables_of
+from dtf.sparse.placement import tables_of
 from tests.harness import PRECISIONS, difference, meshes, reference, spread, variants
 from tests.tabled import Tabled
 

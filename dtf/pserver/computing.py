@@ -188,7 +188,7 @@ class Computing:
             at += size
 
     def _norm(self, rows: Sequence[ByTable]) -> float:
-        from dtf.sparse import squares
+        from dtf.sparse.store import squares
 
         total = sum(squares(rounded(gradients, self._wire)) for part in rows for _, gradients in part.values())
         for gradients in self._leaving:

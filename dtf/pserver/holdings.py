@@ -26,8 +26,8 @@ from dtf.pserver.protocol import ANY, NONE
 from dtf.pserver.push import Push
 from dtf.pserver.recorder import Pull, Recorder
 from dtf.pserver.rows import Given, shelves_of
+from dtf.sparse.sharded_tables import dealt
 from dtf.spmd import buffers, load_buffers
-from dtf.tables import dealt
 from dtf.update import LocalUpdate, Piece, made
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from dtf.pserver.blocks import Field, Layout, fields, views
 from dtf.pserver.computing import ByTable, Computed, Computing
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.rows import Wanted
-from dtf.sparse import SparseTable
-from dtf.tables import Everywhere, Tables, dealt
+from dtf.sparse.sharded_tables import Everywhere, Tables, dealt
+from dtf.sparse.store import SparseTable
 from dtf.update import LocalUpdate, made, whole
 
 

@@ -26,8 +26,8 @@ from dtf.pserver.protocol import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schema
 from dtf.pserver.rows import Wanted
 from dtf.pserver.transport import Transport
 from dtf.pserver.wire import Message, decode, encode
+from dtf.sparse.sharded_tables import Tables
 from dtf.spmd import Spmd
-from dtf.tables import Tables
 
 
 class RemoteTables(Tables):
@@ -130,7 +130,7 @@ class RemoteTables(Tables):
         return [decode(told, each.result()) for each in pending]
 
     def _refuse_overfull(self, rows: Any) -> None:
-        from dtf.sparse import full
+        from dtf.sparse.store import full
 
         for (name, capacity), count in zip(self._capacities.items(), rows.tolist(), strict=True):
             if count > capacity:

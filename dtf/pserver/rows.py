@@ -14,8 +14,8 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
-from dtf.sparse import SparseTable, gather, segment_sum, squares, unique
-from dtf.tables import Dealt, Tables, boxes_of, dealt, full
+from dtf.sparse.sharded_tables import Dealt, Tables, boxes_of, dealt, full
+from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
 
 
 class Given(NamedTuple):

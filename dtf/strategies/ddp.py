@@ -89,8 +89,8 @@ class Ddp(Strategy):
         from dtf.distributed.sharding import deal
         from dtf.model.init import cast_model, draw_model
         from dtf.model.memory import byte_count
-        from dtf.placement import tables_of
         from dtf.reducing import on_their_way, reduced
+        from dtf.sparse.placement import tables_of
         from dtf.spmd import Replica, Spmd, workload
         from dtf.update import LocalUpdate, whole
 

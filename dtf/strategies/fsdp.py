@@ -76,7 +76,7 @@ class Fsdp(Strategy):
 
         from dtf.model.init import layout_of, sketch
         from dtf.model.memory import byte_count
-        from dtf.placement import tables_of
+        from dtf.sparse.placement import tables_of
         from dtf.spmd import Replica, Spmd, alone, workload
         from dtf.update import LocalUpdate
 

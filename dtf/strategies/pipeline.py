@@ -87,8 +87,8 @@ class Pipeline(Strategy):
         from dtf.api.sampler import cut
         from dtf.distributed.device_mesh import Seat
         from dtf.pipelined import Line, Pipelined, Stage, links
-        from dtf.placement import tables_of
         from dtf.sharded import cast_sketch, draw, lay_out, pieces
+        from dtf.sparse.placement import tables_of
         from dtf.stages import Wish, agree
         from dtf.update import LocalUpdate
 

@@ -56,8 +56,8 @@ class Tensor(Strategy):
 
         from dtf.distributed.device_mesh import Seat
         from dtf.divided import divide
-        from dtf.placement import tables_of
         from dtf.sharded import cast_sketch, draw, lay_out, pieces
+        from dtf.sparse.placement import tables_of
         from dtf.update import LocalUpdate
 
         seat = Seat(world, "tp", self.degree or world.size)

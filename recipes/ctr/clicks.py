@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dtf.api.recipe import Dataset
 from dtf.core.seeding import seed_of
-from dtf.id_kernels import mix
 from dtf.recipes.ctr.encode import log_of
 from dtf.recipes.ctr.lines import NONE
+from dtf.sparse.id_kernels import mix
 
 INTEGERS = 13
 QUEUE_ROWS = 16_384

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from dtf.id_kernels import mix
+from dtf.sparse.id_kernels import mix
 
 MISSING = -1
 """Key and table id of a field without a value."""

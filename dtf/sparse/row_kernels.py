@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from dtf.id_kernels import AHEAD, prefetch
+from dtf.sparse.id_kernels import AHEAD, prefetch
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

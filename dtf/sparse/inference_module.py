@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dtf.tables import Tables
+from dtf.sparse.sharded_tables import Tables
 
 
 class Served(nn.Module):

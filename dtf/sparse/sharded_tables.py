@@ -1,6 +1,6 @@
 """The sparse tables of a run over its ranks: rows take the place of ids before a step, gradients go to whoever holds the rows after it.
 
-A table lies in host memory. Here rows are found and gradients summed by id; how a table keeps and updates its rows is `dtf.sparse`.
+A table lies in host memory. Here rows are found and gradients summed by id; how a table keeps and updates its rows is `dtf.sparse.store`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtf.core.seeding import mix
 from dtf.core.types import Batch, Box
 from dtf.distributed.sharding import bounds
 from dtf.distributed.world import World
-from dtf.sparse import DECAYED, SparseTable, full, gather, segment_sum, squares, unique
+from dtf.sparse.store import DECAYED, SparseTable, full, gather, segment_sum, squares, unique
 
 COUNT, DECAY = "count", "decay"
 """In a checkpoint: rows over all ranks; `SparseTable.decayed`."""

@@ -139,7 +139,7 @@ class SparseTable:
     def _catch_up(self, positions: np.ndarray) -> None:
         """Multiply rows by the decay they have not had yet."""
         if self._since is not None:
-            from dtf.row_kernels import shrink
+            from dtf.sparse.row_kernels import shrink
 
             shrink(self._records, self.width, positions, self._since, self.decayed)
 
@@ -324,7 +324,7 @@ def squares(values: np.ndarray) -> float:
 
 def _kernels() -> ModuleType:
     try:
-        from dtf import id_kernels
+        from dtf.sparse import id_kernels
     except ModuleNotFoundError as error:
         raise ConfigError(f"{NO_NUMBA} ({error})") from error
     return id_kernels

@@ -15,7 +15,7 @@ from dtf.distributed.world import World
 from dtf.model.init import DTYPES
 
 if TYPE_CHECKING:
-    from dtf.tables import Spread, Tables
+    from dtf.sparse.sharded_tables import Spread, Tables
 
 
 def tables_of(task: Task, world: World, placement: Placement, gives: bool = True, share: float = 1.0) -> Tables | None:
@@ -29,8 +29,8 @@ def tables_of(task: Task, world: World, placement: Placement, gives: bool = True
     if task.rows is None:
         raise ConfigError(f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME")
 
-    from dtf.sparse import SparseTable
-    from dtf.tables import Dealt, Everywhere, OnOne, Sliced, Tables
+    from dtf.sparse.sharded_tables import Dealt, Everywhere, OnOne, Sliced, Tables
+    from dtf.sparse.store import SparseTable
 
     flags = torch.zeros(world.size, dtype=torch.int64)
     flags[world.rank] = int(gives)
