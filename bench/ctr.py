@@ -47,7 +47,7 @@ from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
 from dtf.model.metrics import weighted_sums
-from dtf.optimizers.adagrad import Adagrad
+from dtf.optim.optimizers import Adagrad
 from dtf.recipes.ctr.model import DNN, Inputs, Tower
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.strategies.ddp import Ddp

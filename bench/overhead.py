@@ -33,7 +33,7 @@ from dtf.distributed.world import World
 from dtf.engine import Loop, fit
 from dtf.model.init import draw_model
 from dtf.model.metrics import weighted_sums
-from dtf.optimizers.sgd import Sgd
+from dtf.optim.optimizers import Sgd
 from dtf.strategies.ddp import Ddp
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from dtf.api.precision import Precision
 from dtf.api.strategy import Program, Task
 from dtf.core.types import Batch, Train
 from dtf.distributed.world import World
-from dtf.optimizers.sgd import Sgd
+from dtf.optim.optimizers import Sgd
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
 from dtf.schedules import Schedule
 from dtf.strategies.ddp import Ddp

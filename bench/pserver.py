@@ -40,7 +40,7 @@ from dtf.core.types import Event, Measured, Shard
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
-from dtf.optimizers.adagrad import Adagrad
+from dtf.optim.optimizers import Adagrad
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.sparse.store import SparseTable, unique
 from dtf.strategies.pserver import Mode, Pserver

@@ -27,9 +27,9 @@ from dtf.model.annotate import section
 from dtf.model.forward import Passes, draws_at_large, evaluated_together, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
 from dtf.model.memory import Footprint, Memory, activations, byte_count
 from dtf.model.microbatch import Masks, RunningStatistics
+from dtf.optim.update import made
 from dtf.schedules import Action, Schedule, answers, order
 from dtf.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
-from dtf.update import made
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import Tables

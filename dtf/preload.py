@@ -8,11 +8,11 @@ import pkgutil
 
 import dtf.model.init
 import dtf.model.metrics
+import dtf.optim.update
 import dtf.rank
 import dtf.recipes
 import dtf.replicas
 import dtf.spmd
-import dtf.update
 import dtf.worker
 from dtf.settings import load_parts
 

@@ -18,9 +18,9 @@ from dtf.model.annotate import section
 from dtf.model.forward import draws_at_large, evaluated_together, loss_dtype, received, rows_of, to_device
 from dtf.model.init import cast_model, draw_model
 from dtf.model.memory import Memory, byte_count
+from dtf.optim.update import LocalUpdate, made, whole
 from dtf.sparse.placement import tables_of
 from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
-from dtf.update import LocalUpdate, made, whole
 
 
 class Replicas(Program):

@@ -11,7 +11,7 @@ from dtf.api.precision import Precision
 from dtf.api.strategy import Task
 from dtf.distributed.sharding import is_slice, local, offset
 from dtf.model.init import drawn, formats, sketch
-from dtf.update import Piece
+from dtf.optim.update import Piece
 
 
 def cast_sketch(model: nn.Module, precision: Precision, computing: bool) -> None:

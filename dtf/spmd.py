@@ -25,8 +25,8 @@ from dtf.model.forward import Passes, draws_at_large, leaf_gradients, lone_row, 
 from dtf.model.init import cast_model, draw_model
 from dtf.model.memory import Footprint, Memory, activations, byte_count
 from dtf.model.microbatch import SMOOTH, Masks, RunningStatistics
+from dtf.optim.update import LocalUpdate, made, whole
 from dtf.sparse.placement import tables_of
-from dtf.update import LocalUpdate, made, whole
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import Tables

@@ -18,8 +18,8 @@ from dtf.model.activation_checkpointing import divisible, rematerialise
 from dtf.model.forward import cast_floating, lone_row, moved
 from dtf.model.init import DTYPES, layout_of
 from dtf.model.microbatch import Masks
+from dtf.optim.update import rehearsed, state_bytes
 from dtf.sharded import cast_sketch
-from dtf.update import rehearsed, state_bytes
 
 EVEN = 0.05
 """By how much less imbalance blocks are cut inside, where more than one tensor may cross; measured times are not much more exact."""

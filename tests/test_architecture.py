@@ -42,7 +42,7 @@ FLOORS = {
     "options that start runs": "jobs",
     "command line": "__main__",
 }
-SIBLINGS = ("dtf.jobs", "dtf.launchers", "dtf.observers", "dtf.optimizers", "dtf.recipes", "dtf.sparse", "dtf.strategies")
+SIBLINGS = ("dtf.jobs", "dtf.launchers", "dtf.observers", "dtf.optim", "dtf.recipes", "dtf.sparse", "dtf.strategies")
 NO_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
 OBJECT_COLLECTIVES = ("_object", "_object_list")
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
@@ -198,7 +198,7 @@ def registers(path: Path) -> bool:
 def test_registered_classes_import_without_torch() -> None:
     """The command line reads their fields: torch, numpy and what they cost must wait for the ranks."""
     names = [name for name, path in sources().items() if registers(path)]
-    assert {"dtf.strategies.ddp", "dtf.optimizers.sgd", "dtf.api.precision"} <= set(names)
+    assert {"dtf.strategies.ddp", "dtf.optim.optimizers", "dtf.api.precision"} <= set(names)
     front = ["dtf.settings", "dtf.config", "dtf.run", "dtf.describe", "dtf.__main__"]
     code = (
         "import importlib, sys\n"

@@ -19,7 +19,7 @@ from dtf.core.types import Batch
 from dtf.distributed.world import World
 from dtf.model.init import draw_model
 from dtf.model.metrics import weighted_sums
-from dtf.optimizers.sgd import Sgd
+from dtf.optim.optimizers import Sgd
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.dp import Dp
 from tests.harness import reference, spread

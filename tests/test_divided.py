@@ -24,7 +24,7 @@ from dtf.core.types import Batch, Train
 from dtf.distributed.world import World
 from dtf.model.error_context import misfits_named
 from dtf.model.memory import Footprint
-from dtf.optimizers.adamw import AdamW
+from dtf.optim.optimizers import AdamW
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
 from dtf.strategies.tensor import Tensor as TensorStrategy
 from tests.ranks import ranks

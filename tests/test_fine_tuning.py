@@ -18,8 +18,8 @@ from dtf.core.errors import ConfigError, DataError
 from dtf.model.ema import Averaged
 from dtf.model.init import draw_model, sketch
 from dtf.model.pretrained import fitted, open_weights
-from dtf.optimizers.sgd import Sgd
-from dtf.update import LocalUpdate, whole
+from dtf.optim.optimizers import Sgd
+from dtf.optim.update import LocalUpdate, whole
 from tests.harness import difference, reference, spread, variants
 from tests.toy import Toy
 

@@ -25,7 +25,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Train
 from dtf.distributed.world import World
 from dtf.model.init import sketch
-from dtf.optimizers.adamw import AdamW
+from dtf.optim.optimizers import AdamW
 from dtf.partition import Cost
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions
 from dtf.schedules import Schedule

@@ -17,7 +17,7 @@ from dtf.api.recipe import Recipe
 from dtf.api.strategy import Errand, Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
-from dtf.optimizers.sgd import Sgd
+from dtf.optim.optimizers import Sgd
 from dtf.pserver import hogwild
 from dtf.pserver.blocks import lay_out
 from dtf.pserver.computing import Blocks, Computing, Pulled

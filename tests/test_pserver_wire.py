@@ -53,7 +53,7 @@ def test_a_run_with_narrow_messages_is_near_the_exact_one_and_not_the_same(recip
 
 @pytest.mark.parametrize(("options", "precision"), [({"mode": Mode.geo}, "fp32"), ({}, "fp64")])
 def test_what_is_no_gradient_of_fp32_is_not_narrowed(options: dict, precision: str) -> None:
-    from dtf.optimizers.sgd import Sgd
+    from dtf.optim.optimizers import Sgd
 
     task = Task(Toy(), Sgd(), PRECISIONS[precision], StepOptions(), 0)
     with pytest.raises(ConfigError, match=r"strategy\.wire=bf16"):

@@ -23,7 +23,7 @@ from dtf.api.strategy import Task
 from dtf.core.errors import SaveError
 from dtf.core.types import Train
 from dtf.distributed.world import World
-from dtf.optimizers.sgd import Sgd
+from dtf.optim.optimizers import Sgd
 from dtf.pserver import desk as desks
 from dtf.pserver import protocol, serving, session
 from dtf.pserver.blocks import views

@@ -12,7 +12,7 @@ from dtf.api.precision import Precision
 from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
 from dtf.distributed.world import World
-from dtf.optimizers.adamw import AdamW
+from dtf.optim.optimizers import AdamW
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
 from dtf.strategies.fsdp import Fsdp, Unit
 from tests.ranks import ranks

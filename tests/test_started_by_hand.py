@@ -327,7 +327,7 @@ def test_what_makes_no_process_of_a_run(options: dict[str, Any], wrong: str) -> 
 
 def test_what_is_for_those_started_by_hand_alone() -> None:
     from dtf.api.options import StepOptions
-    from dtf.optimizers.sgd import Sgd
+    from dtf.optim.optimizers import Sgd
     from tests.toy import Toy
 
     task = Task(Toy(), Sgd(), PRECISIONS["fp32"], StepOptions(), 0)

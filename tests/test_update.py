@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dtf.core.types import Box, State
-from dtf.optimizers.adam import Adam
-from dtf.update import LocalUpdate, whole
+from dtf.optim.optimizers import Adam
+from dtf.optim.update import LocalUpdate, whole
 from tests.harness import difference, reference, spread, variants
 from tests.ranks import ranks
 

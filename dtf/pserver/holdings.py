@@ -19,6 +19,7 @@ from dtf.distributed.world import World
 from dtf.model.init import cast_model, draw_model
 from dtf.model.memory import Memory
 from dtf.model.microbatch import RunningStatistics
+from dtf.optim.update import LocalUpdate, Piece, made
 from dtf.pserver.blocks import balance, fields, lay_out, travelling, views
 from dtf.pserver.merging import Merging
 from dtf.pserver.narrow import FORMATS
@@ -28,7 +29,6 @@ from dtf.pserver.recorder import Pull, Recorder
 from dtf.pserver.rows import Given, shelves_of
 from dtf.sparse.sharded_tables import dealt
 from dtf.spmd import buffers, load_buffers
-from dtf.update import LocalUpdate, Piece, made
 
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver

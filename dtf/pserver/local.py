@@ -12,13 +12,13 @@ from dtf.api.launcher import Place
 from dtf.api.strategy import Task
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
+from dtf.optim.update import LocalUpdate, made, whole
 from dtf.pserver.blocks import Field, Layout, fields, views
 from dtf.pserver.computing import ByTable, Computed, Computing
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.rows import Wanted
 from dtf.sparse.sharded_tables import Everywhere, Tables, dealt
 from dtf.sparse.store import SparseTable
-from dtf.update import LocalUpdate, made, whole
 
 
 class Local:

@@ -76,9 +76,9 @@ class Fsdp(Strategy):
 
         from dtf.model.init import layout_of, sketch
         from dtf.model.memory import byte_count
+        from dtf.optim.update import LocalUpdate
         from dtf.sparse.placement import tables_of
         from dtf.spmd import Replica, Spmd, alone, workload
-        from dtf.update import LocalUpdate
 
         if world.size == 1:
             return alone(task, world)

@@ -86,11 +86,11 @@ class Pipeline(Strategy):
 
         from dtf.api.sampler import cut
         from dtf.distributed.device_mesh import Seat
+        from dtf.optim.update import LocalUpdate
         from dtf.pipelined import Line, Pipelined, Stage, links
         from dtf.sharded import cast_sketch, draw, lay_out, pieces
         from dtf.sparse.placement import tables_of
         from dtf.stages import Wish, agree
-        from dtf.update import LocalUpdate
 
         ranks = self.degree or world.size
         virtual = self.virtual if ranks > 1 else 1

@@ -197,11 +197,11 @@ class Pserver(Strategy):
     def _replica(self, task: Task, world: World) -> Program:
         """ddp's program, with rows elsewhere."""
         from dtf.model.init import cast_model, draw_model
+        from dtf.optim.update import LocalUpdate, whole
         from dtf.pserver.remote import Assisted, RemoteTables
         from dtf.pserver.session import servers
         from dtf.reducing import on_their_way, reduced
         from dtf.spmd import Replica, workload
-        from dtf.update import LocalUpdate, whole
 
         model = draw_model(task.recipe, task.seed, task.weights)
         masters = cast_model(model, task.precision, world.device)

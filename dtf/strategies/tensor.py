@@ -56,9 +56,9 @@ class Tensor(Strategy):
 
         from dtf.distributed.device_mesh import Seat
         from dtf.divided import divide
+        from dtf.optim.update import LocalUpdate
         from dtf.sharded import cast_sketch, draw, lay_out, pieces
         from dtf.sparse.placement import tables_of
-        from dtf.update import LocalUpdate
 
         seat = Seat(world, "tp", self.degree or world.size)
         cast_sketch(model, task.precision, computing=True)
