@@ -13,7 +13,7 @@ from dtf.core.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exi
 if TYPE_CHECKING:
     import argparse
 
-    from dtf.config import Composed, Composer
+    from dtf.config.compose import Composed, Composer
 
 _ANSWERS = ("-h", "--help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
 
@@ -53,7 +53,7 @@ def will_launch(argv: Sequence[str]) -> bool:
     flags = [word for word in argv if word.startswith("-")]
     if any(flag.split("=")[0] in _ANSWERS for flag in flags):
         return False
-    from dtf.settings import is_known, load_parts
+    from dtf.config.settings import is_known, load_parts
 
     load_parts([])
     elsewhere = any("plugins=" in word or "hydra." in word for word in argv) or any(flag not in ("-m", "--multirun", "-r", "--run") for flag in flags)
@@ -74,7 +74,7 @@ def _dispatch(argv: list[str]) -> int:
 
         print(f"dtf {__version__}")
         return Exit.OK
-    from dtf.config import Composer, arguments
+    from dtf.config.compose import Composer, arguments
 
     flags = arguments(argv)
     composer = Composer(flags.config_dir, flags.config_name)
@@ -129,7 +129,7 @@ def _cool() -> None:
 def _help(composer: Composer, overrides: list[str]) -> int:
     import shutil
 
-    from dtf.describe import help_text
+    from dtf.config.describe import help_text
 
     composer.with_plugins(overrides, lambda: None)
     print(help_text(composer, min(120, shutil.get_terminal_size().columns - 1)))
@@ -177,7 +177,7 @@ def _complete(overrides: list[str]) -> int:
 
     from hydra._internal.hydra import Hydra
 
-    from dtf.config import Composer, arguments
+    from dtf.config.compose import Composer, arguments
 
     if sys.argv[0].endswith(".py") and "query=bash" not in overrides:
         raise ConfigError("tab completion is for the console script; use dtf -sc install=bash in place of python -m dtf")

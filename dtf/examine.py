@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from dtf.api.launcher import Place
+from dtf.config.settings import typed
 from dtf.core.types import Event
 from dtf.distributed.world import World
 from dtf.host.devices import cores
-from dtf.settings import typed
 
 RESULT = "doctor.json"
 _PINGS, _ROUNDS = 20, 3

@@ -20,6 +20,7 @@ from dtf.api.precision import set_switches
 from dtf.api.recipe import Recipe
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Task
+from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.types import Event
 from dtf.distributed.world import World
@@ -27,7 +28,6 @@ from dtf.inference import names_of, weights_of
 from dtf.model.forward import cast_floating
 from dtf.model.init import cast_model, draw_model
 from dtf.run import replace_text
-from dtf.settings import Settings
 from dtf.sparse.placement import tables_of
 
 if TYPE_CHECKING:

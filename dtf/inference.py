@@ -23,6 +23,7 @@ from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import lookup
 from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Program, Task
+from dtf.config.settings import Settings
 from dtf.core.errors import BusyError, DataError, DtfError, Preempted
 from dtf.core.types import Batch, Evaluated, Event, Measured, Names
 from dtf.data.loader import Loader
@@ -33,7 +34,6 @@ from dtf.model.forward import stand_ins
 from dtf.model.init import sketch
 from dtf.model.pretrained import Weights, fitted, open_weights
 from dtf.run import replace_text
-from dtf.settings import Settings
 
 if TYPE_CHECKING:
     from dtf.jobs.evaluate import EvaluateJob

@@ -14,7 +14,7 @@ import dtf.recipes
 import dtf.replicas
 import dtf.spmd
 import dtf.worker
-from dtf.settings import load_parts
+from dtf.config.settings import load_parts
 
 load_parts([])
 for found in pkgutil.walk_packages(dtf.recipes.__path__, "dtf.recipes."):

@@ -16,6 +16,7 @@ from dtf.api.recipe import Recipe
 from dtf.api.strategy import Source, Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every, Stored
 from dtf.checkpoint.resolve_path import located
+from dtf.config.settings import typed
 from dtf.core.errors import ConfigError, DataError, Exit, Preempted
 from dtf.core.text import count_text
 from dtf.core.types import Box, Event, Failed, Note
@@ -29,7 +30,6 @@ from dtf.model.pretrained import Weights, fitted, open_weights
 from dtf.pserver.recorder import read
 from dtf.pserver.replay import Replay
 from dtf.results import lines
-from dtf.settings import typed
 from dtf.strategies.pserver import Pserver
 from dtf.worker import stop_signals
 

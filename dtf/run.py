@@ -25,7 +25,7 @@ from dtf.core.errors import BusyError, ConfigError
 from dtf.live import withdraw
 
 if TYPE_CHECKING:
-    from dtf.settings import Settings
+    from dtf.config.settings import Settings
 
 _LOCK = ".lock"
 _BEFORE_A_RUN = {_LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind

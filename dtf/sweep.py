@@ -27,11 +27,11 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.schema import show
+from dtf.config.hydra_sources import Loader, Read
+from dtf.config.messages import COMMAND_LINE, parse, shorten
 from dtf.core.errors import INTERRUPTED, BusyError, ConfigError, Exit
 from dtf.core.text import time_text
-from dtf.explain import COMMAND_LINE, parse, shorten
 from dtf.run import take_lock
-from dtf.sources import Loader, Read
 from dtf.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
 from dtf.tuning import NAME as OPTUNA
 from dtf.tuning import OptunaOptions, Tuner
@@ -39,7 +39,7 @@ from dtf.tuning import OptunaOptions, Tuner
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-    from dtf.config import Composed, Composer
+    from dtf.config.compose import Composed, Composer
 
 _ENDS = (Exit.PREEMPTED, Exit.BUDGET, INTERRUPTED)
 """Codes of a trial that end the sweep too."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dtf.api.recipe import Recipe, Split
 from dtf.checkpoint.resolve_path import check_place
-from dtf.config import Composed
+from dtf.config.compose import Composed
 from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.types import Event, Failed, Measured, Note
 from dtf.run import Run

@@ -12,9 +12,9 @@ from typing import Any
 
 from dtf.api.schema import show
 from dtf.budget import spent_s
+from dtf.config.messages import shorten
 from dtf.core.errors import BusyError, Exit, code_name
 from dtf.core.text import number_text
-from dtf.explain import shorten
 from dtf.run import flat, redact
 
 NOT_STARTED = -1

@@ -26,6 +26,7 @@ from dtf.api.recipe import Dataset, Recipe
 from dtf.api.strategy import Errand, Program, Standing, Task
 from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.clock import Plan, PlannedClock
+from dtf.config.settings import Settings, typed
 from dtf.core.consistency import agree, common, digest
 from dtf.core.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
@@ -40,7 +41,6 @@ from dtf.model.pretrained import Fit, Weights, fitted, open_weights
 from dtf.overview import overview
 from dtf.record import Record
 from dtf.run import flat, redact
-from dtf.settings import Settings, typed
 
 _USES = {"evaluate": inference.evaluate, "predict": inference.predict, "export": export.export}
 """What ranks do for a job; for all others they train."""

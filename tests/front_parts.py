@@ -20,7 +20,7 @@ from dtf.strategies.dp import Dp
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
     from dtf.core.types import Batch
 
 

@@ -26,6 +26,7 @@ from dtf.api.sampler import Epochs, Sequential, Shuffle, Tail
 from dtf.api.strategy import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.clock import Plan, PlannedClock
+from dtf.config.settings import load_parts
 from dtf.core.types import Box, Measured, Saved, Shard, State
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
@@ -35,7 +36,6 @@ from dtf.model.ema import averaged
 from dtf.model.forward import stand_ins
 from dtf.model.init import sketch
 from dtf.model.pretrained import fitted, open_weights
-from dtf.settings import load_parts
 from dtf.spmd import SHARE
 from tests.direct import Assistants, Deadly, connect
 from tests.interposer import Interposer

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 from dtf.api.schema import fit_option, make_option
 from dtf.api.strategy import Strategy
+from dtf.config.settings import Settings
 from dtf.core.types import Event
 from dtf.launchers.local import Local
 from dtf.run import Run, unique_id
-from dtf.settings import Settings
 from dtf.strategies.ddp import Ddp
 
 

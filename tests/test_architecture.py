@@ -199,7 +199,7 @@ def test_registered_classes_import_without_torch() -> None:
     """The command line reads their fields: torch, numpy and what they cost must wait for the ranks."""
     names = [name for name, path in sources().items() if registers(path)]
     assert {"dtf.strategies.ddp", "dtf.optim.optimizers", "dtf.api.precision"} <= set(names)
-    front = ["dtf.settings", "dtf.config", "dtf.run", "dtf.describe", "dtf.__main__"]
+    front = ["dtf.config.settings", "dtf.config.compose", "dtf.run", "dtf.config.describe", "dtf.__main__"]
     code = (
         "import importlib, sys\n"
         f"for name in {names + front!r}:\n"

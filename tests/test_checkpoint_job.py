@@ -15,7 +15,7 @@ import torch
 from dtf.checkpoint.checkpointer import Every
 from dtf.checkpoint.manifest import BLOCK_BYTES
 from dtf.checkpoint.storage import step_name
-from dtf.config import compose
+from dtf.config.compose import compose
 from dtf.core.errors import ConfigError, DataError, Exit
 from dtf.core.types import Box, State
 from dtf.jobs.checkpoint import Action, Checkpoint, Output

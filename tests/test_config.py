@@ -11,9 +11,9 @@ import pytest
 
 from dtf.api.registry import lookup, registered
 from dtf.api.schema import unset
-from dtf.config import Composed, Composer, compose
+from dtf.config.compose import Composed, Composer, compose
+from dtf.config.settings import GROUPS, typed
 from dtf.core.errors import ConfigError, DataError
-from dtf.settings import GROUPS, typed
 
 PLUGIN = "plugins=[tests.front_parts]"
 Write = Callable[[str, str], Path]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from dtf.api.registry import registered
 from dtf.api.schema import fit_option, option_node
-from dtf.config import Composer, compose
+from dtf.config.compose import Composer, compose
+from dtf.config.settings import GROUPS, load_parts
 from dtf.core.errors import ConfigError
-from dtf.settings import GROUPS, load_parts
 
 HERE = "; set on the command line"
 load_parts([])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dtf.config import Composer
+from dtf.config.compose import Composer
+from dtf.config.limits import MAX_BYTES
 from dtf.core.errors import ConfigError
-from dtf.untrusted import MAX_BYTES
 
 
 def experiment(folder: Path, body: str) -> Composer:

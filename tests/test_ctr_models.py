@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dtf.api.schema import option_node
 from dtf.chain import Chain
-from dtf.config import compose
+from dtf.config.compose import compose
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
 from dtf.model.init import draw_model, layout_of

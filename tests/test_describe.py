@@ -12,10 +12,10 @@ import pytest
 from dtf.__main__ import main
 from dtf.api.registry import registered
 from dtf.api.schema import keys
-from dtf.config import Composer
+from dtf.config.compose import Composer
+from dtf.config.describe import as_text, catalogue
+from dtf.config.settings import GROUPS
 from dtf.core.errors import ConfigError, Exit
-from dtf.describe import as_text, catalogue
-from dtf.settings import GROUPS
 
 Capture = pytest.CaptureFixture[str]
 

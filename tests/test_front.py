@@ -13,8 +13,8 @@ import pytest
 
 from dtf.__main__ import INTERRUPTED, PIPE_CLOSED, main, will_launch
 from dtf.api.registry import registered
+from dtf.config.settings import GROUPS
 from dtf.core.errors import Exit
-from dtf.settings import GROUPS
 
 ROOT = Path(__file__).parent.parent
 SHOW = ("plugins=[tests.front_parts]", "job=front_show")

@@ -15,13 +15,13 @@ from typing import Any, cast
 import pytest
 
 from dtf.api.launcher import Place
+from dtf.config.settings import Settings
 from dtf.core import consistency
 from dtf.core.errors import BusyError, ConfigError, DtfError, Exit
 from dtf.distributed.world import World
 from dtf.environment import VARIABLES
 from dtf.launchers.env import Env
 from dtf.run import Run
-from dtf.settings import Settings
 from tests.entries import listening
 
 ROOT = Path(__file__).parent.parent
@@ -73,9 +73,9 @@ def meet(
 
     found: dict[str, Any] = {}
     launchers = []  # with them goes the store that rank 0 hosts
-    import dtf.settings
+    import dtf.config.settings
 
-    dtf.settings.typed = lambda config: SimpleNamespace(of=config)  # type: ignore[assignment,return-value]
+    dtf.config.settings.typed = lambda config: SimpleNamespace(of=config)  # type: ignore[assignment,return-value]
     for number in range(attempt + 1):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
         launchers.append(Env(devices="cpu", meet_timeout_s=wait_s))

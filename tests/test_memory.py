@@ -22,6 +22,7 @@ from dtf.api.precision import Precision
 from dtf.api.registry import lookup, register
 from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Task
+from dtf.config.settings import load_parts
 from dtf.core.text import bytes_text, memory_text
 from dtf.core.types import Ended, Started, Train
 from dtf.data.loader import Loader
@@ -33,7 +34,6 @@ from dtf.model.memory import Footprint, Memory, Meter, activations, table_row
 from dtf.model.microbatch import Masks
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
 from dtf.screen import Screen
-from dtf.settings import load_parts
 from tests.conftest import Result
 from tests.harness import _enums
 from tests.ranks import ranks

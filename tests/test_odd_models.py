@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dtf.settings import load_parts
+from dtf.config.settings import load_parts
 from tests.harness import difference, spread
 
 CASE: dict[str, Any] = {"plugin": "tests.odd", "steps": 4, "eval_every": 2}

@@ -20,8 +20,8 @@ from dtf.api import registry
 from dtf.api.lr import Schedule
 from dtf.api.observer import Observer
 from dtf.api.registry import lookup, register, registered
+from dtf.config.settings import load_parts
 from dtf.core.errors import ConfigError, Exit
-from dtf.settings import load_parts
 from tests.conftest import Result
 
 PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))

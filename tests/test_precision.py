@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtf.api.precision import Cast, Format, Precision
-from dtf.config import compose
+from dtf.config.compose import compose
 from dtf.core.errors import ConfigError
 
 FILES = sorted((Path(__file__).parent.parent / "conf" / "precision").glob("*.yaml"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtf.config import compose
+from dtf.config.compose import compose
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Batch
 from dtf.model.init import draw_model
@@ -101,7 +101,7 @@ def test_impossible_values_are_refused(make: Callable[[], ResnetShapes], message
 
 def test_composing_and_checking_a_recipe_loads_neither_torch_nor_numpy() -> None:
     program = (
-        "import sys; from dtf.config import compose; compose([]).check().recipe\n"
+        "import sys; from dtf.config.compose import compose; compose([]).check().recipe\n"
         "settings = compose(['recipe=resnet_cifar10', 'recipe.data.root=/no/such/place']).settings\n"
         "try: settings.recipe.check()\n"
         "except Exception as error: assert 'does not exist' in str(error), error\n"

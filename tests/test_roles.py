@@ -16,12 +16,12 @@ import pytest
 from dtf import attempt, warm
 from dtf.api.launcher import Place
 from dtf.api.schema import fit_option, make_option
+from dtf.config.settings import Settings, load_parts
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Failed, Note
 from dtf.host import devices
 from dtf.host.devices import Devices
 from dtf.run import Run
-from dtf.settings import Settings, load_parts
 from dtf.strategies.ddp import Ddp
 from tests.launching import Launched, launch
 from tests.roles import Served

@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 import yaml
 
+from dtf.config.settings import Settings
 from dtf.core.errors import BusyError, ConfigError
 from dtf.run import Run, identity, redact, versions
-from dtf.settings import Settings
 from dtf.strategies.ddp import Ddp
 
 

@@ -136,7 +136,7 @@ FINE = [
 
 def test_what_cannot_run_is_refused_before_ranks_start_without_torch() -> None:
     code = (
-        "import json, sys\nfrom dtf.config import compose\nfrom dtf.core.errors import ConfigError\n"
+        "import json, sys\nfrom dtf.config.compose import compose\nfrom dtf.core.errors import ConfigError\n"
         "def said(words):\n"
         "    try: compose(['launcher.devices=cpu', *words]).check(); return ''\n"
         "    except ConfigError as error: return str(error)\n"

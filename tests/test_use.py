@@ -14,8 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
+from dtf.config.settings import load_parts
 from dtf.core.errors import ConfigError, Exit
-from dtf.settings import load_parts
 from tests.conftest import Result
 
 Run = Callable[..., Result]
@@ -125,7 +125,7 @@ def test_predictions_are_in_order_and_go_on_where_they_stopped(trained: Path, im
 
 def test_the_config_of_the_run_stands_behind_the_command_line(trained: Path, tmp_path: Path, run_dtf: Run) -> None:
     """Its recipe's keys need no recipe=NAME beside them, wherever the job and the model are named; what is shown is what is done."""
-    from dtf.config import compose
+    from dtf.config.compose import compose
 
     given = [f"job.model={trained}", "recipe.data.eval_rows=20"]
     composed = compose(["job=evaluate", *given])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dtf.api.registry import registered
-from dtf.settings import load_parts
+from dtf.config.settings import load_parts
 
 SMALL = ["recipe=resnet_shapes", "recipe.data.pixels=8", "job.steps=3", "job.batch_size=14", "job.precisions=[fp64]", "job.micro_batches=[2]"]
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 
 class Job(ABC):
@@ -16,7 +16,7 @@ class Job(ABC):
     """Whether it needs the length of a run."""
 
     uses_model = False
-    """Whether it has a key `model` that may name a run, whose config then stands behind the command line; see `dtf.inherited`."""
+    """Whether it has a key `model` that may name a run, whose config then stands behind the command line; see `dtf.config.inherit`."""
 
     @abstractmethod
     def run(self, composed: Composed) -> int:

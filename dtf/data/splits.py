@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from dtf.api.sampler import Epochs, Sequential
+from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
 from dtf.data.loader import Loader
 from dtf.model.forward import stand_ins
-from dtf.settings import Settings
 
 
 class Rows:

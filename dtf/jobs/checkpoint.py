@@ -19,7 +19,7 @@ from dtf.checkpoint.safetensors_format import slots
 from dtf.core.errors import ConfigError, DataError, Exit
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 
 class Action(Enum):

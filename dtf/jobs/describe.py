@@ -11,7 +11,7 @@ from dtf.api.registry import option, register
 from dtf.core.errors import Exit
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 
 class Output(Enum):
@@ -33,7 +33,7 @@ class Describe(Job):
     )  # last: the name hides the function
 
     def run(self, composed: Composed) -> int:
-        from dtf.describe import as_json, as_text, catalogue
+        from dtf.config.describe import as_json, as_text, catalogue
 
         group = self.group
         chosen = {name: options for name, options in composed.chosen().items() if name != "job" and group in ("", name)}

@@ -20,7 +20,7 @@ from dtf.host import network
 from dtf.run import Run, unique_id
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 _RESULT = "doctor.json"  # as dtf.examine names it, which needs torch
 _CONNECT_S = 3.0

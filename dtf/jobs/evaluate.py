@@ -13,7 +13,7 @@ from dtf.core.errors import Exit
 from dtf.core.text import number_text, plain_text
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 SHOWN = 40
 """Classes in the printed table; of more, those with the lowest recall."""

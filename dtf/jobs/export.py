@@ -12,7 +12,7 @@ from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, DataError, Exit
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 
 class Form(Enum):

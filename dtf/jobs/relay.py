@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dtf.api.job import Job
 from dtf.api.registry import option, register, suggest
+from dtf.config.strategy_spec import Entry, read_entry
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.core.text import count_text
-from dtf.entries import Entry, read_entry
 from dtf.host.signals import preempting
 from dtf.killing import Killed, Witness, kill_launcher
 from dtf.run import unique_id
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
     from dtf.core.types import Event
     from dtf.evidence import Evidence, Verdict
 

@@ -15,7 +15,7 @@ from dtf.core.text import count_text
 from dtf.run import unique_id
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 
 @register("job", "report")

@@ -19,7 +19,7 @@ from dtf.live import Live, find
 from dtf.strategies.pserver import Pserver
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 _DEADLINE_S = 5.0
 

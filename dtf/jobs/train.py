@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 
 @register("job", "train")

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.api.job import Job
 from dtf.api.registry import option, register
+from dtf.config.inherit import saved_config
+from dtf.config.strategy_spec import read_entry
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.core.text import count_text, number_text
-from dtf.entries import read_entry
 from dtf.host.devices import cores
-from dtf.inherited import saved_config
 from dtf.run import Run, unique_id
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
     from dtf.evidence import Evidence
 
 

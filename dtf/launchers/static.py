@@ -56,8 +56,8 @@ class Static(Watched):
 
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
         """Meet the other hosts; collective. Host 0 makes the run for all. ConfigError names the host that differs and in what."""
+        from dtf.config.settings import typed
         from dtf.run import Run, versions
-        from dtf.settings import typed
 
         host, port = network.endpoint(self.address, "launcher.address")
         ranks = self.count() // self.nodes

@@ -28,9 +28,9 @@ from omegaconf import DictConfig, OmegaConf
 from dtf import tuning
 from dtf.api.registry import registered
 from dtf.api.schema import option_node, to_plain
+from dtf.config.limits import check_hydra, one_line, scan
+from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
-from dtf.settings import EXPERIMENT, GROUPS, Root
-from dtf.untrusted import check_hydra, one_line, scan
 
 CONF = Path(__file__).parent / "conf"
 SCHEMA = "schema"

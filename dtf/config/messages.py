@@ -14,16 +14,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtf.api.registry import registered, suggest
 from dtf.api.schema import KeyProblem, is_node, keys, show
+from dtf.config.limits import one_line
+from dtf.config.settings import GROUPS, Root
 from dtf.core.errors import ConfigError
-from dtf.settings import GROUPS, Root
-from dtf.untrusted import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hydra.core.override_parser.types import Override
 
-    from dtf.sources import Loader, Read
+    from dtf.config.hydra_sources import Loader, Read
 
 _THEIRS = (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError, UserWarning, RecursionError)
 COMMAND_LINE = "on the command line"

@@ -12,9 +12,9 @@ import yaml
 
 from dtf.api.schema import show
 from dtf.checkpoint.resolve_path import is_checkpoint, located
+from dtf.config.limits import scan
 from dtf.core.errors import ConfigError, DataError
 from dtf.run import flat
-from dtf.untrusted import scan
 
 KEYS = ("seed", "recipe", "precision", "step")
 """What a run's config says of its model and data; how to spread the work is the job's own business."""

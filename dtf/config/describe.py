@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from dtf.api.registry import registered, suggest
 from dtf.api.schema import is_node, keys, option_node, show, to_plain, type_text
+from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
-from dtf.settings import EXPERIMENT, GROUPS, Root
 
 if TYPE_CHECKING:
-    from dtf.config import Composer
+    from dtf.config.compose import Composer
 
 WHAT = {**GROUPS, EXPERIMENT: "complete named runs"}
 

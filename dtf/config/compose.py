@@ -26,12 +26,12 @@ from dtf.api.registry import registered, suggest
 from dtf.api.schema import RESERVED, KeyProblem, make_option, show, unset
 from dtf.api.strategy import Task
 from dtf.checkpoint.resolve_path import check_place
+from dtf.config.hydra_sources import CONF, Read, loader, recording
+from dtf.config.limits import resolve
+from dtf.config.messages import explain, hinted, key_for_number, origin, parse, typed_in
+from dtf.config.presets import overtaken, reset
+from dtf.config.settings import EXPERIMENT, GROUPS, Settings, fit_config, load_parts, typed_fitted
 from dtf.core.errors import ConfigError
-from dtf.explain import explain, hinted, key_for_number, origin, parse, typed_in
-from dtf.presets import overtaken, reset
-from dtf.settings import EXPERIMENT, GROUPS, Settings, fit_config, load_parts, typed_fitted
-from dtf.sources import CONF, Read, loader, recording
-from dtf.untrusted import resolve
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ class Composer:
         job = OmegaConf.to_container(config.job) if OmegaConf.is_dict(config.get("job")) else {}
         if not isinstance(job, dict) or not _uses_model(job.get("name")):
             return config, reads
-        from dtf.inherited import inherited
+        from dtf.config.inherit import inherited
 
         behind = inherited(str(job.get("model", "")), chosen, self._plugins)
         config, reads = self.with_plugins(overrides, lambda: self._load([*behind, *overrides]))

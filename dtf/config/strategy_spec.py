@@ -11,7 +11,7 @@ from dtf.api.registry import suggest
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 
 @dataclass(frozen=True)
