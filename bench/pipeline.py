@@ -28,9 +28,9 @@ from dtf.core.types import Batch, Train
 from dtf.distributed.world import World
 from dtf.optim.optimizers import Sgd
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
-from dtf.schedules import Schedule
 from dtf.strategies.ddp import Ddp
-from dtf.strategies.pipeline import Pipeline
+from dtf.strategies.pipeline.schedules import Schedule
+from dtf.strategies.pipeline.strategy import Pipeline
 
 LR = 1e-4
 

@@ -11,8 +11,8 @@ import dtf.model.metrics
 import dtf.optim.update
 import dtf.rank
 import dtf.recipes
-import dtf.replicas
-import dtf.spmd
+import dtf.strategies.dp_program
+import dtf.strategies.spmd
 import dtf.worker
 from dtf.config.settings import load_parts
 

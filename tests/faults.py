@@ -13,7 +13,7 @@ from dtf.api.strategy import Program, Task
 from dtf.core.types import Shard
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.fsdp import Fsdp
-from dtf.strategies.pipeline import Pipeline
+from dtf.strategies.pipeline.strategy import Pipeline
 from dtf.strategies.tensor import Tensor
 from tests.toy import Rows, Toy
 
@@ -104,7 +104,7 @@ class SkippedMicroBatch(Pipeline):
     """The last stage sends zeros back for one micro-batch."""
 
     def setup(self, task: Task, world: World) -> Program:
-        from dtf.pipelined import Pipelined
+        from dtf.strategies.pipeline.program import Pipelined
 
         program: Any = Pipeline.setup(self, task, world)
         if isinstance(program, Pipelined):

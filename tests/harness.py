@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from dtf import costs
 from dtf.api.launcher import Place
 from dtf.api.lr import Constant
 from dtf.api.options import FineTuning, Remat, StepOptions
@@ -36,7 +35,8 @@ from dtf.model.ema import averaged
 from dtf.model.forward import stand_ins
 from dtf.model.init import sketch
 from dtf.model.pretrained import fitted, open_weights
-from dtf.spmd import SHARE
+from dtf.strategies.pipeline import cost_model
+from dtf.strategies.spmd import SHARE
 from tests.direct import Assistants, Deadly, connect
 from tests.interposer import Interposer
 from tests.ranks import ranks
@@ -96,7 +96,7 @@ def train(
     Returns metrics by split and step, sample ids by step, and every box of the state that this rank writes: global shape, offset, nested lists.
     """
     torch.set_num_threads(1)
-    costs.MOST_ROUNDS = 2  # any cut will do
+    cost_model.MOST_ROUNDS = 2  # any cut will do
     load_parts([plugin] if plugin else [])
     values = {"name": "toy", "rows": 100, **(recipe or {})}
     toy = lookup("recipe", values.pop("name"))(**values)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.api.recipe import Recipe
-from dtf.chain import Chain
 from dtf.core.errors import ConfigError
 from dtf.model.init import draw_model, sketch
 from dtf.model.microbatch import Masks, RunningStatistics
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, Stem
+from dtf.strategies.pipeline.graph_split import Chain
 from tests.toy import Toy
 
 

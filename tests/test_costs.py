@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtf.chain import Chain
 from dtf.core.errors import ConfigError
-from dtf.costs import count, measure
 from dtf.model.init import sketch
-from dtf.partition import Cost
+from dtf.strategies.pipeline.cost_model import count, measure
+from dtf.strategies.pipeline.graph_split import Chain
+from dtf.strategies.pipeline.partition import Cost
 from tests.test_chain import Resnet
 
 

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from dtf.api.schema import option_node
-from dtf.chain import Chain
 from dtf.config.compose import compose
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
@@ -22,6 +21,7 @@ from dtf.recipes.ctr.data import Ids, LogOptions
 from dtf.recipes.ctr.grouped import Grouped
 from dtf.recipes.ctr.model import DCN, DLRM, DNN, FactorizationMachine, Inputs, LogisticRegression, Tower, WideDeep, XDeepFM
 from dtf.recipes.ctr.recipe import ClickLog, Kind, ModelOptions, Place, Structure
+from dtf.strategies.pipeline.graph_split import Chain
 from tests.ctr_toy import FIELDS, SIZE, CtrToy, Drawn, DrawnOptions, options
 from tests.harness import difference, reference, spread, variants
 

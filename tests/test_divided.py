@@ -168,8 +168,8 @@ SPLITS |= {"grouped": Split.local, "channels": Split.local, "back": Split.row, "
 def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split]) -> tuple[nn.Module, nn.Module]:
     """A model, whole and divided, with the same numbers and masks."""
     from dtf.distributed.sharding import local, offset
-    from dtf.divided import divide
     from dtf.model.microbatch import Masks
+    from dtf.strategies.tensor_modules import divide
 
     torch.manual_seed(0)
     whole = build().double()
@@ -322,7 +322,7 @@ def test_a_bad_id_is_not_blamed_on_the_layout() -> None:
 
 
 def refused(rank: int, size: int, splits: dict[str, str]) -> str:
-    from dtf.divided import divide
+    from dtf.strategies.tensor_modules import divide
 
     with torch.device("meta"):
         model = Every()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtf.core.errors import ConfigError
-from dtf.partition import Cost, human, imbalance, memory, partition, table
+from dtf.strategies.pipeline.partition import Cost, human, imbalance, memory, partition, table
 
 SMALL = st.integers(0, 9)
 COSTS = st.lists(st.builds(Cost, st.just("b"), SMALL.map(float), SMALL, SMALL, SMALL), min_size=1, max_size=8)

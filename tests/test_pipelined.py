@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtf import costs
 from dtf.api.launcher import Place
 from dtf.api.layout import Layout
 from dtf.api.options import Remat, StepOptions
@@ -20,17 +19,18 @@ from dtf.api.precision import Precision
 from dtf.api.recipe import Recipe
 from dtf.api.registry import register
 from dtf.api.strategy import Task
-from dtf.chain import Chain
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Train
 from dtf.distributed.world import World
 from dtf.model.init import sketch
 from dtf.optim.optimizers import AdamW
-from dtf.partition import Cost
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions
-from dtf.schedules import Schedule
-from dtf.stages import Wish, agree
-from dtf.strategies.pipeline import Pipeline
+from dtf.strategies.pipeline import cost_model
+from dtf.strategies.pipeline.graph_split import Chain
+from dtf.strategies.pipeline.partition import Cost
+from dtf.strategies.pipeline.planner import Wish, agree
+from dtf.strategies.pipeline.schedules import Schedule
+from dtf.strategies.pipeline.strategy import Pipeline
 from tests.harness import difference, reference, spread
 from tests.ranks import ranks
 from tests.toy import Toy
@@ -61,8 +61,8 @@ def batch(made: Any) -> Batch | None:
 
 def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
     """One step: parameters by name, bytes held, bytes sent forward and back, graphs and sent messages of each link alive at once on this rank."""
-    from dtf import pipelined
     from dtf.distributed.p2p import Link
+    from dtf.strategies.pipeline import program
 
     made = build(rank, size, schedule=Schedule[schedule], virtual=virtual, balance=type(Pipeline().balance)["flops"])
     sent: dict[int, int] = {}
@@ -80,7 +80,7 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
     Link.send = send  # type: ignore[method-assign]
     alive, most = 0, 0
 
-    class Counting(pipelined._Held):
+    class Counting(program._Held):
         def __new__(cls, *values: Any) -> Any:
             nonlocal alive, most
             alive += 1
@@ -91,7 +91,7 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
             nonlocal alive
             alive -= 1
 
-    pipelined._Held = Counting  # type: ignore[misc]
+    program._Held = Counting  # type: ignore[misc]
     made.step(Train(0, 0, 0, ROWS, 0.1), made.prepare(batch(made)))
     boxes = [box for box in made.state().boxes if "running" not in box.name and "num_batches" not in box.name]
     names = [name for stage in made._stages.values() for name, _ in stage.model.named_parameters()]
@@ -156,7 +156,7 @@ def test_blocks_are_cut_inside_only_where_that_helps_clearly(inside: float, fine
         over = 0.08 if len(chain) == blocks else inside
         return [Cost("b", work, 0, 0, 0) for work in (1 + over, *[0.0] * (len(chain) - 2), 1 - over)]
 
-    monkeypatch.setattr(costs, "count", count)
+    monkeypatch.setattr(cost_model, "count", count)
     found, table = counted(task)
     assert (found > blocks) is fine
     assert f"imbalance {inside if fine else 0.08:.1%}" in table[3]

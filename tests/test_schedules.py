@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtf.schedules import Schedule, answers, bubble, in_flight, order, rounds
+from dtf.strategies.pipeline.schedules import Schedule, answers, bubble, in_flight, order, rounds
 
 CASES = [(ranks, virtual, m) for ranks in (1, 2, 3, 4) for virtual in (1, 2, 3) for m in (1, 2, 3, 4, 5, 8, 9)]
 

@@ -66,7 +66,7 @@ def overflow(rank: int, size: int) -> dict[str, float]:
 
     harness.PRECISIONS["fp16"] = replace(harness.PRECISIONS["fp16"], loss_scale=2.0**40)
     program: list = []
-    from dtf.spmd import Spmd
+    from dtf.strategies.spmd import Spmd
 
     init = Spmd.__init__
 

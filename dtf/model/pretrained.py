@@ -20,7 +20,7 @@ from dtf.checkpoint.resolve_path import check_place, is_checkpoint, located
 from dtf.core.errors import ConfigError, DataError
 from dtf.model.ema import EMA
 from dtf.model.init import layout_of
-from dtf.spmd import AVERAGED
+from dtf.strategies.spmd import AVERAGED
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]
 

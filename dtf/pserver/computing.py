@@ -21,7 +21,7 @@ from dtf.pserver.blocks import Layout, views
 from dtf.pserver.feeder import Prepared
 from dtf.pserver.narrow import rounded
 from dtf.pserver.protocol import NONE
-from dtf.spmd import Replica
+from dtf.strategies.spmd import Replica
 
 warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
 

@@ -28,7 +28,7 @@ from dtf.pserver.push import Push
 from dtf.pserver.recorder import Pull, Recorder
 from dtf.pserver.rows import Given, shelves_of
 from dtf.sparse.sharded_tables import dealt
-from dtf.spmd import buffers, load_buffers
+from dtf.strategies.spmd import buffers, load_buffers
 
 if TYPE_CHECKING:
     from dtf.strategies.pserver import Pserver

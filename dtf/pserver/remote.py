@@ -27,7 +27,7 @@ from dtf.pserver.rows import Wanted
 from dtf.pserver.transport import Transport
 from dtf.pserver.wire import Message, decode, encode
 from dtf.sparse.sharded_tables import Tables
-from dtf.spmd import Spmd
+from dtf.strategies.spmd import Spmd
 
 
 class RemoteTables(Tables):

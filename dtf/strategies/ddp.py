@@ -90,9 +90,9 @@ class Ddp(Strategy):
         from dtf.model.init import cast_model, draw_model
         from dtf.model.memory import byte_count
         from dtf.optim.update import LocalUpdate, whole
-        from dtf.reducing import on_their_way, reduced
         from dtf.sparse.placement import tables_of
-        from dtf.spmd import Replica, Spmd, workload
+        from dtf.strategies.ddp_wrap import on_their_way, reduced
+        from dtf.strategies.spmd import Replica, Spmd, workload
 
         model = draw_model(task.recipe, task.seed, task.weights)
         masters = cast_model(model, task.precision, world.device)

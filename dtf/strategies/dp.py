@@ -61,7 +61,7 @@ class Dp(Strategy):
     def setup(self, task: Task, world: World) -> Program:
         import torch
 
-        from dtf.replicas import Replicas
+        from dtf.strategies.dp_program import Replicas
 
         count = self.replicas or len(self.device_ids) or world.slots
         if world.device.type == "cpu":

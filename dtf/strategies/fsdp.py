@@ -78,12 +78,12 @@ class Fsdp(Strategy):
         from dtf.model.memory import byte_count
         from dtf.optim.update import LocalUpdate
         from dtf.sparse.placement import tables_of
-        from dtf.spmd import Replica, Spmd, alone, workload
+        from dtf.strategies.spmd import Replica, Spmd, alone, workload
 
         if world.size == 1:
             return alone(task, world)
 
-        from dtf.sharded import cast_sketch, draw, lay_out, pieces
+        from dtf.strategies.sharded_init import cast_sketch, draw, lay_out, pieces
 
         mesh = world.mesh({"replicate": self.replicate, "shard": world.size // self.replicate})
         model = sketch(task.recipe)

@@ -200,8 +200,8 @@ class Pserver(Strategy):
         from dtf.optim.update import LocalUpdate, whole
         from dtf.pserver.remote import Assisted, RemoteTables
         from dtf.pserver.session import servers
-        from dtf.reducing import on_their_way, reduced
-        from dtf.spmd import Replica, workload
+        from dtf.strategies.ddp_wrap import on_their_way, reduced
+        from dtf.strategies.spmd import Replica, workload
 
         model = draw_model(task.recipe, task.seed, task.weights)
         masters = cast_model(model, task.precision, world.device)

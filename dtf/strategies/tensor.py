@@ -45,7 +45,7 @@ class Tensor(Strategy):
 
     def setup(self, task: Task, world: World) -> Program:
         from dtf.model.init import layout_of, sketch
-        from dtf.spmd import Replica, Spmd, alone
+        from dtf.strategies.spmd import Replica, Spmd, alone
 
         model = sketch(task.recipe)
         splits = layout_of(task.recipe, model).splits
@@ -55,10 +55,10 @@ class Tensor(Strategy):
             return alone(task, world)
 
         from dtf.distributed.device_mesh import Seat
-        from dtf.divided import divide
         from dtf.optim.update import LocalUpdate
-        from dtf.sharded import cast_sketch, draw, lay_out, pieces
         from dtf.sparse.placement import tables_of
+        from dtf.strategies.sharded_init import cast_sketch, draw, lay_out, pieces
+        from dtf.strategies.tensor_modules import divide
 
         seat = Seat(world, "tp", self.degree or world.size)
         cast_sketch(model, task.precision, computing=True)

@@ -10,7 +10,7 @@ from dtf.api.registry import option, register
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
 from dtf.core.errors import ConfigError
-from dtf.schedules import Schedule, bubble, in_flight
+from dtf.strategies.pipeline.schedules import Schedule, bubble, in_flight
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ class Pipeline(Strategy):
         import torch
 
         from dtf.model.init import sketch
-        from dtf.spmd import alone
+        from dtf.strategies.spmd import alone
 
         if world.size == 1:
             return alone(task, world)
@@ -87,10 +87,10 @@ class Pipeline(Strategy):
         from dtf.api.sampler import cut
         from dtf.distributed.device_mesh import Seat
         from dtf.optim.update import LocalUpdate
-        from dtf.pipelined import Line, Pipelined, Stage, links
-        from dtf.sharded import cast_sketch, draw, lay_out, pieces
         from dtf.sparse.placement import tables_of
-        from dtf.stages import Wish, agree
+        from dtf.strategies.pipeline.planner import Wish, agree
+        from dtf.strategies.pipeline.program import Line, Pipelined, Stage, links
+        from dtf.strategies.sharded_init import cast_sketch, draw, lay_out, pieces
 
         ranks = self.degree or world.size
         virtual = self.virtual if ranks > 1 else 1

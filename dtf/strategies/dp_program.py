@@ -20,7 +20,7 @@ from dtf.model.init import cast_model, draw_model
 from dtf.model.memory import Memory, byte_count
 from dtf.optim.update import LocalUpdate, made, whole
 from dtf.sparse.placement import tables_of
-from dtf.spmd import Replica, buffers, load_buffers, own_averages, workload
+from dtf.strategies.spmd import Replica, buffers, load_buffers, own_averages, workload
 
 
 class Replicas(Program):

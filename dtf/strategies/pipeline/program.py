@@ -28,8 +28,8 @@ from dtf.model.forward import Passes, draws_at_large, evaluated_together, leaf_g
 from dtf.model.memory import Footprint, Memory, activations, byte_count
 from dtf.model.microbatch import Masks, RunningStatistics
 from dtf.optim.update import made
-from dtf.schedules import Action, Schedule, answers, order
-from dtf.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
+from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
+from dtf.strategies.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import Tables

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from dtf import costs, partition
 from dtf.api.options import Remat
 from dtf.api.precision import Cast
 from dtf.api.strategy import Task
-from dtf.chain import Chain
 from dtf.core.errors import ConfigError
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import divisible, rematerialise
@@ -19,7 +17,9 @@ from dtf.model.forward import cast_floating, lone_row, moved
 from dtf.model.init import DTYPES, layout_of
 from dtf.model.microbatch import Masks
 from dtf.optim.update import rehearsed, state_bytes
-from dtf.sharded import cast_sketch
+from dtf.strategies.pipeline import cost_model, partition
+from dtf.strategies.pipeline.graph_split import Chain
+from dtf.strategies.sharded_init import cast_sketch
 
 EVEN = 0.05
 """By how much less imbalance blocks are cut inside, where more than one tensor may cross; measured times are not much more exact."""
@@ -74,8 +74,8 @@ def _look(model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: Wish, tas
 
     def look(chain: Chain) -> list[partition.Cost]:
         if not wish.timed:
-            return costs.count(chain, sample, held_bytes, autocast, prepare)
-        return costs.measure(chain, sample, held_bytes, autocast, prepare, rehearsed(task.optimizer), wish.micro_batches)
+            return cost_model.count(chain, sample, held_bytes, autocast, prepare)
+        return cost_model.measure(chain, sample, held_bytes, autocast, prepare, rehearsed(task.optimizer), wish.micro_batches)
 
     stages = wish.ranks * wish.virtual
     places, unit = [s % wish.ranks for s in range(stages)], "time" if wish.timed else "FLOPs"

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtf.chain import Chain
 from dtf.core.errors import ConfigError
 from dtf.model.memory import Footprint
-from dtf.partition import Cost
+from dtf.strategies.pipeline.graph_split import Chain
+from dtf.strategies.pipeline.partition import Cost
 
 StateBytes = Callable[[nn.Module], int]
 """A part of the model -> bytes of its parameters, their gradients and their optimizer state."""
