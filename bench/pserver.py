@@ -41,9 +41,9 @@ from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
 from dtf.optim.optimizers import Adagrad
+from dtf.pserver.strategy import Mode, Pserver
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.sparse.store import SparseTable, unique
-from dtf.strategies.pserver import Mode, Pserver
 
 MODELS = ("400-400-400", "64-32")
 APART = {"sync": 1e-4, "async": 0.01}

@@ -24,8 +24,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from dtf.pserver.rpc import Client, Service, keep_buffers
-from dtf.pserver.wire import Array, Schema, decode, encode
+from dtf.pserver.net.codec import Array, Schema, decode, encode
+from dtf.pserver.net.rpc import Client, Service, keep_buffers
 
 KINDS = ("plain", "kept", "dtf", "message")
 WAYS = ("push", "pull", "echo")

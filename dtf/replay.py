@@ -27,10 +27,10 @@ from dtf.inference import Pace
 from dtf.model.ema import averaged
 from dtf.model.init import sketch
 from dtf.model.pretrained import Weights, fitted, open_weights
-from dtf.pserver.recorder import read
-from dtf.pserver.replay import Replay
+from dtf.pserver.record.recorder import read
+from dtf.pserver.record.replay import Replay
+from dtf.pserver.strategy import Pserver
 from dtf.results import lines
-from dtf.strategies.pserver import Pserver
 from dtf.worker import stop_signals
 
 RESULT = "replay.json"

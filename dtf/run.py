@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf import __version__
 from dtf.core.errors import BusyError, ConfigError
-from dtf.live import withdraw
+from dtf.pserver.endpoint_file import withdraw
 
 if TYPE_CHECKING:
     from dtf.config.settings import Settings

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dtf.pserver.rpc import Client, Service
+from dtf.pserver.net.rpc import Client, Service
 
 TOKEN, EPOCH, SOON_S = "t" * 64, "attempt-3", 10.0
 Handlers = dict[str, Callable[[bytes], bytes]]

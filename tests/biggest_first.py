@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dtf.pserver.placing import placing
+from dtf.pserver.placement import placing
 
 
 @placing("biggest_first")

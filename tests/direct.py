@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from dtf.api.launcher import Place
 from dtf.api.strategy import Errand, Program, Strategy, Task
-from dtf.pserver import regions
-from dtf.pserver.transport import Failed, Lost, Refused, Stale, Transport
-from dtf.pserver.wire import WireError
+from dtf.pserver.net import shared_memory
+from dtf.pserver.net.codec import WireError
+from dtf.pserver.net.transport import Failed, Lost, Refused, Stale, Transport
 
 Handlers = Mapping[str, Callable[[bytes], bytes]]
 _ERRORS = (Refused, WireError, Stale, Failed, Lost)
@@ -31,7 +31,7 @@ class Service:
     """In the place of `rpc.Service`: of what that promises, how errors are told, and that nothing is answered after `stop`."""
 
     def __init__(self, handlers: Handlers, token: str, epoch: str, address: str, **options: Any) -> None:
-        around = regions.Regions(64).around
+        around = shared_memory.Regions(64).around
         self._handlers, self._over = {name: around(handler) for name, handler in handlers.items()}, False
         self.on_error: Callable[[Exception], None] = lambda error: None
         self.ready: Callable[[], bool] = lambda: True
@@ -105,7 +105,7 @@ def connect(between: Callable[[Client], Transport] = lambda client: client, leas
     session.Service, session.Client = Service, lambda *place, tls: between(Client(*place))  # type: ignore[assignment,misc]
     session.announce = lambda folder, live: None  # type: ignore[assignment]  # there is no run folder
     session.viewer = lambda token: token
-    regions.LEAST_BYTES = least_bytes
+    shared_memory.LEAST_BYTES = least_bytes
     session.PATIENCE_S = 3.0  # nothing is away for longer
     session._store = lambda place: dist.distributed_c10d._get_default_store().clone()  # type: ignore[assignment]  # who waits keeps others waiting
 

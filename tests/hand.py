@@ -15,7 +15,7 @@ from typing import Any
 
 from dtf.core.errors import DtfError
 from dtf.jobs.status import ask
-from dtf.live import find
+from dtf.pserver.endpoint_file import find
 
 ROOT = Path(__file__).parent.parent
 TOKEN = "a secret that all of them know"

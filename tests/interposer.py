@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from contextlib import suppress
 
-from dtf.pserver.transport import Lost, Pending, Refused, Transport
+from dtf.pserver.net.transport import Lost, Pending, Refused, Transport
 
 
 class Interposer:

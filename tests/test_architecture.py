@@ -156,7 +156,7 @@ def test_dependencies_are_declared_and_explained() -> None:
         "dtf.tuning": {"optuna"},
         "dtf.sparse.id_kernels": {"numba", "llvmlite"},
         "dtf.sparse.row_kernels": {"numba"},
-        "dtf.pserver.rpc": {"grpc"},
+        "dtf.pserver.net.rpc": {"grpc"},
     }  # imported where the extra is known to be there
     extras |= {name: {"numba"} for name in sources() if name.startswith("dtf.recipes.ctr.")} | {"dtf.recipes.ctr.parquet": {"numba", "pyarrow"}}
     for name, path in sources().items():

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dtf.core.types import Train
-from dtf.pserver.feeder import AHEAD
-from dtf.pserver.ledger import EVALUATE, TRAIN, Key, Lease, Ledger
-from dtf.pserver.merging import Async, Geo, HalfAsync, Merging, Sync
+from dtf.pserver.server.leases import EVALUATE, TRAIN, Key, Lease, Ledger
+from dtf.pserver.server.sync_modes import Async, Geo, HalfAsync, Merging, Sync
+from dtf.pserver.trainer.prefetch import AHEAD
 
 SILENCE_S = 10.0
 Trainers = st.integers(0, 4)

@@ -14,10 +14,10 @@ import pytest
 from dtf.api.launcher import Place
 from dtf.api.strategy import Errand, Standing
 from dtf.core.errors import BusyError, ConfigError, PeerError
-from dtf.pserver import meeting, session
-from dtf.pserver.rpc import Client
-from dtf.pserver.transport import Lost
-from dtf.strategies.pserver import Pserver
+from dtf.pserver import discovery, session
+from dtf.pserver.net.rpc import Client
+from dtf.pserver.net.transport import Lost
+from dtf.pserver.strategy import Pserver
 from tests.hand import TOKEN, endpoints
 
 
@@ -36,14 +36,14 @@ def test_a_server_that_cannot_listen_says_who_may() -> None:
 
 
 def test_a_server_that_is_taken_for_server_0_says_so_and_that_it_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "QUIET_S", 0.0)
+    monkeypatch.setattr(discovery, "QUIET_S", 0.0)
     where, told, said = endpoints(2), list[str](), list[str]()
 
     def ask() -> None:
         client = Client(where[1], TOKEN, "none")
         try:
             with pytest.raises(ConfigError) as refused:
-                meeting.Guest(client, meeting.NOBODY, 2, {}).ask()
+                discovery.Guest(client, discovery.NOBODY, 2, {}).ask()
             told.append(str(refused.value))
         finally:
             client.close()
@@ -62,7 +62,7 @@ def test_a_trainer_says_which_server_it_waits_for(monkeypatch: pytest.MonkeyPatc
     errand = Errand(place, {"config": {}}, cast(Any, None), lambda phase, step: None, lambda: False, said.append)
     strategy = Pserver(endpoints=where, trainers=1, meet_timeout_s=0.3)
     trainer = session._ByHand(cast(Any, None), errand, strategy, 1, 0)
-    monkeypatch.setattr(trainer._guest, "arrive", lambda *_: meeting.Told("run/0", "", "", "run", "host"))
+    monkeypatch.setattr(trainer._guest, "arrive", lambda *_: discovery.Told("run/0", "", "", "run", "host"))
     monkeypatch.setattr(trainer, "_client", lambda server, epoch: SimpleNamespace(endpoint=where[server], close=lambda: None, wait_ready=waits(server)))
     with pytest.raises(PeerError, match=f"within strategy.meet_timeout_s=0.3: server 1 is not ready at {where[1]}"):
         trainer.run()

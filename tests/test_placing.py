@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtf.core.errors import ConfigError
-from dtf.pserver.placing import placed
+from dtf.pserver.placement import placed
 from tests.biggest_first import biggest_first
 from tests.conftest import Result
 from tests.toy import Toy  # noqa: F401 (registers itself)

@@ -16,11 +16,11 @@ from dtf.api.registry import lookup, registered
 from dtf.checkpoint.checkpointer import Stored, write_boxes
 from dtf.distributed.world import World
 from dtf.evidence import Evidence
-from dtf.pserver.lending import Lending
-from dtf.pserver.protocol import COUNT, GIVE, LOAD, LOOK, SAVE, rows_schemas
-from dtf.pserver.rows import Shelf, Shelves
-from dtf.pserver.transport import Refused
-from dtf.pserver.wire import Message, decode, encode
+from dtf.pserver.net.codec import Message, decode, encode
+from dtf.pserver.net.messages import COUNT, GIVE, LOAD, LOOK, SAVE, rows_schemas
+from dtf.pserver.net.transport import Refused
+from dtf.pserver.row_routing import Shelf, Shelves
+from dtf.pserver.server.rows_server import Lending
 from dtf.sparse.store import SparseTable
 from tests.harness import difference, reference, spread
 from tests.tabled import Tabled
@@ -106,7 +106,7 @@ class Asked:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    monkeypatch.setattr("dtf.pserver.lending.LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr("dtf.pserver.server.rows_server.LONGEST_WAIT_S", 0.01)
     return Asked(tmp_path)
 
 

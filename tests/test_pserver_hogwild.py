@@ -18,14 +18,14 @@ from dtf.api.strategy import Errand, Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
 from dtf.optim.optimizers import Sgd
-from dtf.pserver import hogwild
-from dtf.pserver.blocks import lay_out
-from dtf.pserver.computing import Blocks, Computing, Pulled
-from dtf.pserver.hogwild import Ended, Together, numbers
-from dtf.pserver.protocol import READY, exchange_schemas
-from dtf.pserver.trainer import Trainer
-from dtf.pserver.wire import encode
-from dtf.strategies.pserver import Dense, Device, Mode, Pserver
+from dtf.pserver.net.codec import encode
+from dtf.pserver.net.messages import READY, exchange_schemas
+from dtf.pserver.param_slices import lay_out
+from dtf.pserver.strategy import Dense, Device, Mode, Pserver
+from dtf.pserver.trainer import hogwild
+from dtf.pserver.trainer.compute import Blocks, Computing, Pulled
+from dtf.pserver.trainer.hogwild import Ended, Together, numbers
+from dtf.pserver.trainer.trainer import Trainer
 from tests import harness
 from tests.harness import PRECISIONS, spread
 from tests.ranks import ranks

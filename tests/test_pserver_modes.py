@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtf.strategies.pserver import Mode
+from dtf.pserver.strategy import Mode
 from tests.harness import difference, reference, spread
 from tests.test_tables import ANY
 

@@ -76,7 +76,7 @@ def test_a_trainer_that_dies_between_its_pushes_to_two_servers(trainers: int) ->
 
 def torn(rank: int, size: int, **case: Any) -> int | None:
     """Train with one death just there; how many there were."""
-    from dtf.pserver import regions
+    from dtf.pserver.net import shared_memory
     from tests import direct, harness
 
     died: list[int] = []
@@ -84,7 +84,7 @@ def torn(rank: int, size: int, **case: Any) -> int | None:
     class Torn(direct.Deadly):
         def __init__(self, inner: Any) -> None:
             super().__init__(inner)
-            regions.LEAST_BYTES = 1 << 30  # messages are looked into here
+            shared_memory.LEAST_BYTES = 1 << 30  # messages are looked into here
             self._life.clients = getattr(self._life, "clients", 0) + 1
             self._second = self._life.clients == 2
 

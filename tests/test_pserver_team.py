@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from dtf.core.types import Shard
-from dtf.pserver.team import meet
-from dtf.strategies.pserver import Pserver
+from dtf.pserver.strategy import Pserver
+from dtf.pserver.trainer.group import meet
 from tests.hand import TOKEN
 from tests.harness import difference, reference, spread
 from tests.test_pserver_kill import BASE, THRICE, TWO, bits, left, visits

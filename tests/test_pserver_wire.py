@@ -14,10 +14,10 @@ from hypothesis.extra import numpy as arrays
 from dtf.api.options import StepOptions
 from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
-from dtf.pserver.blocks import lay_out, travelling, views
-from dtf.pserver.narrow import FORMATS, narrow, rounded, widen
-from dtf.pserver.wire import Array, Schema, decode, encode
-from dtf.strategies.pserver import Mode, Pserver, Wire
+from dtf.pserver.net.codec import Array, Schema, decode, encode
+from dtf.pserver.net.compression import FORMATS, narrow, rounded, widen
+from dtf.pserver.param_slices import lay_out, travelling, views
+from dtf.pserver.strategy import Mode, Pserver, Wire
 from tests.harness import PRECISIONS, difference, spread
 from tests.test_tables import ANY
 from tests.toy import Toy

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dtf.pserver.regions import LEAST_BYTES, Handler, Regions, Shared, _Region, host
-from dtf.pserver.transport import Lost, Pending, Refused, Retrying
+from dtf.pserver.net.shared_memory import LEAST_BYTES, Handler, Regions, Shared, _Region, host
+from dtf.pserver.net.transport import Lost, Pending, Refused, Retrying
 from tests.answering import EPOCH, SOON_S, TOKEN, client, echo, service
 
 LARGE = 3 * LEAST_BYTES
@@ -195,8 +195,8 @@ def test_nothing_is_left_of_a_killed_client() -> None:
         return data
 
     code = f"""
-from dtf.pserver.rpc import Client
-from dtf.pserver.regions import Shared
+from dtf.pserver.net.rpc import Client
+from dtf.pserver.net.shared_memory import Shared
 import sys
 Shared(Client(sys.argv[1], "{TOKEN}", "{EPOCH}")).call("slow", bytes({LARGE}), 60.0)
 """

@@ -15,8 +15,8 @@ from dtf import replay
 from dtf.api.launcher import Place
 from dtf.core.errors import DataError, Exit
 from dtf.jobs.verify import _replayed
-from dtf.pserver.recorder import Pull, Recorder, path_of, read
-from dtf.pserver.replay import Replay
+from dtf.pserver.record.recorder import Pull, Recorder, path_of, read
+from dtf.pserver.record.replay import Replay
 
 slow = pytest.mark.slow
 RUN = ["plugins=[tests.toy,tests.tabled]", "step.batch_size=24", "train.steps=12", "train.log_every=4", "lr.warmup=0", "precision=fp64"]

@@ -19,9 +19,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from dtf.core.errors import AuthError, BusyError, ConfigError
-from dtf.pserver.rpc import Client, Service, Tls
-from dtf.pserver.transport import Failed, Lost, Refused, Stale
-from dtf.pserver.wire import Array, Schema, decode
+from dtf.pserver.net.codec import Array, Schema, decode
+from dtf.pserver.net.rpc import Client, Service, Tls
+from dtf.pserver.net.transport import Failed, Lost, Refused, Stale
 from tests.answering import EPOCH, SOON_S, TOKEN, Handlers, after, client, echo, service
 
 

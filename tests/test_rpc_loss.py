@@ -20,16 +20,16 @@ from dtf.api.launcher import Place
 from dtf.api.strategy import Errand, Task
 from dtf.core.errors import AuthError, PeerError
 from dtf.pserver import session
-from dtf.pserver.rpc import Service
-from dtf.pserver.transport import Failed, Lost, Refused, Retrying, Stale
-from dtf.pserver.wire import WireError
-from dtf.strategies.pserver import Pserver
+from dtf.pserver.net.codec import WireError
+from dtf.pserver.net.rpc import Service
+from dtf.pserver.net.transport import Failed, Lost, Refused, Retrying, Stale
+from dtf.pserver.strategy import Pserver
 from tests.answering import EPOCH, SOON_S, TOKEN, after, client, service
 from tests.interposer import Interposer
 
 CHILD = f"""
 import sys, threading
-from dtf.pserver.rpc import Service
+from dtf.pserver.net.rpc import Service
 server = Service({{"echo": lambda data: data, "hang": lambda data: threading.Event().wait() and b""}}, {TOKEN!r}, {EPOCH!r}, sys.argv[1])
 server.start()
 print(server.endpoint, flush=True)

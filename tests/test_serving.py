@@ -24,19 +24,21 @@ from dtf.core.errors import SaveError
 from dtf.core.types import Train
 from dtf.distributed.world import World
 from dtf.optim.optimizers import Sgd
-from dtf.pserver import desk as desks
-from dtf.pserver import protocol, serving, session
-from dtf.pserver.blocks import views
-from dtf.pserver.desk import Desk
-from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, LEASE, OVER, READY
+from dtf.pserver import session
+from dtf.pserver.net import messages
+from dtf.pserver.net.codec import decode, encode
+from dtf.pserver.net.messages import EXCHANGE, HELLO, LATE, LEASE, OVER, READY
+from dtf.pserver.net.transport import Refused
+from dtf.pserver.param_slices import views
 from dtf.pserver.push import Push
-from dtf.pserver.recorder import Recorder
-from dtf.pserver.serving import Serving
-from dtf.pserver.transport import Refused
-from dtf.pserver.wire import decode, encode
+from dtf.pserver.record.recorder import Recorder
+from dtf.pserver.server import handlers as desks
+from dtf.pserver.server import program
+from dtf.pserver.server.handlers import Desk
+from dtf.pserver.server.program import Serving
+from dtf.pserver.strategy import Mode, Pserver
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.sparse.sharded_tables import dealt
-from dtf.strategies.pserver import Mode, Pserver
 from tests.harness import PRECISIONS
 from tests.tabled import Tabled
 from tests.toy import Toy
@@ -178,21 +180,21 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(value: flo
 
 
 def pull(desk: Desk, after: int) -> dict[str, Any]:
-    request, reply = protocol.exchange_schemas(Toy())
+    request, reply = messages.exchange_schemas(Toy())
     scalars = {"trainer": 0, "pull": 1, "after": after, "train": 1, "known": -1, "frozen": 0, "wait_s": 0.0}
     scalars |= {"of_step": after, "of_part": 0, "at": after}
     return dict(decode(reply, desk.handlers[EXCHANGE](encode(request, scalars, {}))).scalars)
 
 
 def lease(desk: Desk, trainer: int, **scalars: Any) -> Any:
-    request, reply = protocol.lease_schemas()
+    request, reply = messages.lease_schemas()
     keys = {"done": np.empty((0, 3), np.int64), "has": np.empty((0, 3), np.int64)}
     given = {"trainer": trainer, "most": 2, "wait_s": 0.0, "stopping": 0} | scalars
     return decode(reply, desk.handlers[LEASE](encode(request, given, keys)))
 
 
 def greet(desk: Desk, trainer: int, starter: str, facts: dict[str, Any] | None = None) -> Any:
-    request, reply = protocol.hello_schemas()
+    request, reply = messages.hello_schemas()
     told = np.frombuffer(json.dumps(facts or {}).encode(), np.uint8)
     return decode(reply, desk.handlers[HELLO](encode(request, {"trainer": trainer, "starter": starter}, {"facts": told})))
 
@@ -205,7 +207,7 @@ def test_a_pull_for_work_that_others_have_done_says_so() -> None:
     with server() as (made, desk, engine):
         done = engine.submit(steps, made, 2)
         until(lambda: made._last == 1)
-        assert pull(desk, 0)["pulled"] == READY and pull(desk, 1)["pulled"] == protocol.NO
+        assert pull(desk, 0)["pulled"] == READY and pull(desk, 1)["pulled"] == messages.NO
         for part in range(2):
             made.receive(push(made, 0, part))
         until(lambda: made.version == 1)
@@ -227,7 +229,7 @@ def test_a_trainer_of_another_kind_is_refused() -> None:
 def test_a_push_of_another_size_is_refused() -> None:
     with server() as (made, desk, engine):
         engine.submit(steps, made, 1)
-        request, _ = protocol.exchange_schemas(Toy())
+        request, _ = messages.exchange_schemas(Toy())
         scalars = {"trainer": 0, "push": 1, "step": 0, "part": 0, "epoch": 0, "unread": 0, "finite": 1, "norm": 0.0, "seen": 0, "skipped": 0}
         with pytest.raises(Refused, match="dense has 8 bytes"):
             desk.handlers[EXCHANGE](encode(request, scalars, {"dense": np.zeros(8, np.uint8)}))
@@ -246,7 +248,7 @@ def refused(made: Serving, desk: Desk, recipe: Recipe, statistics: np.ndarray, i
     if ids is not None:
         arrays |= {"ids/ids": np.array(ids, np.int64), "gradients/ids": np.ones((len(ids), made.holdings.columns("ids")))}
     try:
-        desk.handlers[EXCHANGE](encode(protocol.exchange_schemas(recipe)[0], numbers, arrays))
+        desk.handlers[EXCHANGE](encode(messages.exchange_schemas(recipe)[0], numbers, arrays))
     except Refused as error:
         assert not made._basket
         return str(error)
@@ -347,7 +349,7 @@ def test_the_end_waits_for_trainers_to_leave_but_not_for_ever(monkeypatch: pytes
         lease(desk, 0, leaving=1)
         ended.result(SOON_S)
         assert closed.is_set()
-    monkeypatch.setattr(serving, "FAREWELL_S", 0.05)
+    monkeypatch.setattr(program, "FAREWELL_S", 0.05)
     with server() as (made, desk, engine):
         made.begun = True
         hello(desk, 0)
@@ -397,4 +399,4 @@ def test_any_server_that_was_started_by_hand_knows_where_all_are(monkeypatch: py
     monkeypatch.setattr(World, "gather", lambda self, value: None)  # of a rank other than 0
     service = cast(Any, SimpleNamespace(add=handlers.update))
     session.serve(task, World(Place(rank=1, size=2, slots=1)), Pserver(endpoints=where, trainers=1), 1, session.Post(service, where[1]))
-    assert json.loads(decode(protocol.status_schemas()[1], handlers[protocol.STATUS](b"")).arrays["status"].tobytes())["endpoints"] == where
+    assert json.loads(decode(messages.status_schemas()[1], handlers[messages.STATUS](b"")).arrays["status"].tobytes())["endpoints"] == where

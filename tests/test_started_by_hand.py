@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from dtf import by_hand
 from dtf.api.strategy import Task
 from dtf.core.consistency import common
 from dtf.core.errors import AuthError, ConfigError, Exit, PeerError
 from dtf.jobs.status import ask
-from dtf.live import Live, find
+from dtf.pserver import manual_start
 from dtf.pserver.choices import Role, TlsMode, TlsOptions
-from dtf.pserver.rpc import viewer
-from dtf.strategies.pserver import Pserver
+from dtf.pserver.endpoint_file import Live, find
+from dtf.pserver.net.rpc import viewer
+from dtf.pserver.strategy import Pserver
 from tests.conftest import Result
 from tests.hand import TOKEN, Command, commands, endpoints, members, status, until, words
 from tests.harness import PRECISIONS
@@ -90,8 +90,8 @@ def test_status_by_endpoint_needs_the_secret_and_what_the_folder_tells_is_good_f
     assert run_dtf("job=status", f"job.endpoint={live.where[0]}").code == Exit.AUTH
     monkeypatch.setenv("DTF_TOKEN", TOKEN)
     assert run_dtf("job=status", f"job.endpoint={live.where[0]}", "job.seconds=0.1").code == Exit.OK
-    from dtf.pserver.meeting import NOBODY, Guest
-    from dtf.pserver.rpc import Client
+    from dtf.pserver.discovery import NOBODY, Guest
+    from dtf.pserver.net.rpc import Client
 
     with pytest.raises(AuthError):
         Guest(Client(live.where[0], find(live.folder).token, "none"), NOBODY, 1, {}).ask()
@@ -276,9 +276,9 @@ def test_launcher_inline_starts_one_too(tmp_path: Path) -> None:
 
 @pytest.fixture
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (by_hand.ENDPOINTS, by_hand.ROLE, by_hand.SERVER_ID, by_hand.TRAINER_ID):
+    for name in (manual_start.ENDPOINTS, manual_start.ROLE, manual_start.SERVER_ID, manual_start.TRAINER_ID):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(by_hand.TOKEN, TOKEN)
+    monkeypatch.setenv(manual_start.TOKEN, TOKEN)
 
 
 TWO = ["10.0.0.1:4000", "10.0.0.2:4000"]
@@ -286,7 +286,7 @@ TWO = ["10.0.0.1:4000", "10.0.0.2:4000"]
 
 @pytest.mark.usefixtures("secret")
 def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ((by_hand.ENDPOINTS, ", ".join(TWO)), (by_hand.ROLE, "server"), (by_hand.SERVER_ID, "1"), (by_hand.TRAINER_ID, "5")):
+    for name, value in ((manual_start.ENDPOINTS, ", ".join(TWO)), (manual_start.ROLE, "server"), (manual_start.SERVER_ID, "1"), (manual_start.TRAINER_ID, "5")):
         monkeypatch.setenv(name, value)
     alone = Pserver(trainers=3).alone()
     assert alone
@@ -343,22 +343,22 @@ def test_a_secret_is_needed_that_others_cannot_read(tmp_path: Path, monkeypatch:
     file = tmp_path / "token"
     file.write_text("from the file, long enough\n")
     with pytest.raises(ConfigError, match="can be read by others"):
-        by_hand.token(str(file))
+        manual_start.token(str(file))
     file.chmod(0o600)
-    assert by_hand.token(str(file)) == "from the file, long enough"
-    assert by_hand.token("") == TOKEN
-    monkeypatch.setenv(by_hand.TOKEN, "short")
+    assert manual_start.token(str(file)) == "from the file, long enough"
+    assert manual_start.token("") == TOKEN
+    monkeypatch.setenv(manual_start.TOKEN, "short")
     with pytest.raises(ConfigError, match="at least 16"):
-        by_hand.token("")
-    monkeypatch.delenv(by_hand.TOKEN)
+        manual_start.token("")
+    monkeypatch.delenv(manual_start.TOKEN)
     with pytest.raises(ConfigError, match=r"export DTF_TOKEN=\$\(openssl rand -hex 32\)"):
-        by_hand.token("")
+        manual_start.token("")
 
 
 def test_beyond_this_host_needs_certificates_or_a_word() -> None:
-    by_hand.check_loopback(["127.0.0.1:1", "[::1]:1", "localhost:5"])
+    manual_start.check_loopback(["127.0.0.1:1", "[::1]:1", "localhost:5"])
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1:1.*allow_insecure=true"):
-        by_hand.check_loopback(["127.0.0.1:1", "10.0.0.1:1"])
+        manual_start.check_loopback(["127.0.0.1:1", "10.0.0.1:1"])
 
 
 def test_which_files_a_process_needs(tmp_path: Path) -> None:

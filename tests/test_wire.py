@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from dtf.pserver import wire
-from dtf.pserver.wire import Array, Message, Schema, WireError, decode, encode
+from dtf.pserver.net import codec
+from dtf.pserver.net.codec import Array, Message, Schema, WireError, decode, encode
 
 SCHEMA = Schema(
     {"step": int, "lr": float, "table": str},
@@ -158,11 +158,11 @@ def test_every_flip_outside_the_arrays_is_refused() -> None:
 
 def sealed(data: bytes) -> bytes:
     """The message with the checksum that its header would have, so that what is behind it is reached."""
-    if len(data) < wire._BODY:
+    if len(data) < codec._BODY:
         return data
-    header = wire._HEAD.unpack_from(data)[4]
-    crc = zlib.crc32(data[wire._BODY : header], zlib.crc32(data[: wire._HEAD.size]))
-    return data[: wire._HEAD.size] + struct.pack("<I", crc) + data[wire._BODY :]
+    header = codec._HEAD.unpack_from(data)[4]
+    crc = zlib.crc32(data[codec._BODY : header], zlib.crc32(data[: codec._HEAD.size]))
+    return data[: codec._HEAD.size] + struct.pack("<I", crc) + data[codec._BODY :]
 
 
 def fuzz_one(data: bytes) -> None:
@@ -182,7 +182,7 @@ def fuzz_one(data: bytes) -> None:
 @example(b"DTFW")
 def test_random_bytes(data: bytes) -> None:
     fuzz_one(data)
-    fuzz_one(FULL[: wire._BODY] + data)
+    fuzz_one(FULL[: codec._BODY] + data)
 
 
 @given(SOME, st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4))
@@ -200,12 +200,12 @@ def entry(name: bytes, code: int, shape: tuple[int, ...], offset: int) -> bytes:
 
 def message(*entries: bytes, arrays: int = 0, tail: bytes = b"") -> bytes:
     body = b"".join(entries)
-    header = wire._BODY + len(body)
-    head = wire._HEAD.pack(wire.MAGIC, wire.VERSION, len(entries) - arrays, arrays, header, header + len(tail))
+    header = codec._BODY + len(body)
+    head = codec._HEAD.pack(codec.MAGIC, codec.VERSION, len(entries) - arrays, arrays, header, header + len(tail))
     return sealed(head + bytes(4) + body + tail)
 
 
-I64 = wire._DTYPES["i64"][0]
+I64 = codec._DTYPES["i64"][0]
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ I64 = wire._DTYPES["i64"][0]
         (message(entry(b"ids", I64, (1 << 40,), 128), arrays=1), "does not lie"),
         (message(entry(b"ids", I64, (1 << 61,), 128), arrays=1), "larger than memory"),
         (message(entry(b"ids", I64, (1 << 63,), 128), arrays=1), "larger than memory"),
-        (message(entry(b"rows/user", wire._DTYPES["f32"][0], (0, 1 << 63), 128), arrays=1), "larger than memory"),
-        (message(entry(b"rows/user", wire._DTYPES["f32"][0], (1 << 32, 1 << 32), 128), arrays=1), "larger than memory"),
+        (message(entry(b"rows/user", codec._DTYPES["f32"][0], (0, 1 << 63), 128), arrays=1), "larger than memory"),
+        (message(entry(b"rows/user", codec._DTYPES["f32"][0], (1 << 32, 1 << 32), 128), arrays=1), "larger than memory"),
         (message(entry(b"ids", I64, (1,), 0), arrays=1, tail=bytes(100)), "does not lie"),
         (message(entry(b"ids", I64, (1,), 64), arrays=1, tail=bytes(16 + 8 + 1)), "longer than its arrays"),
         (message(entry(b"ids", I64, (1, 1), 64), arrays=1), "another dtype or number"),

@@ -10,13 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf import by_hand
 from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, Exit
 from dtf.host import network
-from dtf.live import Live, find
-from dtf.strategies.pserver import Pserver
+from dtf.pserver import manual_start
+from dtf.pserver.endpoint_file import Live, find
+from dtf.pserver.strategy import Pserver
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -56,22 +56,22 @@ class Status(Job):
         return Exit.OK
 
     def _by_endpoint(self, composed: Composed) -> Live:
-        from dtf.pserver.rpc import viewer
+        from dtf.pserver.net.rpc import viewer
 
         network.endpoint(self.endpoint, "job.endpoint")
         strategy = composed.settings.strategy
         if not isinstance(strategy, Pserver):
             strategy = Pserver()
         strategy.tls.check(serves=False, asks=True)
-        live = Live([self.endpoint], viewer(by_hand.token(strategy.token_file)), strategy.tls.files(), strategy.tls.mutual)
+        live = Live([self.endpoint], viewer(manual_start.token(strategy.token_file)), strategy.tls.files(), strategy.tls.mutual)
         return Live(ask(live)[0]["endpoints"], live.token, live.tls, live.mutual)
 
 
 def ask(live: Live) -> list[dict[str, Any]]:
     """What each server says. PeerError or AuthError."""
-    from dtf.pserver.protocol import STATUS, status_schemas
-    from dtf.pserver.rpc import Client, Tls
-    from dtf.pserver.wire import decode, encode
+    from dtf.pserver.net.codec import decode, encode
+    from dtf.pserver.net.messages import STATUS, status_schemas
+    from dtf.pserver.net.rpc import Client, Tls
 
     tls = Tls(**{name: Path(path) for name, path in live.tls.items()}, mutual=live.mutual) if live.tls else None
     found = []

@@ -6,17 +6,17 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from dtf import by_hand
 from dtf.api.precision import Format
 from dtf.api.registry import name_of
 from dtf.api.schema import KeyProblem
 from dtf.core.errors import ConfigError
+from dtf.pserver import manual_start
 from dtf.pserver.choices import Device, Mode, TlsMode, Wire
-from dtf.pserver.placing import check_placement
+from dtf.pserver.placement import check_placement
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Task
-    from dtf.strategies.pserver import Pserver
+    from dtf.pserver.strategy import Pserver
 
 _FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")
 _SWITCHES = ("yes", "no", "on", "off")  # true and false are no text
@@ -44,13 +44,13 @@ def _check_meeting(strategy: Pserver) -> None:
     if alone and strategy.team > 1:
         raise ConfigError(f"strategy.team={strategy.team} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use strategy.team=1")
     if alone and tls.mode is TlsMode.none and not strategy.allow_insecure:
-        by_hand.check_loopback(strategy.where())
+        manual_start.check_loopback(strategy.where())
     elif strategy.allow_insecure and not alone:
         raise ConfigError("strategy.allow_insecure=true is for strategy.endpoints; under a launcher all stays on this host, leave it out")
     tls.check(serves=not alone or alone.role == "server", asks=not alone or alone.rank > 0)
-    by_hand.check_certificates("strategy.tls", tls.files())
+    manual_start.check_certificates("strategy.tls", tls.files())
     if not alone and tls.mode is not TlsMode.none:
-        by_hand.check_name("strategy.tls", tls.files(), _LOOPBACK)
+        manual_start.check_name("strategy.tls", tls.files(), _LOOPBACK)
     if not alone and strategy.token_file:
         raise ConfigError("strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out")
     if not alone and strategy.meet_timeout_s is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from dtf import by_hand
 from dtf.api.registry import option
 from dtf.core.errors import ConfigError
+from dtf.pserver import manual_start
 
 
 class Mode(Enum):
@@ -70,4 +70,4 @@ class TlsOptions:
                 raise ConfigError(f"strategy.tls.{given[0]} is given and strategy.tls.mode=none uses no file; set it to tls or mtls")
             return
         needed = ({"cert", "key"} if serves or self.mutual else set()) | ({"ca"} if asks or self.mutual else set())
-        by_hand.check_files("strategy.tls", self.files(), sorted(needed))
+        manual_start.check_files("strategy.tls", self.files(), sorted(needed))

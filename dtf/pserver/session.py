@@ -23,26 +23,26 @@ from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerE
 from dtf.core.types import Shard
 from dtf.distributed.world import World
 from dtf.host import network
-from dtf.live import Live, announce
-from dtf.pserver import protocol
-from dtf.pserver.desk import Desk
-from dtf.pserver.hogwild import numbers, work
-from dtf.pserver.lending import Lending, Write
-from dtf.pserver.meeting import ASK_S, NOBODY, QUIET_S, Absent, Guest, Host, Told, Watch, not_here
-from dtf.pserver.protocol import LEASE, MEET, STATUS
-from dtf.pserver.regions import Shared
-from dtf.pserver.rows import shelves_of
-from dtf.pserver.rpc import Client, Service, Tls, viewer
-from dtf.pserver.serving import Serving
-from dtf.pserver.sharing import follow
-from dtf.pserver.status import snapshot
-from dtf.pserver.team import Team
-from dtf.pserver.transport import Lost, Retrying
-from dtf.pserver.wire import encode
+from dtf.pserver.discovery import ASK_S, NOBODY, QUIET_S, Absent, Guest, Host, Told, Watch, not_here
+from dtf.pserver.endpoint_file import Live, announce
+from dtf.pserver.net import messages
+from dtf.pserver.net.codec import encode
+from dtf.pserver.net.messages import LEASE, MEET, STATUS
+from dtf.pserver.net.rpc import Client, Service, Tls, viewer
+from dtf.pserver.net.shared_memory import Shared
+from dtf.pserver.net.transport import Lost, Retrying
+from dtf.pserver.row_routing import shelves_of
+from dtf.pserver.server.handlers import Desk
+from dtf.pserver.server.program import Serving
+from dtf.pserver.server.rows_server import Lending, Write
+from dtf.pserver.server.status import snapshot
+from dtf.pserver.trainer.group import Team
+from dtf.pserver.trainer.group_compute import follow
+from dtf.pserver.trainer.hogwild import numbers, work
 
 if TYPE_CHECKING:
     from dtf.data.loader import Loader
-    from dtf.strategies.pserver import Pserver
+    from dtf.pserver.strategy import Pserver
 
 Handlers = Mapping[str, Callable[[bytes], bytes]]
 
@@ -156,7 +156,7 @@ def _status(moment: Callable[[], dict[str, Any]]) -> Callable[[bytes], bytes]:
 
     def status(data: bytes) -> bytes:
         found = moment() | {"uptime_s": round(time.monotonic() - began, 6)}
-        return encode(protocol.status_schemas()[1], {}, {"status": np.frombuffer(json.dumps(found).encode(), np.uint8)})
+        return encode(messages.status_schemas()[1], {}, {"status": np.frombuffer(json.dumps(found).encode(), np.uint8)})
 
     return status
 
@@ -283,7 +283,7 @@ class _ByHand:
         for trainer in numbers(self._number, self._strategy):
             request = {"trainer": trainer, "starter": self._errand.place.starter, "most": 0, "wait_s": 0.0, "stopping": 0, "leaving": 1}
             with suppress(DtfError):
-                server.call(LEASE, encode(protocol.lease_schemas()[0], request, {"done": np.empty((0, 3), np.int64)}), PATIENCE_S)
+                server.call(LEASE, encode(messages.lease_schemas()[0], request, {"done": np.empty((0, 3), np.int64)}), PATIENCE_S)
 
     def _open(self, split: str, shard: Shard, rows: int) -> Loader:
         self._loaders.append(self._errand.open(split, shard, rows))

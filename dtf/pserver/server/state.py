@@ -20,18 +20,18 @@ from dtf.model.init import cast_model, draw_model
 from dtf.model.memory import Memory
 from dtf.model.microbatch import RunningStatistics
 from dtf.optim.update import LocalUpdate, Piece, made
-from dtf.pserver.blocks import balance, fields, lay_out, travelling, views
-from dtf.pserver.merging import Merging
-from dtf.pserver.narrow import FORMATS
-from dtf.pserver.protocol import ANY, NONE
+from dtf.pserver.net.compression import FORMATS
+from dtf.pserver.net.messages import ANY, NONE
+from dtf.pserver.param_slices import balance, fields, lay_out, travelling, views
 from dtf.pserver.push import Push
-from dtf.pserver.recorder import Pull, Recorder
-from dtf.pserver.rows import Given, shelves_of
+from dtf.pserver.record.recorder import Pull, Recorder
+from dtf.pserver.row_routing import Given, shelves_of
+from dtf.pserver.server.sync_modes import Merging
 from dtf.sparse.sharded_tables import dealt
 from dtf.strategies.spmd import buffers, load_buffers
 
 if TYPE_CHECKING:
-    from dtf.strategies.pserver import Pserver
+    from dtf.pserver.strategy import Pserver
 
 Tickets = Mapping[int, Sequence[Train]]
 """First step of each lease -> its tickets."""

@@ -21,9 +21,9 @@ import grpc
 from dtf.core.errors import AuthError, BusyError, ConfigError
 from dtf.host.network import endpoint as parsed
 from dtf.host.network import endpoint_text, listen
-from dtf.pserver.regions import Regions
-from dtf.pserver.transport import MOST_BYTES, Failed, Lost, Pending, Refused, Stale, short
-from dtf.pserver.wire import WireError
+from dtf.pserver.net.codec import WireError
+from dtf.pserver.net.shared_memory import Regions
+from dtf.pserver.net.transport import MOST_BYTES, Failed, Lost, Pending, Refused, Stale, short
 
 _TOKEN, _EPOCH, _SERVICE = "dtf-token", "dtf-epoch", "/dtf.pserver/"
 _HEALTH, _SERVING, _NOT_SERVING = "/grpc.health.v1.Health/Check", b"\x08\x01", b"\x08\x02"

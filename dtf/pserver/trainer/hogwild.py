@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtf.api.strategy import Errand, Task
-from dtf.pserver.team import Team
-from dtf.pserver.trainer import Trainer
-from dtf.pserver.transport import Transport
+from dtf.pserver.net.transport import Transport
+from dtf.pserver.trainer.group import Team
+from dtf.pserver.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
-    from dtf.strategies.pserver import Pserver
+    from dtf.pserver.strategy import Pserver
 
 LOOK_S = 0.5
 """Between two looks at the threads: signals are handled in between."""

@@ -21,11 +21,11 @@ from dtf.api.strategy import Source, Task
 from dtf.core.errors import PeerError
 from dtf.core.types import Batch, Box, State
 from dtf.distributed.world import World
-from dtf.pserver.feeder import DEADLINE_S
-from dtf.pserver.protocol import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
-from dtf.pserver.rows import Wanted
-from dtf.pserver.transport import Transport
-from dtf.pserver.wire import Message, decode, encode
+from dtf.pserver.net.codec import Message, decode, encode
+from dtf.pserver.net.messages import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
+from dtf.pserver.net.transport import Transport
+from dtf.pserver.row_routing import Wanted
+from dtf.pserver.trainer.prefetch import DEADLINE_S
 from dtf.sparse.sharded_tables import Tables
 from dtf.strategies.spmd import Spmd
 

@@ -12,9 +12,9 @@ from dtf.api.sampler import within
 from dtf.api.strategy import Task
 from dtf.core.types import WHOLE, Shard, Train
 from dtf.model.forward import received, to_device
-from dtf.pserver.feeder import Prepared
-from dtf.pserver.ledger import EVALUATE, Lease
-from dtf.pserver.rows import Wanted
+from dtf.pserver.row_routing import Wanted
+from dtf.pserver.server.leases import EVALUATE, Lease
+from dtf.pserver.trainer.prefetch import Prepared
 
 if TYPE_CHECKING:
     from dtf.data.loader import Loader

@@ -13,10 +13,10 @@ from dtf.api.strategy import Task
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
 from dtf.optim.update import LocalUpdate, made, whole
-from dtf.pserver.blocks import Field, Layout, fields, views
-from dtf.pserver.computing import ByTable, Computed, Computing
-from dtf.pserver.feeder import Prepared
-from dtf.pserver.rows import Wanted
+from dtf.pserver.param_slices import Field, Layout, fields, views
+from dtf.pserver.row_routing import Wanted
+from dtf.pserver.trainer.compute import ByTable, Computed, Computing
+from dtf.pserver.trainer.prefetch import Prepared
 from dtf.sparse.sharded_tables import Everywhere, Tables, dealt
 from dtf.sparse.store import SparseTable
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from dtf.core.types import Batch, Train
-from dtf.pserver import protocol
-from dtf.pserver.ledger import TRAIN, Key, Lease
-from dtf.pserver.protocol import LEASE
-from dtf.pserver.rows import Wanted
-from dtf.pserver.transport import Lost, Transport
-from dtf.pserver.wire import Message, decode, encode
+from dtf.pserver.net import messages
+from dtf.pserver.net.codec import Message, decode, encode
+from dtf.pserver.net.messages import LEASE
+from dtf.pserver.net.transport import Lost, Transport
+from dtf.pserver.row_routing import Wanted
+from dtf.pserver.server.leases import TRAIN, Key, Lease
 
 AHEAD = 3
 """Leases that are held at once: the one that is computed, the next, and one that is read meanwhile."""
@@ -51,7 +51,7 @@ class Feeder:
 
     def __init__(self, transport: Transport, name: Mapping[str, int | str], prepare: Callable[[Lease, Train], Prepared], stopping: Callable[[], bool]) -> None:
         self._transport, self._name, self._prepare, self._stopping = transport, name, prepare, stopping
-        self._schemas = protocol.lease_schemas()
+        self._schemas = messages.lease_schemas()
         self._change = threading.Condition()
         self._ready: list[tuple[tuple[Key, int], Prepared]] = []
         self.anew, self.reason = False, ""
@@ -165,7 +165,7 @@ class Feeder:
             self._change.wait_for(lambda: self._wanted() > 0 or self._closed, WAIT_S)
             self._change.wait_for(lambda: not self.anew or self._closed)
         answer = self._ask(more=True)
-        leases = protocol.unpack_leases(answer.arrays)
+        leases = messages.unpack_leases(answer.arrays)
         with self._change:
             leases = [lease for lease in leases if lease.key not in self._held]
             self._held |= {lease.key for lease in leases}
@@ -181,7 +181,7 @@ class Feeder:
                 with self._change:
                     heapq.heappush(self._ready, (prepared.order, prepared))
                     self._change.notify_all()
-        if answer.scalars["state"] == protocol.OVER:
+        if answer.scalars["state"] == messages.OVER:
             with self._change:
                 self._over, self.reason = True, str(answer.scalars["reason"])
                 self._change.notify_all()

@@ -13,9 +13,9 @@ import numpy as np
 
 from dtf.core.consistency import mixture
 from dtf.core.errors import ConfigError, PeerError
-from dtf.pserver.protocol import MEET, facts_of, meet_schemas
-from dtf.pserver.transport import Lost, Refused, Transport
-from dtf.pserver.wire import decode, encode
+from dtf.pserver.net.codec import decode, encode
+from dtf.pserver.net.messages import MEET, facts_of, meet_schemas
+from dtf.pserver.net.transport import Lost, Refused, Transport
 
 NOBODY = -1
 """In the place of a server's number: a trainer asks."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtf.pserver.ledger import TRAIN
-from dtf.pserver.serving import Serving
+from dtf.pserver.server.leases import TRAIN
+from dtf.pserver.server.program import Serving
 
 
 def snapshot(serving: Serving, server: int, servers: int) -> dict[str, Any]:

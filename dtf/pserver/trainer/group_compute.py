@@ -20,13 +20,13 @@ from torch import Tensor
 from dtf.api.strategy import Errand, Task
 from dtf.core.types import Batch, Evaluated, Train
 from dtf.model.init import DTYPES
-from dtf.pserver.blocks import Layout
-from dtf.pserver.computing import Computing, Pulled
-from dtf.pserver.feeder import WAIT_S, Prepared
-from dtf.pserver.ledger import EVALUATE, TRAIN, Lease
-from dtf.pserver.reading import Reading
-from dtf.pserver.rows import Wanted
-from dtf.pserver.team import Team, Topic
+from dtf.pserver.param_slices import Layout
+from dtf.pserver.row_routing import Wanted
+from dtf.pserver.server.leases import EVALUATE, TRAIN, Lease
+from dtf.pserver.trainer.compute import Computing, Pulled
+from dtf.pserver.trainer.group import Team, Topic
+from dtf.pserver.trainer.prefetch import WAIT_S, Prepared
+from dtf.pserver.trainer.reader import Reading
 
 Rows = Mapping[str, np.ndarray]
 """Rows (U, width) of the distinct ids that a process has, or their gradients, by table."""

@@ -11,14 +11,14 @@ import torch
 
 from dtf.api.strategy import Task
 from dtf.core.consistency import mixture
-from dtf.pserver import protocol
-from dtf.pserver.narrow import narrow, widen
-from dtf.pserver.protocol import EXCHANGE, HELLO, LATE, LEASE, NO, OVER, READY, REPORT
+from dtf.pserver.net import messages
+from dtf.pserver.net.codec import Message, decode, encode
+from dtf.pserver.net.compression import narrow, widen
+from dtf.pserver.net.messages import EXCHANGE, HELLO, LATE, LEASE, NO, OVER, READY, REPORT
+from dtf.pserver.net.transport import Refused
 from dtf.pserver.push import Push
-from dtf.pserver.recorder import Pull
-from dtf.pserver.serving import Serving
-from dtf.pserver.transport import Refused
-from dtf.pserver.wire import Message, decode, encode
+from dtf.pserver.record.recorder import Pull
+from dtf.pserver.server.program import Serving
 
 LONGEST_WAIT_S = 5.0
 """A call waits no longer for something to happen, whatever it asks for."""
@@ -34,8 +34,8 @@ class Desk:
         self._serving, self._facts, self._lease_s = serving, facts, lease_s
         self._names = list(task.recipe.tables())
         self._leads, self._measures = rank == 0, 1 + len(task.recipe.measures)
-        self._hello, self._lease = protocol.hello_schemas(), protocol.lease_schemas()
-        self._exchange, self._report = protocol.exchange_schemas(task.recipe), protocol.report_schemas()
+        self._hello, self._lease = messages.hello_schemas(), messages.lease_schemas()
+        self._exchange, self._report = messages.exchange_schemas(task.recipe), messages.report_schemas()
         self.handlers: dict[str, Callable[[bytes], bytes]] = {EXCHANGE: self.exchange}
         if rank == 0:
             self.handlers |= {HELLO: self.hello, LEASE: self.lease, REPORT: self.report}
@@ -44,7 +44,7 @@ class Desk:
         """A trainer joins, once this server has its state."""
         message = decode(self._hello[0], data)
         trainer, starter, serving = int(message.scalars["trainer"]), str(message.scalars.get("starter", "")), self._serving
-        refusal = mixture({"server 0": self._facts, f"trainer {trainer}": protocol.facts_of(message)})
+        refusal = mixture({"server 0": self._facts, f"trainer {trainer}": messages.facts_of(message)})
         taken = False
         with serving.change:
             ready = serving.change.wait_for(lambda: serving.begun or serving.over, LONGEST_WAIT_S)
@@ -82,7 +82,7 @@ class Desk:
             if serving.ledger.give_up(now - self._lease_s):
                 serving.change.notify_all()
             if not known:
-                return self._leases([], OVER if serving.over else protocol.GO_ON, known=serving.over)
+                return self._leases([], OVER if serving.over else messages.GO_ON, known=serving.over)
             if any(message.arrays[name].shape[1] != 3 for name in ("done", "has")):
                 raise Refused("done and has are rows of three numbers")
             serving.stopping = serving.stopping or bool(message.scalars["stopping"])
@@ -98,7 +98,7 @@ class Desk:
                 return bool(leases) or serving.over
 
             serving.change.wait_for(found, min(float(message.scalars["wait_s"]), LONGEST_WAIT_S))
-            return self._leases(leases, OVER if serving.over and not leases else protocol.GO_ON, known=True)
+            return self._leases(leases, OVER if serving.over and not leases else messages.GO_ON, known=True)
 
     def exchange(self, data: bytes) -> bytes:
         """Gradients of one lease come, what another one needs goes."""
@@ -196,4 +196,4 @@ class Desk:
             raise Refused(f"finite={scalars['finite']}, but statistics are not")
 
     def _leases(self, leases: list, state: int, known: bool) -> bytes:
-        return encode(self._lease[1], {"state": state, "known": int(known), "reason": self._serving.reason}, protocol.pack_leases(leases))
+        return encode(self._lease[1], {"state": state, "known": int(known), "reason": self._serving.reason}, messages.pack_leases(leases))

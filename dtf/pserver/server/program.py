@@ -19,16 +19,16 @@ from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.world import World
 from dtf.host import heartbeat
 from dtf.model.memory import Memory
-from dtf.pserver.holdings import Holdings
-from dtf.pserver.ledger import EVALUATE, TRAIN, Lease, Ledger
-from dtf.pserver.merging import Merging
+from dtf.pserver.net.transport import MOST_BYTES
 from dtf.pserver.push import Push
-from dtf.pserver.recorder import Recorder
-from dtf.pserver.tally import Tally
-from dtf.pserver.transport import MOST_BYTES
+from dtf.pserver.record.recorder import Recorder
+from dtf.pserver.server.leases import EVALUATE, TRAIN, Lease, Ledger
+from dtf.pserver.server.metrics import Tally
+from dtf.pserver.server.state import Holdings
+from dtf.pserver.server.sync_modes import Merging
 
 if TYPE_CHECKING:
-    from dtf.strategies.pserver import Pserver
+    from dtf.pserver.strategy import Pserver
 
 WAIT_S = 0.5
 """Between two signs of life while there is nothing to merge."""

@@ -14,7 +14,7 @@ from dtf.api.precision import Precision
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import bounds
 from dtf.model.init import formats
-from dtf.pserver.placing import placed
+from dtf.pserver.placement import placed
 
 ALIGNED = 64
 """Each block begins at a multiple of so many bytes: any format fits, and no two share a cache line."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from dtf import by_hand
 from dtf.api.launcher import LONGEST_S
 from dtf.api.registry import option, register
 from dtf.api.strategy import Alone, Errand, Program, Standing, Strategy, Task, check_divides
 from dtf.core.errors import ConfigError
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
+from dtf.pserver import manual_start
 from dtf.pserver.checks import check
 from dtf.pserver.choices import Dense, Device, Mode, Role, TlsOptions, Wire
 
 if TYPE_CHECKING:
     from dtf.distributed.world import World
-    from dtf.pserver.merging import Merging
+    from dtf.pserver.server.sync_modes import Merging
     from dtf.pserver.session import Post
 
 GEO_STEPS, PATIENCE_S = 400, 600.0
@@ -126,7 +126,7 @@ class Pserver(Strategy):
 
     def where(self) -> list[str]:
         """The endpoints of servers that are started by hand; none where a launcher starts them."""
-        return self.endpoints or by_hand.endpoints()
+        return self.endpoints or manual_start.endpoints()
 
     @property
     def patience_s(self) -> float:
@@ -139,7 +139,7 @@ class Pserver(Strategy):
     def alone(self) -> Alone | None:
         endpoints = self.where()
         if not endpoints:
-            by_hand.refuse_without_endpoints(self.role, self.server_id, self.trainer_id)
+            manual_start.refuse_without_endpoints(self.role, self.server_id, self.trainer_id)
             return None
         if self.servers not in (1, len(endpoints)):
             raise ConfigError(f"strategy.servers={self.servers} and strategy.endpoints has {len(endpoints)}; leave strategy.servers out")
@@ -147,9 +147,9 @@ class Pserver(Strategy):
             raise ConfigError(
                 "strategy.trainers=0 leaves the number to the launcher, and by hand there is none for all; give strategy.trainers=N, alike everywhere"
             )
-        role, number = by_hand.standing(self.role.value if self.role else "", self.server_id, self.trainer_id, len(endpoints))
+        role, number = manual_start.standing(self.role.value if self.role else "", self.server_id, self.trainer_id, len(endpoints))
         rank = number if role == "server" else len(endpoints) + number
-        return Alone(role, rank, by_hand.addresses(endpoints)[0], by_hand.token(self.token_file))
+        return Alone(role, rank, manual_start.addresses(endpoints)[0], manual_start.token(self.token_file))
 
     def hints(self, processes: int) -> list[str]:
         servers, trainers = self.count(), self.count_trainers(processes)
@@ -169,7 +169,7 @@ class Pserver(Strategy):
 
     def merging(self) -> Merging:
         """The mode as a rule over pushes."""
-        from dtf.pserver.merging import Async, Geo, HalfAsync, Sync
+        from dtf.pserver.server.sync_modes import Async, Geo, HalfAsync, Sync
 
         match self.mode:
             case Mode.sync:
@@ -198,8 +198,8 @@ class Pserver(Strategy):
         """ddp's program, with rows elsewhere."""
         from dtf.model.init import cast_model, draw_model
         from dtf.optim.update import LocalUpdate, whole
-        from dtf.pserver.remote import Assisted, RemoteTables
         from dtf.pserver.session import servers
+        from dtf.pserver.trainer.remote_tables import Assisted, RemoteTables
         from dtf.strategies.ddp_wrap import on_their_way, reduced
         from dtf.strategies.spmd import Replica, workload
 

@@ -1,4 +1,4 @@
-"""What trainers and servers say to each other: the messages, by name, as `dtf.pserver.wire` carries them."""
+"""What trainers and servers say to each other: the messages, by name, as `dtf.pserver.net.codec` carries them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from dtf.api.recipe import Recipe
 from dtf.core.types import Train
-from dtf.pserver.ledger import Lease
-from dtf.pserver.wire import Array, Message, Schema, WireError
+from dtf.pserver.net.codec import Array, Message, Schema, WireError
+from dtf.pserver.server.leases import Lease
 
 HELLO, LEASE, EXCHANGE, REPORT = "hello", "lease", "exchange", "report"
 """Methods: a trainer joins (server 0); it asks for work and says what is done (server 0); gradients go and parameters come (each server); what an

@@ -15,12 +15,12 @@ from dtf.api.recipe import Recipe
 from dtf.api.strategy import Source
 from dtf.core.errors import DtfError
 from dtf.core.types import Box
-from dtf.pserver.desk import LONGEST_WAIT_S
-from dtf.pserver.protocol import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
-from dtf.pserver.rows import Given, Shelves
-from dtf.pserver.serving import WAIT_S
-from dtf.pserver.transport import Refused
-from dtf.pserver.wire import Message, decode, encode
+from dtf.pserver.net.codec import Message, decode, encode
+from dtf.pserver.net.messages import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
+from dtf.pserver.net.transport import Refused
+from dtf.pserver.row_routing import Given, Shelves
+from dtf.pserver.server.handlers import LONGEST_WAIT_S
+from dtf.pserver.server.program import WAIT_S
 
 Write = Callable[[Path, list[Box]], dict[str, Any]]
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from dtf.pserver.transport import MOST_BYTES, Pending, Refused, Transport
+from dtf.pserver.net.transport import MOST_BYTES, Pending, Refused, Transport
 
 LEAST_BYTES = 1 << 15
 """Of a message for which the detour pays."""

@@ -15,23 +15,23 @@ from dtf.core.errors import BusyError, ConfigError
 from dtf.core.types import Shard, Train
 from dtf.model.forward import to_device
 from dtf.model.init import sketch
-from dtf.pserver import protocol
-from dtf.pserver.blocks import lay_out, travelling
-from dtf.pserver.computing import Blocks, Computed, Computing, Pulled
-from dtf.pserver.feeder import DEADLINE_S, WAIT_S, Feeder, Prepared
-from dtf.pserver.ledger import EVALUATE, Lease
-from dtf.pserver.local import Local
-from dtf.pserver.merging import Merging
-from dtf.pserver.narrow import FORMATS, narrow, widen
-from dtf.pserver.protocol import ANY, EXCHANGE, HELLO, LATE, NO, NONE, READY, REPORT
-from dtf.pserver.reading import Reading
-from dtf.pserver.sharing import Gathering, Leader
-from dtf.pserver.team import Team
-from dtf.pserver.transport import Transport
-from dtf.pserver.wire import Message, decode, encode
+from dtf.pserver.net import messages as protocol
+from dtf.pserver.net.codec import Message, decode, encode
+from dtf.pserver.net.compression import FORMATS, narrow, widen
+from dtf.pserver.net.messages import ANY, EXCHANGE, HELLO, LATE, NO, NONE, READY, REPORT
+from dtf.pserver.net.transport import Transport
+from dtf.pserver.param_slices import lay_out, travelling
+from dtf.pserver.server.leases import EVALUATE, Lease
+from dtf.pserver.server.sync_modes import Merging
+from dtf.pserver.trainer.compute import Blocks, Computed, Computing, Pulled
+from dtf.pserver.trainer.group import Team
+from dtf.pserver.trainer.group_compute import Gathering, Leader
+from dtf.pserver.trainer.local_sgd import Local
+from dtf.pserver.trainer.prefetch import DEADLINE_S, WAIT_S, Feeder, Prepared
+from dtf.pserver.trainer.reader import Reading
 
 if TYPE_CHECKING:
-    from dtf.strategies.pserver import Pserver
+    from dtf.pserver.strategy import Pserver
 
 
 UNKNOWN = Blocks(ANY, np.empty(0))

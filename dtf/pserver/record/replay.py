@@ -16,21 +16,21 @@ from dtf.core.errors import DataError
 from dtf.core.types import Box, Train
 from dtf.distributed.world import World
 from dtf.model.init import sketch
-from dtf.pserver.blocks import lay_out, travelling
-from dtf.pserver.computing import Blocks, Computed, Computing, Pulled
-from dtf.pserver.feeder import Prepared
-from dtf.pserver.holdings import Holdings
-from dtf.pserver.ledger import TRAIN, Lease
-from dtf.pserver.local import Local
-from dtf.pserver.merging import Merging
-from dtf.pserver.narrow import FORMATS, rounded
-from dtf.pserver.protocol import ANY, NONE
+from dtf.pserver.net.compression import FORMATS, rounded
+from dtf.pserver.net.messages import ANY, NONE
+from dtf.pserver.param_slices import lay_out, travelling
 from dtf.pserver.push import Push
-from dtf.pserver.reading import Open, Reading
-from dtf.pserver.recorder import Pull
+from dtf.pserver.record.recorder import Pull
+from dtf.pserver.server.leases import TRAIN, Lease
+from dtf.pserver.server.state import Holdings
+from dtf.pserver.server.sync_modes import Merging
+from dtf.pserver.trainer.compute import Blocks, Computed, Computing, Pulled
+from dtf.pserver.trainer.local_sgd import Local
+from dtf.pserver.trainer.prefetch import Prepared
+from dtf.pserver.trainer.reader import Open, Reading
 
 if TYPE_CHECKING:
-    from dtf.strategies.pserver import Pserver
+    from dtf.pserver.strategy import Pserver
 
 Part = tuple[int, int]
 """First step of a lease, and its share."""

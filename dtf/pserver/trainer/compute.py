@@ -17,10 +17,10 @@ from dtf.api.strategy import Task
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
 from dtf.model.forward import draws_at_large, loss_dtype, received, rows_of, stand_ins
 from dtf.model.init import cast_model, draw_model
-from dtf.pserver.blocks import Layout, views
-from dtf.pserver.feeder import Prepared
-from dtf.pserver.narrow import rounded
-from dtf.pserver.protocol import NONE
+from dtf.pserver.net.compression import rounded
+from dtf.pserver.net.messages import NONE
+from dtf.pserver.param_slices import Layout, views
+from dtf.pserver.trainer.prefetch import Prepared
 from dtf.strategies.spmd import Replica
 
 warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
