@@ -36,11 +36,11 @@ from rich.text import Text
 
 sys.path.append(str(Path(__file__).parents[1].resolve()))  # dtf of this checkout, where none is installed
 
-from dtf import screen
 from dtf.api.observer import Observer
 from dtf.api.registry import register
 from dtf.core.errors import DataError, DtfError, Exit
 from dtf.core.types import Event, Measured, Saved, event_from_json, event_to_json
+from dtf.observers import terminal as screen
 from dtf.observers.tensorboard import flatten
 
 ROOT = Path(__file__).parents[1].resolve()

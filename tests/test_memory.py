@@ -32,8 +32,8 @@ from dtf.model.ema import averaged
 from dtf.model.init import draw_model
 from dtf.model.memory import Footprint, Memory, Meter, activations, table_row
 from dtf.model.microbatch import Masks
+from dtf.observers.terminal import Screen
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
-from dtf.screen import Screen
 from tests.conftest import Result
 from tests.harness import _enums
 from tests.ranks import ranks

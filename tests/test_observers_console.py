@@ -20,7 +20,7 @@ from rich.console import Console as Terminal
 from dtf.core.text import Course, Pace, number_text, plain_text, time_text
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
 from dtf.observers.console import Console, Lines
-from dtf.screen import Bar, Screen
+from dtf.observers.terminal import Bar, Screen
 from tests.test_observers import CONFIG, evaluation, started, train, watch, whole_run
 
 

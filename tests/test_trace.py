@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtf.trace import WORK, shares
+from dtf.observers.trace_shares import WORK, shares
 
 
 def event(name: str, start: float, end: float, category: str = "user_annotation", **more: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.autograd import profiler
 
-from dtf.trace import PREFIX
+from dtf.observers.trace_shares import PREFIX
 
 _NOTHING = nullcontext()
 

@@ -16,7 +16,7 @@ from dtf.core.text import Pace, memory_text, number_text, plain_text, setting_te
 from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
 
 if TYPE_CHECKING:
-    from dtf.screen import Screen
+    from dtf.observers.terminal import Screen
 
 
 @register("observer", "console")
@@ -28,7 +28,7 @@ class Console(Observer):
     def open(self, folder: Path, config: dict) -> None:
         self._view: Screen | Lines | None = None
         if self.live and _draws(sys.stdout):
-            from dtf.screen import Screen
+            from dtf.observers.terminal import Screen
 
             self._view = Screen(folder, config)
         else:

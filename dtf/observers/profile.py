@@ -38,6 +38,6 @@ class Profile(Observer):
             raise ConfigError(f"observer.profile.ranks={self.ranks} names rank {max(self.ranks)}; there are {place.size}, 0 to {place.size - 1}")
         if place.rank not in self.ranks:
             return None
-        from dtf.profiler import StepProfiler
+        from dtf.observers.step_profiler import StepProfiler
 
         return StepProfiler(folder / "profile", place.rank, place.device.partition(":")[0], self.skip, self.steps, say)

@@ -16,7 +16,7 @@ from dtf.host import devices
 from dtf.host.usage import Gpus, Load, cpu_load, process_tree
 
 if TYPE_CHECKING:
-    from dtf.eventfile import EventFile
+    from dtf.observers.tensorboard_file import EventFile
 
 
 @register("observer", "resources")
@@ -82,7 +82,7 @@ class Resources(Observer):
         tensorboard = self._config["observer"].get("tensorboard")
         if tensorboard is None:
             return None
-        from dtf.eventfile import EventFile
+        from dtf.observers.tensorboard_file import EventFile
 
         return EventFile(self._path.parent / tensorboard["path"] / "resources", 0)
 
@@ -92,7 +92,7 @@ def _line(step: int, load: Load) -> str:
 
 
 def _draw(curves: EventFile, second: int, loads: list[Load]) -> None:
-    from dtf.eventfile import scalar
+    from dtf.observers.tensorboard_file import scalar
 
     both = ((f"{load.device}/utilisation", load.utilisation) for load in loads), ((f"{load.device}/memory_gb", load.memory / 1e9) for load in loads)
     curves.add(second, *(scalar(f"resources/{tag}", value) for pairs in both for tag, value in pairs))

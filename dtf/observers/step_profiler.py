@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from dtf.api.observer import Probe
 from dtf.model.annotate import section
-from dtf.trace import Shares, shares
+from dtf.observers.trace_shares import Shares, shares
 
 
 class StepProfiler(Probe):
