@@ -145,7 +145,7 @@ def relay(out: Path, run: Path) -> None:
     """Write the picture that `job=relay` drew once more, with fewer colours."""
     from PIL import Image
 
-    from dtf import charts
+    from dtf.runs import charts
 
     charts.relay(json.loads((run / "relay.json").read_text(encoding="utf-8")), out)
     Image.open(out).convert("RGB").quantize(240, dither=Image.Dither.NONE).save(out, optimize=True)

@@ -27,7 +27,7 @@ from dtf.distributed.world import World
 from dtf.inference import names_of, weights_of
 from dtf.model.forward import cast_floating
 from dtf.model.init import cast_model, draw_model
-from dtf.run import replace_text
+from dtf.runs.run_folder import replace_text
 from dtf.sparse.placement import tables_of
 
 if TYPE_CHECKING:

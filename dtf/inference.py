@@ -33,7 +33,7 @@ from dtf.engine import counted
 from dtf.model.forward import stand_ins
 from dtf.model.init import sketch
 from dtf.model.pretrained import Weights, fitted, open_weights
-from dtf.run import replace_text
+from dtf.runs.run_folder import replace_text
 
 if TYPE_CHECKING:
     from dtf.jobs.evaluate import EvaluateJob

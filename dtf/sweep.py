@@ -31,7 +31,7 @@ from dtf.config.hydra_sources import Loader, Read
 from dtf.config.messages import COMMAND_LINE, parse, shorten
 from dtf.core.errors import INTERRUPTED, BusyError, ConfigError, Exit
 from dtf.core.text import time_text
-from dtf.run import take_lock
+from dtf.runs.run_folder import take_lock
 from dtf.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
 from dtf.tuning import NAME as OPTUNA
 from dtf.tuning import OptunaOptions, Tuner

@@ -10,7 +10,7 @@ from dtf.checkpoint.resolve_path import check_place
 from dtf.config.compose import Composed
 from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.types import Event, Failed, Measured, Note
-from dtf.run import Run
+from dtf.runs.run_folder import Run
 
 
 def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path | None:

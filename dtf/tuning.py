@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from dtf.core.errors import BusyError, ConfigError
-from dtf.run import replace_text
+from dtf.runs.run_folder import replace_text
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -22,7 +22,7 @@ from dtf.warm import files, warm
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
-    from dtf.run import Run
+    from dtf.runs.run_folder import Run
 
 
 @dataclass(kw_only=True)

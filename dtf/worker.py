@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtf import __version__, budget, export, inference
+from dtf import __version__, export, inference
 from dtf.api.launcher import Place
 from dtf.api.name_patterns import check_used
 from dtf.api.observer import Probes
@@ -39,8 +39,9 @@ from dtf.model.init import sketch
 from dtf.model.memory import Memory, Meter
 from dtf.model.pretrained import Fit, Weights, fitted, open_weights
 from dtf.overview import overview
-from dtf.record import Record
-from dtf.run import flat, redact
+from dtf.runs import budget
+from dtf.runs.record import Record
+from dtf.runs.run_folder import flat, redact
 
 _USES = {"evaluate": inference.evaluate, "predict": inference.predict, "export": export.export}
 """What ranks do for a job; for all others they train."""

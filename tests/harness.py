@@ -30,11 +30,11 @@ from dtf.core.types import Box, Measured, Saved, Shard, State
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine import Loop, fit
-from dtf.evidence import in_order
 from dtf.model.ema import averaged
 from dtf.model.forward import stand_ins
 from dtf.model.init import sketch
 from dtf.model.pretrained import fitted, open_weights
+from dtf.runs.compare import in_order
 from dtf.strategies.pipeline import cost_model
 from dtf.strategies.spmd import SHARE
 from tests.direct import Assistants, Deadly, connect

@@ -13,7 +13,7 @@ from dtf.api.strategy import Strategy
 from dtf.config.settings import Settings
 from dtf.core.types import Event
 from dtf.launchers.local import Local
-from dtf.run import Run, unique_id
+from dtf.runs.run_folder import Run, unique_id
 from dtf.strategies.ddp import Ddp
 
 

@@ -152,7 +152,7 @@ def test_dependencies_are_declared_and_explained() -> None:
     modules = {"grpcio": "grpc", "hydra-core": "hydra", "pillow": "PIL", "pyyaml": "yaml"}
     runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
     extras = {
-        "dtf.charts": {"matplotlib"},
+        "dtf.runs.charts": {"matplotlib"},
         "dtf.tuning": {"optuna"},
         "dtf.sparse.id_kernels": {"numba", "llvmlite"},
         "dtf.sparse.row_kernels": {"numba"},
@@ -199,7 +199,7 @@ def test_registered_classes_import_without_torch() -> None:
     """The command line reads their fields: torch, numpy and what they cost must wait for the ranks."""
     names = [name for name, path in sources().items() if registers(path)]
     assert {"dtf.strategies.ddp", "dtf.optim.optimizers", "dtf.api.precision"} <= set(names)
-    front = ["dtf.config.settings", "dtf.config.compose", "dtf.run", "dtf.config.describe", "dtf.__main__"]
+    front = ["dtf.config.settings", "dtf.config.compose", "dtf.runs.run_folder", "dtf.config.describe", "dtf.__main__"]
     code = (
         "import importlib, sys\n"
         f"for name in {names + front!r}:\n"

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from dtf import budget, clock
+from dtf import clock
 from dtf.__main__ import main
 from dtf.api.options import BudgetOptions
-from dtf.budget import Meter, is_spent, key, limit_s, spent_s
 from dtf.core.errors import Exit
+from dtf.runs import budget
+from dtf.runs.budget import Meter, is_spent, key, limit_s, spent_s
 from tests.conftest import Result
 
 TOY = ["plugins=[tests.toy]", "recipe=toy", "launcher.devices=cpu", "launcher.threads=1", "step.batch_size=48", "observer=[console]"]

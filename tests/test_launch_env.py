@@ -21,7 +21,7 @@ from dtf.core.errors import BusyError, ConfigError, DtfError, Exit
 from dtf.distributed.world import World
 from dtf.environment import VARIABLES
 from dtf.launchers.env import Env
-from dtf.run import Run
+from dtf.runs.run_folder import Run
 from tests.entries import listening
 
 ROOT = Path(__file__).parent.parent

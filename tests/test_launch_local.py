@@ -53,7 +53,7 @@ def test_ranks_meet_report_and_log(start: Start) -> None:
 
 
 def test_the_launching_process_has_no_torch_of_its_own() -> None:
-    names = "dtf.launchers.local, dtf.launchers.static, dtf.launchers.torchrun, dtf.launchers.inline, dtf.launchers.env, dtf.run"
+    names = "dtf.launchers.local, dtf.launchers.static, dtf.launchers.torchrun, dtf.launchers.inline, dtf.launchers.env, dtf.runs.run_folder"
     code = f"import sys, {names}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=False).returncode == 0
 

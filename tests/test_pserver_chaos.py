@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dtf.evidence import Evidence
+from dtf.runs.compare import Evidence
 from tests.test_pserver_kill import bits, left
 
 pytestmark = pytest.mark.slow

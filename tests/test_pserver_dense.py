@@ -15,12 +15,12 @@ from dtf.api.launcher import Place
 from dtf.api.registry import lookup, registered
 from dtf.checkpoint.checkpointer import Stored, write_boxes
 from dtf.distributed.world import World
-from dtf.evidence import Evidence
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import COUNT, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Refused
 from dtf.pserver.row_routing import Shelf, Shelves
 from dtf.pserver.server.rows_server import Lending
+from dtf.runs.compare import Evidence
 from dtf.sparse.store import SparseTable
 from tests.harness import difference, reference, spread
 from tests.tabled import Tabled

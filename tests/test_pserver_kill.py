@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dtf.evidence import Evidence
+from dtf.runs.compare import Evidence
 from tests.test_recovery import RUN, measurements
 
 slow = pytest.mark.slow

@@ -14,8 +14,8 @@ import pytest
 
 from dtf.checkpoint.manifest import Objective
 from dtf.checkpoint.storage import read_manifest
-from dtf.evidence import Evidence, compare
-from dtf.record import Record
+from dtf.runs.compare import Evidence, compare
+from dtf.runs.record import Record
 
 RUN = [
     "plugins=[tests.faults]", "recipe=mortal", "recipe.rows=100", "step.batch_size=24", "step.micro_batch_rows=5", "train.steps=17", "train.log_every=4",

@@ -82,7 +82,7 @@ def test_what_cannot_run_is_refused_before_anything_runs(run_dtf: Any, override:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, Exit.PREEMPTED), (signal.SIGINT, INTERRUPTED)])
-@pytest.mark.parametrize("moment", ["dtf.jobs.relay._go", "dtf.evidence.Evidence.read"])
+@pytest.mark.parametrize("moment", ["dtf.jobs.relay._go", "dtf.runs.compare.Evidence.read"])
 def test_a_signal_while_no_ranks_run_leaves_nothing(run_dtf: Any, monkeypatch: pytest.MonkeyPatch, moment: str, number: int, code: int) -> None:
     folders: list[Path] = []
 

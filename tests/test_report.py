@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dtf import results
 from dtf.core.errors import ConfigError, DataError
+from dtf.runs import results
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 VOID = {"meta", "link", "br", "img", "hr"}
@@ -183,7 +183,7 @@ def test_refusals(runs, run_dtf, monkeypatch):
 
 def test_a_report_that_cannot_be_made_leaves_nothing(runs, run_dtf, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("dtf.report.html", lambda *parts: 1 / 0)
+    monkeypatch.setattr("dtf.runs.report.html", lambda *parts: 1 / 0)
     done = run_dtf("job=report", f"job.runs=['{runs}/a']")
     assert done.code == 1 and not done.folder.exists()
     monkeypatch.undo()

@@ -21,7 +21,7 @@ from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Failed, Note
 from dtf.host import devices
 from dtf.host.devices import Devices
-from dtf.run import Run
+from dtf.runs.run_folder import Run
 from dtf.strategies.ddp import Ddp
 from tests.launching import Launched, launch
 from tests.roles import Served

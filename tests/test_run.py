@@ -15,7 +15,7 @@ import yaml
 
 from dtf.config.settings import Settings
 from dtf.core.errors import BusyError, ConfigError
-from dtf.run import Run, identity, redact, versions
+from dtf.runs.run_folder import Run, identity, redact, versions
 from dtf.strategies.ddp import Ddp
 
 
@@ -79,7 +79,7 @@ def test_what_the_folder_says_of_the_run(here: Path) -> None:
 
 def test_versions_are_read_without_importing() -> None:
     assert set(versions()) == {"dtf", "python", "torch", "torchvision", "numpy"}
-    code = "import sys; from dtf.run import versions; assert versions()['torch']; sys.exit('torch' in sys.modules)"
+    code = "import sys; from dtf.runs.run_folder import versions; assert versions()['torch']; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=False).returncode == 0
 
 

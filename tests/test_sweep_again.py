@@ -15,7 +15,7 @@ import pytest
 
 from dtf.__main__ import main
 from dtf.core.errors import Exit
-from dtf.run import take_lock
+from dtf.runs.run_folder import take_lock
 from tests.holding import HELD
 
 ROOT = Path(__file__).parent.parent

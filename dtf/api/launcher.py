@@ -16,7 +16,7 @@ from dtf.core.types import Failed
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
     from dtf.core.types import Event
-    from dtf.run import Run
+    from dtf.runs.run_folder import Run
 
 
 LONGEST_S = 1_000_000

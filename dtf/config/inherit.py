@@ -14,7 +14,7 @@ from dtf.api.schema import show
 from dtf.checkpoint.resolve_path import is_checkpoint, located
 from dtf.config.limits import scan
 from dtf.core.errors import ConfigError, DataError
-from dtf.run import flat
+from dtf.runs.run_folder import flat
 
 KEYS = ("seed", "recipe", "precision", "step")
 """What a run's config says of its model and data; how to spread the work is the job's own business."""
@@ -77,7 +77,7 @@ def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:
 
 
 def _leaves(node: dict[str, Any], key: str) -> list[tuple[str, Any]]:
-    """As `run.flat`, but that an empty mapping, and one whose keys are no names of options, is a value."""
+    """As `run_folder.flat`, but that an empty mapping, and one whose keys are no names of options, is a value."""
     return [
         pair for name, value in node.items() for pair in (flat(value, f"{key}.{name}") if isinstance(value, dict) and value else [(f"{key}.{name}", value)])
     ]

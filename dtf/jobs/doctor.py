@@ -17,7 +17,7 @@ from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, DtfError, Exit, error_line
 from dtf.host import network
-from dtf.run import Run, unique_id
+from dtf.runs.run_folder import Run, unique_id
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed

@@ -24,12 +24,12 @@ from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.core.text import count_text
 from dtf.host.signals import preempting
 from dtf.killing import Killed, Witness, kill_launcher
-from dtf.run import unique_id
+from dtf.runs.run_folder import unique_id
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
     from dtf.core.types import Event
-    from dtf.evidence import Evidence, Verdict
+    from dtf.runs.compare import Evidence, Verdict
 
 
 class Format(Enum):
@@ -129,7 +129,7 @@ class Relay(Job):
                         shutil.rmtree(folder / name, ignore_errors=True)
 
     def _compare(self, composed: Composed, folder: Path, legs: list[Leg], reference: Leg) -> int:
-        from dtf.evidence import Evidence, compare
+        from dtf.runs.compare import Evidence, compare
 
         print(f"{'steps':<9} {'strategy':<24} {'world':<22} {'seconds':>7}  killed", flush=True)
         rows = []
@@ -158,7 +158,7 @@ class Relay(Job):
         if importlib.util.find_spec("matplotlib") is None:
             print(f"{folder / 'relay.json'}; for the picture: {sys.executable} -m pip install 'matplotlib>=3.8'")
         else:
-            from dtf.charts import relay
+            from dtf.runs.charts import relay
 
             relay(report, folder / "relay.png")
             print(folder / "relay.png")

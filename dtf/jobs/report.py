@@ -12,7 +12,7 @@ from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.text import count_text
-from dtf.run import unique_id
+from dtf.runs.run_folder import unique_id
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
@@ -33,9 +33,9 @@ class Report(Job):
             raise ConfigError("job.runs=[] names nothing to report on; give run folders or patterns, job.runs=[outputs/resnet_shapes/*]")
         if importlib.util.find_spec("matplotlib") is None:
             raise ConfigError(f"job=report draws with matplotlib, which is not installed; {sys.executable} -m pip install 'matplotlib>=3.8'")
-        from dtf.charts import png
-        from dtf.report import charts_of, html
-        from dtf.results import read
+        from dtf.runs.charts import png
+        from dtf.runs.report import charts_of, html
+        from dtf.runs.results import read
 
         results = read(self.runs)
         charts = charts_of(results, self.published, self.published_by)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from dtf.api.job import Job
 from dtf.api.observer import Observers
 from dtf.api.registry import register
-from dtf.budget import Meter, key, limit_s, spent_s
 from dtf.core.errors import BudgetError, DtfError, Exit
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Started
-from dtf.run import Run
+from dtf.runs.budget import Meter, key, limit_s, spent_s
+from dtf.runs.run_folder import Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,11 +23,11 @@ from dtf.config.strategy_spec import read_entry
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.core.text import count_text, number_text
 from dtf.host.devices import cores
-from dtf.run import Run, unique_id
+from dtf.runs.run_folder import Run, unique_id
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
-    from dtf.evidence import Evidence
+    from dtf.runs.compare import Evidence
 
 
 class Output(Enum):
@@ -171,7 +171,7 @@ class Verify(Job):
         raise ConfigError(f"nothing to compare: none of job.strategies={strategies} runs on job.processes={self.processes}: {refusals[0]}")
 
     def _train(self, composed: Composed, runs: Path, name: str, strategy: str, processes: int, precision: str, micro: int) -> Evidence:
-        from dtf.evidence import Evidence
+        from dtf.runs.compare import Evidence
 
         folder = runs / f"{name}-{precision}-{micro}"
         again = self._composed(composed, folder, strategy, processes, precision, micro)
@@ -211,7 +211,7 @@ class Verify(Job):
         return composed.recompose([f"{key}={value}" for key, value in overrides.items()])
 
     def _row(self, composed: Composed, runs: Path, reference: Evidence, strategy: str, processes: int, precision: str, micro: int) -> dict[str, Any]:
-        from dtf.evidence import compare
+        from dtf.runs.compare import compare
 
         row = {"strategy": strategy, "processes": processes, "precision": precision, "micro_batch_rows": micro}
         try:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from dtf.api.strategy import Strategy
-    from dtf.run import Run
+    from dtf.runs.run_folder import Run
 
 
 @register("launcher", "env")
@@ -71,7 +71,7 @@ class Env(Launcher):
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
         """Agree with the other ranks; collective. Rank 0 makes the run for all. ConfigError names the rank that differs and in what."""
         from dtf.config.settings import typed
-        from dtf.run import Run, versions
+        from dtf.runs.run_folder import Run, versions
 
         self._me = standing(os.environ)
         os.environ |= network.socket_variables(self.interface, (self._me.address, self._me.port), os.environ) | self.env

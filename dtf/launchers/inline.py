@@ -18,7 +18,7 @@ from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
-    from dtf.run import Run
+    from dtf.runs.run_folder import Run
 
 
 @register("launcher", "inline")

@@ -16,7 +16,7 @@ from dtf.supervise import supervise
 from dtf.watched import Watched
 
 if TYPE_CHECKING:
-    from dtf.run import Run
+    from dtf.runs.run_folder import Run
 
 
 @register("launcher", "local")

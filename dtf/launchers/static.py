@@ -23,7 +23,7 @@ from dtf.supervise import supervise
 from dtf.watched import Watched
 
 if TYPE_CHECKING:
-    from dtf.run import Run
+    from dtf.runs.run_folder import Run
 
 
 @register("launcher", "static")
@@ -57,7 +57,7 @@ class Static(Watched):
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
         """Meet the other hosts; collective. Host 0 makes the run for all. ConfigError names the host that differs and in what."""
         from dtf.config.settings import typed
-        from dtf.run import Run, versions
+        from dtf.runs.run_folder import Run, versions
 
         host, port = network.endpoint(self.address, "launcher.address")
         ranks = self.count() // self.nodes

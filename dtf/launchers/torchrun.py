@@ -24,7 +24,7 @@ from dtf.supervise import NO_PROGRESS
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
-    from dtf.run import Run
+    from dtf.runs.run_folder import Run
 
 
 @register("launcher", "torchrun")
@@ -64,7 +64,7 @@ class Torchrun(Launcher):
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
         """No folder is made here: rank 0 does it, in `run.dir`, which must be given, as hosts that come later have to know it too."""
         from dtf.config.settings import typed
-        from dtf.run import Run, unique_id
+        from dtf.runs.run_folder import Run, unique_id
 
         if not config["run"]["dir"]:
             raise ConfigError("launcher=torchrun needs run.dir=FOLDER, on storage that all hosts share: hosts that join later go on there")

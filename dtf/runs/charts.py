@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtf.results import Point
+from dtf.runs.results import Point
 
 PALETTE = ("#2f6fdb", "#d9480f", "#2b8a3e", "#9c36b5", "#c2255c", "#0b7285", "#8f6200", "#5f3dc4")
 """Of runs, in their order, on white; `page` has those for a dark ground. Further runs begin anew with dashes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from dtf.charts import PALETTE, PARTS
+from dtf.runs.charts import PALETTE, PARTS
 
 _DARK = ("#74a7ff", "#ff9d66", "#63c97a", "#d79bea", "#ff85aa", "#4fc3d9", "#e0b64a", "#b3a1ff")
 _DARK_PARTS = {"data": "#4fc3d9", "forward": "#74a7ff", "backward": "#b3a1ff", "communication": "#ff9d66", "optimizer": "#63c97a", "other": "#5b6571"}

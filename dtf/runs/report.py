@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from dtf import page
-from dtf.charts import Axes, Bar, Chart, Line, svg
 from dtf.core.text import bytes_text, count_text, number_text, setting_text, time_text
 from dtf.observers.trace_shares import WORK
-from dtf.results import Point, Result, differences
+from dtf.runs import html as page
+from dtf.runs.charts import Axes, Bar, Chart, Line, svg
+from dtf.runs.results import Point, Result, differences
 
 _OF_TRAINING = ("lr", "grad_norm", "rows_per_s")
 _HEAD = ("split", "step", "epoch", "seconds")
