@@ -66,7 +66,7 @@ def _dispatch(argv: list[str]) -> int:
     except OSError as error:
         raise ConfigError("the current directory does not exist any more; change to one that does") from error
     if will_launch(argv):
-        from dtf.warm import prestart
+        from dtf.launch.forkserver_cache import prestart
 
         prestart(argv)  # torch is imported over there while the config is composed here; only now, since it slows every answer down
     if "--version" in argv:
@@ -121,7 +121,7 @@ def _reported(action: Callable[[], int]) -> int:
 
 def _cool() -> None:
     """End what `prestart` began."""
-    warm = sys.modules.get("dtf.warm")
+    warm = sys.modules.get("dtf.launch.forkserver_cache")
     if warm is not None:
         warm.discard()
 

@@ -27,7 +27,7 @@ _RUN_FOLDER = "found-by-{}"
 
 
 def examine(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
-    """An entry, see `rank.Entry`."""
+    """An entry, see `rank_process.Entry`."""
     settings = typed(config)
     kind, megabytes = place.device.partition(":")[0], config["job"]["megabytes"]
     alike = len(settings.strategy.roles(place.slots)) == 1

@@ -6,10 +6,10 @@ import contextlib
 import importlib
 import pkgutil
 
+import dtf.launch.rank_process
 import dtf.model.init
 import dtf.model.metrics
 import dtf.optim.update
-import dtf.rank
 import dtf.recipes
 import dtf.strategies.dp_program
 import dtf.strategies.spmd

@@ -37,7 +37,7 @@ RESULT = "replay.json"
 
 
 def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
-    """An entry, see `rank.Entry`. `config`: the recorded run's, with `run.dir` its folder. Writes RESULT into `folder`."""
+    """An entry, see `rank_process.Entry`. `config`: the recorded run's, with `run.dir` its folder. Writes RESULT into `folder`."""
     with stop_signals() as told:
         try:
             _replay(config, Path(folder), place, send, lambda: bool(told))

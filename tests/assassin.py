@@ -6,10 +6,10 @@ import os
 import signal
 from pathlib import Path
 
-from dtf import warm
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
 from dtf.core.types import Event, Measured
+from dtf.launch import forkserver_cache
 
 
 @register("observer", "assassin")
@@ -21,5 +21,5 @@ class Assassin(Observer):
     def see(self, event: Event) -> None:
         if isinstance(event, Measured) and event.step == self.step and not hasattr(self, "done"):
             self.done = True
-            server = warm.warm({}).pid
+            server = forkserver_cache.warm({}).pid
             os.kill(int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[-1]), signal.SIGKILL)

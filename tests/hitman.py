@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtf import warm
 from dtf.api.observer import Observer
 from dtf.api.recipe import Dataset
 from dtf.api.registry import option, register
 from dtf.core.types import Event, Measured
+from dtf.launch import forkserver_cache
 from tests.toy import Rows, Toy
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Slow(Rows):
 
 def pids() -> dict[int, int]:
     """Process of each rank that lives, as its log says."""
-    server, found = warm.warm({}).pid, {}
+    server, found = forkserver_cache.warm({}).pid, {}
     for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
         with contextlib.suppress(OSError):
             if rank := re.search(r"rank_(\d+)", os.readlink(f"/proc/{child}/fd/1")):

@@ -12,7 +12,7 @@ from dtf.api.schema import fit_option, make_option
 from dtf.api.strategy import Strategy
 from dtf.config.settings import Settings
 from dtf.core.types import Event
-from dtf.launchers.local import Local
+from dtf.launch.local import Local
 from dtf.runs.run_folder import Run, unique_id
 from dtf.strategies.ddp import Ddp
 

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtf import warm
 from dtf.api.launcher import Place
-from dtf.attempt import Attempt, Limits
 from dtf.core.types import Event
 from dtf.host.signals import Stop
+from dtf.launch import forkserver_cache
+from dtf.launch.worker_group import Attempt, Limits
 
-if "tests.preload" not in warm.PRELOAD:
-    warm.PRELOAD.append("tests.preload")
+if "tests.preload" not in forkserver_cache.PRELOAD:
+    forkserver_cache.PRELOAD.append("tests.preload")
 
 
 def ranks(count: int, target: str, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
@@ -42,7 +42,7 @@ def ranks(count: int, target: str, timeout_s: float = 60.0, **arguments: Any) ->
         places = [Place(rank=rank, size=count, local_rank=rank, local_size=count, slots=count, threads=1, prefix=order["run_id"]) for rank in range(count)]
         limits = Limits(hang_timeout_s=timeout_s, start_timeout_s=timeout_s, grace_s=0.0)
         with contextlib.closing(Stop()) as stop:  # not entered: Ctrl-C is pytest's
-            outcome = Attempt(warm.warm({}), order, places, [[]] * count, Path(folder), limits, stop, lambda event: None).run()
+            outcome = Attempt(forkserver_cache.warm({}), order, places, [[]] * count, Path(folder), limits, stop, lambda event: None).run()
         if outcome.cause:
             log = Path(folder, f"rank_{outcome.cause.rank}.log").read_text(errors="replace")
             raise AssertionError(f"{target}: rank {outcome.cause.rank} of {count}: {outcome.cause.message}\n{outcome.cause.traceback}\nits log:\n{log[-4000:]}")

@@ -42,7 +42,7 @@ FLOORS = {
     "options that start runs": "jobs",
     "command line": "__main__",
 }
-SIBLINGS = ("dtf.jobs", "dtf.launchers", "dtf.observers", "dtf.optim", "dtf.recipes", "dtf.sparse", "dtf.strategies")
+SIBLINGS = ("dtf.jobs", "dtf.launch", "dtf.observers", "dtf.optim", "dtf.recipes", "dtf.sparse", "dtf.strategies")
 NO_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
 OBJECT_COLLECTIVES = ("_object", "_object_list")
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}

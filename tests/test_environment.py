@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from dtf.core.errors import ConfigError
-from dtf.environment import Standing, standing
+from dtf.launch.cluster_env import Standing, standing
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "x"}
 SRUN = {"SLURM_JOB_ID": "70123", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1"}

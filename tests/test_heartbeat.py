@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from dtf.attempt import Limits
 from dtf.host import heartbeat
 from dtf.host.heartbeat import Beat, Board
+from dtf.launch.worker_group import Limits
 
 
 @pytest.fixture(autouse=True)

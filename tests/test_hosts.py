@@ -15,8 +15,8 @@ import pytest
 from dtf.core.consistency import digest, mixture
 from dtf.core.errors import BusyError, ConfigError, Exit, PeerError, Preempted
 from dtf.core.types import Failed
-from dtf.ending import Outcome
-from dtf.hosts import Hosts
+from dtf.launch.exit_cause import Outcome
+from dtf.launch.host_rendezvous import Hosts
 
 TASK = {"config": {"seed": 1}, "versions": {"torch": "2.15"}}
 ANSWER = {"folder": "/run", "id": "one"}

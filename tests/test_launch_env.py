@@ -19,8 +19,8 @@ from dtf.config.settings import Settings
 from dtf.core import consistency
 from dtf.core.errors import BusyError, ConfigError, DtfError, Exit
 from dtf.distributed.world import World
-from dtf.environment import VARIABLES
-from dtf.launchers.env import Env
+from dtf.launch.cluster_env import VARIABLES
+from dtf.launch.env import Env
 from dtf.runs.run_folder import Run
 from tests.entries import listening
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from dtf import attempt, warm, watched
 from dtf.api.launcher import Place
-from dtf.attempt import Attempt, Limits
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Ended, Failed, Note, Started
-from dtf.forkserver import ForkServer
 from dtf.host.signals import Stop
+from dtf.launch import forkserver_cache, supervised, worker_group
+from dtf.launch.forkserver import ForkServer
+from dtf.launch.worker_group import Attempt, Limits
 from tests.launching import Launched, launch
 
 Start = Callable[..., Launched]
@@ -33,7 +33,7 @@ Start = Callable[..., Launched]
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("add", config={...}, threads=1)`: launch an entry of tests/entries.py. Afterwards no rank may be left."""
     yield lambda name, **options: launch(f"tests.entries:{name}", tmp_path, **options)
-    assert not children_of(warm.warm({}).pid)
+    assert not children_of(forkserver_cache.warm({}).pid)
 
 
 def children_of(pid: int) -> list[str]:
@@ -53,7 +53,7 @@ def test_ranks_meet_report_and_log(start: Start) -> None:
 
 
 def test_the_launching_process_has_no_torch_of_its_own() -> None:
-    names = "dtf.launchers.local, dtf.launchers.static, dtf.launchers.torchrun, dtf.launchers.inline, dtf.launchers.env, dtf.runs.run_folder"
+    names = "dtf.launch.local, dtf.launch.static, dtf.launch.torchrun, dtf.launch.inline, dtf.launch.env, dtf.runs.run_folder"
     code = f"import sys, {names}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=False).returncode == 0
 
@@ -68,7 +68,7 @@ def test_a_rank_finds_the_world_as_it_is_now(start: Start, monkeypatch: pytest.M
         assert place["directory"] == str(tmp_path)
         assert place["environment"] == {"DTF_TEST_NOW": "yes", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         assert place["threads"] == 3
-        assert place["files"] <= warm.files(2)
+        assert place["files"] <= forkserver_cache.files(2)
         assert place["listening"] and set(place["listening"]) == {"0100007F"}, "nothing listens but on loopback"
     if len(os.sched_getaffinity(0)) > 1:
         assert sorted(core for place in places for core in place["cores"]) == sorted(os.sched_getaffinity(0))
@@ -76,14 +76,14 @@ def test_a_rank_finds_the_world_as_it_is_now(start: Start, monkeypatch: pytest.M
 
 
 def test_launcher_env_is_there_from_the_first_import(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm, "_server", None)  # the warm one is for the others
-    monkeypatch.setattr(warm, "PRELOAD", ["json"])
+    monkeypatch.setattr(forkserver_cache, "_server", None)  # the warm one is for the others
+    monkeypatch.setattr(forkserver_cache, "PRELOAD", ["json"])
     done = start("add", env={"DTF_TEST_VALUE": "7"}, interface="lo", processes=1)
     here = json.loads((done.folder / "0.json").read_text())
     assert here["environment"]["DTF_TEST_VALUE"] == "7"
     server = here["server"]
     assert b"DTF_TEST_VALUE=7" in Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
-    warm.discard()
+    forkserver_cache.discard()
     assert not Path(f"/proc/{server}").exists()
 
 
@@ -119,14 +119,14 @@ def test_a_stop_signal_reaches_ranks_whose_server_is_stopped(start: Start) -> No
 
 @pytest.mark.slow
 def test_a_fork_server_that_cannot_be_continued_is_replaced(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "_REAP_S", 0.1)
+    monkeypatch.setattr(worker_group, "_REAP_S", 0.1)
     monkeypatch.setattr(ForkServer, "wake", lambda server: None)
     assert start("server_stopped_once").code == Exit.OK
 
 
 @pytest.mark.slow
 def test_a_fork_server_that_cannot_be_continued_does_not_outlast_the_grace(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "_REAP_S", 0.1)
+    monkeypatch.setattr(worker_group, "_REAP_S", 0.1)
     monkeypatch.setattr(ForkServer, "wake", lambda server: None)
     begun = time.monotonic()
     done = start("server_stopped_then_told", processes=1, grace_s=0.2)
@@ -306,7 +306,7 @@ def test_impossible_options_are_refused(tmp_path: Path, options: dict, words: st
 
 
 def test_a_limit_of_open_files_that_ranks_would_run_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched.devices, "allow_files", lambda count: 20)
+    monkeypatch.setattr(supervised.devices, "allow_files", lambda count: 20)
     with pytest.raises(ConfigError, match=r"launcher.processes=2 needs \d+ open files in one process, this shell allows 20; see ulimit -n"):
         launch("tests.entries:add", tmp_path)
 
@@ -329,7 +329,7 @@ def test_a_limit_of_open_files_that_ranks_would_run_into_is_refused(tmp_path: Pa
 )
 def test_torch_starts_loading_only_for_runs_of_this_host(monkeypatch: pytest.MonkeyPatch, argv: list[str], starts: bool) -> None:
     made = []
-    monkeypatch.setattr(warm, "_server", None)
-    monkeypatch.setattr(warm, "ForkServer", lambda *_: made.append(1))
-    warm.prestart(argv)
+    monkeypatch.setattr(forkserver_cache, "_server", None)
+    monkeypatch.setattr(forkserver_cache, "ForkServer", lambda *_: made.append(1))
+    forkserver_cache.prestart(argv)
     assert bool(made) == starts

@@ -9,8 +9,8 @@ import pytest
 
 from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.types import Failed, Note
-from dtf.ending import Ending, Outcome, innermost, outcome, preload_error
-from dtf.supervise import supervise
+from dtf.launch.exit_cause import Ending, Outcome, innermost, outcome, preload_error
+from dtf.launch.restart_policy import supervise
 
 
 def ending(

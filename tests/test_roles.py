@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import pytest
 
-from dtf import attempt, warm
 from dtf.api.launcher import Place
 from dtf.api.schema import fit_option, make_option
 from dtf.config.settings import Settings, load_parts
@@ -21,6 +20,7 @@ from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Failed, Note
 from dtf.host import devices
 from dtf.host.devices import Devices
+from dtf.launch import forkserver_cache, worker_group
 from dtf.runs.run_folder import Run
 from dtf.strategies.ddp import Ddp
 from tests.launching import Launched, launch
@@ -35,7 +35,7 @@ load_parts([])
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start({"1": {"0.0": "die"}}, max_restarts=1)`: one server and two trainers that follow the plan, see `roles.follow`. No process may be left."""
     yield lambda plan, **options: launch("tests.roles:follow", tmp_path, {"plan": plan}, Served(), **options)
-    server = warm.warm({}).pid
+    server = forkserver_cache.warm({}).pid
     assert not Path(f"/proc/{server}/task/{server}/children").read_text()
 
 
@@ -94,8 +94,8 @@ def test_replacements_that_finish_no_step_are_limited(start: Start) -> None:
 def test_replacements_that_finish_steps_are_not(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do they leave open files."""
     open_files: list[int] = []
-    replace = attempt.Attempt._lose
-    monkeypatch.setattr(attempt.Attempt, "_lose", lambda *arguments: (replace(*arguments), open_files.append(len(os.listdir("/proc/self/fd")))))
+    replace = worker_group.Attempt._lose
+    monkeypatch.setattr(worker_group.Attempt, "_lose", lambda *arguments: (replace(*arguments), open_files.append(len(os.listdir("/proc/self/fd")))))
     done = start({"1": {f"0.{again}": "die later" for again in range(4)}}, max_restarts=1)
     assert done.code == Exit.OK
     assert [text.rpartition("; ")[2] for text in warnings(done)] == ["it alone is started again, 1 of 1"] * 4
@@ -199,8 +199,8 @@ def test_a_token_is_drawn_for_each_launch_of_several_roles(tmp_path: Path) -> No
     def tokens(strategy: Any, run: Run) -> set[str]:
         launcher = local(processes=2)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dtf.watched.Attempt", lambda server, order, places, *rest: places)
-            patch.setattr("dtf.watched.warm", lambda environment: None)
+            patch.setattr("dtf.launch.supervised.Attempt", lambda server, order, places, *rest: places)
+            patch.setattr("dtf.launch.supervised.warm", lambda environment: None)
             run.settings = cast(Settings, SimpleNamespace(strategy=strategy))
             return {place.token for number in range(2) for place in cast(Any, launcher.attempt(run, "", number, {}, cast(Any, None), print))}
 

@@ -59,7 +59,7 @@ class Inline(Launcher):
                 failed.append(event)
             see(event)
 
-        from dtf.rank import entry as function
+        from dtf.launch.rank_process import entry as function
 
         all_devices = tuple(devices.device_of(slot, slots, chosen) for slot in range(slots))
         place = Place(slots=slots, device=all_devices[0], devices=all_devices, threads=self.threads or devices.cores(), prefix=f"{run.id}/0")

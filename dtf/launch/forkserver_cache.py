@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtf.forkserver import ForkServer
 from dtf.host import devices
 from dtf.host.devices import MOST_PROCESSES
+from dtf.launch.forkserver import ForkServer
 
 PRELOAD = ["dtf.preload"]
 """What a rank imports before its first step. Must not touch CUDA: a forked process cannot use it after that."""

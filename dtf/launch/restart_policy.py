@@ -7,7 +7,7 @@ from typing import Protocol
 
 from dtf.core.errors import Exit
 from dtf.core.types import Event, Failed, Note
-from dtf.ending import Outcome
+from dtf.launch.exit_cause import Outcome
 
 NO_PROGRESS = 3
 """Restarts in a row without a new checkpoint that end a run."""

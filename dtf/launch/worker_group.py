@@ -16,11 +16,11 @@ from typing import Any, Protocol
 from dtf.api.launcher import Place
 from dtf.core.errors import ORDERLY, Exit, PeerError
 from dtf.core.types import Event, Failed, Note, Saved, Started, event_from_json
-from dtf.ending import Ending, Outcome, innermost, outcome, preload_error
-from dtf.forkserver import ForkServer
 from dtf.host.heartbeat import Beat, Board
 from dtf.host.signals import Stop
-from dtf.rank import MESSAGE_BYTES
+from dtf.launch.exit_cause import Ending, Outcome, innermost, outcome, preload_error
+from dtf.launch.forkserver import ForkServer
+from dtf.launch.rank_process import MESSAGE_BYTES
 
 _SETTLE_S = 0.5
 """After a first failure: time for the other ranks' words, which tell a cause from its consequences."""
@@ -80,7 +80,7 @@ class _Rank:
 
 
 class Others(Protocol):
-    """The other hosts of an attempt, see `hosts.Hosts`."""
+    """The other hosts of an attempt, see `host_rendezvous.Hosts`."""
 
     failed: Failed | None  # what has happened there, so that the ranks here have to end
 
@@ -93,7 +93,7 @@ class Others(Protocol):
 
 @dataclass
 class Attempt:
-    """Ranks at `places`, forked by `server` with the shared part `order` (see `rank.begin`). `run` may be called once.
+    """Ranks at `places`, forked by `server` with the shared part `order` (see `rank_process.begin`). `run` may be called once.
 
     They meet at `store`; rank 0, if it is here, hosts it on `listener`. Without: on loopback, all ranks are here. A lost rank of the roles
     `replaceable` is started again alone, `max_restarts` times in a row unless it finishes a step; all others end the attempt with them.

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dtf.api.launcher import LONGEST_S, Launcher, Place, check_environment, log_folder
 from dtf.api.registry import option
-from dtf.attempt import Attempt, Limits, Others
 from dtf.core.errors import ConfigError
 from dtf.core.types import Event
 from dtf.host import devices, network
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.host.signals import Stop
-from dtf.supervise import NO_PROGRESS
-from dtf.warm import files, warm
+from dtf.launch.forkserver_cache import files, warm
+from dtf.launch.restart_policy import NO_PROGRESS
+from dtf.launch.worker_group import Attempt, Limits, Others
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy

@@ -20,7 +20,7 @@ import sys
 import traceback
 from typing import Any
 
-from dtf.rank import MESSAGE_BYTES
+from dtf.launch.rank_process import MESSAGE_BYTES
 
 _PR_SET_PDEATHSIG = 1
 
@@ -37,7 +37,7 @@ class ForkServer:
         self.used = False  # a rank was asked for
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = json.dumps({"fd": theirs.fileno(), "parent": os.getpid(), "path": [os.path.abspath(part) for part in sys.path], "preload": preload})
-        code = "import json, sys; order = json.loads(sys.argv[1]); sys.path[:] = order['path']; from dtf.forkserver import serve; serve(order)"
+        code = "import json, sys; order = json.loads(sys.argv[1]); sys.path[:] = order['path']; from dtf.launch.forkserver import serve; serve(order)"
         command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code, order]  # type: ignore[attr-defined]
         with theirs:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, **environment})
@@ -51,7 +51,7 @@ class ForkServer:
         return self._process.pid
 
     def fork(self, order: dict[str, Any], fds: list[int]) -> None:
-        """Ask for a rank; `order` and `fds` are for `rank.begin`. Returns at once; the message {"started"} follows."""
+        """Ask for a rank; `order` and `fds` are for `rank_process.begin`. Returns at once; the message {"started"} follows."""
         self.used = True
         self._send({"fork": order}, fds)
 
@@ -175,7 +175,7 @@ def _become_rank(server: int, order: dict[str, Any], fds: list[int]) -> None:
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        from dtf.rank import begin
+        from dtf.launch.rank_process import begin
 
         code = begin(order, fds)
         sys.stdout.flush()

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from dtf.api.launcher import WORK, report
 from dtf.api.registry import register
-from dtf.attempt import Attempt
 from dtf.core.types import Event
 from dtf.host import network
 from dtf.host.signals import Stop
-from dtf.supervise import supervise
-from dtf.watched import Watched
+from dtf.launch.restart_policy import supervise
+from dtf.launch.supervised import Watched
+from dtf.launch.worker_group import Attempt
 
 if TYPE_CHECKING:
     from dtf.runs.run_folder import Run

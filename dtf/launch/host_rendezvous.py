@@ -29,8 +29,8 @@ from dtf.core.consistency import differences, digest, from_answer, refusal, to_a
 from dtf.core.errors import LONGEST, ConfigError, DtfError, Exit, PeerError, Preempted
 from dtf.core.text import plain_text
 from dtf.core.types import Failed
-from dtf.ending import Outcome, together
 from dtf.host import network
+from dtf.launch.exit_cause import Outcome, together
 
 _BEAT_S = 1.0
 _HELLO_S = 5.0
@@ -80,7 +80,7 @@ class Line:
 
 
 class Hosts:
-    """The other hosts, as host `node` of `nodes` sees them: node 0 all of them, the others node 0. Implements `attempt.Others`.
+    """The other hosts, as host `node` of `nodes` sees them: node 0 all of them, the others node 0. Implements `worker_group.Others`.
 
     `ranks`: of each host. A host is lost when its connection is, or when it has been silent for `silence_s`. `token`: a secret that all hosts know, or none.
     """

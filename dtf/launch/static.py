@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.api.launcher import LONGEST_S, WORK, report
 from dtf.api.registry import option, register
-from dtf.attempt import Attempt
 from dtf.core.consistency import shared
 from dtf.core.errors import ConfigError, DtfError, Preempted
 from dtf.core.types import Event, Failed
-from dtf.ending import Outcome
 from dtf.host import network
 from dtf.host.signals import Stop
-from dtf.hosts import Hosts
-from dtf.supervise import supervise
-from dtf.watched import Watched
+from dtf.launch.exit_cause import Outcome
+from dtf.launch.host_rendezvous import Hosts
+from dtf.launch.restart_policy import supervise
+from dtf.launch.supervised import Watched
+from dtf.launch.worker_group import Attempt
 
 if TYPE_CHECKING:
     from dtf.runs.run_folder import Run

@@ -20,7 +20,7 @@ from dtf.core.errors import ConfigError, Exit, PeerError
 from dtf.core.types import Event
 from dtf.host import devices, network
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
-from dtf.supervise import NO_PROGRESS
+from dtf.launch.restart_policy import NO_PROGRESS
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
@@ -82,7 +82,7 @@ class Torchrun(Launcher):
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousParameters, RendezvousTimeoutError
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-        from dtf.elastic import Agent
+        from dtf.launch.elastic_agent import Agent
 
         # A new store for each round, hosted by its rank 0. With the shared one a host that joins later waits for an address nobody writes (torch 2.15).
         os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **self.env}

@@ -22,9 +22,9 @@ from dtf.api.registry import option, register
 from dtf.core.consistency import differences, from_answer, refusal, shared, to_answer
 from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
 from dtf.core.types import Event, Failed
-from dtf.environment import standing
 from dtf.host import devices, network
 from dtf.host.devices import MOST_THREADS
+from dtf.launch.cluster_env import standing
 
 _MARGIN_S = 10.0
 """For which rank 0, which knows who is missing, may be later than the others in giving up."""
@@ -120,7 +120,7 @@ class Env(Launcher):
                     store.wait([f"heard/{other}" for other in came], timedelta(seconds=10))
 
     def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
-        from dtf.rank import entry as function
+        from dtf.launch.rank_process import entry as function
 
         me = self._me
         roles = [role for role, number in run.settings.strategy.roles(me.size).items() for _ in range(number)]
