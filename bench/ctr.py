@@ -45,7 +45,7 @@ from dtf.api.strategy import Task
 from dtf.core.types import Event, Measured
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
-from dtf.engine import Loop, fit
+from dtf.engine.loop import Loop, fit
 from dtf.model.metrics import weighted_sums
 from dtf.optim.optimizers import Adagrad
 from dtf.recipes.ctr.model import DNN, Inputs, Tower

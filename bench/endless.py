@@ -6,8 +6,8 @@ from typing import Any
 
 from dtf.api.lr import Constant
 from dtf.api.sampler import Epochs
-from dtf.clock import Clock, Plan, PlannedClock
 from dtf.core.types import Log, Stop, Ticket, Train
+from dtf.engine.clock import Clock, Plan, PlannedClock
 
 
 class Endless(Clock):

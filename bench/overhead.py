@@ -30,7 +30,7 @@ from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Task
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
-from dtf.engine import Loop, fit
+from dtf.engine.loop import Loop, fit
 from dtf.model.init import draw_model
 from dtf.model.metrics import weighted_sums
 from dtf.optim.optimizers import Sgd

@@ -39,7 +39,7 @@ from dtf.api.strategy import Errand, Task
 from dtf.core.types import Event, Measured, Shard
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
-from dtf.engine import Loop, fit
+from dtf.engine.loop import Loop, fit
 from dtf.optim.optimizers import Adagrad
 from dtf.pserver.strategy import Mode, Pserver
 from dtf.sparse.row_optimizers import RowAdagrad

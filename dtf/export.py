@@ -24,7 +24,7 @@ from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.types import Event
 from dtf.distributed.world import World
-from dtf.inference import names_of, weights_of
+from dtf.engine.inference import names_of, weights_of
 from dtf.model.forward import cast_floating
 from dtf.model.init import cast_model, draw_model
 from dtf.runs.run_folder import replace_text

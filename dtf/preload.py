@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import pkgutil
 
+import dtf.engine.train
 import dtf.launch.rank_process
 import dtf.model.init
 import dtf.model.metrics
@@ -13,7 +14,6 @@ import dtf.optim.update
 import dtf.recipes
 import dtf.strategies.dp_program
 import dtf.strategies.spmd
-import dtf.worker
 from dtf.config.settings import load_parts
 
 load_parts([])

@@ -21,8 +21,9 @@ from dtf.core.errors import ConfigError, DataError, Exit, Preempted
 from dtf.core.text import count_text
 from dtf.core.types import Box, Event, Failed, Note
 from dtf.data.splits import Rows
+from dtf.engine.inference import Pace
+from dtf.engine.train import stop_signals
 from dtf.host.heartbeat import beat
-from dtf.inference import Pace
 from dtf.model.ema import averaged
 from dtf.model.init import sketch
 from dtf.model.pretrained import Weights, fitted, open_weights
@@ -31,7 +32,6 @@ from dtf.pserver.record.replay import Replay
 from dtf.pserver.strategy import Pserver
 from dtf.runs.compare import FP32_BOUND, FP64_BOUND, checkpoint_tensors, in_order, relative
 from dtf.runs.results import lines
-from dtf.worker import stop_signals
 
 RESULT = "replay.json"
 

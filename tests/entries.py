@@ -1,4 +1,4 @@
-"""What ranks do in the tests of launchers: each function is an entry as `dtf.worker.work`, and does one thing that happens to real ranks."""
+"""What ranks do in the tests of launchers: each function is an entry as `dtf.engine.train.work`, and does one thing that happens to real ranks."""
 
 from __future__ import annotations
 

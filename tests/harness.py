@@ -24,12 +24,12 @@ from dtf.api.registry import lookup, registered
 from dtf.api.sampler import Epochs, Sequential, Shuffle, Tail
 from dtf.api.strategy import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
-from dtf.clock import Plan, PlannedClock
 from dtf.config.settings import load_parts
 from dtf.core.types import Box, Measured, Saved, Shard, State
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
-from dtf.engine import Loop, fit
+from dtf.engine.clock import Plan, PlannedClock
+from dtf.engine.loop import Loop, fit
 from dtf.model.ema import averaged
 from dtf.model.forward import stand_ins
 from dtf.model.init import sketch

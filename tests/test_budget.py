@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dtf import clock
 from dtf.__main__ import main
 from dtf.api.options import BudgetOptions
 from dtf.core.errors import Exit
+from dtf.engine import clock
 from dtf.runs import budget
 from dtf.runs.budget import Meter, is_spent, key, limit_s, spent_s
 from tests.conftest import Result

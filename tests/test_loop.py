@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from dtf import engine
 from dtf.api.lr import Constant, Plateau
 from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Program, Source
-from dtf.clock import Clock, Plan, PlannedClock
 from dtf.core.errors import DataError, DivergedError, DtfError
 from dtf.core.types import Batch, Evaluate, Evaluated, Log, Poll, Save, Shard, State, StepOutput, Stop, Ticket, Train
-from dtf.engine import Loop, fit
+from dtf.engine import loop as engine
+from dtf.engine.clock import Clock, Plan, PlannedClock
+from dtf.engine.loop import Loop, fit
 from tests.toy import Toy
 
 
@@ -295,7 +295,7 @@ def test_ranks_agree_at_each_end_of_an_epoch_and_at_the_last_step() -> None:
 def test_the_pace_counts_the_steps_of_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run starts at a high step: were its pace divided by that, the next poll would be hundreds of steps away."""
     seconds = count(0, 10)
-    monkeypatch.setattr("dtf.engine.time.perf_counter", lambda: next(seconds))
+    monkeypatch.setattr("dtf.engine.loop.time.perf_counter", lambda: next(seconds))
     clock = Coordinator()
     for ticket in (grant(400), grant(401), Poll(402), Stop(402, "preempted")):
         clock.granted.put(ticket)

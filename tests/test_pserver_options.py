@@ -14,12 +14,12 @@ from torch import nn
 
 from dtf.api.launcher import Place
 from dtf.api.strategy import Program
-from dtf.clock import Plan
 from dtf.config.compose import compose
 from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, Exit
 from dtf.distributed.world import World
-from dtf.overview import overview
+from dtf.engine.clock import Plan
+from dtf.engine.summary import overview
 from dtf.pserver.manual_start import check_certificates
 from tests.conftest import Result
 from tests.test_rpc import certificate

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LONGEST_S = 1_000_000
 """Of all times to wait, 11 days: poll(2) takes no more than twice that."""
-WORK = "dtf.worker:work"
+WORK = "dtf.engine.train:work"
 """What a rank does unless a job says otherwise: a function `module:function`, see `rank_process.Entry`."""
 
 

@@ -26,7 +26,7 @@ MESSAGE_BYTES = 1 << 17
 """The longest message on any of the sockets; the kernel takes 208 KiB without being asked."""
 
 Entry = Callable[[dict[str, Any], str, str, Place, Callable[[Event], None]], int]
-"""`entry(config, folder, run_id, place, send) -> exit code`, as `dtf.worker.work`."""
+"""`entry(config, folder, run_id, place, send) -> exit code`, as `dtf.engine.train.work`."""
 
 
 def begin(order: dict[str, Any], fds: list[int]) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtf import __version__, export, inference
+from dtf import __version__, export
 from dtf.api.launcher import Place
 from dtf.api.name_patterns import check_used
 from dtf.api.observer import Probes
@@ -25,20 +25,21 @@ from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.strategy import Errand, Program, Standing, Task
 from dtf.checkpoint.checkpointer import Checkpointer
-from dtf.clock import Plan, PlannedClock
 from dtf.config.settings import Settings, typed
 from dtf.core.consistency import agree, common, digest
 from dtf.core.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
 from dtf.data.splits import Rows
 from dtf.distributed.world import World
-from dtf.engine import RECENT, Loop, fit
+from dtf.engine import inference
+from dtf.engine.clock import Plan, PlannedClock
+from dtf.engine.loop import RECENT, Loop, fit
+from dtf.engine.summary import overview
 from dtf.host import heartbeat
 from dtf.model.ema import averaged
 from dtf.model.init import sketch
 from dtf.model.memory import Memory, Meter
 from dtf.model.pretrained import Fit, Weights, fitted, open_weights
-from dtf.overview import overview
 from dtf.runs import budget
 from dtf.runs.record import Record
 from dtf.runs.run_folder import flat, redact

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dtf.api.recipe import Peers, Recipe
 from dtf.api.strategy import Program
-from dtf.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
 from dtf.core.errors import DataError, DivergedError, DtfError
 from dtf.core.types import Batch, Evaluate, Event, Log, Measured, Poll, Save, Saved, State, StepOutput, Stop, Train
+from dtf.engine.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
 
 RECENT = 256
 """Measurements that a checkpoint repeats: more than are on their way to the observers at any time."""

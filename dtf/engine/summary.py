@@ -13,10 +13,10 @@ from dtf.api.precision import Cast, Format
 from dtf.api.sampler import cut
 from dtf.api.schema import show, to_plain
 from dtf.api.strategy import Program
-from dtf.clock import Plan
 from dtf.config.settings import Settings
 from dtf.core.text import bytes_text, count_text
 from dtf.distributed.world import World
+from dtf.engine.clock import Plan
 from dtf.model.memory import Memory, table_row
 
 

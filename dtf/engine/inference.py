@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dtf.answers import Answers, Kind, Row
 from dtf.api.launcher import Place
 from dtf.api.options import Remat
 from dtf.api.precision import set_switches
@@ -29,7 +28,8 @@ from dtf.core.types import Batch, Evaluated, Event, Measured, Names
 from dtf.data.loader import Loader
 from dtf.distributed.sharding import is_slice
 from dtf.distributed.world import World
-from dtf.engine import counted
+from dtf.engine.loop import counted
+from dtf.engine.predictions import Answers, Kind, Row
 from dtf.model.forward import stand_ins
 from dtf.model.init import sketch
 from dtf.model.pretrained import Weights, fitted, open_weights
