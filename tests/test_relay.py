@@ -16,7 +16,7 @@ import pytest
 from docs import pictures
 from dtf.core.errors import INTERRUPTED, Exit
 from dtf.core.types import Measured, Note, Started
-from dtf.killing import Witness
+from dtf.jobs.fault_injection import Witness
 
 SMALL = ["job=relay", "recipe=resnet_shapes", "recipe.data.pixels=8", "step.batch_size=14", "lr.peak=0.02", "job.steps=8", "job.save_every=3"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dtf import replay
 from dtf.api.launcher import Place
 from dtf.core.errors import DataError, Exit
+from dtf.jobs import rank_replay
 from dtf.jobs.verify import _replayed
 from dtf.pserver.record.recorder import Pull, Recorder, path_of, read
 from dtf.pserver.record.replay import Replay
@@ -32,11 +32,11 @@ def replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path]
 
     def run(folder: Path) -> tuple[Replay, dict[str, Any]]:
         made: list[Replay] = []
-        monkeypatch.setattr(replay, "Replay", lambda *given: made.append(Replay(*given)) or made[0])
+        monkeypatch.setattr(rank_replay, "Replay", lambda *given: made.append(Replay(*given)) or made[0])
         config = yaml.safe_load((folder / "config.yaml").read_text())
         config["run"]["dir"] = str(folder)
-        assert replay.work(config, str(tmp_path), "", Place(), lambda event: None) == 0
-        return made[0], json.loads((tmp_path / replay.RESULT).read_text())
+        assert rank_replay.work(config, str(tmp_path), "", Place(), lambda event: None) == 0
+        return made[0], json.loads((tmp_path / rank_replay.RESULT).read_text())
 
     return run
 
@@ -97,7 +97,7 @@ def test_a_replay_that_is_told_to_stop_says_how_far_it_was(run_dtf: Any, monkeyp
     run = run_dtf(*RUN, *RECORD, "recipe=toy", "strategy.mode=async", "train.until=2")
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     config["run"]["dir"] = str(run.folder)
-    monkeypatch.setattr(replay, "stop_signals", lambda: nullcontext([15]))
+    monkeypatch.setattr(rank_replay, "stop_signals", lambda: nullcontext([15]))
     sent: list[Any] = []
-    assert replay.work(config, str(tmp_path), "", Place(), sent.append) == Exit.PREEMPTED
+    assert rank_replay.work(config, str(tmp_path), "", Place(), sent.append) == Exit.PREEMPTED
     assert "replay of 2 updates from step 0" in sent[0].text and "asked to stop after 0 of 2 updates" in sent[-1].message

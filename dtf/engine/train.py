@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtf import __version__, export
+from dtf import __version__
 from dtf.api.launcher import Place
 from dtf.api.name_patterns import check_used
 from dtf.api.observer import Probes
@@ -36,6 +36,7 @@ from dtf.engine.clock import Plan, PlannedClock
 from dtf.engine.loop import RECENT, Loop, fit
 from dtf.engine.summary import overview
 from dtf.host import heartbeat
+from dtf.jobs import rank_export
 from dtf.model.ema import averaged
 from dtf.model.init import sketch
 from dtf.model.memory import Memory, Meter
@@ -44,7 +45,7 @@ from dtf.runs import budget
 from dtf.runs.record import Record
 from dtf.runs.run_folder import flat, redact
 
-_USES = {"evaluate": inference.evaluate, "predict": inference.predict, "export": export.export}
+_USES = {"evaluate": inference.evaluate, "predict": inference.predict, "export": rank_export.export}
 """What ranks do for a job; for all others they train."""
 
 RECENT_BYTES = 65536

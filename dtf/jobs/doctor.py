@@ -22,7 +22,7 @@ from dtf.runs.run_folder import Run, unique_id
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
 
-_RESULT = "doctor.json"  # as dtf.examine names it, which needs torch
+_RESULT = "doctor.json"  # as dtf.jobs.rank_doctor names it, which needs torch
 _CONNECT_S = 3.0
 
 
@@ -53,7 +53,7 @@ class Doctor(Job):
         try:
             run = launcher.open(composed.config, make, composed.command)
             try:
-                code = launcher.launch(run, lambda event: None, "dtf.examine:examine")
+                code = launcher.launch(run, lambda event: None, "dtf.jobs.rank_doctor:examine")
                 found = json.loads((run.folder / _RESULT).read_text()) if run.leader and not code else None
             finally:
                 if run.leader:

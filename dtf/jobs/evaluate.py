@@ -42,7 +42,7 @@ class EvaluateJob(Job):
     format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
 
     def run(self, composed: Composed) -> int:
-        from dtf.trained import Ended, check_split, launch
+        from dtf.jobs.use_model import Ended, check_split, launch
 
         check_split(composed.settings.recipe, self.split)
         try:

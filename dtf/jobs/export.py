@@ -34,7 +34,7 @@ class ExportJob(Job):
     forms: list[Form] = option(factory=lambda: [Form.pt2, Form.safetensors], doc="which files to write")
 
     def run(self, composed: Composed) -> int:
-        from dtf.trained import Ended, launch
+        from dtf.jobs.use_model import Ended, launch
 
         if not self.forms:
             raise ConfigError("job.forms=[] must hold at least one; use pt2 or safetensors")

@@ -38,7 +38,7 @@ class PredictJob(Job):
     format: Form = option(default=Form.jsonl, doc="`jsonl`: a JSON object a line; `csv`: a table with a line of names")
 
     def run(self, composed: Composed) -> int:
-        from dtf.trained import Ended, check_split, launch
+        from dtf.jobs.use_model import Ended, check_split, launch
 
         check_split(composed.settings.recipe, self.split)
         if self.input and self.split is not Split.eval:

@@ -23,7 +23,7 @@ from dtf.config.strategy_spec import Entry, read_entry
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.core.text import count_text
 from dtf.host.signals import preempting
-from dtf.killing import Killed, Witness, kill_launcher
+from dtf.jobs.fault_injection import Killed, Witness, kill_launcher
 from dtf.runs.run_folder import unique_id
 
 if TYPE_CHECKING:

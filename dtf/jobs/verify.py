@@ -134,7 +134,7 @@ class Verify(Job):
         others = [each.name for each in fields(self) if each.name not in used and getattr(self, each.name) != getattr(plain, each.name)]
         if others:
             raise ConfigError(f"job.{others[0]} is of no account with job.replay, which does one recorded run again; leave it out")
-        from dtf.trained import tell
+        from dtf.jobs.use_model import tell
 
         folder = Path(self.replay).absolute()
         saved = saved_config(folder / "config.yaml", f"job.replay={self.replay}", composed.config["plugins"])
@@ -145,7 +145,7 @@ class Verify(Job):
         alone = composed.recompose(["job=verify", "strategy=ddp", "launcher=local", "launcher.processes=1", f"launcher.threads={threads}"])
         with tempfile.TemporaryDirectory(prefix="dtf-replay-") as aside:
             run = Run(Path(aside), unique_id(), saved, alone.settings)
-            code = alone.settings.launcher.launch(run, tell, "dtf.replay:work")
+            code = alone.settings.launcher.launch(run, tell, "dtf.jobs.rank_replay:work")
             if code:
                 return code
             found = json.loads(Path(aside, "replay.json").read_text())
