@@ -45,7 +45,7 @@ def run_dtf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
     The current directory is the test's own. A rank has one thread, unless told otherwise: several wait for each other where other work takes a core, and
     such a run takes ten times as long. Each call gets a run folder of its own, unless `folder=` names one.
     """
-    from dtf.__main__ import main
+    from dtf.cli.main import main
     from dtf.host import devices
 
     monkeypatch.chdir(tmp_path)

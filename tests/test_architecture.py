@@ -153,7 +153,7 @@ def test_dependencies_are_declared_and_explained() -> None:
     runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
     extras = {
         "dtf.runs.charts": {"matplotlib"},
-        "dtf.tuning": {"optuna"},
+        "dtf.cli.optuna_search": {"optuna"},
         "dtf.sparse.id_kernels": {"numba", "llvmlite"},
         "dtf.sparse.row_kernels": {"numba"},
         "dtf.pserver.net.rpc": {"grpc"},
@@ -199,7 +199,7 @@ def test_registered_classes_import_without_torch() -> None:
     """The command line reads their fields: torch, numpy and what they cost must wait for the ranks."""
     names = [name for name, path in sources().items() if registers(path)]
     assert {"dtf.strategies.ddp", "dtf.optim.optimizers", "dtf.api.precision"} <= set(names)
-    front = ["dtf.config.settings", "dtf.config.compose", "dtf.runs.run_folder", "dtf.config.describe", "dtf.__main__"]
+    front = ["dtf.config.settings", "dtf.config.compose", "dtf.runs.run_folder", "dtf.config.describe", "dtf.cli.main"]
     code = (
         "import importlib, sys\n"
         f"for name in {names + front!r}:\n"
@@ -213,7 +213,7 @@ def test_registered_classes_import_without_torch() -> None:
 
 def test_the_fork_server_never_imports_grpc() -> None:
     """It does not survive a fork: calls in the child would hang."""
-    code = "import sys, dtf.preload; sys.exit('grpc' in sys.modules)"
+    code = "import sys, dtf.cli.preload; sys.exit('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 

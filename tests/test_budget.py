@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dtf.__main__ import main
 from dtf.api.options import BudgetOptions
+from dtf.cli.main import main
 from dtf.core.errors import Exit
 from dtf.engine import clock
 from dtf.runs import budget

@@ -84,7 +84,7 @@ def test_no_code_from_files(tmp_path: Path, body: str, message: str) -> None:
 
 
 def test_sweeps_are_held_to_the_same_rules(tmp_path: Path) -> None:
-    from dtf.sweep import sweep
+    from dtf.cli.sweep import sweep
 
     started: list[int] = []
     with pytest.raises(ConfigError, match="hydra.callbacks is not used here"):

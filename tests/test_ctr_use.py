@@ -175,7 +175,7 @@ def test_what_an_export_says_of_rows_is_what_is_done_to_them(format: str, ids: I
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Logs, and a run folder of a model of one of them."""
-    from dtf.__main__ import main
+    from dtf.cli.main import main
 
     folder = tmp_path_factory.mktemp("clicks")
     (folder / "train.tsv").write_bytes(content(0, 400))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dtf.__main__ import main
 from dtf.api.registry import registered
 from dtf.api.schema import keys
+from dtf.cli.main import main
 from dtf.config.compose import Composer
 from dtf.config.describe import as_text, catalogue
 from dtf.config.settings import GROUPS

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dtf.__main__ import INTERRUPTED, PIPE_CLOSED, main, will_launch
 from dtf.api.registry import registered
+from dtf.cli.main import INTERRUPTED, PIPE_CLOSED, main, will_launch
 from dtf.config.settings import GROUPS
 from dtf.core.errors import Exit
 
@@ -218,7 +218,7 @@ def test_completion_script(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> 
     assert main(["-sc", "install=bash"]) == Exit.OK
     assert capsys.readouterr().out.rstrip().endswith("-F hydra_bash_completion dtf")
     assert main(["-sc"]) == Exit.CONFIG
-    monkeypatch.setattr(sys, "argv", ["/x/dtf/__main__.py"])
+    monkeypatch.setattr(sys, "argv", ["/x/dtf/cli/main.py"])
     assert main(["-sc", "install=bash"]) == Exit.CONFIG
 
 
@@ -226,7 +226,7 @@ def test_completion_script(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> 
 
 HEAVY = """\
 import sys
-from dtf.__main__ import main
+from dtf.cli.main import main
 for words in {}:
     main(words)
 print([name for name in ("torch", "numpy", "rich", "importlib.metadata") if name in sys.modules])"""

@@ -57,7 +57,7 @@ def test_what_cannot_be_is_refused(run_dtf, monkeypatch: pytest.MonkeyPatch, wor
 
 
 def test_torchrun_needs_a_run_folder(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from dtf.__main__ import main
+    from dtf.cli.main import main
 
     assert main(["launcher=torchrun", "launcher.rendezvous=127.0.0.1:1", "launcher.devices=cpu"]) == Exit.CONFIG
     assert "launcher=torchrun needs run.dir=FOLDER" in capsys.readouterr().err

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtf.__main__ import main
+from dtf.cli.main import main
+from dtf.cli.sweep import _Told
+from dtf.cli.trials import NOT_STARTED, Trial, folder_name, table
 from dtf.core.errors import Exit
-from dtf.sweep import _Told
-from dtf.trials import NOT_STARTED, Trial, folder_name, table
 
 SHOW = ("plugins=[tests.front_parts]", "job=front_show")
 SMALL = ["plugins=[tests.toy]", "recipe=toy", "launcher=inline", "launcher.devices=cpu", "strategy=dp", "strategy.replicas=1", "step.batch_size=48"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dtf.__main__ import main
+from dtf.cli.main import main
 from dtf.core.errors import Exit
 from dtf.runs.run_folder import take_lock
 from tests.holding import HELD

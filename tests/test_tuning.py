@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dtf.cli.optuna_search import OptunaOptions, Tuner
 from dtf.config.messages import parse
 from dtf.core.errors import BusyError, ConfigError
-from dtf.tuning import OptunaOptions, Tuner
 
 SPACE = ["lr.peak=tag(log,interval(0.001,10))", "optimizer=sgd,adamw", "seed=range(2,9,3)", "step.batch_size=int(interval(8,64))", "train.steps=4"]
 

@@ -26,7 +26,7 @@ MODEL = ("recipe.model.width=8", "recipe.model.arch=resnet8", "recipe.data.pixel
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run folder: two evaluations, averaged weights, class names."""
-    from dtf.__main__ import main
+    from dtf.cli.main import main
 
     folder = tmp_path_factory.mktemp("trained") / "run"
     assert not main([*MODEL, "train.steps=4", "step.batch_size=32", "step.ema=0.9", "observer=[jsonl]", f"run.dir={folder}"])

@@ -25,9 +25,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from dtf import tuning
 from dtf.api.registry import registered
 from dtf.api.schema import option_node, to_plain
+from dtf.cli import optuna_search
 from dtf.config.limits import check_hydra, one_line, scan
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
@@ -157,7 +157,7 @@ def loader(config_dir: str | None) -> Loader:
     plugins = Plugins.instance()
     plugins.register(PartsSource)
     SourcesRegistry.instance().types["file"] = GuardedFiles
-    tuning.offer()
+    optuna_search.offer()
     path = ConfigSearchPathImpl()
     path.append("hydra", "pkg://hydra.conf")
     path.append("main", f"file://{CONF}")

@@ -58,7 +58,7 @@ class Witness:
 
 _CHILD = (
     "import json, sys; order = json.loads(sys.argv[1]); sys.path[:] = order['path']; from dtf.launch.forkserver import die_with; die_with(order['parent']); "
-    "sys.argv = ['dtf', *order['command']]; from dtf.__main__ import main; sys.exit(main())"
+    "sys.argv = ['dtf', *order['command']]; from dtf.cli.main import main; sys.exit(main())"
 )
 
 

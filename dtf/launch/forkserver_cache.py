@@ -8,7 +8,7 @@ from dtf.host import devices
 from dtf.host.devices import MOST_PROCESSES
 from dtf.launch.forkserver import ForkServer
 
-PRELOAD = ["dtf.preload"]
+PRELOAD = ["dtf.cli.preload"]
 """What a rank imports before its first step. Must not touch CUDA: a forked process cannot use it after that."""
 
 _server: ForkServer | None = None

@@ -27,14 +27,14 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.schema import show
+from dtf.cli.optuna_search import NAME as OPTUNA
+from dtf.cli.optuna_search import OptunaOptions, Tuner
+from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
 from dtf.config.hydra_sources import Loader, Read
 from dtf.config.messages import COMMAND_LINE, parse, shorten
 from dtf.core.errors import INTERRUPTED, BusyError, ConfigError, Exit
 from dtf.core.text import time_text
 from dtf.runs.run_folder import take_lock
-from dtf.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
-from dtf.tuning import NAME as OPTUNA
-from dtf.tuning import OptunaOptions, Tuner
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
