@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-import dtf.optim
 from dtf.api.optimizer import Optimizer
 from dtf.api.registry import registered
 from dtf.api.schema import fit_option, make_option
 from dtf.core.errors import ConfigError
 from dtf.optim.optimizers import Lars
-
-for _module in pkgutil.iter_modules(dtf.optim.__path__):
-    importlib.import_module(f"dtf.optim.{_module.name}")
 
 NAMES = list(registered("optimizer"))
 SHAPES = {"conv.weight": (4, 3, 3, 3), "norm.weight": (4,), "norm.bias": (4,), "fc.weight": (5, 4), "temperature": ()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-import dtf.sparse
 from dtf.api.registry import registered
 from dtf.api.row_optimizer import RowOptimizer, Scheduled
 from dtf.api.sparse_table import Table
 from dtf.core.errors import ConfigError
 from dtf.sparse.row_optimizers import Ftrl, LazyAdam, RowAdagrad, RowSgd, RowwiseAdagrad
 from dtf.sparse.store import SparseTable
-
-for _module in pkgutil.iter_modules(dtf.sparse.__path__):
-    importlib.import_module(f"dtf.sparse.{_module.name}")
 
 ROWS = 20
 LRS = [0.1, 0.2, 0.05, 0.1, 0.3, 0.1, 0.1, 0.02, 0.5, 0.1]

@@ -32,7 +32,7 @@ from dtf.config.limits import check_hydra, one_line, scan
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
 
-CONF = Path(__file__).parent / "conf"
+CONF = Path(__file__).parents[1] / "conf"
 SCHEMA = "schema"
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-import dtf
 from dtf.api.lr import Schedule
 from dtf.api.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
 from dtf.api.recipe import Recipe
@@ -56,8 +55,19 @@ GROUPS = {
 EXPERIMENT = "experiment"
 """The group of complete named runs: YAML files only, no node of its own."""
 
-_LEAVES = {"lr", "optimizer", "precision", "sampler", "checkpoint"}
-_PACKAGES = ("strategies", "launchers", "observers", "optimizers", "row_optimizers", "jobs")
+_PARTS = {
+    "api": "lr precision sampler",
+    "checkpoint": "checkpointer",
+    "optim": "optimizers",
+    "sparse": "row_optimizers",
+    "strategies": "ddp dp fsdp tensor pipeline.strategy",
+    "pserver": "strategy",
+    "observers": "console jsonl profile resources tensorboard",
+    "launch": "env inline local static torchrun",
+    "jobs": "checkpoint describe doctor evaluate export predict relay report status train verify",
+}
+"""Package -> its modules that register classes."""
+
 _ENTRY_POINTS = "dtf.plugins"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _FOLDER = re.compile(r"[A-Za-z0-9._-]{0,128}")
@@ -154,10 +164,7 @@ def typed_fitted(config: dict[str, Any]) -> Settings:
 
 def load_parts(plugins: list[str]) -> None:
     """Import every module that registers classes: dtf's own, those of installed packages (entry points), and `plugins`."""
-    found = [f"dtf.{module.name}" for module in pkgutil.iter_modules(dtf.__path__) if module.name in _LEAVES]
-    for package in _PACKAGES:
-        modules = importlib.import_module(f"dtf.{package}")
-        found += [f"dtf.{package}.{module.name}" for module in pkgutil.iter_modules(modules.__path__)]
+    found = [f"dtf.{package}.{module}" for package, modules in _PARTS.items() for module in modules.split()]
     recipes = importlib.import_module("dtf.recipes")
     for family in pkgutil.iter_modules(recipes.__path__):
         files = {file.stem for path in recipes.__path__ for file in Path(path, family.name).glob("*recipe.py")}
@@ -211,7 +218,7 @@ def is_known(override: str) -> bool:
         return not rest or head == EXPERIMENT or _has(get_type_hints(Root)[head], rest)
     if not rest:
         options = [option for option in value.strip("[]").split(",") if option]
-        return all(option in registered(head) or Path(dtf.__path__[0], "conf", head, f"{option}.yaml").is_file() for option in options)
+        return all(option in registered(head) or Path(__file__).parents[1].joinpath("conf", head, f"{option}.yaml").is_file() for option in options)
     return head == "observer" or any(_has(cls, rest) for cls in registered(head).values())
 
 

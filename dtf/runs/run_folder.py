@@ -249,7 +249,7 @@ def _show(value: Any) -> str:
 
 def _git() -> str:
     """The commit of the code, with `-dirty` when it was changed since; empty when it is in no repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", str(Path(__file__).parents[1]), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
