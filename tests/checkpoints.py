@@ -61,7 +61,9 @@ def on_ranks(size: int, work: Callable[[Together], Any]) -> list[Any]:
 
 def checkpointer(folder: Path, world: Any = None, notes: list[str] | None = None, **options: Any) -> Checkpointer:
     world = world or Together(0, 1, threading.Barrier(1), [None])
-    return Checkpointer(folder, Every(**options), world, "run-1", GOAL, "ddp", (notes if notes is not None else []).append)
+    return Checkpointer(
+        folder, Every(**options), world, "run-1", GOAL, "ddp", (notes if notes is not None else []).append
+    )
 
 
 def whole(name: str, tensor: Tensor) -> Box:
@@ -69,7 +71,11 @@ def whole(name: str, tensor: Tensor) -> Box:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    )
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
@@ -86,8 +92,19 @@ def part(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Ten
 
 
 def small_checkpoint(folder: Path, step: int = 2) -> Path:
-    boxes = [[whole(f"model/{r}.w", noise((30 + r, 4), torch.float32, r)), whole(f"model/{r}.i", noise((2,), torch.int64, r))] for r in range(3)]
-    results = on_ranks(3, lambda world: checkpointer(folder, world).save(step, State(boxes[world.rank], {}), {"clock": {"step": step}}, 0.5))
+    boxes = [
+        [
+            whole(f"model/{r}.w", noise((30 + r, 4), torch.float32, r)),
+            whole(f"model/{r}.i", noise((2,), torch.int64, r)),
+        ]
+        for r in range(3)
+    ]
+    results = on_ranks(
+        3,
+        lambda world: checkpointer(folder, world).save(
+            step, State(boxes[world.rank], {}), {"clock": {"step": step}}, 0.5
+        ),
+    )
     assert results == [str(folder / storage.step_name(step))] * 3
     return Path(results[0])
 
@@ -97,7 +114,9 @@ def damage(folder: Path, draw: random.Random) -> str:
     files = sorted(folder.iterdir())
     file, other = draw.sample(files, 2)
     data = bytearray(file.read_bytes())
-    kind = draw.choice(["flip", "flip", "flip", "byte", "truncate", "append", "delete", "add", "swap", "copy", "zero", "rename"])
+    kind = draw.choice(
+        ["flip", "flip", "flip", "byte", "truncate", "append", "delete", "add", "swap", "copy", "zero", "rename"]
+    )
     match kind:
         case "flip":
             data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)

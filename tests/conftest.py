@@ -42,8 +42,9 @@ class Result:
 def run_dtf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`run_dtf("strategy=ddp", "train.steps=2")`: the command line in this process, so that the forkserver stays warm.
 
-    The current directory is the test's own. A rank has one thread, unless told otherwise: several wait for each other where other work takes a core, and
-    such a run takes ten times as long. Each call gets a run folder of its own, unless `folder=` names one.
+    The current directory is the test's own. A rank has one thread, unless told otherwise: several wait for each other
+    where other work takes a core, and such a run takes ten times as long. Each call gets a run folder of its own,
+    unless `folder=` names one.
     """
     from dtf.cli.main import main
     from dtf.host import devices

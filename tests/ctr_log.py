@@ -16,7 +16,9 @@ ROWS = 1000
 def line(number: int) -> bytes:
     """A row of a Criteo log that tells its number: in its first integer, and as its first category."""
     rest = [b"%d" % (number % 7 - 2) if number % 5 else b""] * 12
-    return b"\t".join([b"%d" % (number % 3 == 0), b"%d" % number, *rest, b"%x" % number, *[b"%08x" % (number % 50)] * 24, b""])
+    return b"\t".join(
+        [b"%d" % (number % 3 == 0), b"%d" % number, *rest, b"%x" % number, *[b"%08x" % (number % 50)] * 24, b""]
+    )
 
 
 def content(first: int, last: int) -> bytes:
@@ -24,7 +26,13 @@ def content(first: int, last: int) -> bytes:
 
 
 def options(root: Path, **values: Any) -> LogOptions:
-    defaults: dict[str, Any] = {"train": str(root / "train"), "eval": str(root / "train"), "cache": str(root / "cache"), "integers": Integers.raw, "threads": 2}
+    defaults: dict[str, Any] = {
+        "train": str(root / "train"),
+        "eval": str(root / "train"),
+        "cache": str(root / "cache"),
+        "integers": Integers.raw,
+        "threads": 2,
+    }
     made = LogOptions(**defaults | values)
     made.check()
     return made

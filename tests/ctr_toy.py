@@ -31,7 +31,9 @@ TINY: dict[Kind, dict[str, Any]] = {
 def options(kind: Kind, **more: Any) -> ModelOptions:
     """A tiny model of a kind, with batch norm and dropout where it has layers."""
     deep = {"batch_norm": True, "dropout": 0.2} if "hidden" in TINY[kind] else {}
-    return ModelOptions(kind=kind, **{"scale": 0.1, **({} if kind is Kind.lr else {"dim": 3}), **deep, **TINY[kind], **more})
+    return ModelOptions(
+        kind=kind, **{"scale": 0.1, **({} if kind is Kind.lr else {"dim": 3}), **deep, **TINY[kind], **more}
+    )
 
 
 @dataclass(kw_only=True)
@@ -88,4 +90,6 @@ class Drawn(Dataset):
         return len(self._clicks)
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
-        return {"ids": self._ids[ids], **({"dense": self._dense[ids]} if self._dense.shape[1] else {})}, self._clicks[ids]
+        return {"ids": self._ids[ids], **({"dense": self._dense[ids]} if self._dense.shape[1] else {})}, self._clicks[
+            ids
+        ]

@@ -1,4 +1,6 @@
-"""Servers and trainers of one run without gRPC: trainers are threads of rank 0, which call its server's handlers, and those of other ranks by a socket."""
+"""Servers and trainers of one run without gRPC: trainers are threads of rank 0, which call its server's handlers, and
+those of other ranks by a socket.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _here: dict[str, Service] = {}
 
 
 class Service:
-    """In the place of `rpc.Service`: of what that promises, how errors are told, and that nothing is answered after `stop`."""
+    """In the place of `rpc.Service`: of what that promises, how errors are told, and that nothing is answered after
+    `stop`.
+    """
 
     def __init__(self, handlers: Handlers, token: str, epoch: str, address: str, **options: Any) -> None:
         around = shared_memory.Regions(64).around
@@ -94,12 +98,16 @@ class Client:
             except Exception as error:  # noqa: BLE001
                 future.set_exception(error)
 
-        threading.Thread(target=run, daemon=True).start()  # no pool: nothing waits for these threads when the process ends
+        # no pool: nothing waits for these threads when the process ends
+        threading.Thread(target=run, daemon=True).start()
         return future
 
 
 def connect(between: Callable[[Client], Transport] = lambda client: client, least_bytes: int = 0) -> None:
-    """From now on processes of several roles find each other so. `between`: what stands before each client; `least_bytes`: of what lies in regions."""
+    """From now on processes of several roles find each other so.
+
+    `between`: what stands before each client; `least_bytes`: of what lies in regions.
+    """
     from dtf.pserver import session
 
     session.Service, session.Client = Service, lambda *place, tls: between(Client(*place))  # type: ignore[assignment,misc]
@@ -115,7 +123,9 @@ class Died(BaseException):
 
 
 class Life:
-    """Of one trainer, from when it is started until it dies, at a request that a seed says: just before it is sent, or when it was answered."""
+    """Of one trainer, from when it is started until it dies, at a request that a seed says: just before it is sent, or
+    when it was answered.
+    """
 
     current = threading.local()
 
@@ -150,12 +160,20 @@ class Deadly:
 
 
 class Assistants:
-    """The processes of all roles but the first, as threads of this one; the program fails with them. With `deaths`, a seed, each dies `lives` - 1 times at
-    most and is started again."""
+    """The processes of all roles but the first, as threads of this one; the program fails with them. With `deaths`, a
+    seed, each dies `lives` - 1 times at most and is started again."""
 
     lives, chance = 3, 0.1
 
-    def __init__(self, strategy: Strategy, task: Task, slots: int, open_rows: Callable[..., Any], program: Program, deaths: int | None = None) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        task: Task,
+        slots: int,
+        open_rows: Callable[..., Any],
+        program: Program,
+        deaths: int | None = None,
+    ) -> None:
         self.died = 0
         self._deaths = deaths
         leading, *others = strategy.roles(slots).items()
@@ -163,7 +181,14 @@ class Assistants:
         names = [role for role, count in others for _ in range(count)]
         self._strategy, self._task, self._program = strategy, task, program
         errands = [
-            Errand(Place(rank=rank, size=ranks.stop, role=role, slots=slots), {}, open_rows, lambda phase, step: None, lambda: False, folder=Path("/"))
+            Errand(
+                Place(rank=rank, size=ranks.stop, role=role, slots=slots),
+                {},
+                open_rows,
+                lambda phase, step: None,
+                lambda: False,
+                folder=Path("/"),
+            )
             for rank, role in zip(ranks, names, strict=True)
         ]
         self._threads = [threading.Thread(target=self._live, args=(errand,), daemon=True) for errand in errands]
@@ -175,7 +200,9 @@ class Assistants:
         random = Random(f"{self._deaths} {errand.place.rank}")
         try:
             for life in range(self.lives):
-                Life.current.value = Life(random, self.chance if self._deaths is not None and life + 1 < self.lives else 0.0)
+                Life.current.value = Life(
+                    random, self.chance if self._deaths is not None and life + 1 < self.lives else 0.0
+                )
                 try:
                     return self._strategy.assist(self._task, errand)
                 except Died:

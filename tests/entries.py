@@ -1,4 +1,6 @@
-"""What ranks do in the tests of launchers: each function is an entry as `dtf.engine.train.work`, and does one thing that happens to real ranks."""
+"""What ranks do in the tests of launchers: each function is an entry as `dtf.engine.train.work`, and does one thing
+that happens to real ranks.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,19 @@ def add(config: dict, folder: str, run_id: str, place: Place, send: Send) -> int
     if place.rank == 0:
         send(Started(0, 10, 5, {"text": config.get("text", "")}))
         send(Ended(10, "finished", {"sum": float(total)}))
-    here = {"cores": sorted(os.sched_getaffinity(0)), "threads": torch.get_num_threads(), "directory": os.getcwd(), "pid": os.getpid(), "server": os.getppid()}
-    here |= {"environment": {key: value for key, value in os.environ.items() if key.startswith(("DTF_TEST", "GLOO", "NCCL"))}, "listening": listening()}
+    here = {
+        "cores": sorted(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "directory": os.getcwd(),
+        "pid": os.getpid(),
+        "server": os.getppid(),
+    }
+    here |= {
+        "environment": {
+            key: value for key, value in os.environ.items() if key.startswith(("DTF_TEST", "GLOO", "NCCL"))
+        },
+        "listening": listening(),
+    }
     here["files"] = len(os.listdir("/proc/self/fd"))
     Path(folder, f"{place.rank}.json").write_text(json.dumps(here))
     dist.barrier()
@@ -69,7 +82,10 @@ def listening() -> list[str]:
 
 
 def killed_once(config: dict, folder: str, run_id: str, place: Place, send: Send) -> int:
-    """Rank 1 is killed at the first attempt; the others wait for it. The second attempt looks for what the first one left."""
+    """Rank 1 is killed at the first attempt; the others wait for it.
+
+    The second attempt looks for what the first one left.
+    """
     import torch.distributed as dist
 
     store = meet(place)
@@ -127,7 +143,9 @@ def server_stopped_then_told(config: dict, folder: str, run_id: str, place: Plac
 
 
 def hangs(config: dict, folder: str, run_id: str, place: Place, send: Send) -> int:
-    """After its second step rank 1 is stopped, in a step or in the phase the config names, or stays in Python code; rank 0 waits for it."""
+    """After its second step rank 1 is stopped, in a step or in the phase the config names, or stays in Python code;
+    rank 0 waits for it.
+    """
     import torch.distributed as dist
 
     meet(place)
@@ -153,7 +171,9 @@ def stays_in_python() -> None:
 
 
 def stoppable(config: dict, folder: str, run_id: str, place: Place, send: Send) -> int:
-    """Save and leave with 75 when told to, unless the config says `deaf`; rank 0 tells the launching process, `signals` times."""
+    """Save and leave with 75 when told to, unless the config says `deaf`; rank 0 tells the launching process, `signals`
+    times.
+    """
     told = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))
     meet(place)

@@ -1,4 +1,7 @@
-"""Planted faults: strategies that `job=verify` must catch, and a recipe that kills its rank. A plugin: `plugins=[tests.faults]`."""
+"""Planted faults: strategies that `job=verify` must catch, and a recipe that kills its rank.
+
+A plugin: `plugins=[tests.faults]`.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,9 @@ def _silent(program: Any, name: str) -> Any:
     def damaged(batch: Any) -> None:
         rehearse(batch)
         layer = program._replica.model.get_submodule(name)
-        layer.__class__ = type("Silent", (layer.__class__,), {"forward": lambda self, x: self._conv_forward(x, self.weight, None)})
+        layer.__class__ = type(
+            "Silent", (layer.__class__,), {"forward": lambda self, x: self._conv_forward(x, self.weight, None)}
+        )
 
     program.rehearse = damaged
     return program

@@ -1,4 +1,6 @@
-"""Parts from outside dtf, as a user would write them: a job that shows what it was given, a strategy, an observer, a recipe with a mandatory key."""
+"""Parts from outside dtf, as a user would write them: a job that shows what it was given, a strategy, an observer, a
+recipe with a mandatory key.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,15 @@ def endpoints(count: int) -> list[str]:
 def words(where: list[str], role: str, number: int, *more: str) -> list[str]:
     """Arguments of the command for one process."""
     own = [f"strategy.endpoints=[{','.join(where)}]", f"strategy.role={role}", f"strategy.{role}_id={number}"]
-    task = ["plugins=[tests.toy]", "recipe=toy", "strategy=pserver", "step.batch_size=24", "train.log_every=1", "train.eval_every=0", "lr.warmup=0"]
+    task = [
+        "plugins=[tests.toy]",
+        "recipe=toy",
+        "strategy=pserver",
+        "step.batch_size=24",
+        "train.log_every=1",
+        "train.eval_every=0",
+        "lr.warmup=0",
+    ]
     return [*task, "launcher.threads=1", "launcher.devices=cpu", "observer=[console,jsonl]", *own, *more]
 
 
@@ -46,7 +54,12 @@ class Command:
         self.file = file
         with file.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "dtf", *arguments], cwd=file.parent, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                [sys.executable, "-m", "dtf", *arguments],
+                cwd=file.parent,
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def said(self) -> str:
@@ -58,7 +71,10 @@ class Command:
 
     def rank(self) -> int:
         """The process of its rank: a child of its fork server, which is a child of its own."""
-        children = {int(path.name): int(path.joinpath("stat").read_text().rpartition(")")[2].split()[1]) for path in Path("/proc").glob("[0-9]*")}
+        children = {
+            int(path.name): int(path.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            for path in Path("/proc").glob("[0-9]*")
+        }
         servers = [pid for pid, parent in children.items() if parent == self.process.pid]
         return next(pid for pid, parent in children.items() if parent in servers)
 

@@ -88,12 +88,13 @@ def train(
     network: int | None = None,
     deaths: int | None = None,
 ) -> dict[str, Any]:
-    """All `steps` of a run, from the checkpoint `start` if given; saves to `folder` if given; `halt`: dies after the first save;
-    `network`: the seed of a bad one between processes of several roles, whose misdeeds are counted in `met`;
-    `deaths`: the seed of those of trainers, which are counted in `died`.
+    """All `steps` of a run, from the checkpoint `start` if given; saves to `folder` if given; `halt`: dies after the
+    first save; `network`: the seed of a bad one between processes of several roles, whose misdeeds are counted in
+    `met`; `deaths`: the seed of those of trainers, which are counted in `died`.
 
     By default one epoch of five steps, and the first of the next.
-    Returns metrics by split and step, sample ids by step, and every box of the state that this rank writes: global shape, offset, nested lists.
+    Returns metrics by split and step, sample ids by step, and every box of the state that this rank writes: global
+    shape, offset, nested lists.
     """
     torch.set_num_threads(1)
     cost_model.MOST_ROUNDS = 2  # any cut will do
@@ -102,10 +103,20 @@ def train(
     toy = lookup("recipe", values.pop("name"))(**values)
     if freeze or weights:
         toy.model = FineTuning(weights=weights, freeze=freeze or [])
-    step = StepOptions(batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm, remat=Remat(remat), ema=ema)
+    step = StepOptions(
+        batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm, remat=Remat(remat), ema=ema
+    )
     start_from = fitted(open_weights(weights, "weights"), toy, sketch(toy), "weights")[0] if weights else None
     stepper = averaged(lookup("optimizer", optimizer)(lr_factors=lr_factors or {}), ema)
-    task = Task(toy, stepper, PRECISIONS[precision], step, 0, weights=start_from, rows=lookup("sparse", sparse)(**(sparse_options or {})))
+    task = Task(
+        toy,
+        stepper,
+        PRECISIONS[precision],
+        step,
+        0,
+        weights=start_from,
+        rows=lookup("sparse", sparse)(**(sparse_options or {})),
+    )
     options = options or {}
     if "servers" in options and stepper.by_tensor:
         options = {key: value for key, value in options.items() if key != "min_block"} | {"slice_parameters": False}
@@ -124,10 +135,20 @@ def train(
         return client if deaths is None else Deadly(client)
 
     if several:
-        connect(between, 0 if network is None or network % 2 else 1 << 30)  # of a region's request the second one is refused, and handlers have to bear it
+        # of a region's request the second one is refused, and handlers have to bear it
+        connect(between, 0 if network is None or network % 2 else 1 << 30)
     program = chosen.setup(task, world)
-    epochs, eval_epochs = Epochs(Shuffle(tail=Tail[tail]), len(training), 24, 0), Epochs(Sequential(), len(evaluation), 24, 0)
-    result: dict[str, Any] = {"train": {}, "eval": {}, "ids": {}, "tensors": {}, "micro_batch_rows": program.micro_batch_rows}
+    epochs, eval_epochs = (
+        Epochs(Shuffle(tail=Tail[tail]), len(training), 24, 0),
+        Epochs(Sequential(), len(evaluation), 24, 0),
+    )
+    result: dict[str, Any] = {
+        "train": {},
+        "eval": {},
+        "ids": {},
+        "tensors": {},
+        "micro_batch_rows": program.micro_batch_rows,
+    }
     saver = Checkpointer(Path(folder or "unused"), Every(), world, "test", toy.objective, strategy) if folder else None
 
     def rows(split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
@@ -150,11 +171,15 @@ def train(
         program.load(source)
     world.barrier()  # all servers can be found
     assistants = assistants or assist()
-    clock = PlannedClock(Plan(steps, log_every, eval_every, save_every, objective=toy.objective), epochs, Constant(peak=0.1), state)
+    clock = PlannedClock(
+        Plan(steps, log_every, eval_every, save_every, objective=toy.objective), epochs, Constant(peak=0.1), state
+    )
 
     def see(event: Any) -> None:
         if isinstance(event, Measured):
-            result[event.split][str(event.step)] = {key: value for key, value in event.values.items() if key != "rows_per_s"}
+            result[event.split][str(event.step)] = {
+                key: value for key, value in event.values.items() if key != "rows_per_s"
+            }
         if halt and isinstance(event, Saved):
             raise Halt
 
@@ -196,14 +221,20 @@ def _others(state: State) -> list[Box]:
         with tempfile.TemporaryDirectory(prefix="dtf-others-") as folder:
             for part in state.others(Path(folder)):
                 tensors = load_file(Path(folder, part["file"]))
-                found += [Box(name, tensors[key], tuple(shape), tuple(offset)) for name, _, shape, key, offset, _ in part["boxes"]]
+                found += [
+                    Box(name, tensors[key], tuple(shape), tuple(offset))
+                    for name, _, shape, key, offset, _ in part["boxes"]
+                ]
     return found
 
 
 def _enums(cls: type, options: dict[str, Any]) -> dict[str, Any]:
     """Option texts as the class's enum members."""
     defaults = cls()
-    return {key: type(default)(value) if isinstance(default := getattr(defaults, key), Enum) else value for key, value in options.items()}
+    return {
+        key: type(default)(value) if isinstance(default := getattr(defaults, key), Enum) else value
+        for key, value in options.items()
+    }
 
 
 def variants() -> list[tuple[str, dict[str, Any]]]:
@@ -217,13 +248,19 @@ def variants() -> list[tuple[str, dict[str, Any]]]:
         ("pipeline", {"schedule": "gpipe", "balance": "flops"}),
         ("pserver", {"servers": 2, "min_block": 1}),
     ]
-    own = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]  # tests register faulty ones
+    # tests register faulty ones
+    own = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]
     return [(name, {}) for name in own] + extra
 
 
 def meshes() -> list[tuple[str, dict[str, Any]]]:
     """Combinations of a strategy with data parallelism, for even numbers of processes."""
-    return [("fsdp", {"replicate": 2}), ("fsdp", {"replicate": 2, "unit": "stage"}), ("tensor", {"degree": 2}), ("pipeline", {"degree": 2})]
+    return [
+        ("fsdp", {"replicate": 2}),
+        ("fsdp", {"replicate": 2, "unit": "stage"}),
+        ("tensor", {"degree": 2}),
+        ("pipeline", {"degree": 2}),
+    ]
 
 
 def spread(strategy: str, processes: int, **case: Any) -> dict[str, Any]:
@@ -267,7 +304,9 @@ def reference(**case: Any) -> dict[str, Any]:
 
 
 def difference(a: dict[str, Any], b: dict[str, Any], without: tuple[str, ...] = ()) -> float:
-    """Largest max|a - b| / max|a| over metrics and tensors but those named `without`; the same names and sample ids are asserted."""
+    """Largest max|a - b| / max|a| over metrics and tensors but those named `without`; the same names and sample ids are
+    asserted.
+    """
     assert a["ids"] == b["ids"]
     names, others = ({name for name in run["tensors"] if not name.startswith((SHARE, *without))} for run in (a, b))
     assert names == others
@@ -276,4 +315,9 @@ def difference(a: dict[str, Any], b: dict[str, Any], without: tuple[str, ...] = 
         assert a[split].keys() == b[split].keys()
         pairs += [(list(a[split][step].values()), list(b[split][step].values())) for step in a[split]]
     assert all(np.shape(x) == np.shape(y) for x, y in pairs)
-    return float(np.max([np.abs(np.asarray(x) - np.asarray(y)).max() / max(np.abs(x).max(), 1e-30) for x, y in pairs if np.size(x)]))  # NaN stays NaN
+    # NaN stays NaN
+    return float(
+        np.max(
+            [np.abs(np.asarray(x) - np.asarray(y)).max() / max(np.abs(x).max(), 1e-30) for x, y in pairs if np.size(x)]
+        )
+    )

@@ -1,4 +1,6 @@
-"""A plugin for tests: an observer that sends signals to ranks of launcher=local, or to the launcher, when training has come to certain steps."""
+"""A plugin for tests: an observer that sends signals to ranks of launcher=local, or to the launcher, when training has
+come to certain steps.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ PROOF, DELAY_S = 3, 0.03
 
 @register("observer", "hitman")
 class Hitman(Observer):
-    """Each order is STEP:RANK:SIGNAL; rank -1 is the launcher. Carried out once, as soon as the rank lives; the `book` gets each with the seconds that went
-    by until PROOF more steps were made."""
+    """Each order is STEP:RANK:SIGNAL; rank -1 is the launcher. Carried out once, as soon as the rank lives; the `book`
+    gets each with the seconds that went by until PROOF more steps were made."""
 
     orders: list[str] = option(factory=list, doc="whom to send what, and when")
     book: str = option(default="", doc="file for what was done; empty: none")

@@ -24,7 +24,11 @@ class Holding(Toy):
 
     def open_data(self, split: str, seed: int) -> Dataset:
         data = super().open_data(split, seed)
-        return Held(data, Path(self.hold), self.after) if isinstance(data, Rows) and split == "train" and seed == HELD else data
+        return (
+            Held(data, Path(self.hold), self.after)
+            if isinstance(data, Rows) and split == "train" and seed == HELD
+            else data
+        )
 
 
 class Held(Dataset):

@@ -1,4 +1,6 @@
-"""A bad network between a caller and a server: it loses requests and responses, doubles requests and changes their order, as a seed says."""
+"""A bad network between a caller and a server: it loses requests and responses, doubles requests and changes their
+order, as a seed says.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,20 @@ from dtf.pserver.net.transport import Lost, Pending, Refused, Transport
 class Interposer:
     """A transport before another one. Each rate is the chance that it happens to a request; `met` counts what did.
 
-    A lost request is never sent; a lost response is that of a request that was. A doubled request is sent twice, the second time after any number of
-    later ones have passed. A late request is one of `start` that is sent after the next one, or when its result is asked for. Nothing waits.
+    A lost request is never sent; a lost response is that of a request that was. A doubled request is sent twice, the
+    second time after any number of later ones have passed. A late request is one of `start` that is sent after the next
+    one, or when its result is asked for. Nothing waits.
     """
 
-    def __init__(self, inner: Transport, seed: int, lose_request: float = 0.1, lose_response: float = 0.1, double: float = 0.1, late: float = 0.1) -> None:
+    def __init__(
+        self,
+        inner: Transport,
+        seed: int,
+        lose_request: float = 0.1,
+        lose_response: float = 0.1,
+        double: float = 0.1,
+        late: float = 0.1,
+    ) -> None:
         self._inner, self._random, self._lock = inner, random.Random(seed), threading.Lock()
         self._rates = {"lose_request": lose_request, "lose_response": lose_response, "double": double, "late": late}
         self._doubles: list[tuple[str, bytes, float]] = []
@@ -31,7 +42,11 @@ class Interposer:
         with self._lock:
             fate = {name for name, rate in self._rates.items() if self._random.random() < rate}
             self.met.update(fate)
-            old = [self._doubles.pop(self._random.randrange(len(self._doubles))) for _ in range(len(self._doubles)) if self._random.random() < 0.5]
+            old = [
+                self._doubles.pop(self._random.randrange(len(self._doubles)))
+                for _ in range(len(self._doubles))
+                if self._random.random() < 0.5
+            ]
             late, self._late = self._late, []
             if "double" in fate:
                 self._doubles.append((method, data, deadline_s))

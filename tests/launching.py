@@ -28,11 +28,15 @@ class Launched:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def launch(entry: str, folder: Path, config: dict[str, Any] | None = None, strategy: Strategy | None = None, **options: Any) -> Launched:
+def launch(
+    entry: str, folder: Path, config: dict[str, Any] | None = None, strategy: Strategy | None = None, **options: Any
+) -> Launched:
     """Run an entry on the ranks of two processes with the given options of launcher=local."""
     events: list[Event] = []
     settings = cast(Settings, SimpleNamespace(strategy=strategy or Ddp()))
     run = Run(folder, unique_id(), {"launcher": os.getpid(), "strategy": {"name": "ddp"}, **(config or {})}, settings)
-    launcher: Local = make_option("launcher", fit_option("launcher", {"name": "local", "processes": 2, "devices": "cpu", **options}, "launcher"))
+    launcher: Local = make_option(
+        "launcher", fit_option("launcher", {"name": "local", "processes": 2, "devices": "cpu", **options}, "launcher")
+    )
     code = launcher.launch(run, events.append, entry)
     return Launched(code, events, folder)

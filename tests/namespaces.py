@@ -26,7 +26,16 @@ class Host:
     within: Sequence[str] = ()  # a command that runs its arguments
 
     def command(self, *words: str) -> list[str]:
-        return ["nsenter", f"--target={self.pid}", "--user", "--net", "--uts", "--preserve-credentials", *self.within, *words]
+        return [
+            "nsenter",
+            f"--target={self.pid}",
+            "--user",
+            "--net",
+            "--uts",
+            "--preserve-credentials",
+            *self.within,
+            *words,
+        ]
 
     def call(self, *words: str) -> None:
         subprocess.run(self.command(*words), check=True, capture_output=True, text=True, timeout=30)
@@ -36,13 +45,24 @@ class Host:
         environment = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
         environment |= {"PYTHONPATH": os.pathsep.join(part for part in (path, str(ROOT)) if part)}
         return subprocess.Popen(
-            self.command(sys.executable, "-m", "dtf", *overrides), cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            self.command(sys.executable, "-m", "dtf", *overrides),
+            cwd=cwd,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
 
 def _namespace(*command: str) -> subprocess.Popen[str]:
     """A process that keeps a namespace open until its standard input is closed."""
-    keeper = subprocess.Popen([*command, "sh", "-c", "echo made; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    keeper = subprocess.Popen(
+        [*command, "sh", "-c", "echo made; exec cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert keeper.stdout and keeper.stderr
     if keeper.stdout.readline() != "made\n":
         raise OSError(keeper.stderr.read().strip())

@@ -1,4 +1,6 @@
-"""Models that strategies get wrong easily: ties, frozen parts, parameters on containers, a train() of its own, formats of its own. A plugin."""
+"""Models that strategies get wrong easily: ties, frozen parts, parameters on containers, a train() of its own, formats
+of its own. A plugin.
+"""
 
 from __future__ import annotations
 

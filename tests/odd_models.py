@@ -118,7 +118,11 @@ class Gain(Chain):
         self.d.gain = self.gain  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Any:
-        return self.d(torch.relu(self.c(torch.relu(self.b(torch.relu(self.a(x))) * self.b.gain)))) * self.gain * self.d.gain  # type: ignore[operator]
+        return (
+            self.d(torch.relu(self.c(torch.relu(self.b(torch.relu(self.a(x))) * self.b.gain))))
+            * self.gain
+            * self.d.gain
+        )  # type: ignore[operator]
 
 
 class Counting(Chain):
@@ -134,7 +138,16 @@ class Counting(Chain):
 
 
 def build(kind: str) -> nn.Module:
-    kinds = {"root": Root, "stubborn": Stubborn, "prelu": Prelu, "undropped": Undropped, "early": Early, "wide": Wide, "alias": Alias, "scalar": Scalar}
+    kinds = {
+        "root": Root,
+        "stubborn": Stubborn,
+        "prelu": Prelu,
+        "undropped": Undropped,
+        "early": Early,
+        "wide": Wide,
+        "alias": Alias,
+        "scalar": Scalar,
+    }
     model = (kinds | {"gain": Gain, "counting": Counting}).get(kind, Chain)()
     if kind in ("tied", "tied_blocks"):
         model.c.weight = model.b.weight

@@ -1,4 +1,6 @@
-"""What a rank of a test needs before its own first line, imported once by the fork server; in each rank it takes longer than most tests."""
+"""What a rank of a test needs before its own first line, imported once by the fork server; in each rank it takes longer
+than most tests.
+"""
 
 from __future__ import annotations
 

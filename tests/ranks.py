@@ -1,4 +1,6 @@
-"""Functions on several ranks, for tests: processes forked from the warm server that runs use too, a gloo group on loopback, JSON results."""
+"""Functions on several ranks, for tests: processes forked from the warm server that runs use too, a gloo group on
+loopback, JSON results.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ if "tests.preload" not in forkserver_cache.PRELOAD:
 def ranks(count: int, target: str, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
     """Call `target` ("module:function") as `function(rank, size, **arguments)` on `count` ranks; their results by rank.
 
-    Arguments and results are JSON. A gloo group spans the ranks. AssertionError with the traceback of the first rank that
-    fails, or when a rank takes longer than `timeout_s`; no process is left either way.
+    Arguments and results are JSON. A gloo group spans the ranks. AssertionError with the traceback of the first rank
+    that fails, or when a rank takes longer than `timeout_s`; no process is left either way.
     """
     with tempfile.TemporaryDirectory(prefix="dtf-ranks-") as folder:
         order = {
@@ -39,13 +41,23 @@ def ranks(count: int, target: str, timeout_s: float = 60.0, **arguments: Any) ->
             "directory": os.getcwd(),
             "path": [os.path.abspath(part) for part in sys.path],
         }
-        places = [Place(rank=rank, size=count, local_rank=rank, local_size=count, slots=count, threads=1, prefix=order["run_id"]) for rank in range(count)]
+        places = [
+            Place(
+                rank=rank, size=count, local_rank=rank, local_size=count, slots=count, threads=1, prefix=order["run_id"]
+            )
+            for rank in range(count)
+        ]
         limits = Limits(hang_timeout_s=timeout_s, start_timeout_s=timeout_s, grace_s=0.0)
         with contextlib.closing(Stop()) as stop:  # not entered: Ctrl-C is pytest's
-            outcome = Attempt(forkserver_cache.warm({}), order, places, [[]] * count, Path(folder), limits, stop, lambda event: None).run()
+            outcome = Attempt(
+                forkserver_cache.warm({}), order, places, [[]] * count, Path(folder), limits, stop, lambda event: None
+            ).run()
         if outcome.cause:
             log = Path(folder, f"rank_{outcome.cause.rank}.log").read_text(errors="replace")
-            raise AssertionError(f"{target}: rank {outcome.cause.rank} of {count}: {outcome.cause.message}\n{outcome.cause.traceback}\nits log:\n{log[-4000:]}")
+            raise AssertionError(
+                f"{target}: rank {outcome.cause.rank} of {count}: "
+                f"{outcome.cause.message}\n{outcome.cause.traceback}\nits log:\n{log[-4000:]}"
+            )
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]
 
 

@@ -1,4 +1,7 @@
-"""The toy with two residual blocks, which have what computing again may get wrong. A plugin: `plugins=[tests.residual]`."""
+"""The toy with two residual blocks, which have what computing again may get wrong.
+
+A plugin: `plugins=[tests.residual]`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,11 @@ class Residual(Toy):
         class Block(nn.Module):
             def __init__(self, dropout: float) -> None:
                 super().__init__()
-                self.rise, self.norm, self.relu = nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(inplace=True)
+                self.rise, self.norm, self.relu = (
+                    nn.Linear(16, 32, bias=False),
+                    nn.BatchNorm1d(32),
+                    nn.ReLU(inplace=True),
+                )
                 self.drop, self.fall, self.last = nn.Dropout(dropout), nn.Linear(32, 16), nn.LayerNorm(16)
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,7 +43,13 @@ class Residual(Toy):
                     y = nn.functional.dropout(y, 0.2, self.training)
                 return torch.relu_(x + self.last(self.fall(y)))
 
-        parts = {"stem": nn.Linear(8, 16), "norm": nn.BatchNorm1d(16), "first": Block(self.dropout), "second": Block(self.dropout), "head": nn.Linear(16, 4)}
+        parts = {
+            "stem": nn.Linear(8, 16),
+            "norm": nn.BatchNorm1d(16),
+            "first": Block(self.dropout),
+            "second": Block(self.dropout),
+            "head": nn.Linear(16, 4),
+        }
         model = nn.Sequential()
         for name, part in parts.items():
             model.add_module(name, part)

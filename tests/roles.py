@@ -46,17 +46,28 @@ class Served(Strategy):
 
 
 def follow(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Send) -> int:
-    """Do what `config["plan"][rank]["<attempt>.<again>"]` says, by default `work`: a trainer three steps, a server until all trainers have done so."""
+    """Do what `config["plan"][rank]["<attempt>.<again>"]` says, by default `work`: a trainer three steps, a server
+    until all trainers have done so.
+    """
     from torch.distributed import PrefixStore, TCPStore
 
     host, _, port = place.store.rpartition(":")
     store = PrefixStore(place.prefix, TCPStore(host, int(port), is_master=False))
     turn = f"{place.attempt}.{place.again}"
-    here = {"pid": os.getpid(), "role": place.role, "files": len(os.listdir("/proc/self/fd")), "shown": _shown(place, config["launcher"])}
+    here = {
+        "pid": os.getpid(),
+        "role": place.role,
+        "files": len(os.listdir("/proc/self/fd")),
+        "shown": _shown(place, config["launcher"]),
+    }
     Path(folder, f"{place.rank}-{turn}.json").write_text(json.dumps(here))
     store.set(f"here/{place.rank}", str(os.getpid()))
     action = config.get("plan", {}).get(str(place.rank), {}).get(turn, "work")
-    return _serve(action, store, place, send) if place.role == "server" else _train(action, config["launcher"], Path(folder), store, place)
+    return (
+        _serve(action, store, place, send)
+        if place.role == "server"
+        else _train(action, config["launcher"], Path(folder), store, place)
+    )
 
 
 def _serve(action: str, store: Any, place: Place, send: Send) -> int:
@@ -126,5 +137,12 @@ def stays_in_python() -> None:
 def _shown(place: Place, launcher: int) -> bool:
     """Whether the token is anywhere others could see it."""
     token = place.token.encode()
-    files = [Path(f"/proc/{pid}/{name}").read_bytes() for pid in (os.getpid(), os.getppid(), launcher) for name in ("cmdline", "environ")]
-    return not token or any(token in each for each in (*files, json.dumps(dict(os.environ)).encode(), repr(place).encode(), str(place).encode()))
+    files = [
+        Path(f"/proc/{pid}/{name}").read_bytes()
+        for pid in (os.getpid(), os.getppid(), launcher)
+        for name in ("cmdline", "environ")
+    ]
+    return not token or any(
+        token in each
+        for each in (*files, json.dumps(dict(os.environ)).encode(), repr(place).encode(), str(place).encode())
+    )

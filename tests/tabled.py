@@ -1,4 +1,6 @@
-"""The toy recipe's counterpart with sparse tables: ids that repeat within a batch, that are missing, and that only some ranks meet."""
+"""The toy recipe's counterpart with sparse tables: ids that repeat within a batch, that are missing, and that only some
+ranks meet.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Tabled(Recipe):
                 self.drop, self.second, self.last = nn.Dropout(0.1), nn.Linear(16, 8), nn.Linear(8, 1)
 
             def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-                x = nn.functional.pad(inputs["ids"].flatten(1), (0, 2)) + nn.functional.pad(inputs["who"].flatten(1), (FIELDS * WIDTH, 0))
+                x = nn.functional.pad(inputs["ids"].flatten(1), (0, 2)) + nn.functional.pad(
+                    inputs["who"].flatten(1), (FIELDS * WIDTH, 0)
+                )
                 x = self.second(self.drop(self.norm(self.first(x)).relu())).tanh()
                 return self.last(x).flatten(0) + inputs["ids"].square().sum((1, 2)) + inputs["dense"]
 
@@ -84,7 +88,9 @@ class Clicks(Dataset):
         import numpy as np
 
         random = np.random.default_rng(len(split))
-        self._ids = np.floor((size or 200) * random.random((rows, FIELDS)) ** 3).astype(np.int64) * (1 if size else scale)
+        self._ids = np.floor((size or 200) * random.random((rows, FIELDS)) ** 3).astype(np.int64) * (
+            1 if size else scale
+        )
         self._ids[random.random((rows, FIELDS)) < 0.1] = -1
         self._who = np.full((rows, 1), -1) if unmet else random.integers(0, 40, (rows, 1))
         self._dense, self._targets = random.random(rows), random.random(rows)

@@ -19,22 +19,29 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = {
     "vocabulary": "dtf errors registry trace values",
-    "leaves: one thing each": "agreement answers by_hand budget classes collectives devices ema ending environment eventfile feed frozen gradients "
-    "heartbeat layout id_kernels links live lr manifest memory metrics network optimizer options partition patterns precision pserver "
-    "pserver.choices pserver.placing pserver.transport pserver.wire row_kernels row_optimizer sampler schedules schema sections seeding slices sparse strides "
+    "leaves: one thing each": "agreement answers by_hand budget classes collectives devices ema ending environment "
+    "eventfile feed frozen gradients "
+    "heartbeat layout id_kernels links live lr manifest memory metrics network optimizer options partition patterns "
+    "precision pserver "
+    "pserver.choices pserver.placing pserver.transport pserver.wire row_kernels row_optimizer sampler schedules "
+    "schema sections seeding slices sparse strides "
     "supervise table tracking usage",
     "formats of files": "commit located shards untrusted",
     "contracts": "job launcher observer recipe strategy",
-    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes pipelined placement profiler ranking reducing "
+    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes "
+    "pipelined placement profiler ranking reducing "
     "remat replicas screen seat sharded spmd stages tables update world",
-    "the parameter server": "pserver.blocks pserver.checks pserver.computing pserver.desk pserver.feeder pserver.hogwild pserver.holdings pserver.ledger "
+    "the parameter server": "pserver.blocks pserver.checks pserver.computing pserver.desk pserver.feeder "
+    "pserver.hogwild pserver.holdings pserver.ledger "
     "pserver.lending pserver.local pserver.meeting pserver.merging pserver.narrow pserver.protocol pserver.push "
-    "pserver.reading pserver.recorder pserver.regions pserver.remote pserver.replay pserver.rows pserver.rpc pserver.serving pserver.session pserver.sharing "
+    "pserver.reading pserver.recorder pserver.regions pserver.remote pserver.replay pserver.rows pserver.rpc "
+    "pserver.serving pserver.session pserver.sharing "
     "pserver.status pserver.tally pserver.team pserver.trainer",
     "engine": "checkpoint engine evidence weights",
     "options, one registered class per file": "observers optimizers recipes row_optimizers strategies",
     "the root config, typed": "settings",
-    "front and ranks": "charts config describe entries examine explain export inference inherited overview page presets record replay report results rows "
+    "front and ranks": "charts config describe entries examine explain export inference inherited overview page "
+    "presets record replay report results rows "
     "run served sources sweep trained trials tuning worker",
     "processes": "attempt elastic forkserver hosts killing rank stop warm watched",
     "what the fork server imports": "preload",
@@ -58,7 +65,11 @@ def module_name(path: Path) -> str:
 def sources() -> dict[str, Path]:
     """Module name -> file, of everything that is shipped."""
     found = [*(ROOT / "dtf").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
-    return {module_name(path): path for path in sorted(found) if "recipes" not in path.relative_to(ROOT).parts[1:2] and "__pycache__" not in path.parts}
+    return {
+        module_name(path): path
+        for path in sorted(found)
+        if "recipes" not in path.relative_to(ROOT).parts[1:2] and "__pycache__" not in path.parts
+    }
 
 
 @cache
@@ -85,14 +96,20 @@ def imports(name: str, path: Path) -> set[str]:
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
             start = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
             source = ".".join(part for part in (start, node.module or "") if part)
-            found |= {f"{source}.{alias.name}" if f"{source}.{alias.name}" in sources() else source for alias in node.names}
+            found |= {
+                f"{source}.{alias.name}" if f"{source}.{alias.name}" in sources() else source for alias in node.names
+            }
     return {target for target in found if target.split(".")[0] == "dtf" and target != name}
 
 
 @cache
 def floors() -> dict[str, int]:
     """Module or package of options -> its floor."""
-    return {("dtf" if word == "dtf" else f"dtf.{word}"): number for number, words in enumerate(FLOORS.values()) for word in words.split()}
+    return {
+        ("dtf" if word == "dtf" else f"dtf.{word}"): number
+        for number, words in enumerate(FLOORS.values())
+        for word in words.split()
+    }
 
 
 def floor(name: str) -> int:
@@ -103,7 +120,9 @@ def floor(name: str) -> int:
 
 
 def family(name: str) -> str:
-    """What a module is a sibling of: `dtf.strategies.ddp` -> itself; `dtf.recipes.resnet.model` -> `dtf.recipes.resnet`."""
+    """What a module is a sibling of: `dtf.strategies.ddp` -> itself; `dtf.recipes.resnet.model` ->
+    `dtf.recipes.resnet`.
+    """
     return ".".join(name.split(".")[:3])
 
 
@@ -135,7 +154,11 @@ def test_siblings_never_import_each_other() -> None:
     for name, path in sources().items():
         for group in SIBLINGS:
             if name.startswith(f"{group}."):
-                others = {target for target in imports(name, path) if target.startswith(f"{group}.") and family(target) != family(name)}
+                others = {
+                    target
+                    for target in imports(name, path)
+                    if target.startswith(f"{group}.") and family(target) != family(name)
+                }
                 assert not others, f"{name} imports its sibling {', '.join(others)}"
 
 
@@ -147,7 +170,8 @@ def test_dependencies_are_declared_and_explained() -> None:
     """What is imported is declared, and docs/dependencies.md has a row for each, with the same bounds."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {
-        re.split(r"[<>=\[]", text, maxsplit=1)[0]: text for text in [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+        re.split(r"[<>=\[]", text, maxsplit=1)[0]: text
+        for text in [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     }
     modules = {"grpcio": "grpc", "hydra-core": "hydra", "pillow": "PIL", "pyyaml": "yaml"}
     runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
@@ -158,13 +182,17 @@ def test_dependencies_are_declared_and_explained() -> None:
         "dtf.sparse.row_kernels": {"numba"},
         "dtf.pserver.net.rpc": {"grpc"},
     }  # imported where the extra is known to be there
-    extras |= {name: {"numba"} for name in sources() if name.startswith("dtf.recipes.ctr.")} | {"dtf.recipes.ctr.parquet": {"numba", "pyarrow"}}
+    extras |= {name: {"numba"} for name in sources() if name.startswith("dtf.recipes.ctr.")} | {
+        "dtf.recipes.ctr.parquet": {"numba", "pyarrow"}
+    }
     for name, path in sources().items():
         for node in walk(tree(path)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 roots = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "dtf"]
                 foreign = {root.split(".")[0] for root in roots} - set(sys.stdlib_module_names) - {"dtf"}
-                assert foreign <= runtime | extras.get(name, set()), f"{name} imports {foreign - runtime}, which pyproject.toml does not declare"
+                assert foreign <= runtime | extras.get(name, set()), (
+                    f"{name} imports {foreign - runtime}, which pyproject.toml does not declare"
+                )
     rows = re.findall(r"^\| ([a-z].*?) \|", (ROOT / "docs" / "dependencies.md").read_text(), re.MULTILINE)
     bounds = {re.sub(r"\[.*\]", "", text).replace(",", ", ") for text in declared.values()}
     assert {row.replace(" ", "") for row in rows if row != "package"} == {text.replace(" ", "") for text in bounds}
@@ -187,7 +215,9 @@ def test_public_signatures_name_their_arguments() -> None:
     for name, path in sources().items():
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
-                assert node.args.kwarg is None, f"{name}:{node.lineno} {node.name}(**{node.args.kwarg.arg if node.args.kwarg else ''})"
+                assert node.args.kwarg is None, (
+                    f"{name}:{node.lineno} {node.name}(**{node.args.kwarg.arg if node.args.kwarg else ''})"
+                )
 
 
 def registers(path: Path) -> bool:
@@ -204,7 +234,8 @@ def test_registered_classes_import_without_torch() -> None:
         "import importlib, sys\n"
         f"for name in {names + front!r}:\n"
         "    importlib.import_module(name)\n"
-        "    heavy = {'torch', 'torchvision', 'numpy', 'numba', 'tensorboard', 'safetensors', 'grpc'} & set(sys.modules)\n"
+        "    heavy = {'torch', 'torchvision', 'numpy', 'numba', 'tensorboard', 'safetensors', 'grpc'} & "
+        "set(sys.modules)\n"
         "    if heavy: sys.exit(f'{name} imports {heavy}')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -236,7 +267,9 @@ def forbidden(module: ast.Module) -> Iterator[tuple[int, str]]:
                 if origin.split(".")[0] in PICKLES:
                     yield node.lineno, f"import of {origin}"
             for full in [f"{origins[0]}.{name}" for name in names] if isinstance(node, ast.ImportFrom) else []:
-                if full in {"torch.save", "torch.load", "os.system", "os.popen", "hydra.utils"} or full.endswith(OBJECT_COLLECTIVES):
+                if full in {"torch.save", "torch.load", "os.system", "os.popen", "hydra.utils"} or full.endswith(
+                    OBJECT_COLLECTIVES
+                ):
                     yield node.lineno, f"import of {full}"
         if not isinstance(node, ast.Call):
             continue
@@ -246,7 +279,17 @@ def forbidden(module: ast.Module) -> Iterator[tuple[int, str]]:
             found = keywords.get(key)
             return isinstance(found, ast.Constant) and found.value is value
 
-        if name in {"eval", "exec", "__import__", "os.system", "os.popen", "yaml.unsafe_load", "yaml.full_load", "yaml.load", "torch.save"}:
+        if name in {
+            "eval",
+            "exec",
+            "__import__",
+            "os.system",
+            "os.popen",
+            "yaml.unsafe_load",
+            "yaml.full_load",
+            "yaml.load",
+            "torch.save",
+        }:
             yield node.lineno, f"call of {name}"
         if name in {"torch.load", "torch.hub.load_state_dict_from_url"} and not given("weights_only", True):
             yield node.lineno, f"{name} without weights_only=True"
@@ -290,7 +333,12 @@ def test_the_guard_sees(code: str) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["model.eval()", "torch.load(path, weights_only=True)", "subprocess.run(command, shell=False)", "safetensors.torch.save_file(a, b)"],
+    [
+        "model.eval()",
+        "torch.load(path, weights_only=True)",
+        "subprocess.run(command, shell=False)",
+        "safetensors.torch.save_file(a, b)",
+    ],
 )
 def test_the_guard_lets_pass(code: str) -> None:
     assert not list(forbidden(ast.parse(code)))

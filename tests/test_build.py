@@ -1,4 +1,6 @@
-"""What a recipe makes is looked at once, for every strategy: the parameters of its model, and the layout that it gives."""
+"""What a recipe makes is looked at once, for every strategy: the parameters of its model, and the layout that it
+gives.
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,15 @@ from tests.toy import Rows, Toy
 
 
 def test_the_reference_is_what_one_would_write_by_hand() -> None:
-    """100 rows, batch 24, a partial last batch, momentum, clipping: losses, norms, evaluation and weights to rounding."""
-    case = {"recipe": {"rows": 100, "batch_norm": False, "dropout": 0.0}, "micro_batch_rows": 24, "steps": 12, "eval_every": 12}
+    """100 rows, batch 24, a partial last batch, momentum, clipping: losses, norms, evaluation and weights to
+    rounding.
+    """
+    case = {
+        "recipe": {"rows": 100, "batch_norm": False, "dropout": 0.0},
+        "micro_batch_rows": 24,
+        "steps": 12,
+        "eval_every": 12,
+    }
     found = spread("ddp", 1, **case)
     toy = Toy(rows=100, batch_norm=False, dropout=0.0)
     model = draw_model(toy, 0).double()
@@ -47,13 +54,22 @@ def test_the_reference_is_what_one_would_write_by_hand() -> None:
         assert logged["grad_norm"] == pytest.approx(norm.item(), rel=1e-12)
         assert logged["top1"] == pytest.approx((outputs.argmax(-1) == targets).double().mean().item(), abs=1e-12)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(torch.tensor(found["tensors"][f"model/{name}"], dtype=torch.float64), parameter.detach(), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            torch.tensor(found["tensors"][f"model/{name}"], dtype=torch.float64),
+            parameter.detach(),
+            rtol=1e-12,
+            atol=1e-13,
+        )
     inputs, targets = toy.open_data("eval", 0).fetch(torch.arange(50).numpy(), 0)
-    assert found["eval"]["12"]["loss"] == pytest.approx(cross_entropy(model(inputs.double()), targets).item(), rel=1e-12)
+    assert found["eval"]["12"]["loss"] == pytest.approx(
+        cross_entropy(model(inputs.double()), targets).item(), rel=1e-12
+    )
 
 
 def test_batch_norm_and_dropout_are_torchs_own() -> None:
-    """With one micro-batch per step the running averages are those of nn.BatchNorm1d, and dropout is on average nothing."""
+    """With one micro-batch per step the running averages are those of nn.BatchNorm1d, and dropout is on average
+    nothing.
+    """
     found = reference(micro_batch_rows=24, steps=5)
     assert found["tensors"]["model/1.num_batches_tracked"] == 5
     assert all(math.isfinite(v) for v in found["tensors"]["model/1.running_var"])
@@ -135,11 +151,23 @@ def rehearse(made: type[nn.Module], strategy: Ddp | Dp, rows: int = 2, mean: boo
         (Noisy, Dp(replicas=2), "draws random numbers in its forward pass", {}),
         (Frozen, Ddp(), "nothing to train", {}),
         (Counting, Dp(replicas=2), "changes the buffer calls", {}),
-        (lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), Ddp(), "1 row is too small for batch normalisation", {"rows": 1}),
-        (lambda: nn.Linear(8, 4), Ddp(), r"loss returned shape \(\); it must return a loss per row, \(2,\)", {"mean": True}),
+        (
+            lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)),
+            Ddp(),
+            "1 row is too small for batch normalisation",
+            {"rows": 1},
+        ),
+        (
+            lambda: nn.Linear(8, 4),
+            Ddp(),
+            r"loss returned shape \(\); it must return a loss per row, \(2,\)",
+            {"mean": True},
+        ),
     ],
 )
-def test_what_cannot_keep_the_laws_is_refused_before_the_first_step(made: type[nn.Module], strategy: Ddp | Dp, message: str, more: dict) -> None:
+def test_what_cannot_keep_the_laws_is_refused_before_the_first_step(
+    made: type[nn.Module], strategy: Ddp | Dp, message: str, more: dict
+) -> None:
     with pytest.raises(ConfigError, match=message):
         rehearse(made, strategy, **more)
 

@@ -1,4 +1,6 @@
-"""A model cut into stages computes what it computed whole, bit for bit, and stages hold its parts under their own names."""
+"""A model cut into stages computes what it computed whole, bit for bit, and stages hold its parts under their own
+names.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Mlp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True)), nn.Tanh(), nn.Sequential(nn.Linear(6, 6)))
+        self.body = nn.Sequential(
+            nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True)), nn.Tanh(), nn.Sequential(nn.Linear(6, 6))
+        )
         self.head = nn.Linear(6, 3)
         self.scale = nn.Parameter(torch.ones(6))
         self.register_buffer("shift", torch.full((6,), 0.5), persistent=False)
@@ -104,18 +108,26 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Sequence[Sequence[str]], Any]]] =
     "toy": lambda: of_recipe(Toy(), random(4, 8)),
     "mlp": lambda: (Mlp(), [["body.0"], ["body.2"], ["head"]], random(4, 6)),
     "skip": lambda: (Skip(), [[f"layers.{i}"] for i in range(5)], random(4, 5)),
-    "towers": lambda: (Towers(), [["table"], ["bottom"], ["top"]], {"ids": torch.arange(6).view(2, 3), "dense": random(2, 4), "offset": random(2, 2)}),
+    "towers": lambda: (
+        Towers(),
+        [["table"], ["bottom"], ["top"]],
+        {"ids": torch.arange(6).view(2, 3), "dense": random(2, 4), "offset": random(2, 2)},
+    ),
 }
 COARSE = [(name, False) for name in CASES if name != "resnet50"]
 FINE = [(name, True) for name in CASES if name not in ("resnet18", "towers")]  # of towers one block cannot be traced
 
 
 def run(stages: list[nn.Module], sample: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs, gradients and buffers after one forward and backward pass, each stage for itself as on a rank of its own."""
+    """Outputs, gradients and buffers after one forward and backward pass, each stage for itself as on a rank of its
+    own.
+    """
     live: Sequence[Any] = (sample,)
     passes = []
     for stage in stages:
-        inputs = [value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value for value in live]
+        inputs = [
+            value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value for value in live
+        ]
         passes.append((inputs, stage(*inputs)))
         live = passes[-1][1]
     outputs = passes[-1][1]
@@ -125,7 +137,11 @@ def run(stages: list[nn.Module], sample: Any) -> tuple[Any, dict[str, Tensor], d
         if made is not outputs:
             roots = [value for value in made if value.requires_grad]
         torch.autograd.backward(roots, gradients)
-        gradients = [torch.zeros_like(v) if v.grad is None else v.grad for v in inputs if isinstance(v, Tensor) and v.requires_grad]
+        gradients = [
+            torch.zeros_like(v) if v.grad is None else v.grad
+            for v in inputs
+            if isinstance(v, Tensor) and v.requires_grad
+        ]
     parameters = {name: p.grad for stage in stages for name, p in stage.named_parameters() if p.grad is not None}
     return outputs, parameters, {name: b.clone() for stage in stages for name, b in stage.named_buffers()}
 
@@ -159,7 +175,9 @@ def test_any_cut_computes_the_same(name: str, fine: bool) -> None:
 
 @pytest.mark.parametrize(("name", "fine"), [*COARSE, *FINE])
 def test_segments_share_out_the_model(name: str, fine: bool) -> None:
-    """Each parameter and buffer is in one segment, as the very same object and under its own name, also in what is saved."""
+    """Each parameter and buffer is in one segment, as the very same object and under its own name, also in what is
+    saved.
+    """
     model, blocks, _ = CASES[name]()
     chain = Chain(model, blocks, fine)
     segments = [chain.segment(i, i + 1) for i in range(len(chain))]
@@ -168,14 +186,23 @@ def test_segments_share_out_the_model(name: str, fine: bool) -> None:
         assert len(parts) == len(dict(parts)) and {k: id(v) for k, v in parts} == {k: id(v) for k, v in names(model)}
     assert {key for segment in segments for key in segment.state_dict()} == model.state_dict().keys()
     modules = dict(model.named_modules())
-    assert all(part is modules[key] for segment in segments for key, part in segment.named_modules() if part._parameters and key)
+    assert all(
+        part is modules[key]
+        for segment in segments
+        for key, part in segment.named_modules()
+        if part._parameters and key
+    )
 
 
 def test_blocks_are_named_after_their_modules() -> None:
     recipe = Resnet("resnet8")
     model = sketch(recipe)
     assert Chain(model, recipe.layout(model).blocks).names == ["conv1+bn1", "layer1.0", "layer2.0", "layer3.0", "fc"]
-    assert Chain(model, recipe.layout(model).blocks, fine=True).names[:3] == ["conv1+bn1", "layer1.0.conv1+bn1", "layer1.0.conv2+bn2"]
+    assert Chain(model, recipe.layout(model).blocks, fine=True).names[:3] == [
+        "conv1+bn1",
+        "layer1.0.conv1+bn1",
+        "layer1.0.conv2+bn2",
+    ]
 
 
 def test_a_fine_cut_divides_blocks_between_convolutions() -> None:
@@ -255,13 +282,25 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Sequence[Sequence[str]], str]]
     "order": (lambda: Made(straight), [["b"], ["a"]], "its forward comes to b after a"),
     "back again": (lambda: Made(lambda m, x: m.a(m.b(m.a(x)))), AB, "its forward comes to a after b"),
     "never": (lambda: Made(lambda m, x: m.a(x)), AB, "its forward does not come to b"),
-    "outside": (lambda: Made(lambda m, x: m.a(x)), [["a"]], "its forward does not use b.weight, b.bias; leave them out"),
+    "outside": (
+        lambda: Made(lambda m, x: m.a(x)),
+        [["a"]],
+        "its forward does not use b.weight, b.bias; leave them out",
+    ),
     "tied": (lambda: Made(tied), AB, "a.weight is used in two blocks, a and b"),
     "values": (lambda: Made(lambda m, x: m.b(m.a(x)) if x.sum() > 0 else x), AB, "its forward cannot be followed: "),
-    "training": (lambda: Made(lambda m, x: m.b(m.a(x)) * (2 if m.training else 1)), AB, "its forward asks for self.training"),
+    "training": (
+        lambda: Made(lambda m, x: m.b(m.a(x)) * (2 if m.training else 1)),
+        AB,
+        "its forward asks for self.training",
+    ),
     "dropout": (lambda: Made(lambda m, x: m.b(nn.functional.dropout(m.a(x), 0.5))), AB, "draws from a generator"),
     "no_grad": (lambda: Made(without_gradient), AB, "a runs under torch.no_grad"),
-    "constant": (lambda: Made(lambda m, x: m.b(m.a(x)) + m.plain[0]), AB, "which is neither a parameter nor a buffer; register it"),
+    "constant": (
+        lambda: Made(lambda m, x: m.b(m.a(x)) + m.plain[0]),
+        AB,
+        "which is neither a parameter nor a buffer; register it",
+    ),
     "arguments": (lambda: TwoArguments(straight), AB, "its forward takes 2 arguments (x, y)"),
 }
 

@@ -1,4 +1,6 @@
-"""Checkpoints of several ranks: any cut is read back under any other, bit for bit, and a run goes on from the right one."""
+"""Checkpoints of several ranks: any cut is read back under any other, bit for bit, and a run goes on from the right
+one.
+"""
 
 from __future__ import annotations
 
@@ -53,22 +55,34 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> Cut:
         if shape:
             at = draw(st.integers(0, size[axis]))
             parts[which] = (offset, (*size[:axis], at, *size[axis + 1 :]))
-            parts.append(((*offset[:axis], offset[axis] + at, *offset[axis + 1 :]), (*size[:axis], size[axis] - at, *size[axis + 1 :])))
+            parts.append(
+                (
+                    (*offset[:axis], offset[axis] + at, *offset[axis + 1 :]),
+                    (*size[:axis], size[axis] - at, *size[axis + 1 :]),
+                )
+            )
     return parts
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
-def test_any_cut_by_any_ranks_is_read_back_under_any_other_cut(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_cut_by_any_ranks_is_read_back_under_any_other_cut(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("c")
     size = data.draw(st.integers(1, 4), label="ranks")
     tensors = {
-        f"model/t{i}.weight": noise(data.draw(shapes()), data.draw(st.sampled_from(DTYPES)), i) for i in range(data.draw(st.integers(0, 3), label="tensors"))
+        f"model/t{i}.weight": noise(data.draw(shapes()), data.draw(st.sampled_from(DTYPES)), i)
+        for i in range(data.draw(st.integers(0, 3), label="tensors"))
     }
     boxes: list[list[Box]] = [[] for _ in range(size)]
     for name, tensor in tensors.items():
         for offset, shape in data.draw(cuts(tuple(tensor.shape))):
-            boxes[data.draw(st.integers(0, size - 1))].append(Box(name, part(tensor, offset, shape), tuple(tensor.shape), offset))
+            boxes[data.draw(st.integers(0, size - 1))].append(
+                Box(name, part(tensor, offset, shape), tuple(tensor.shape), offset)
+            )
     paths = on_ranks(size, lambda world: checkpointer(folder, world).save(7, State(boxes[world.rank], {}), {"x": 1}))
     assert paths == [str(folder / "step_000007")] * size
     others = data.draw(st.integers(1, 3))
@@ -84,8 +98,15 @@ def test_any_cut_by_any_ranks_is_read_back_under_any_other_cut(data: st.DataObje
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_keeps_its_bits_and_the_library_reads_them(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = {"model/a": noise((3, 5), dtype, 1), "model/b": noise((), dtype, 2), "model/c": noise((0, 4), dtype, 3), "model/d": noise((4,), torch.float64, 4)}
-    path = Path(checkpointer(tmp_path).save(1, State([whole(name, tensor) for name, tensor in tensors.items()], {}), {}))
+    tensors = {
+        "model/a": noise((3, 5), dtype, 1),
+        "model/b": noise((), dtype, 2),
+        "model/c": noise((0, 4), dtype, 3),
+        "model/d": noise((4,), torch.float64, 4),
+    }
+    path = Path(
+        checkpointer(tmp_path).save(1, State([whole(name, tensor) for name, tensor in tensors.items()], {}), {})
+    )
     source = checkpointer(tmp_path).load(path)
     with safe_open(path / "rank_0.safetensors", framework="pt") as library:
         for name, tensor in tensors.items():
@@ -104,7 +125,16 @@ def test_files_of_the_library_are_understood(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"[]", b"1", b"{", b'{"a":1}', b'{"a":{}}', b'{"a":{"dtype":"X","shape":[],"data_offsets":[0,1]}}', b"[" * 3000]
+    [
+        b"",
+        b"[]",
+        b"1",
+        b"{",
+        b'{"a":1}',
+        b'{"a":{}}',
+        b'{"a":{"dtype":"X","shape":[],"data_offsets":[0,1]}}',
+        b"[" * 3000,
+    ]
     + [
         b'{"a":{"dtype":"U8","shape":[%s],"data_offsets":[%s]}}' % pair
         for pair in ((b"9", b"0,9"), (b"1", b"-1,0"), (b"-1", b"1,0"), (b"1.0", b"0,1"), (b"2", b"0,1"))
@@ -126,9 +156,17 @@ def test_headers_keep_tensors_aligned() -> None:
 def test_tensors_larger_than_blocks_and_parts_of_them(tmp_path: Path) -> None:
     tensor = noise((1030, 1024), torch.float32, 0)
     small = [whole(f"model/s{i}", noise((i + 1,), torch.float32, i)) for i in range(50)]
-    source = checkpointer(tmp_path).load(Path(checkpointer(tmp_path).save(1, State([*small[:25], whole("model/big", tensor), *small[25:]], {}), {})))
+    source = checkpointer(tmp_path).load(
+        Path(checkpointer(tmp_path).save(1, State([*small[:25], whole("model/big", tensor), *small[25:]], {}), {}))
+    )
     assert same_bits(source.read("model/big"), tensor)
-    for offset, shape in (((0, 0), (1, 1)), ((1029, 1023), (1, 1)), ((255, 3), (520, 7)), ((0, 1000), (1030, 24)), ((7, 0), (0, 1024))):
+    for offset, shape in (
+        ((0, 0), (1, 1)),
+        ((1029, 1023), (1, 1)),
+        ((255, 3), (520, 7)),
+        ((0, 1000), (1030, 24)),
+        ((7, 0), (0, 1024)),
+    ):
         assert same_bits(source.read("model/big", offset, shape), part(tensor, offset, shape).contiguous())
     assert all(same_bits(source.read(box.name), box.tensor) for box in small)
 
@@ -139,23 +177,43 @@ def test_a_part_is_read_without_the_rest(tmp_path: Path, monkeypatch: pytest.Mon
     source = checkpointer(tmp_path).load(folder)
     seen = []
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: seen.append(len(buffers[0])) or real(file, buffers, offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda file, buffers, offset: seen.append(len(buffers[0])) or real(file, buffers, offset)
+    )
     source.read("model/big", (rows // 2, 0), (rows // 16, 256))
     assert sum(seen) <= 4 * BLOCK_BYTES
 
 
 def test_reading_what_is_not_there_says_so(tmp_path: Path) -> None:
-    source = checkpointer(tmp_path).load(Path(checkpointer(tmp_path).save(1, State([whole("model/conv1.weight", torch.zeros(4, 3))], {}), {})))
+    source = checkpointer(tmp_path).load(
+        Path(checkpointer(tmp_path).save(1, State([whole("model/conv1.weight", torch.zeros(4, 3))], {}), {}))
+    )
     with pytest.raises(DataError, match=r"no tensor model/conv1.weigth, but model/conv1.weight"):
         source.read("model/conv1.weigth")
-    for offset, shape in ((None, (3, 4)), (None, (12,)), ((0, 0), (5, 3)), ((-1, 0), (2, 3)), ((4, 0), (1, 3)), ((0,), (4,))):
+    for offset, shape in (
+        (None, (3, 4)),
+        (None, (12,)),
+        ((0, 0), (5, 3)),
+        ((-1, 0), (2, 3)),
+        ((4, 0), (1, 3)),
+        ((0,), (4,)),
+    ):
         with pytest.raises(DataError, match="shape"):
             source.read("model/conv1.weight", offset, shape)
     assert source.read("model/conv1.weight", (3, 1)).shape == (1, 2)
 
 
 def test_scalars_keep_every_bit(tmp_path: Path) -> None:
-    floats = [0.1, -0.0, 5e-324, 1.7976931348623157e308, float("inf"), float("-inf"), float("nan"), struct.unpack(">d", bytes.fromhex("fff8000000000abc"))[0]]
+    floats = [
+        0.1,
+        -0.0,
+        5e-324,
+        1.7976931348623157e308,
+        float("inf"),
+        float("-inf"),
+        float("nan"),
+        struct.unpack(">d", bytes.fromhex("fff8000000000abc"))[0],
+    ]
     scalars = {"window": floats, "clock": {"best": None, "step": 2**70, "on": True}, "data": "é\ud800"}
     found = checkpointer(tmp_path).load(Path(checkpointer(tmp_path).save(1, State([], {}), scalars))).scalars
     assert [struct.pack(">d", x) for x in found.pop("window")] == [struct.pack(">d", x) for x in floats]
@@ -191,19 +249,27 @@ def test_a_run_never_starts_anew_over_checkpoints_that_cannot_be_loaded(tmp_path
         (small_checkpoint(own, step) / "manifest.json").unlink()
     before = sorted(os.listdir(own))
     for resume, attempt in (("auto", 0), ("auto", 1), (str(other), 0)):
-        results = on_ranks(2, lambda world, resume=resume, attempt=attempt: checkpointer(own, world, resume=resume).find(attempt))
+        results = on_ranks(
+            2, lambda world, resume=resume, attempt=attempt: checkpointer(own, world, resume=resume).find(attempt)
+        )
         for error in results:
             assert isinstance(error, DataError)
-            assert re.search(r"own holds no checkpoint that can be loaded \(step_000002: manifest.json is missing.*move them away", str(error)), error
+            assert re.search(
+                r"own holds no checkpoint that can be loaded \(step_000002: manifest.json is missing.*move them away",
+                str(error),
+            ), error
     assert sorted(os.listdir(own)) == before
 
 
-def test_what_a_crash_kept_from_being_removed_goes_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_crash_kept_from_being_removed_goes_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options: dict[str, Any] = {"keep_last": 2, "keep_best": 1}
     for step, value in ((1, 0.9), (2, 0.1), (3, 0.2)):
         checkpointer(tmp_path, **options).save(step, State([], {}), {}, value)
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "retain", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # killed right after the last save
+        # killed right after the last save
+        patch.setattr(storage, "retain", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         for step in (4, 5):
             with pytest.raises(KeyboardInterrupt):
                 checkpointer(tmp_path, **options).save(step, State([], {}), {})
@@ -223,7 +289,10 @@ def test_what_a_crash_kept_from_being_removed_goes_at_the_next_start(tmp_path: P
 def test_a_start_removes_nothing_in_favour_of_a_damaged_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         small_checkpoint(tmp_path, step)
-    (tmp_path / "step_000003" / "state.json").write_bytes(b"x" * (tmp_path / "step_000003" / "state.json").stat().st_size)  # only its digest tells
+    # only its digest tells
+    (tmp_path / "step_000003" / "state.json").write_bytes(
+        b"x" * (tmp_path / "step_000003" / "state.json").stat().st_size
+    )
     again = checkpointer(tmp_path, keep_last=1, keep_best=0)
     assert again.find() == tmp_path / "step_000002"
     assert steps(tmp_path) == [3, 2, 1], "the run may still refuse to go on"

@@ -19,7 +19,14 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from dtf.checkpoint import storage
 from dtf.checkpoint.checkpointer import Checkpointer
@@ -81,7 +88,8 @@ def test_damage_is_found_whichever_rank_looks(tmp_path: Path) -> None:
             found = on_ranks(size, lambda world: checkpointer(tmp_path, world).find())
             assert {type(error) for error in found} == {DataError} and len({str(error) for error in found}) == 1
         assert list(storage.faults(path.parent, storage.read_manifest(path.parent))) == [
-            f"rank_0.safetensors: bytes {block * BLOCK_BYTES} to {min((block + 1) * BLOCK_BYTES, len(clean))} are damaged or unreadable"
+            f"rank_0.safetensors: bytes {block * BLOCK_BYTES} to {min((block + 1) * BLOCK_BYTES, len(clean))} are "
+            "damaged or unreadable"
         ]
 
 
@@ -103,7 +111,9 @@ def test_a_tensor_that_lies_elsewhere_than_the_manifest_says_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-def test_a_full_disk_on_any_rank_fails_all_and_keeps_the_last_good(tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_on_any_rank_fails_all_and_keeps_the_last_good(
+    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "checkpoints"
     small_checkpoint(folder, 1)
     boxes = [[whole(f"model/{r}", noise((8,), torch.float32, r))] for r in range(3)]
@@ -137,7 +147,9 @@ def test_a_full_disk_on_any_rank_fails_all_and_keeps_the_last_good(tmp_path: Pat
 
 def test_a_rank_that_cannot_make_its_boxes_fails_all(tmp_path: Path) -> None:
     bad = [Box("model/x", torch.zeros(2, dtype=torch.complex64), (2,), (0,))]
-    results = on_ranks(3, lambda world: checkpointer(tmp_path, world).save(1, State(bad if world.rank == 2 else [], {}), {}))
+    results = on_ranks(
+        3, lambda world: checkpointer(tmp_path, world).save(1, State(bad if world.rank == 2 else [], {}), {})
+    )
     assert {(type(result), result.exit.name) for result in results} == {(DtfError, "BUG")}
     assert "rank 2" in str(results[0]) and "complex64" in str(results[0])
     assert storage.checkpoints(tmp_path) == []
@@ -166,7 +178,9 @@ def test_ranks_that_do_not_share_the_folder_are_told(tmp_path: Path) -> None:
     found = on_ranks(2, lambda world: on_another_host(world, tmp_path).find())
     assert all(isinstance(error, DataError) and "rank 1 cannot read it" in str(error) for error in found), found
     boxes = State([whole("model/w", torch.zeros(3))], {})
-    saved = on_ranks(2, lambda world: on_another_host(world, tmp_path).save(9, boxes if world.rank else State([], {}), {}))
+    saved = on_ranks(
+        2, lambda world: on_another_host(world, tmp_path).save(9, boxes if world.rank else State([], {}), {})
+    )
     assert all(isinstance(error, SaveError) and "rank 1" in str(error) for error in saved), saved
 
 
@@ -200,7 +214,9 @@ class Life(RuleBasedStateMachine):
     @rule(value=st.none() | st.sampled_from([0.0, 0.25, 0.5, float("nan"), float("inf")]))
     def save(self, value: float | None) -> None:
         self.step += 1
-        checkpointer(self.folder, **self.options).save(self.step, State([whole("model/step", torch.tensor(self.step))], {}), {"step": self.step}, value)
+        checkpointer(self.folder, **self.options).save(
+            self.step, State([whole("model/step", torch.tensor(self.step))], {}), {"step": self.step}, value
+        )
         self.values.setdefault(self.step, value)
         self.retain()
 
@@ -208,7 +224,9 @@ class Life(RuleBasedStateMachine):
         steps = sorted(self.values)
         finite = [step for step in steps if (v := self.values[step]) is not None and math.isfinite(v)]
         best = sorted(finite, key=lambda step: -(self.values[step] or 0.0))[: self.options["keep_best"]]
-        self.values = {step: self.values[step] for step in steps if step in best or step in steps[-self.options["keep_last"] :]}
+        self.values = {
+            step: self.values[step] for step in steps if step in best or step in steps[-self.options["keep_last"] :]
+        }
 
     @rule(at=st.integers(1, 30))
     def crash(self, at: int) -> None:
@@ -281,7 +299,15 @@ def test_a_run_folder_survives_any_life(tmp_path: Path) -> None:
 
 
 def test_damage_is_told_where_nobody_observes(run_dtf: Callable[..., Any]) -> None:
-    command = ["plugins=[tests.toy]", "recipe=toy", "step.batch_size=24", "lr.warmup=0", "checkpoint.every_steps=2", "launcher.processes=1", "observer=[]"]
+    command = [
+        "plugins=[tests.toy]",
+        "recipe=toy",
+        "step.batch_size=24",
+        "lr.warmup=0",
+        "checkpoint.every_steps=2",
+        "launcher.processes=1",
+        "observer=[]",
+    ]
     folder = run_dtf(*command, "train.steps=4", "train.until=4").folder
     newest = folder / "checkpoints" / "step_000004"
     (newest / "state.json").unlink()
@@ -294,4 +320,8 @@ def test_damage_is_told_where_nobody_observes(run_dtf: Callable[..., Any]) -> No
     again = run_dtf(*command, "train.steps=4", folder=folder)
     words = f"{newest.parent} holds no checkpoint that can be loaded (step_000004: manifest.json is missing"
     assert again.code == Exit.DATA
-    assert words in again.err and words in json.loads((folder / "run.json").read_text())["cause"] and words in (folder / "rank_0.log").read_text()
+    assert (
+        words in again.err
+        and words in json.loads((folder / "run.json").read_text())["cause"]
+        and words in (folder / "rank_0.log").read_text()
+    )

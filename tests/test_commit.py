@@ -30,33 +30,52 @@ def silent(text: str) -> None:
     """A note nobody reads."""
 
 
-def save(parent: Path, step: int, value: float | None = None, keep_last: int = 2, run: str = "run-1", data: bytes = b"") -> Path | None:
+def save(
+    parent: Path, step: int, value: float | None = None, keep_last: int = 2, run: str = "run-1", data: bytes = b""
+) -> Path | None:
     """A checkpoint of one U8 tensor, in the order of calls that a run makes."""
     draft = storage.begin(parent, step, run, silent)
     if draft is None:
         return None
     data = data or bytes([step % 256]) * 100
-    files = {"a.bin": storage.write(draft / "a.bin", [data[:7], b"", data[7:]]), "b.bin": storage.write(draft / "b.bin", [b"tail"])}
+    files = {
+        "a.bin": storage.write(draft / "a.bin", [data[:7], b"", data[7:]]),
+        "b.bin": storage.write(draft / "b.bin", [b"tail"]),
+    }
     tensors = {"model/x": StoredTensor("U8", (len(data),), (StoredBox("a.bin", "model/x", (0,), (len(data),)),))}
-    final = storage.commit(draft, Manifest(step, run, "ddp", 1, Objective(*GOAL, value) if value is not None else None, files, tensors))
+    final = storage.commit(
+        draft, Manifest(step, run, "ddp", 1, Objective(*GOAL, value) if value is not None else None, files, tensors)
+    )
     storage.retain(parent, run, keep_last, 1, GOAL)
     return final
 
 
 def good(parent: Path) -> list[int]:
     """Steps of the checkpoints that may be loaded, newest first."""
-    return [storage.step_of(folder.name) or 0 for folder in storage.checkpoints(parent) if storage.first_fault(folder) is None]
+    return [
+        storage.step_of(folder.name) or 0
+        for folder in storage.checkpoints(parent)
+        if storage.first_fault(folder) is None
+    ]
 
 
 # ---------------------------------------------------------------- files
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(0, 5) | st.sampled_from([BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 3]), max_size=6))
+@given(
+    st.lists(
+        st.integers(0, 5) | st.sampled_from([BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 3]),
+        max_size=6,
+    )
+)
 def test_blocks_are_the_pieces_joined(lengths: list[int]) -> None:
     source = random.Random(0).randbytes(sum(lengths))
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    found = [bytes(block) for block in storage._in_blocks(memoryview(source)[end - n : end] for n, end in zip(lengths, ends, strict=True))]
+    found = [
+        bytes(block)
+        for block in storage._in_blocks(memoryview(source)[end - n : end] for n, end in zip(lengths, ends, strict=True))
+    ]
     assert found == [source[i : i + BLOCK_BYTES] for i in range(0, len(source), BLOCK_BYTES)]
 
 
@@ -110,7 +129,10 @@ def test_a_damaged_checkpoint_of_the_same_step_is_moved_aside(tmp_path: Path) ->
         (folder / "b.bin").write_bytes(b"Tail")
     assert save(tmp_path, 5) == tmp_path / "step_000005"
     assert good(tmp_path) == [5]
-    assert sorted(path.name for path in tmp_path.glob("*.bad-*")) == ["step_000005.bad-run-1", "step_000005.bad-run-1.2"]
+    assert sorted(path.name for path in tmp_path.glob("*.bad-*")) == [
+        "step_000005.bad-run-1",
+        "step_000005.bad-run-1.2",
+    ]
 
 
 def test_strange_entries_are_refused_without_being_followed(tmp_path: Path) -> None:
@@ -144,7 +166,17 @@ def test_strange_entries_are_refused_without_being_followed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["step_12", "step_0000120", "step_000120.tmp-x", "step_000120.bad-x", "step_+00001", "step_00012\u0660", "Step_000001", "latest"]
+    "name",
+    [
+        "step_12",
+        "step_0000120",
+        "step_000120.tmp-x",
+        "step_000120.bad-x",
+        "step_+00001",
+        "step_00012\u0660",
+        "Step_000001",
+        "latest",
+    ],
 )
 def test_only_exact_names_are_checkpoints(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()

@@ -1,4 +1,6 @@
-"""A save that is killed, or refused by the disk, at any system call: the newest complete checkpoint loads, nothing blocks the next start."""
+"""A save that is killed, or refused by the disk, at any system call: the newest complete checkpoint loads, nothing
+blocks the next start.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Killed(BaseException):
 
 
 class Faults:
-    """Counts the calls that change the disk; from call `at` on, nothing happens any more, or just that one fails with `error`."""
+    """Counts the calls that change the disk; from call `at` on, nothing happens any more, or just that one fails with
+    `error`.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, error: int | None = None, torn: bool = False) -> None:
         self.count, self.log = 0, []
@@ -165,10 +169,34 @@ def test_sigkill_at_every_real_system_call(tmp_path: Path, call: str) -> None:
     root = str(Path(__file__).parents[1])
 
     def child(folder: Path, *strace: str) -> subprocess.CompletedProcess[str]:
-        command = ["strace", "-f", "-o", str(folder.parent / "trace"), "-P", str(folder), *strace, sys.executable, "-B", "-c", CHILD, str(folder), root]
+        command = [
+            "strace",
+            "-f",
+            "-o",
+            str(folder.parent / "trace"),
+            "-P",
+            str(folder),
+            *strace,
+            sys.executable,
+            "-B",
+            "-c",
+            CHILD,
+            str(folder),
+            root,
+        ]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
-    paths = [f"{{f}}/{name}" for name in ("step_000004.tmp-run-1", "step_000004", "latest.tmp-run-1", "latest", "step_000002", ".trash-step_000002-run-1")]
+    paths = [
+        f"{{f}}/{name}"
+        for name in (
+            "step_000004.tmp-run-1",
+            "step_000004",
+            "latest.tmp-run-1",
+            "latest",
+            "step_000002",
+            ".trash-step_000002-run-1",
+        )
+    ]
     paths += [f"{paths[0]}/{name}" for name in ("a.bin", "b.bin", "manifest.json")]
     kills = 0
     for at in range(1, 60):

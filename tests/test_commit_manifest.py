@@ -1,4 +1,6 @@
-"""What a checkpoint says about itself: JSON that keeps every bit, and a sealed manifest that cannot contradict itself."""
+"""What a checkpoint says about itself: JSON that keeps every bit, and a sealed manifest that cannot contradict
+itself.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtf.checkpoint.manifest import Manifest, Objective, StoredBox, StoredFile, StoredTensor, decode, encode, exact_json, parse_json, partition_fault
+from dtf.checkpoint.manifest import (
+    Manifest,
+    Objective,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    decode,
+    encode,
+    exact_json,
+    parse_json,
+    partition_fault,
+)
 from dtf.core.errors import DataError
 
 
@@ -54,9 +67,21 @@ def test_json_refuses_what_it_does_not_write(text: bytes) -> None:
 
 def manifest_of(**changes: Any) -> Manifest:
     files = {"r.bin": StoredFile(100, (1,))}
-    tensors = {"model/w": StoredTensor("F32", (4, 2), (StoredBox("r.bin", "k", (0, 0), (1, 2)), StoredBox("r.bin", "k#1", (1, 0), (3, 2))))}
+    tensors = {
+        "model/w": StoredTensor(
+            "F32", (4, 2), (StoredBox("r.bin", "k", (0, 0), (1, 2)), StoredBox("r.bin", "k#1", (1, 0), (3, 2)))
+        )
+    }
     return Manifest(
-        **{"step": 3, "run_id": "r", "strategy": "ddp", "ranks": 2, "objective": Objective("loss", "min", float("inf")), "files": files, "tensors": tensors}
+        **{
+            "step": 3,
+            "run_id": "r",
+            "strategy": "ddp",
+            "ranks": 2,
+            "objective": Objective("loss", "min", float("inf")),
+            "files": files,
+            "tensors": tensors,
+        }
         | changes
     )
 
@@ -123,7 +148,13 @@ def test_overlapping_boxes_of_the_right_volume_are_no_partition() -> None:
     assert partition_fault((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 4))]) == ""
     assert "overlaps" in partition_fault((4, 4), [((0, 0), (2, 4)), ((1, 0), (2, 4))])
     assert "overlaps" in partition_fault((2, 4), [((0, 0), (2, 2)), ((0, 1), (2, 2))])
-    assert partition_fault((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]) == ""  # a pinwheel
+    # a pinwheel
+    assert (
+        partition_fault(
+            (3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+        )
+        == ""
+    )
     assert partition_fault((), [((), ())]) == ""
     assert partition_fault((0, 3), [((0, 0), (0, 3))]) == ""
     assert "0 boxes" in partition_fault((0, 3), [])

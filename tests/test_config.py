@@ -78,7 +78,9 @@ def test_every_option_composes_and_is_typed(composer: Composer, group: str) -> N
 def test_every_recipe_goes_with_other_options(composer: Composer, end: int) -> None:
     """One that its file may name, and one that it does not."""
     for recipe in composer.options("recipe"):
-        composer.compose([f"recipe={recipe}", *(f"{group}={composer.options(group)[end]}" for group in ("optimizer", "lr"))])
+        composer.compose(
+            [f"recipe={recipe}", *(f"{group}={composer.options(group)[end]}" for group in ("optimizer", "lr"))]
+        )
 
 
 def test_config_is_plain_and_rebuilds_in_a_rank(composer: Composer) -> None:
@@ -105,12 +107,21 @@ lr: {peak: 0.3}
 
 def test_recipe_wins_over_root_experiment_over_recipe_command_line_over_all(write: Write) -> None:
     folder = write("recipe/mine.yaml", RECIPE)
-    write("experiment/mine.yaml", "# @package _global_\ndefaults:\n  - override /recipe: mine\n  - _self_\nstep: {batch_size: 18}\nlr: {peak: 0.4}\nseed: 5\n")
+    write(
+        "experiment/mine.yaml",
+        "# @package _global_\ndefaults:\n  - override /recipe: mine\n  - _self_\nstep: {batch_size: 18}\nlr: {peak: "
+        "0.4}\nseed: 5\n",
+    )
     recipe = with_dir(folder, "recipe=mine").config
     assert (recipe["step"]["batch_size"], recipe["train"]["epochs"], recipe["optimizer"]["momentum"]) == (17, 3.0, 0.5)
     assert recipe["lr"] == {"name": "constant", "peak": 0.3, "warmup": 0}
     experiment = with_dir(folder, "experiment=mine").config
-    assert (experiment["step"]["batch_size"], experiment["train"]["epochs"], experiment["lr"]["peak"], experiment["seed"]) == (18, 3.0, 0.4, 5)
+    assert (
+        experiment["step"]["batch_size"],
+        experiment["train"]["epochs"],
+        experiment["lr"]["peak"],
+        experiment["seed"],
+    ) == (18, 3.0, 0.4, 5)
     typed_in = with_dir(folder, "experiment=mine", "step.batch_size=19", "lr=cosine", "lr.peak=0.5").config
     assert (typed_in["step"]["batch_size"], typed_in["lr"]["name"], typed_in["lr"]["peak"]) == (19, "cosine", 0.5)
 
@@ -129,17 +140,24 @@ def test_a_file_refines_a_class(write: Write) -> None:
     assert composed.config["strategy"]["name"] == "ddp"
     assert composed.config["strategy"]["bucket_mb"] == 7.0
     assert composed.choices["strategy"] == "quiet"
-    assert {name: node["path"] for name, node in composed.config["observer"].items()} == {"rare": "rare.jsonl", "jsonl": "metrics.jsonl"}
+    assert {name: node["path"] for name, node in composed.config["observer"].items()} == {
+        "rare": "rare.jsonl",
+        "jsonl": "metrics.jsonl",
+    }
 
 
-def test_plugins_named_in_files_bring_the_options_those_files_choose(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_plugins_named_in_files_bring_the_options_those_files_choose(
+    write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "front_late.py").write_text(
         "from dtf.api.registry import register, option\nfrom dtf.api.sampler import Shuffle\n"
         "@register('sampler', 'front_late')\nclass Late(Shuffle):\n    twist: int = option(default=1, doc='d')\n"
     )
     monkeypatch.chdir(tmp_path)
     folder = write(
-        "experiment/late.yaml", "# @package _global_\ndefaults:\n  - override /sampler: front_late\n  - _self_\nplugins: [front_late]\nsampler: {twist: 2}\n"
+        "experiment/late.yaml",
+        "# @package _global_\ndefaults:\n  - override /sampler: front_late\n  - _self_\nplugins: "
+        "[front_late]\nsampler: {twist: 2}\n",
     )
     composed = with_dir(folder, "experiment=late", PLUGIN)
     assert composed.config["sampler"] == {"name": "front_late", "tail": "partial", "twist": 2}
@@ -148,7 +166,8 @@ def test_plugins_named_in_files_bring_the_options_those_files_choose(write: Writ
 
 def test_entry_points_bring_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "front_entry.py").write_text(
-        "from dtf.api.registry import register\nfrom dtf.api.lr import Constant\n@register('lr', 'front_entry')\nclass Entry(Constant): ...\n"
+        "from dtf.api.registry import register\nfrom dtf.api.lr import Constant\n@register('lr', "
+        "'front_entry')\nclass Entry(Constant): ...\n"
     )
     info = tmp_path / "front_entry-1.dist-info"
     info.mkdir()
@@ -162,7 +181,9 @@ def test_plugin_in_an_unknown_group_is_refused(tmp_path: Path, monkeypatch: pyte
     from dtf.api import registry
 
     monkeypatch.setattr(registry, "_CLASSES", {group: dict(classes) for group, classes in registry._CLASSES.items()})
-    (tmp_path / "front_lost.py").write_text("from dtf.api.registry import register\n@register('optimiser', 'x')\nclass X: ...\n")
+    (tmp_path / "front_lost.py").write_text(
+        "from dtf.api.registry import register\n@register('optimiser', 'x')\nclass X: ...\n"
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="optimiser is no config group; did you mean optimizer"):
         compose(["plugins=[front_lost]"])
@@ -179,17 +200,29 @@ def test_shadowed_names_are_refused(write: Write) -> None:
 
 
 def test_recompose_varies_one_thing(composer: Composer) -> None:
-    base = composer.compose(["strategy=ddp", "strategy.bucket_mb=5", "seed=3", "launcher.processes=3", "observer=[console]"])
+    base = composer.compose(
+        ["strategy=ddp", "strategy.bucket_mb=5", "seed=3", "launcher.processes=3", "observer=[console]"]
+    )
     assert base.recompose([]).config == base.config
     same = base.recompose(["strategy=ddp", "launcher.processes=2"])
-    assert (same.config["strategy"]["bucket_mb"], same.config["launcher"]["processes"], same.config["seed"]) == (5.0, 2, 3)
+    assert (same.config["strategy"]["bucket_mb"], same.config["launcher"]["processes"], same.config["seed"]) == (
+        5.0,
+        2,
+        3,
+    )
     other = base.recompose(["strategy=dp", "strategy.replicas=2"])  # bucket_mb was said of ddp
-    assert (other.config["strategy"]["name"], other.config["strategy"]["replicas"], other.config["seed"]) == ("dp", 2, 3)
+    assert (other.config["strategy"]["name"], other.config["strategy"]["replicas"], other.config["seed"]) == (
+        "dp",
+        2,
+        3,
+    )
     assert list(other.config["observer"]) == ["console"]
 
 
 def test_interpolations_are_resolved(composer: Composer) -> None:
-    composed = composer.compose(["seed=4", "run.name=run-${seed}", "launcher.env.COPY=${run.name}-x", r"launcher.env.LITERAL='\${seed}'"])
+    composed = composer.compose(
+        ["seed=4", "run.name=run-${seed}", "launcher.env.COPY=${run.name}-x", r"launcher.env.LITERAL='\${seed}'"]
+    )
     assert composed.config["launcher"]["env"] == {"COPY": "run-4-x", "LITERAL": "${seed}"}
 
 
@@ -207,9 +240,18 @@ def test_mandatory_keys_matter_only_to_who_needs_them(composer: Composer) -> Non
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.steps=null", "train.epochs=null"], "leave the run without a length; give train.steps=N or train.epochs=N"),
-        (["step.batch_size=4", "step.micro_batch_rows=5"], "step.micro_batch_rows=5 must be 0 to step.batch_size=4; set on the command line"),
-        (["sampler.tail=drop", "recipe.data.train_rows=100"], "step.batch_size=128 must be at most the 100 training rows: sampler.tail=drop"),
+        (
+            ["train.steps=null", "train.epochs=null"],
+            "leave the run without a length; give train.steps=N or train.epochs=N",
+        ),
+        (
+            ["step.batch_size=4", "step.micro_batch_rows=5"],
+            "step.micro_batch_rows=5 must be 0 to step.batch_size=4; set on the command line",
+        ),
+        (
+            ["sampler.tail=drop", "recipe.data.train_rows=100"],
+            "step.batch_size=128 must be at most the 100 training rows: sampler.tail=drop",
+        ),
         (["train.early_stop=3", "train.eval_every=0"], "train.early_stop=3 needs evaluations"),
         (["run.name=../up"], "run.name=../up is no folder name"),
         (["run.objective=top2"], "run.objective=top2 is no metric of the recipe; did you mean top5"),

@@ -1,4 +1,6 @@
-"""Every mistake in a command line or a config file: one line with key=value, the rule, the choices, and where it was set."""
+"""Every mistake in a command line or a config file: one line with key=value, the rule, the choices, and where it was
+set.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,13 @@ def composer() -> Composer:
     [
         (
             "+optimizer.lrr=1",
-            "optimizer.lrr=1 is no known key; choices: decay_norm_and_bias, lr_factors, momentum, nesterov, weight_decay, weight_decays" + HERE,
+            "optimizer.lrr=1 is no known key; choices: decay_norm_and_bias, lr_factors, momentum, nesterov, "
+            "weight_decay, weight_decays" + HERE,
         ),
         (
             "optimizer.momentun=1",
-            "optimizer.momentun=1 is no known key; did you mean momentum? choices: decay_norm_and_bias, lr_factors, momentum, nesterov, weight_decay, "
+            "optimizer.momentun=1 is no known key; did you mean momentum? choices: decay_norm_and_bias, lr_factors, "
+            "momentum, nesterov, weight_decay, "
             "weight_decays" + HERE,
         ),
         ("strategy=ddpp", "strategy=ddpp is no option; did you mean ddp? choices: "),
@@ -55,9 +59,13 @@ def composer() -> Composer:
         ("strategy.bucket_mb.x=1", "strategy.bucket_mb={...} is not of type float" + HERE),
         (
             "precision.compute.capacity=3",
-            "precision.compute.capacity is no known key; choices: none, as precision.compute is one of bf16, fp16, fp32, fp64" + HERE,
+            "precision.compute.capacity is no known key; choices: none, as precision.compute is one of bf16, fp16, "
+            "fp32, fp64" + HERE,
         ),
-        ("precision.compute=bf61", "precision.compute=bf61 is no choice; did you mean bf16? choices: bf16, fp16, fp32, fp64" + HERE),
+        (
+            "precision.compute=bf61",
+            "precision.compute=bf61 is no choice; did you mean bf16? choices: bf16, fp16, fp32, fp64" + HERE,
+        ),
         ("launcher.env={A: [1]}", "launcher.env.A=[1] is not of type text" + HERE),
         ("lr=null", "lr=null is no option; choices: constant, cosine"),
         ("~lr", "~lr leaves no lr; choose with lr=NAME" + HERE),
@@ -69,17 +77,37 @@ def composer() -> Composer:
         ("resume=auto", "resume=auto is no known key; did you mean checkpoint.resume? choices: budget"),
         ("log_every=1", "log_every=1 is no known key; did you mean train.log_every? choices: budget"),
         ("pixels=8", "pixels=8 is no known key; did you mean recipe.data.pixels? choices: budget"),
-        ("job.log_every=1", "job.log_every=1 is no known key; did you mean train.log_every? there are no choices" + HERE),
-        ("path=x", "path=x is no known key; did you mean observer.jsonl.path or observer.tensorboard.path? choices: budget"),
-        ("~observer", "~observer takes no observer away; write observer=[NAME,...], observer=[] for none, or ~observer.NAME; choices: console"),
+        (
+            "job.log_every=1",
+            "job.log_every=1 is no known key; did you mean train.log_every? there are no choices" + HERE,
+        ),
+        (
+            "path=x",
+            "path=x is no known key; did you mean observer.jsonl.path or observer.tensorboard.path? choices: budget",
+        ),
+        (
+            "~observer",
+            "~observer takes no observer away; write observer=[NAME,...], observer=[] for none, or ~observer.NAME; "
+            "choices: console",
+        ),
         ("~observer=console", "~observer=console takes no observer away; write observer=[NAME,...]"),
-        ("~train.steps", "~train.steps has nothing to take away: no such key or option is set; see dtf --cfg job" + HERE),
+        (
+            "~train.steps",
+            "~train.steps has nothing to take away: no such key or option is set; see dtf --cfg job" + HERE,
+        ),
         ("~experiment=foo", "~experiment=foo has nothing to take away: no such key or option is set"),
         ("~seed=4", "~seed=4 has nothing to take away: seed=0; write ~seed" + HERE),
         ("experiment=null", "experiment=null is no option; "),
-        ("strategy.name=dp", "strategy.name says which class the other keys belong to; choose with strategy=NAME" + HERE),
+        (
+            "strategy.name=dp",
+            "strategy.name says which class the other keys belong to; choose with strategy=NAME" + HERE,
+        ),
         ("+strategy=dp", "strategy takes one option; write strategy=NAME without +"),
-        ("optimizer=adamw,sgd", "optimizer=adamw,sgd gives several values; a list is optimizer=[adamw,sgd], a sweep over them needs -m" + HERE),
+        (
+            "optimizer=adamw,sgd",
+            "optimizer=adamw,sgd gives several values; a list is optimizer=[adamw,sgd], a sweep over them needs -m"
+            + HERE,
+        ),
         ("seed=range(1,3)", "seed=range(1,3) is a sweep and needs -m" + HERE),
         ("train", "train is no override; write job=train"),
         ("foo", "foo is no override; write key=value"),
@@ -177,22 +205,54 @@ def test_flags(flags: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("experiment/a.yaml", "# @package _global_\noptimizer: {lrr: 3}\n", "optimizer.lrr=3 is no known key; choices: "),
-        ("experiment/a.yaml", "# @package _global_\ntrain: {steps: abc}\n", "train.steps=abc is not of type int | null"),
-        ("experiment/a.yaml", "# @package _global_\ntrian: {steps: 3}\n", "trian={...} is no known key; did you mean train?"),
-        ("experiment/a.yaml", "# @package _global_\ndefaults:\n  - override /strategy: ddpp\n", "strategy=ddpp is no option; did you mean ddp?"),
+        (
+            "experiment/a.yaml",
+            "# @package _global_\noptimizer: {lrr: 3}\n",
+            "optimizer.lrr=3 is no known key; choices: ",
+        ),
+        (
+            "experiment/a.yaml",
+            "# @package _global_\ntrain: {steps: abc}\n",
+            "train.steps=abc is not of type int | null",
+        ),
+        (
+            "experiment/a.yaml",
+            "# @package _global_\ntrian: {steps: 3}\n",
+            "trian={...} is no known key; did you mean train?",
+        ),
+        (
+            "experiment/a.yaml",
+            "# @package _global_\ndefaults:\n  - override /strategy: ddpp\n",
+            "strategy=ddpp is no option; did you mean ddp?",
+        ),
         (
             "experiment/a.yaml",
             "# @package _global_\ndefaults:\n  - override /observer: [jsonl, consol]\n",
             "observer=consol is no option; did you mean console?",
         ),
-        ("experiment/a.yaml", "# @package _global_\nrun: {name: '${sed}'}\n", "run.name: Interpolation key 'sed' not found"),
+        (
+            "experiment/a.yaml",
+            "# @package _global_\nrun: {name: '${sed}'}\n",
+            "run.name: Interpolation key 'sed' not found",
+        ),
         ("experiment/a.yaml", "seed: 3\n", "experiment={...} is no known key; "),  # the package line is missing
         ("experiment/a.yaml", "[1, 2]\n", "ends"),
         ("experiment/a.yaml", "a: [1\nb: 2\n", "ends"),
-        ("strategy/a.yaml", "defaults: [schema/ddp@_here_, _self_]\nbucket: 3\n", "strategy.bucket=3 is no known key; did you mean bucket_mb?"),
-        ("strategy/a.yaml", "defaults: [schema/ddpp@_here_, _self_]\n", "strategy: schema/ddpp is no registered class; did you mean ddp?"),
-        ("strategy/a.yaml", "bucket_mb: 3\n", "strategy.name=null names no registered class; a strategy file starts from one: "),
+        (
+            "strategy/a.yaml",
+            "defaults: [schema/ddp@_here_, _self_]\nbucket: 3\n",
+            "strategy.bucket=3 is no known key; did you mean bucket_mb?",
+        ),
+        (
+            "strategy/a.yaml",
+            "defaults: [schema/ddpp@_here_, _self_]\n",
+            "strategy: schema/ddpp is no registered class; did you mean ddp?",
+        ),
+        (
+            "strategy/a.yaml",
+            "bucket_mb: 3\n",
+            "strategy.name=null names no registered class; a strategy file starts from one: ",
+        ),
         (
             "recipe/a.yaml",
             "# @package _global_\ndefaults: [schema/resnet_shapes@recipe, _self_]\nlr: {peek: 3}\n",
@@ -213,14 +273,18 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text:
     else:
         assert said.startswith(message)
         named = os.path.join("my", file)
-        assert said.endswith((f"; set in {named}", f"; set {'on the command line'}")) and (named in said or file.startswith(("experiment/a", "strategy/a")))
+        assert said.endswith((f"; set in {named}", f"; set {'on the command line'}")) and (
+            named in said or file.startswith(("experiment/a", "strategy/a"))
+        )
     assert "\n" not in said
 
 
 def test_the_last_file_that_sets_a_key_is_blamed(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "recipe" / "r.yaml").write_text("# @package _global_\ndefaults: [schema/resnet_shapes@recipe, _self_]\nseed: a\n")
+    (tmp_path / "recipe" / "r.yaml").write_text(
+        "# @package _global_\ndefaults: [schema/resnet_shapes@recipe, _self_]\nseed: a\n"
+    )
     (tmp_path / "experiment" / "e.yaml").write_text("# @package _global_\nseed: b\n")
     for overrides, blamed in (
         (["recipe=r"], "seed=a.*recipe/r.yaml$"),
@@ -292,8 +356,17 @@ def test_any_command_line_composes_or_is_a_config_error(composer: Composer, exam
 
 
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(VALUES), st.text(max_size=8))
-NAMES = st.one_of(st.sampled_from([key.split(".")[-1] for key in KEYS] + ["defaults", "name", "_target_"]), st.integers(), st.none(), st.text(max_size=4))
-TREES = st.recursive(LEAVES, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=4)), max_leaves=8)
+NAMES = st.one_of(
+    st.sampled_from([key.split(".")[-1] for key in KEYS] + ["defaults", "name", "_target_"]),
+    st.integers(),
+    st.none(),
+    st.text(max_size=4),
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=4)),
+    max_leaves=8,
+)
 
 
 @EXAMPLES

@@ -150,7 +150,9 @@ def test_numbers_stay_in_their_range(given: dict[str, Any], said: str) -> None:
 def test_a_class_there_and_back() -> None:
     default = node(Tree)
     assert unset(default) == ["must"]
-    tree = make(Tree, fit(Tree, {**default, "must": 3, "maybe": {"size": 2}, "leaves": [{"size": 5}], "by_name": {"x": {}}}, ""))
+    tree = make(
+        Tree, fit(Tree, {**default, "must": 3, "maybe": {"size": 2}, "leaves": [{"size": 5}], "by_name": {"x": {}}}, "")
+    )
     assert tree == Tree(must=3, maybe=Leaf(size=2), leaves=[Leaf(size=5)], by_name={"x": Leaf()})
     assert fit(Tree, to_plain(tree), "") == to_plain(tree)
 
@@ -163,7 +165,10 @@ def test_default_nodes_are_not_shared() -> None:
 PLAIN = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.one_of(st.text(max_size=5), st.sampled_from([key.name for key in keys(Tree)])), inner, max_size=3)
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.one_of(st.text(max_size=5), st.sampled_from([key.name for key in keys(Tree)])), inner, max_size=3
+        ),
     ),
 )
 

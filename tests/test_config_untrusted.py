@@ -34,12 +34,19 @@ DOUBLED = {f"a{n}": f"${{launcher.env.a{n - 1}}}${{launcher.env.a{n - 1}}}" for 
         (f"x: [{'1,' * 20_000}]\n", "more than 10000 values"),
         (f"x: {'a' * MAX_BYTES}\n", f"more than {MAX_BYTES} bytes"),
         (env({**DOUBLED, "a0": "x"}), "interpolation makes more than"),
-        (env({**{f"a{n}": f"${{.a{n - 1}}}${{.a{n - 1}}}" for n in range(40, 0, -1)}, "a0": "x"}), "interpolation makes more than"),
-        (env({**{f"a{n}": f"${{oc.select:launcher.env.a{n - 1}}}" * 2 for n in range(40, 0, -1)}, "a0": "x"}), "whose target is no plain key"),
+        (
+            env({**{f"a{n}": f"${{.a{n - 1}}}${{.a{n - 1}}}" for n in range(40, 0, -1)}, "a0": "x"}),
+            "interpolation makes more than",
+        ),
+        (
+            env({**{f"a{n}": f"${{oc.select:launcher.env.a{n - 1}}}" * 2 for n in range(40, 0, -1)}, "a0": "x"}),
+            "whose target is no plain key",
+        ),
         (env({f"a{n}": f"${{launcher.env.a{n - 1}}}" for n in range(400, 0, -1)}), "a chain of more than 100"),
         (env({"a": "x" * 60_000, "b": "${.a}" * 500}), "interpolation makes more than"),
         (
-            "step:\n  a0: [1, 1, 1]\n" + "".join(f"  a{n}: {{x: '${{step.a{n - 1}}}', y: '${{step.a{n - 1}}}'}}\n" for n in range(1, 40)),
+            "step:\n  a0: [1, 1, 1]\n"
+            + "".join(f"  a{n}: {{x: '${{step.a{n - 1}}}', y: '${{step.a{n - 1}}}'}}\n" for n in range(1, 40)),
             "interpolation makes more than",
         ),
         (env({"a": "${.b}", "b": "${.a}"}), "Recursive interpolation"),
@@ -88,5 +95,9 @@ def test_sweeps_are_held_to_the_same_rules(tmp_path: Path) -> None:
 
     started: list[int] = []
     with pytest.raises(ConfigError, match="hydra.callbacks is not used here"):
-        sweep(experiment(tmp_path, "hydra: {callbacks: {a: {b: 1}}}\n"), ["experiment=e", "seed=1,2"], lambda action: started.append(1) or 0)
+        sweep(
+            experiment(tmp_path, "hydra: {callbacks: {a: {b: 1}}}\n"),
+            ["experiment=e", "seed=1,2"],
+            lambda action: started.append(1) or 0,
+        )
     assert not started

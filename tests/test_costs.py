@@ -64,7 +64,9 @@ def sizes(costs: list[Cost]) -> list[tuple[int, int, int]]:
 
 
 def test_operations_and_bytes_are_those_on_paper() -> None:
-    """A Linear of n inputs and m outputs for B rows takes 2 B n m operations forward and as many for each gradient that is needed."""
+    """A Linear of n inputs and m outputs for B rows takes 2 B n m operations forward and as many for each gradient that
+    is needed.
+    """
     rows = 32
     found = count(wide(), torch.empty(rows, 64), state_bytes)
     macs = [(64, 64, 2), (64, 512, 3), (512, 512, 3), (512, 64, 3)]
@@ -79,9 +81,13 @@ def test_counting_finds_the_bytes_that_measuring_finds(fine: bool, autocast: tor
     recipe = Resnet("resnet8")
     model = sketch(recipe)
     chain, sample = Chain(model, recipe.layout(model).blocks, fine), torch.randn(4, 3, 16, 16)
-    counted, measured = sizes(count(chain, sample, state_bytes, autocast)), sizes(measure(chain, sample, state_bytes, autocast, seconds=0))
+    counted, measured = (
+        sizes(count(chain, sample, state_bytes, autocast)),
+        sizes(measure(chain, sample, state_bytes, autocast, seconds=0)),
+    )
     for one, other in zip(counted, measured, strict=True):
-        assert one == pytest.approx(other, rel=1e-2)  # in bf16, shape functions and kernels save a norm's statistics in different formats
+        # in bf16, shape functions and kernels save a norm's statistics in different formats
+        assert one == pytest.approx(other, rel=1e-2)
 
 
 def test_half_precision_halves_what_is_sent() -> None:
@@ -119,7 +125,10 @@ def test_integers_and_inputs_by_name(look: Any) -> None:
 @pytest.mark.parametrize("look", [measure, count])
 def test_only_tensors_cross_cuts(look: Any) -> None:
     chain = Chain(Words(between=True), [["table"], ["top"]])
-    with pytest.raises(ConfigError, match="cannot be cut after block table: only tensors can be sent on, what is used after it is .*int"):
+    with pytest.raises(
+        ConfigError,
+        match="cannot be cut after block table: only tensors can be sent on, what is used after it is .*int",
+    ):
         look(chain, WORDS, state_bytes)
 
 
@@ -141,5 +150,11 @@ def test_a_block_that_cannot_run_by_itself_is_named() -> None:
 
 
 def test_prepare_makes_the_block_what_a_run_makes_it() -> None:
-    found = measure(wide(), torch.zeros(2, 64, dtype=torch.float64), state_bytes, prepare=lambda block: block.to(torch.float64) and None, seconds=0)
+    found = measure(
+        wide(),
+        torch.zeros(2, 64, dtype=torch.float64),
+        state_bytes,
+        prepare=lambda block: block.to(torch.float64) and None,
+        seconds=0,
+    )
     assert found[0].boundary_bytes == 2 * 64 * 8

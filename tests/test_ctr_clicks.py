@@ -1,4 +1,6 @@
-"""The generated click log: a function of (seed, number), with a known best score, that can be written as a Criteo log and read back."""
+"""The generated click log: a function of (seed, number), with a known best score, that can be written as a Criteo log
+and read back.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,16 @@ def test_a_row_depends_on_its_number_alone() -> None:
     whole, targets = data.fetch(np.arange(3000), 0)
     some = np.random.default_rng(0).permutation(3000)[:500]
     inputs, others = data.fetch(some, 5)
-    assert inputs["ids"].equal(whole["ids"][some]) and inputs["dense"].equal(whole["dense"][some]) and others.equal(targets[some])
+    assert (
+        inputs["ids"].equal(whole["ids"][some])
+        and inputs["dense"].equal(whole["dense"][some])
+        and others.equal(targets[some])
+    )
     for different in (opened(seed=1), opened("train")):
-        assert not different.fetch(np.arange(3000), 0)[0]["ids"].equal(whole["ids"]) and different.fingerprint() != data.fingerprint()
+        assert (
+            not different.fetch(np.arange(3000), 0)[0]["ids"].equal(whole["ids"])
+            and different.fingerprint() != data.fingerprint()
+        )
     assert opened().fingerprint() == data.fingerprint()
 
 
@@ -38,7 +47,9 @@ def test_a_row_depends_on_its_number_alone() -> None:
 def test_ids_lie_in_the_range_of_their_field(categories: int, values: int) -> None:
     data = opened(categories=categories, values=values)
     offsets = data._world.offsets
-    assert offsets[0] == 0 and offsets[-1] == values and len(offsets) == categories + 1 and (np.diff(offsets) >= 1).all()
+    assert (
+        offsets[0] == 0 and offsets[-1] == values and len(offsets) == categories + 1 and (np.diff(offsets) >= 1).all()
+    )
     ids = data.draw(np.arange(20_000)).ids
     assert (ids >= offsets[:-1]).all() and (ids < offsets[1:]).all()
 
@@ -59,14 +70,18 @@ def test_the_ceiling_is_as_high_as_wanted_and_the_clicks_are_as_likely_as_said(s
     ceiling = data.ceiling()
     assert 0.78 < ceiling["auc"] < 0.86
     drawn = data.draw(np.arange(100_000))
-    entropy = -(drawn.probabilities * np.log(drawn.probabilities) + (1 - drawn.probabilities) * np.log(1 - drawn.probabilities)).mean()
+    entropy = -(
+        drawn.probabilities * np.log(drawn.probabilities) + (1 - drawn.probabilities) * np.log(1 - drawn.probabilities)
+    ).mean()
     assert ceiling["loss"] == pytest.approx(entropy, abs=0.005)
     edges = np.quantile(drawn.probabilities, np.linspace(0, 1, 11))
     for low, high in pairwise(edges):
         inside = (drawn.probabilities >= low) & (drawn.probabilities < high)
         assert drawn.labels[inside].mean() == pytest.approx(drawn.probabilities[inside].mean(), abs=0.02)
     logits = np.log(drawn.probabilities / (1 - drawn.probabilities))
-    assert logits.mean() == pytest.approx(BIAS, abs=0.1) and logits.std() == pytest.approx(np.sqrt(np.square(SHARES).sum()), rel=0.1)
+    assert logits.mean() == pytest.approx(BIAS, abs=0.1) and logits.std() == pytest.approx(
+        np.sqrt(np.square(SHARES).sum()), rel=0.1
+    )
 
 
 def test_the_auc_is_that_of_scikit_learn() -> None:
@@ -88,7 +103,9 @@ def test_what_is_written_as_a_criteo_log_is_read_back(mode: Mode, tmp_path: Path
     inputs, expected = data.fetch(np.arange(3000), 0)
     assert targets.equal(expected) and read["dense"].equal(inputs["dense"])
     pairs = set(zip(read["ids"].flatten().tolist(), inputs["ids"].flatten().tolist(), strict=True))
-    assert len(pairs) == len({mine for mine, _ in pairs}) == len({theirs for _, theirs in pairs}), "the same values, under other numbers"
+    assert len(pairs) == len({mine for mine, _ in pairs}) == len({theirs for _, theirs in pairs}), (
+        "the same values, under other numbers"
+    )
 
 
 def test_two_values_are_the_least_of_a_category() -> None:
@@ -109,6 +126,14 @@ def test_a_queue_takes_the_same_memory_however_long_the_log_is(rows: int, packed
             shutil.copyfileobj(file, out, 1 << 20)
     command = [sys.executable, "bench/logs.py", "read", str(log), "--rounds", "1", "--cache", str(tmp_path)]
     root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        command,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     found = re.search(r"opened ([0-9,]+) rows.*peak ([0-9]+) MiB", done.stdout, re.DOTALL)
     assert found is not None and found[1] == f"{rows:,}" and int(found[2]) < 1000, done.stdout

@@ -35,7 +35,10 @@ from tests.ctr_log import ROWS, content, numbers, options, written
 def visited(data: Dataset, shards: int, batch: int, keys: list[tuple[int, int]]) -> list[list[int]]:
     """Numbers of the rows of each global batch, as the ranks' loaders deliver them one after the other."""
     found = []
-    loaders = [Loader(data, Epochs(Shuffle(), len(data), batch, 7, None, data.runs()), Shard(i, shards), -(-batch // shards)) for i in range(shards)]
+    loaders = [
+        Loader(data, Epochs(Shuffle(), len(data), batch, 7, None, data.runs()), Shard(i, shards), -(-batch // shards))
+        for i in range(shards)
+    ]
     for place, key in enumerate(keys):
         rows = []
         for loader in loaders:
@@ -56,12 +59,18 @@ def test_every_row_comes_once_whoever_reads_and_wherever_a_run_was_cut(mode: Mod
     keys = [(epoch, index) for epoch in range(2) for index in range(math.ceil(ROWS / 64))]
     whole = visited(data, 1, 64, keys)
     for epoch in range(2):
-        assert sorted(row for rows, key in zip(whole, keys, strict=True) if key[0] == epoch for row in rows) == list(range(ROWS))
-    assert visited(data, 3, 64, keys[:11]) + visited(data, 2, 64, keys[11:20]) + visited(data, 1, 64, keys[20:]) == whole
+        assert sorted(row for rows, key in zip(whole, keys, strict=True) if key[0] == epoch for row in rows) == list(
+            range(ROWS)
+        )
+    assert (
+        visited(data, 3, 64, keys[:11]) + visited(data, 2, 64, keys[11:20]) + visited(data, 1, 64, keys[20:]) == whole
+    )
 
 
 def test_batches_of_a_queue_are_cut_from_the_seeded_order_of_blocks(tmp_path: Path) -> None:
-    data = options(written(tmp_path, content(0, 333), content(333, ROWS)), mode=Mode.queue, block_rows=30).open("train", 0)
+    data = options(written(tmp_path, content(0, 333), content(333, ROWS)), mode=Mode.queue, block_rows=30).open(
+        "train", 0
+    )
     bounds = data.runs()
     assert bounds is not None and bounds.tolist() == [*range(0, 333, 30), *range(333, ROWS, 30), ROWS]
     blocks = [list(range(first, last)) for first, last in itertools.pairwise(bounds)]
@@ -76,9 +85,17 @@ def test_data_that_would_come_in_another_order_or_as_other_ids_have_another_fing
     blocks = [options(root, mode=Mode.queue, block_rows=rows).open("train", 0) for rows in (*sizes, sizes[0])]
     assert blocks[0].fingerprint() == blocks[2].fingerprint() != blocks[1].fingerprint()
     (root / "pairs").write_text("1 3:1 4:1\n" * 9)
-    pairs: dict[str, Any] = {"train": str(root / "pairs"), "format": Format.libsvm, "pairs": 2, "integers": Integers.log}
+    pairs: dict[str, Any] = {
+        "train": str(root / "pairs"),
+        "format": Format.libsvm,
+        "pairs": 2,
+        "integers": Integers.log,
+    }
     for mode in Mode:
-        raw, given = (options(root, mode=mode, **pairs | more).open("train", 0) for more in ({"ids": Ids.raw}, {"ids": Ids.given, "table_size": 9}))
+        raw, given = (
+            options(root, mode=mode, **pairs | more).open("train", 0)
+            for more in ({"ids": Ids.raw}, {"ids": Ids.given, "table_size": 9})
+        )
         assert raw.fingerprint() != given.fingerprint()
 
 
@@ -106,7 +123,8 @@ def test_a_queue_holds_no_more_rows_than_it_may(tmp_path: Path) -> None:
     said = loader.reading()
     loader.close()
     assert said["read_rows_per_s"] > 0 and 0 <= said["queue_batches"] <= 6 and 0 <= said["stalled"] <= 1
-    assert not Loader(data, Epochs(Shuffle(), ROWS, 64, 7, None, data.runs()), None, 32).reading()  # a server of parameters, which reads no rows
+    # a server of parameters, which reads no rows
+    assert not Loader(data, Epochs(Shuffle(), ROWS, 64, 7, None, data.runs()), None, 32).reading()
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -128,13 +146,24 @@ def test_bad_lines_are_named_or_skipped_within_a_budget(suffix: str, mode: Mode,
     if suffix == ".gz":
         (root / "train" / "part_1.tsv").rename(root / "train" / "part_1.gz")
     name = f"{root}/train/part_1{suffix}"
-    with pytest.raises(DataError, match=rf"^{name}:11: the label is neither 0 nor 1; repair or remove it; .*: recipe.data.bad_records=skip$"):
+    with pytest.raises(
+        DataError,
+        match=rf"^{name}:11: the label is neither 0 nor 1; repair or remove it; .*: recipe.data.bad_records=skip$",
+    ):
         numbers(options(root, mode=mode).open("train", 0))
     data = options(root, mode=mode, bad_records=BadRecords["skip"], bad_share=0.01).open("train", 0)
     loader = Loader(data, Epochs(Shuffle(), len(data), 64, 7, None, data.runs()), Shard(0, 1), 64)
-    weights = {int(row): float(weight) for k in range(16) for batch in [loader.get(0, k)] if batch for row, weight in zip(batch.ids, batch.weight, strict=True)}
+    weights = {
+        int(row): float(weight)
+        for k in range(16)
+        for batch in [loader.get(0, k)]
+        if batch
+        for row, weight in zip(batch.ids, batch.weight, strict=True)
+    }
     loader.close()
-    assert [row for row in sorted(weights) if not weights[row]] == [15, 45] and loader.bad(0) == 2 and loader.allowed == 11
+    assert (
+        [row for row in sorted(weights) if not weights[row]] == [15, 45] and loader.bad(0) == 2 and loader.allowed == 11
+    )
     assert data.bad == {15: f"{name}:11: the label is neither 0 nor 1", 45: f"{name}:41: the line is blank"}
     inputs, targets = data.fetch(np.array([45]), 0)
     assert (inputs["ids"] == -1).all() and (inputs["dense"] == 0).all() and targets == 0
@@ -142,7 +171,9 @@ def test_bad_lines_are_named_or_skipped_within_a_budget(suffix: str, mode: Mode,
 
 def test_too_many_bad_lines_end_the_making_of_columns(tmp_path: Path) -> None:
     root = written(tmp_path, b"what\n" * 3 + content(3, 100))
-    with pytest.raises(DataError, match=r"3 of 100 rows are bad, recipe.data.bad_share allows 1; the first: .*part_0.tsv:1: "):
+    with pytest.raises(
+        DataError, match=r"3 of 100 rows are bad, recipe.data.bad_share allows 1; the first: .*part_0.tsv:1: "
+    ):
         options(root, bad_records=BadRecords["skip"], bad_share=0.01).open("train", 0)
 
 
@@ -166,8 +197,21 @@ def test_integers_are_transformed_as_documented() -> None:
     plain, _ = Encoder("raw", 0).encode(parsed)
     assert plain is not None and plain[0].tolist() == np.array([*values[0, :-1], 0], np.float32).tolist()
     nothing, ids = Encoder("bucket", 0).encode(parsed)
-    codes = [-3, -2, -4, -1, math.floor(math.log(3) ** 2), math.floor(math.log(20) ** 2), math.floor(math.log(10**6) ** 2), -(10**17) - 3]
-    assert nothing is None and ids[0].tolist() == [*(key_of(d, np.uint64(code % 2**64)) for d, code in enumerate(codes)), -1, 5]
+    codes = [
+        -3,
+        -2,
+        -4,
+        -1,
+        math.floor(math.log(3) ** 2),
+        math.floor(math.log(20) ** 2),
+        math.floor(math.log(10**6) ** 2),
+        -(10**17) - 3,
+    ]
+    assert nothing is None and ids[0].tolist() == [
+        *(key_of(d, np.uint64(code % 2**64)) for d, code in enumerate(codes)),
+        -1,
+        5,
+    ]
     assert min(ids[0, :-2]) >= 0
 
 
@@ -177,13 +221,18 @@ def test_a_vocabulary_numbers_frequent_values_by_field() -> None:
     made = count((keys[first : first + 777] for first in range(0, len(keys), 777)), 2, 3)
     again = count((keys[::-1][first : first + 5000] for first in range(0, len(keys), 5000)), 2, 3)
     assert made.digest == again.digest
-    often = [sorted(value for value, times in Counter(column.tolist()).items() if times >= 3 and value >= 0) for column in keys.T]
+    often = [
+        sorted(value for value, times in Counter(column.tolist()).items() if times >= 3 and value >= 0)
+        for column in keys.T
+    ]
     assert len(made) == sum(map(len, often)) + 2
     ids = Encoder("log", 0, made).encode(Parsed(np.zeros(0), np.zeros((len(keys), 0)), keys, np.zeros(0)))[1]
     start = {0: 0, 1: 1 + len(often[0])}
     for field in (0, 1):
         place = {value: start[field] + 1 + i for i, value in enumerate(often[field])}
-        assert ids[:, field].tolist() == [-1 if value < 0 else place.get(value, start[field]) for value in keys[:, field].tolist()]
+        assert ids[:, field].tolist() == [
+            -1 if value < 0 else place.get(value, start[field]) for value in keys[:, field].tolist()
+        ]
 
 
 def test_the_vocabulary_is_that_of_the_training_split(tmp_path: Path) -> None:
@@ -204,7 +253,8 @@ def test_checking_a_recipe_reads_no_log_and_needs_no_torch(tmp_path: Path) -> No
         "import sys\n"
         "from dtf.recipes.ctr.data import Ids, LogOptions\n"
         "from dtf.recipes.ctr.recipe import ClickLog, ModelOptions, Place\n"
-        f"data = LogOptions(train={str(tmp_path / 'train')!r}, eval={str(tmp_path / 'train')!r}, cache={str(tmp_path / 'cache')!r}, ids=Ids.vocabulary)\n"
+        f"data = LogOptions(train={str(tmp_path / 'train')!r}, eval={str(tmp_path / 'train')!r}, "
+        f"cache={str(tmp_path / 'cache')!r}, ids=Ids.vocabulary)\n"
         "recipe = ClickLog(data=data, model=ModelOptions(table=Place.sparse, dim=4))\n"
         "recipe.check()\n"
         "assert list(recipe.table_widths()) == ['ids']\n"
@@ -232,12 +282,18 @@ def test_a_process_takes_a_vocabulary_from_its_cache_once(tmp_path: Path, monkey
         ({"pairs": 3}, "recipe.data.pairs=3 has a meaning for recipe.data.format=libsvm only"),
         ({"categories": ["a"]}, "recipe.data.format=parquet only"),
         ({"label": "click"}, "recipe.data.format=parquet only"),
-        ({"ids": Ids.raw, "table_size": 9}, "recipe.data.table_size=9 has a meaning for recipe.data.ids=hash and ids=given only"),
+        (
+            {"ids": Ids.raw, "table_size": 9},
+            "recipe.data.table_size=9 has a meaning for recipe.data.ids=hash and ids=given only",
+        ),
         ({"min_count": 2}, "recipe.data.ids=vocabulary only"),
         ({"block_rows": 9}, "recipe.data.mode=queue only"),
         ({"ids": Ids.given, "table_size": 5}, "format=criteo has no ids"),
         ({"format": Format.libsvm, "integers": Integers.log}, "needs recipe.data.pairs"),
-        ({"format": Format.libsvm, "integers": Integers.log, "pairs": 3, "ids": Ids.given}, "needs recipe.data.table_size"),
+        (
+            {"format": Format.libsvm, "integers": Integers.log, "pairs": 3, "ids": Ids.given},
+            "needs recipe.data.table_size",
+        ),
         ({"format": Format.parquet, "integers": Integers.log}, "needs recipe.data.categories"),
         ({"format": Format.avazu}, "recipe.data.integers=raw: recipe.data.format=avazu has no integers"),
     ],
@@ -259,13 +315,18 @@ def test_files_are_found_by_name_folder_and_pattern(tmp_path: Path) -> None:
     (tmp_path / "empty" / "inner").mkdir(parents=True)
     with pytest.raises(DataError, match="recipe.data.train=empty in recipe.data.root=.*: the folder holds no files"):
         LogOptions(train="empty", root=str(tmp_path)).paths("train")
-    with pytest.raises(DataError, match=f"recipe.data.train=nothing: there is no such file in recipe.data.root={tmp_path}"):
+    with pytest.raises(
+        DataError, match=f"recipe.data.train=nothing: there is no such file in recipe.data.root={tmp_path}"
+    ):
         LogOptions(train="nothing", root=str(tmp_path)).paths("train")
 
 
 def test_fields_have_names(tmp_path: Path) -> None:
     criteo = LogOptions(integers=Integers.bucket)
     assert (criteo.fields, *criteo.field_names[:14:13]) == (39, "I1", "C1")
-    assert LogOptions(format=Format.avazu).field_names[:2] == ("hour", "C1") and LogOptions(format=Format.avazu).fields == 22
+    assert (
+        LogOptions(format=Format.avazu).field_names[:2] == ("hour", "C1")
+        and LogOptions(format=Format.avazu).fields == 22
+    )
     parquet = LogOptions(format=Format.parquet, numbers=["age"], categories=["user", "ad"], integers=Integers.bucket)
     assert parquet.field_names == ("age", "user", "ad")

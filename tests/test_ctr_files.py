@@ -1,4 +1,6 @@
-"""Files of click logs: their rows in order, whatever their format; what is kept of them in memory and in the cache; what is no log."""
+"""Files of click logs: their rows in order, whatever their format; what is kept of them in memory and in the cache;
+what is no log.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from tests.ctr_log import ROWS, content, numbers, options, written
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seams everywhere, in logs of a few kB."""
-    for module, name, value in ((files, "CHUNK", 4096), (log_module, "PIECE", 512), (files, "SEGMENT", 8192), (files, "MARGIN", 512), (files, "_INPUT", 256)):
+    for module, name, value in (
+        (files, "CHUNK", 4096),
+        (log_module, "PIECE", 512),
+        (files, "SEGMENT", 8192),
+        (files, "MARGIN", 512),
+        (files, "_INPUT", 256),
+    ):
         monkeypatch.setattr(module, name, value)
 
 
@@ -47,7 +55,9 @@ def test_rows_are_those_of_the_files_in_order(layout: str, zipped: bool, mode: M
     assert numbers(data, some) == some.tolist()
     inputs, targets = data.fetch(np.arange(6), 0)
     assert targets.tolist() == [1, 0, 0, 1, 0, 0] and targets.dtype == torch.float32
-    assert inputs["ids"].shape == (6, 26) and inputs["ids"].dtype == torch.int64 and inputs["dense"].dtype == torch.float32
+    assert (
+        inputs["ids"].shape == (6, 26) and inputs["ids"].dtype == torch.int64 and inputs["dense"].dtype == torch.float32
+    )
     assert (inputs["ids"][:, 25] == -1).all() and int(inputs["ids"][3, 0]) == key_of(13, np.uint64(3)) % (1 << 20)
     assert inputs["dense"][5, 1:].eq(0).all() and inputs["dense"][6 - 3, 1:].eq(3 - 2).all()
 
@@ -63,7 +73,9 @@ def test_gzip_of_several_members_can_be_entered_anywhere(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_what_compressed_files_take_in_memory_is_bounded_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_compressed_files_take_in_memory_is_bounded_over_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "STATES", 16)
     monkeypatch.setattr(files, "SEGMENTS_BYTES", 30_000)
     bounds = [0, 100, 250, 600, ROWS]
@@ -82,7 +94,9 @@ def test_what_compressed_files_take_in_memory_is_bounded_over_all_of_them(tmp_pa
 
 
 @pytest.mark.parametrize("mode", Mode)
-@pytest.mark.parametrize("damage", [lambda c: c[:-9], lambda c: c[:200] + b"\0" + c[201:], lambda c: c + b"more", lambda c: b"label\t1\n"])
+@pytest.mark.parametrize(
+    "damage", [lambda c: c[:-9], lambda c: c[:200] + b"\0" + c[201:], lambda c: c + b"more", lambda c: b"label\t1\n"]
+)
 def test_a_damaged_gzip_file_is_named(damage: Any, mode: Mode, tmp_path: Path) -> None:
     made = options(written(tmp_path, damage(gzip.compress(content(0, ROWS))), suffix=".gz"), mode=mode)
     with pytest.raises(DataError, match=r"part_0\.gz is no intact gzip file"):
@@ -96,12 +110,17 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: Path) -> None
         numbers(data)
 
 
-def test_columns_are_made_once_and_again_when_damaged_or_when_the_log_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_columns_are_made_once_and_again_when_damaged_or_when_the_log_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = options(written(tmp_path, content(0, ROWS)))
     first = made.open("train", 0)
     [columns] = [path.parent for path in (tmp_path / "cache").glob("*/ids.npy")]
     before = (columns / "meta.json").stat().st_mtime_ns
-    assert made.open("train", 0).fingerprint() == first.fingerprint() and (columns / "meta.json").stat().st_mtime_ns == before
+    assert (
+        made.open("train", 0).fingerprint() == first.fingerprint()
+        and (columns / "meta.json").stat().st_mtime_ns == before
+    )
     del first
     with open(columns / "ids.npy", "r+b") as file:
         file.seek(500)
@@ -123,7 +142,13 @@ def test_parquet_is_read_by_the_names_of_columns(tmp_path: Path) -> None:
     }
     (tmp_path / "train").mkdir()
     pq.write_table(pa.table(table), tmp_path / "train" / "a.parquet", row_group_size=300)
-    columns = {"label": "click", "numbers": ["n"], "categories": ["word", "again", "place"], "bad_records": BadRecords["skip"], "format": Format.parquet}
+    columns = {
+        "label": "click",
+        "numbers": ["n"],
+        "categories": ["word", "again", "place"],
+        "bad_records": BadRecords["skip"],
+        "format": Format.parquet,
+    }
     found = {}
     for mode in Mode:
         data = options(tmp_path, mode=mode, ids=Ids.raw, **columns).open("train", 0)
@@ -155,7 +180,9 @@ def test_a_parquet_file_edited_in_place_is_another_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".tsv", ".gz"])
-def test_a_log_that_vanishes_is_not_blamed_on_the_cache(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_vanishes_is_not_blamed_on_the_cache(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = options(written(tmp_path, gzip.compress(content(0, 9)) if suffix == ".gz" else content(0, 9), suffix=suffix))
     paths = made.paths("train")
     monkeypatch.setattr(LogOptions, "paths", lambda self, split: paths)
@@ -193,4 +220,8 @@ def test_of_processes_that_want_the_same_one_makes_it(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(want, range(4)))
-    assert len(made) == 1 and len({str(folder) for folder, _ in found}) == 1 and all(said == {"rows": 5} for _, said in found)
+    assert (
+        len(made) == 1
+        and len({str(folder) for folder, _ in found}) == 1
+        and all(said == {"rows": 5} for _, said in found)
+    )

@@ -1,4 +1,6 @@
-"""Models of click-through rates: each says what its paper's formula says, row by row, and trains to the same numbers under every strategy."""
+"""Models of click-through rates: each says what its paper's formula says, row by row, and trains to the same numbers
+under every strategy.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,17 @@ from dtf.core.types import Batch
 from dtf.model.init import draw_model, layout_of
 from dtf.recipes.ctr.data import Ids, LogOptions
 from dtf.recipes.ctr.grouped import Grouped
-from dtf.recipes.ctr.model import DCN, DLRM, DNN, FactorizationMachine, Inputs, LogisticRegression, Tower, WideDeep, XDeepFM
+from dtf.recipes.ctr.model import (
+    DCN,
+    DLRM,
+    DNN,
+    FactorizationMachine,
+    Inputs,
+    LogisticRegression,
+    Tower,
+    WideDeep,
+    XDeepFM,
+)
 from dtf.recipes.ctr.recipe import ClickLog, Kind, ModelOptions, Place, Structure
 from dtf.strategies.pipeline.graph_split import Chain
 from tests.ctr_toy import FIELDS, SIZE, CtrToy, Drawn, DrawnOptions, options
@@ -36,7 +48,10 @@ def drawn(kind: Kind, **more: Any) -> nn.Module:
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.is_floating_point() and tensor.dim() == 1:
-                tensor.copy_(0.5 + torch.rand(tensor.shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64))
+                tensor.copy_(
+                    0.5
+                    + torch.rand(tensor.shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
+                )
     return model
 
 
@@ -60,7 +75,9 @@ def perceptron(model: nn.Module, name: str, x: np.ndarray) -> np.ndarray:
     for i in range(len(model.get_submodule(name))):  # type: ignore[arg-type]
         x = linear(model, f"{name}.{i}.linear", x)
         norm = model.get_submodule(f"{name}.{i}.norm")
-        mean, var, weight, bias = (norm.state_dict()[key].numpy() for key in ("running_mean", "running_var", "weight", "bias"))
+        mean, var, weight, bias = (
+            norm.state_dict()[key].numpy() for key in ("running_mean", "running_var", "weight", "bias")
+        )
         x = np.maximum((x - mean) / np.sqrt(var + 1e-5) * weight + bias, 0)
     return x
 
@@ -91,7 +108,11 @@ def by_hand(kind: Kind, model: nn.Module, ids: Tensor, dense: np.ndarray) -> flo
         case Kind.dcn:
             x = flat
             for i in range(2):
-                x = flat * linear(model, f"cross.{i}.weight", x)[0] + model.get_parameter(f"cross.{i}.bias").detach().numpy() + x
+                x = (
+                    flat * linear(model, f"cross.{i}.weight", x)[0]
+                    + model.get_parameter(f"cross.{i}.bias").detach().numpy()
+                    + x
+                )
             return linear(model, "head", np.concatenate([x, perceptron(model, "deep", flat)]))[0]
         case Kind.dcnv2:
             x = flat
@@ -150,8 +171,14 @@ def test_rows_in_place_of_ids_give_the_same(build: Any, numbers: int) -> None:
     dense, sparse = build(SIZE, numbers), build(0, numbers)
     for module in dense.modules():
         getattr(module, "reset_parameters", lambda: None)()
-    sparse.load_state_dict({name: tensor for name, tensor in dense.state_dict().items() if not name.startswith("table.")})
-    given = {key: value.float() if value.is_floating_point() else value for key, value in inputs().items() if key == "ids" or numbers}
+    sparse.load_state_dict(
+        {name: tensor for name, tensor in dense.state_dict().items() if not name.startswith("table.")}
+    )
+    given = {
+        key: value.float() if value.is_floating_point() else value
+        for key, value in inputs().items()
+        if key == "ids" or numbers
+    }
     rows = dense.table(given["ids"]).detach().requires_grad_()
     logits = sparse(given | {"ids": rows})
     torch.testing.assert_close(logits, dense(given))
@@ -188,7 +215,10 @@ def test_every_strategy_follows_the_reference(strategy: str, chosen: dict, kind:
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
-@pytest.mark.parametrize("kind", [pytest.param(kind.name, marks=() if kind in (Kind.dcnv2, Kind.dlrm) else pytest.mark.slow) for kind in Kind])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind.name, marks=() if kind in (Kind.dcnv2, Kind.dlrm) else pytest.mark.slow) for kind in Kind],
+)
 def test_every_model_can_be_divided(kind: str, strategy: str) -> None:
     case = CASE | {"recipe": {"name": "ctr_toy", "rows": 100, "kind": kind}}
     assert difference(reference(**case), spread(strategy, 2, **case)) <= 1e-10
@@ -197,7 +227,10 @@ def test_every_model_can_be_divided(kind: str, strategy: str) -> None:
 def test_options_of_another_model_are_refused() -> None:
     for kind in Kind:
         options(kind).check()
-    with pytest.raises(ConfigError, match=r"recipe\.model\.hidden=\[8\] does not apply to recipe\.model\.kind=fm, only to dnn, .*; leave it out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"recipe\.model\.hidden=\[8\] does not apply to recipe\.model\.kind=fm, only to dnn, .*; leave it out",
+    ):
         ModelOptions(kind=Kind.fm, hidden=[8]).check()
     with pytest.raises(ConfigError, match="structure=stacked does not apply"):
         ModelOptions(kind=Kind.dcn, structure=Structure.stacked).check()
@@ -214,7 +247,10 @@ def test_options_of_another_model_are_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "gone"),
     [
-        ("recipe=ctr_clicks recipe.model.kind=lr recipe.model.table=sparse", "recipe.model.dim optimizer.weight_decays"),
+        (
+            "recipe=ctr_clicks recipe.model.kind=lr recipe.model.table=sparse",
+            "recipe.model.dim optimizer.weight_decays",
+        ),
         ("recipe=dlrm_criteo recipe.model.kind=fm", "recipe.model.hidden recipe.model.bottom"),
         ("recipe=dcn_frappe recipe.model.kind=lr", "recipe.model.batch_norm recipe.model.dropout"),
         ("recipe=deepfm_criteo recipe.model.table=dense", "sparse"),
@@ -228,12 +264,26 @@ def test_what_a_file_sets_for_another_model_gives_way(words: str, gone: str) -> 
         found, default = composed.config[group], option_node(group, composed.config[group]["name"])
         for name in path:
             found, default = found[name], default[name]
-        assert found == default == OmegaConf.to_container(OmegaConf.create({"at": OmegaConf.select(composed.tree, key)}))["at"]  # type: ignore[index]
-    assert composed.config["lr"]["peak"] != option_node("lr", composed.config["lr"]["name"])["peak"], "the rest of the file counts"
+        assert (
+            found
+            == default
+            == OmegaConf.to_container(OmegaConf.create({"at": OmegaConf.select(composed.tree, key)}))["at"]
+        )  # type: ignore[index]
+    assert composed.config["lr"]["peak"] != option_node("lr", composed.config["lr"]["name"])["peak"], (
+        "the rest of the file counts"
+    )
 
 
 def test_what_the_command_line_sets_for_another_model_is_refused() -> None:
-    composed = compose(["recipe=ctr_clicks", "recipe.model.kind=lr", "recipe.model.dim=24", "recipe.model.table=sparse", "optimizer.weight_decays.table=1"])
+    composed = compose(
+        [
+            "recipe=ctr_clicks",
+            "recipe.model.kind=lr",
+            "recipe.model.dim=24",
+            "recipe.model.table=sparse",
+            "optimizer.weight_decays.table=1",
+        ]
+    )
     assert composed.config["optimizer"]["weight_decays"] == {"table": 1.0}, "ranks refuse it"
     with pytest.raises(ConfigError, match=r"recipe\.model\.dim=24 does not apply to recipe\.model\.kind=lr"):
         composed.settings.recipe.model.check()  # type: ignore[attr-defined]
@@ -243,7 +293,9 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "recipe" / "mine.yaml"
     file.parent.mkdir()
     file.write_text("defaults: [schema/ctr_generated@_here_, _self_]\nmodel: {kind: lr, dim: 24}\n")
-    with pytest.raises(ConfigError, match=r"recipe\.model\.dim=24 does not apply to recipe\.model\.kind=lr, .*; set in .*mine\.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"recipe\.model\.dim=24 does not apply to recipe\.model\.kind=lr, .*; set in .*mine\.yaml"
+    ):
         compose(["--config-dir", str(tmp_path), "recipe=mine", "train.steps=1"]).check()
 
 
@@ -268,7 +320,11 @@ def test_rows_of_sparse_tables_are_as_wide_as_the_model_asks() -> None:
 
 def test_measures_by_hand() -> None:
     recipe = CtrToy()
-    logits, clicks, weight = torch.tensor([0.0, 2.0, -1.0, 5.0]), torch.tensor([0.0, 1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1.0, 0.0])
+    logits, clicks, weight = (
+        torch.tensor([0.0, 2.0, -1.0, 5.0]),
+        torch.tensor([0.0, 1.0, 1.0, 0.0]),
+        torch.tensor([1.0, 1.0, 1.0, 0.0]),
+    )
     batch = Batch({}, clicks, weight, np.arange(4))
     chances = 1 / (1 + np.exp(-logits[:3].numpy()))
     losses = -np.log([1 - chances[0], chances[1], chances[2]])
@@ -283,7 +339,11 @@ def test_groups_come_with_the_targets() -> None:
     assert isinstance(data, Grouped) and recipe.metrics == ("loss", "calibration", "auc", "group_auc")
     given, targets = data.fetch(np.arange(6), 0)
     plain = DrawnOptions().open("eval", 0)
-    assert targets[:, 0].equal(plain.fetch(np.arange(6), 0)[1].double()) and targets[:, 1].equal(given["ids"][:, 1].double())
+    assert targets[:, 0].equal(plain.fetch(np.arange(6), 0)[1].double()) and targets[:, 1].equal(
+        given["ids"][:, 1].double()
+    )
     batch = Batch(given, targets, torch.ones(6), np.arange(6))
-    assert recipe.judged(torch.zeros(6), batch)[:, 3].equal(targets[:, 1]) and recipe.loss(torch.zeros(6), targets).shape == (6,)
+    assert recipe.judged(torch.zeros(6), batch)[:, 3].equal(targets[:, 1]) and recipe.loss(
+        torch.zeros(6), targets
+    ).shape == (6,)
     assert len(data) == len(plain) and data.fingerprint() != plain.fingerprint()

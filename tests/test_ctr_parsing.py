@@ -1,4 +1,6 @@
-"""Parsers of click logs against readers of ten lines, on whatever bytes: each line is read as the reference reads it, or bad with a reason."""
+"""Parsers of click logs against readers of ten lines, on whatever bytes: each line is read as the reference reads it,
+or bad with a reason.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from dtf.recipes.ctr import avazu, criteo, lines
 from dtf.recipes.ctr.log import Parsed, Text, avazu_text, criteo_text, libsvm_text
 
 Row = tuple[int, list[int], list[int]]
-TEXTS = {"criteo": criteo_text(), "avazu": avazu_text(), "libsvm": libsvm_text(3, 0), "libsvm given": libsvm_text(3, 50)}
+TEXTS = {
+    "criteo": criteo_text(),
+    "avazu": avazu_text(),
+    "libsvm": libsvm_text(3, 0),
+    "libsvm given": libsvm_text(3, 50),
+}
 
 
 def mixed(x: int) -> int:
@@ -40,7 +47,11 @@ def read_criteo(line: bytes) -> Row | None:
     if len(columns) != 40 or not all(map(re.fullmatch, shape, columns)):
         return None
     integers = [int(text) if text else lines.NONE for text in columns[1:14]]
-    return int(columns[0]), integers, [key(13 + f, int(text, 16)) if text else -1 for f, text in enumerate(columns[14:])]
+    return (
+        int(columns[0]),
+        integers,
+        [key(13 + f, int(text, 16)) if text else -1 for f, text in enumerate(columns[14:])],
+    )
 
 
 def read_avazu(line: bytes) -> Row | None:
@@ -98,13 +109,19 @@ def agree(name: str, content: bytes) -> list[int]:
         assert (parsed.why[i] == lines.GOOD) == (row is not None), (line, lines.REASONS[parsed.why[i]])
         assert parsed.why[i] == other.why[i] < len(lines.REASONS)
         if row is not None:
-            assert (int(parsed.labels[i]), parsed.numbers[i].tolist(), parsed.keys[i].tolist()) == (int(row[0]), *row[1:])
+            assert (int(parsed.labels[i]), parsed.numbers[i].tolist(), parsed.keys[i].tolist()) == (
+                int(row[0]),
+                *row[1:],
+            )
     return parsed.why[: len(expected)].tolist()
 
 
-CRITEO = b"1\t" + b"\t".join([b"1", b"", b"-3", *[b"12"] * 10]) + b"\t" + b"\t".join([b"68fd1e64", b"", *[b"a8cd5504"] * 24])
+CRITEO = (
+    b"1\t" + b"\t".join([b"1", b"", b"-3", *[b"12"] * 10]) + b"\t" + b"\t".join([b"68fd1e64", b"", *[b"a8cd5504"] * 24])
+)
 AVAZU = (
-    b"1000009418151094273,0,14102100,1005,0,1fbe01fe,f3845767,28905ebd,ecad2386,7801e8d9,07d7df22,a99f214a,ddd2926e,44956a24,1,2,15706,320,50,1722,0,35,-1,79"
+    b"1000009418151094273,0,14102100,1005,0,1fbe01fe,f3845767,28905ebd,ecad2386,"
+    b"7801e8d9,07d7df22,a99f214a,ddd2926e,44956a24,1,2,15706,320,50,1722,0,35,-1,79"
 )
 LIBSVM = b"-1 4:1 17:1 42:1"
 LINES = {"criteo": CRITEO, "avazu": AVAZU, "libsvm": LIBSVM, "libsvm given": LIBSVM}
@@ -165,7 +182,9 @@ def pieces(name: str) -> st.SearchStrategy[bytes]:
     """Lines of the format, damaged here and there, amid bytes of all kinds."""
     line = LINES[name]
     byte = st.one_of(st.sampled_from(list(b"\t\n\r ,:01-+af\0\xef\xbb\xbf")), st.integers(0, 255))
-    edits = st.lists(st.tuples(st.integers(0, len(line) - 1), st.integers(0, 3), st.lists(byte, max_size=3)), max_size=3)
+    edits = st.lists(
+        st.tuples(st.integers(0, len(line) - 1), st.integers(0, 3), st.lists(byte, max_size=3)), max_size=3
+    )
 
     def damaged(changes: list[tuple[int, int, list[int]]]) -> bytes:
         out = line
@@ -173,8 +192,15 @@ def pieces(name: str) -> st.SearchStrategy[bytes]:
             out = out[:at] + bytes(more) + out[at + cut :]
         return out
 
-    some = st.one_of(edits.map(damaged), st.just(line), st.binary(max_size=40), st.sampled_from([one for one, _ in BAD.values() if len(one) < 1000]))
-    return st.lists(some, max_size=6).flatmap(lambda all: st.sampled_from([b"\n", b"\r\n", b"\n\n"]).map(lambda end: end.join(all)))
+    some = st.one_of(
+        edits.map(damaged),
+        st.just(line),
+        st.binary(max_size=40),
+        st.sampled_from([one for one, _ in BAD.values() if len(one) < 1000]),
+    )
+    return st.lists(some, max_size=6).flatmap(
+        lambda all: st.sampled_from([b"\n", b"\r\n", b"\n\n"]).map(lambda end: end.join(all))
+    )
 
 
 @pytest.mark.parametrize("name", TEXTS)

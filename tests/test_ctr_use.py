@@ -1,4 +1,6 @@
-"""A trained model of clicks in use: rows without labels, damaged ones, and what an export says of rows, which must be all there is to know."""
+"""A trained model of clicks in use: rows without labels, damaged ones, and what an export says of rows, which must be
+all there is to know.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,27 @@ from tests.ctr_log import content
 Run = Callable[..., Result]
 
 DOCS = Path(__file__).parent.parent / "docs" / "click-logs.md"
-TINY = ("optimizer=adam", "lr.peak=0.01", "train.epochs=1", "step.batch_size=50", "recipe.model.kind=deepfm", "recipe.model.hidden=[8]", "recipe.model.dim=4")
+TINY = (
+    "optimizer=adam",
+    "lr.peak=0.01",
+    "train.epochs=1",
+    "step.batch_size=50",
+    "recipe.model.kind=deepfm",
+    "recipe.model.hidden=[8]",
+    "recipe.model.dim=4",
+)
 
 
 def avazu_line(i: int, *label: str) -> str:
-    return ",".join([f"{i:020}", *label, f"141021{i % 24:02}", *(f"{(i * 7 + c) % 5:x}" if (i + c) % 6 else "" for c in range(20)), f"ü{i % 3}"])
+    return ",".join(
+        [
+            f"{i:020}",
+            *label,
+            f"141021{i % 24:02}",
+            *(f"{(i * 7 + c) % 5:x}" if (i + c) % 6 else "" for c in range(20)),
+            f"ü{i % 3}",
+        ]
+    )
 
 
 LABELLED = {
@@ -45,7 +63,13 @@ UNLABELLED = {
 
 
 def options(folder: Path, format: str, **values: Any) -> LogOptions:
-    return LogOptions(format=Format[format], cache=str(folder / "cache"), threads=2, **{"pairs": 2} if format == "libsvm" else {}, **values)
+    return LogOptions(
+        format=Format[format],
+        cache=str(folder / "cache"),
+        threads=2,
+        **{"pairs": 2} if format == "libsvm" else {},
+        **values,
+    )
 
 
 @pytest.mark.parametrize("format", LABELLED)
@@ -103,7 +127,10 @@ def test_a_column_of_labels_need_not_be_in_parquet_files(tmp_path: Path) -> None
     new, old = (read.inputs(tmp_path / f"{name}.parquet").fetch(np.arange(3), 0)[0] for name in ("new", "old"))
     assert torch.equal(new["ids"], old["ids"]) and new["ids"][2, 0] == -1 and torch.equal(new["dense"], old["dense"])
     about = read.preprocessing()
-    assert new["ids"].tolist() == [encode(about, {}, row)["ids"] for row in ({"user": "a", "item": 7}, {"user": "b", "item": 8}, {"user": "", "item": 9})]
+    assert new["ids"].tolist() == [
+        encode(about, {}, row)["ids"]
+        for row in ({"user": "a", "item": 7}, {"user": "b", "item": 8}, {"user": "", "item": 9})
+    ]
 
 
 def fnv(text: str) -> int:
@@ -124,7 +151,11 @@ VALUES: dict[str, Callable[[Any], int]] = {
 
 def encode(about: dict[str, Any], arrays: dict[str, np.ndarray], row: dict[str, Any]) -> dict[str, list[Any]]:
     """One row by the formulas of model.json, and nothing else."""
-    ids, found, names = about["ids"], [], {"math": math, "floor": math.floor, "log": math.log, "copysign": math.copysign, "log1p": math.log1p}
+    ids, found, names = (
+        about["ids"],
+        [],
+        {"math": math, "floor": math.floor, "log": math.log, "copysign": math.copysign, "log1p": math.log1p},
+    )
 
     def mix(x: int) -> int:
         inside = {"x": x}
@@ -135,15 +166,30 @@ def encode(about: dict[str, Any], arrays: dict[str, np.ndarray], row: dict[str, 
         if row[field["column"]] == "":
             found.append(ids["missing"])
             continue
-        here: dict[str, Any] = {**names, "f": f, "seed": field["seed"], "mix": mix, **{name: array.tolist() for name, array in arrays.items()}}
+        here: dict[str, Any] = {
+            **names,
+            "f": f,
+            "seed": field["seed"],
+            "mix": mix,
+            **{name: array.tolist() for name, array in arrays.items()},
+        }
         kind = field["value"]
-        here["value"] = VALUES[kind](row[field["column"]]) if kind in VALUES else eval(ids["values"][kind], here | {"x": int(row[field["column"]])})
+        here["value"] = (
+            VALUES[kind](row[field["column"]])
+            if kind in VALUES
+            else eval(ids["values"][kind], here | {"x": int(row[field["column"]])})
+        )
         for name in ("key", "known", "id"):
             here[name] = eval(ids[name], here) if name in ids else None
         found.append(here["id"])
     dense = about.get("dense", {"columns": []})
     return {"ids": found} | (
-        {"dense": [eval(dense["value"], names | {"x": int(row[name])}) if row.get(name, "") != "" else dense["missing"] for name in dense["columns"]]}
+        {
+            "dense": [
+                eval(dense["value"], names | {"x": int(row[name])}) if row.get(name, "") != "" else dense["missing"]
+                for name in dense["columns"]
+            ]
+        }
         if dense["columns"]
         else {}
     )
@@ -157,10 +203,21 @@ def encode(about: dict[str, Any], arrays: dict[str, np.ndarray], row: dict[str, 
         *(("libsvm", ids, Integers.log) for ids in Ids),
     ],
 )
-def test_what_an_export_says_of_rows_is_what_is_done_to_them(format: str, ids: Ids, integers: Integers, tmp_path: Path) -> None:
+def test_what_an_export_says_of_rows_is_what_is_done_to_them(
+    format: str, ids: Ids, integers: Integers, tmp_path: Path
+) -> None:
     (tmp_path / "rows").write_text(LABELLED[format])
     (tmp_path / "new").write_text(UNLABELLED[format])
-    read = options(tmp_path, format, ids=ids, integers=integers, train=str(tmp_path / "rows"), eval=str(tmp_path / "rows"), min_count=3, table_size=100)
+    read = options(
+        tmp_path,
+        format,
+        ids=ids,
+        integers=integers,
+        train=str(tmp_path / "rows"),
+        eval=str(tmp_path / "rows"),
+        min_count=3,
+        table_size=100,
+    )
     inputs, _ = read.inputs(tmp_path / "new").fetch(np.arange(60), 0)
     about, arrays = json.loads(json.dumps(read.preprocessing())), read.preprocessing_arrays()
     lines = (tmp_path / "new").read_text().splitlines()[format == "avazu" :]
@@ -180,9 +237,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clicks")
     (folder / "train.tsv").write_bytes(content(0, 400))
     (folder / "eval.tsv").write_bytes(content(400, 470))
-    (folder / "new.tsv").write_text("".join(line.split("\t", 1)[1] + "\n" for line in content(400, 470).decode().splitlines()))
-    data = [f"recipe.data.train={folder}/train.tsv", f"recipe.data.eval={folder}/eval.tsv", f"recipe.data.cache={folder}/cache"]
-    assert not main(["recipe=ctr_log", *data, *TINY, "recipe.group=14", "observer=[]", "launcher=inline", f"run.dir={folder / 'run'}"])
+    (folder / "new.tsv").write_text(
+        "".join(line.split("\t", 1)[1] + "\n" for line in content(400, 470).decode().splitlines())
+    )
+    data = [
+        f"recipe.data.train={folder}/train.tsv",
+        f"recipe.data.eval={folder}/eval.tsv",
+        f"recipe.data.cache={folder}/cache",
+    ]
+    assert not main(
+        [
+            "recipe=ctr_log",
+            *data,
+            *TINY,
+            "recipe.group=14",
+            "observer=[]",
+            "launcher=inline",
+            f"run.dir={folder / 'run'}",
+        ]
+    )
     return folder
 
 
@@ -194,19 +267,30 @@ def predicted(result: Result) -> list[float]:
 
 
 def test_predictions_and_evaluation_of_a_click_log(folder: Path, run_dtf: Run) -> None:
-    """The same rows, labelled or not, get the same probabilities, of which the evaluation tells what is wanted of clicks: no table of classes."""
+    """The same rows, labelled or not, get the same probabilities, of which the evaluation tells what is wanted of
+    clicks: no table of classes.
+    """
     predict = ("job=predict", f"job.model={folder / 'run'}")
     of_split = predicted(run_dtf(*predict, "launcher=inline"))
     result = run_dtf(*predict, f"job.input={folder / 'new.tsv'}", "launcher.processes=2", "step.batch_size=9")
     assert predicted(result) == pytest.approx(of_split, rel=1e-5)
-    assert json.loads((result.folder / "predictions.jsonl").read_text().splitlines()[69])["input"] == f"{folder}/new.tsv:70"
+    assert (
+        json.loads((result.folder / "predictions.jsonl").read_text().splitlines()[69])["input"]
+        == f"{folder}/new.tsv:70"
+    )
     judged = run_dtf("job=evaluate", f"job.model={folder / 'run'}", "launcher=inline")
     found = json.loads((judged.folder / "evaluation.json").read_text())
     clicks = np.array([float(number % 3 == 0) for number in range(400, 470)])
     chances = np.array(of_split)
-    assert found["metrics"]["loss"] == pytest.approx(-np.log(np.where(clicks == 1, chances, 1 - chances)).mean(), rel=1e-5)
+    assert found["metrics"]["loss"] == pytest.approx(
+        -np.log(np.where(clicks == 1, chances, 1 - chances)).mean(), rel=1e-5
+    )
     assert found["metrics"]["calibration"] == pytest.approx(chances.sum() / clicks.sum(), rel=1e-5)
-    assert found["classes"] == [] and re.search(r"70 rows: loss=\S+ calibration=\S+ auc=\S+ group_auc=\S+\n", judged.out) and "recall" not in judged.out
+    assert (
+        found["classes"] == []
+        and re.search(r"70 rows: loss=\S+ calibration=\S+ auc=\S+ group_auc=\S+\n", judged.out)
+        and "recall" not in judged.out
+    )
 
 
 def test_there_is_a_prediction_for_each_row_or_an_error(folder: Path, run_dtf: Run, tmp_path: Path) -> None:
@@ -223,7 +307,11 @@ def test_there_is_a_prediction_for_each_row_or_an_error(folder: Path, run_dtf: R
     of_split = (f"job.model={folder / 'run'}", f"recipe.data.eval={tmp_path / 'eval.tsv'}", *skip)
     for mode in ("memory", "queue"):
         result = run_dtf("job=predict", *of_split, f"recipe.data.mode={mode}")
-        assert result.code == 65 and f"{tmp_path}/eval.tsv:41: the label is neither 0 nor 1; there is a prediction for every row or none" in result.err
+        assert (
+            result.code == 65
+            and f"{tmp_path}/eval.tsv:41: the label is neither 0 nor 1; there is a prediction for every row or none"
+            in result.err
+        )
     assert "70 rows of which 1 cannot be read: loss=" in run_dtf("job=evaluate", *of_split).out
 
 
@@ -240,13 +328,18 @@ def test_predictions_do_not_go_on_with_other_rows(folder: Path, run_dtf: Run, tm
     assert again.code == 73 and "holds predictions of other inputs" in again.err
 
 
-def test_the_example_of_the_docs_says_what_the_job_says(folder: Path, run_dtf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_docs_says_what_the_job_says(
+    folder: Path, run_dtf: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With model.pt2, model.json and rows as they stand in a log, hashed."""
     result = run_dtf("job=export", f"job.model={folder / 'run'}", f"job.input={folder / 'new.tsv'}")
     assert result.code == 0, result.err
     about = json.loads((result.folder / "model.json").read_text())
     assert about["call"] == 'program({"ids": ids, "dense": dense})' and about["classes"] == [] and "arrays" not in about
-    assert about["inputs"] == {"ids": {"format": "int64", "shape": ["batch", 26]}, "dense": {"format": "float32", "shape": ["batch", 13]}}
+    assert about["inputs"] == {
+        "ids": {"format": "int64", "shape": ["batch", 26]},
+        "dense": {"format": "float32", "shape": ["batch", 13]},
+    }
     assert about["outputs"] == {"format": "float32", "shape": ["batch"], "are": "logits", "probabilities": "sigmoid"}
     example = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.S)
     assert example
@@ -254,14 +347,21 @@ def test_the_example_of_the_docs_says_what_the_job_says(folder: Path, run_dtf: R
     monkeypatch.chdir(result.folder)
     names: dict[str, Any] = {"torch": torch}
     exec(example[1], names)
-    of_job = predicted(run_dtf("job=predict", f"job.model={folder / 'run'}", f"job.input={folder / 'new.tsv'}", "launcher=inline"))
+    of_job = predicted(
+        run_dtf("job=predict", f"job.model={folder / 'run'}", f"job.input={folder / 'new.tsv'}", "launcher=inline")
+    )
     assert names["probabilities"].tolist() == pytest.approx(of_job, rel=1e-5)
 
 
 @pytest.mark.slow
 def test_an_export_with_a_vocabulary_holds_it(folder: Path, run_dtf: Run, tmp_path: Path) -> None:
     """A sparse table; integers as categories."""
-    data = [f"recipe.data.train={folder}/train.tsv", f"recipe.data.eval={folder}/eval.tsv", f"recipe.data.cache={folder}/cache", "recipe.data.integers=bucket"]
+    data = [
+        f"recipe.data.train={folder}/train.tsv",
+        f"recipe.data.eval={folder}/eval.tsv",
+        f"recipe.data.cache={folder}/cache",
+        "recipe.data.integers=bucket",
+    ]
     sparse = ("recipe.model.table=sparse", "sparse=adagrad", "launcher=inline", "observer=[]")
     trained = run_dtf("recipe=ctr_log", *data, *TINY, *sparse, "recipe.data.ids=vocabulary", "recipe.data.min_count=5")
     assert trained.code == 0, trained.err
@@ -269,8 +369,13 @@ def test_an_export_with_a_vocabulary_holds_it(folder: Path, run_dtf: Run, tmp_pa
     assert result.code == 0 and str(result.folder / "preprocessing.safetensors") in result.out, result.err
     about = json.loads((result.folder / "model.json").read_text())
     arrays = load_file(result.folder / about["arrays"]["file"])
-    rows = [dict(zip(about["preprocessing"]["rows"]["columns"], line.split("\t"), strict=True)) for line in (folder / "new.tsv").read_text().splitlines()]
+    rows = [
+        dict(zip(about["preprocessing"]["rows"]["columns"], line.split("\t"), strict=True))
+        for line in (folder / "new.tsv").read_text().splitlines()
+    ]
     ids = torch.tensor([encode(about["preprocessing"], arrays, row)["ids"] for row in rows])
     program = torch.export.load(result.folder / "model.pt2").module()
-    of_job = predicted(run_dtf("job=predict", f"job.model={trained.folder}", f"job.input={folder / 'new.tsv'}", "launcher=inline"))
+    of_job = predicted(
+        run_dtf("job=predict", f"job.model={trained.folder}", f"job.input={folder / 'new.tsv'}", "launcher=inline")
+    )
     assert len(set(of_job)) > 10 and program({"ids": ids}).sigmoid().tolist() == pytest.approx(of_job, rel=1e-5)

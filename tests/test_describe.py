@@ -41,7 +41,10 @@ def test_every_option_key_and_help_is_there(composer: Composer, everything: dict
         for name, cls in registered(group).items():
             prefix = f"observer.{name}." if group == "observer" else f"{group}."
             for key in keys(cls):
-                assert any(entry["key"] == prefix + key.name or entry["key"].startswith(f"{prefix}{key.name}.") for entry in options[name]["keys"])
+                assert any(
+                    entry["key"] == prefix + key.name or entry["key"].startswith(f"{prefix}{key.name}.")
+                    for entry in options[name]["keys"]
+                )
     assert json.loads(json.dumps(found)) == found
 
 
@@ -66,11 +69,21 @@ def test_narrowed(composer: Composer) -> None:
     assert list(found) == ["groups"]
     option = found["groups"]["strategy"]["options"]["front_mine"]
     assert option["help"] == "A strategy of the user's own."
-    assert {"key": "strategy.extra", "type": "int", "range": "", "default": 3, "unit": "", "help": "a key that dp has not"} in option["keys"]
+    assert {
+        "key": "strategy.extra",
+        "type": "int",
+        "range": "",
+        "default": 3,
+        "unit": "",
+        "help": "a key that dp has not",
+    } in option["keys"]
 
 
 def test_nested_keys_types_and_mandatory_ones(composer: Composer) -> None:
-    rows = {key["key"]: key for key in catalogue(composer, "recipe", "front_toy")["groups"]["recipe"]["options"]["front_toy"]["keys"]}
+    rows = {
+        key["key"]: key
+        for key in catalogue(composer, "recipe", "front_toy")["groups"]["recipe"]["options"]["front_toy"]["keys"]
+    }
     types = {name.removeprefix("recipe."): (row["type"], row["default"]) for name, row in rows.items()}
     assert types == {
         "data.root": ("text", "???"),
@@ -88,7 +101,8 @@ def test_nested_keys_types_and_mandatory_ones(composer: Composer) -> None:
 def test_files_show_their_values_and_what_else_they_set(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\n# A recipe of mine,\n# in two lines.\ndefaults:\n  - schema/resnet_shapes@recipe\n  - _self_\n  - override /lr: step\n"
+        "# @package _global_\n# A recipe of mine,\n# in two lines.\ndefaults:\n  - schema/resnet_shapes@recipe\n  - "
+        "_self_\n  - override /lr: step\n"
         "recipe: {data: {pixels: 99}}\nstep: {batch_size: 7}\n"
     )
     option = catalogue(Composer(str(tmp_path)), "recipe", "mine")["groups"]["recipe"]["options"]["mine"]
@@ -117,7 +131,10 @@ def test_job(capsys: Capture) -> None:
     ("given", "described"),
     [
         (["recipe=resnet_cifar10"], ["recipe=resnet_cifar10"]),
-        (["recipe=resnet_cifar10", "observer=[console,jsonl]"], ["recipe=resnet_cifar10", "observer=[console]", "observer=[jsonl]"]),
+        (
+            ["recipe=resnet_cifar10", "observer=[console,jsonl]"],
+            ["recipe=resnet_cifar10", "observer=[console]", "observer=[jsonl]"],
+        ),
         (["experiment=frappe_fm"], ["experiment=frappe_fm"]),
         (["recipe=resnet_cifar10", "job.group=recipe"], ["recipe=resnet_cifar10"]),
         (["recipe=resnet_cifar10", "job.group=recipe", "job.option=resnet_photos"], ["recipe=resnet_photos"]),
@@ -125,7 +142,9 @@ def test_job(capsys: Capture) -> None:
         (["recipe=resnet_cifar10", "lr.peak=0.2", "job.group=lr", "lr=cosine"], ["lr=cosine"]),
     ],
 )
-def test_what_the_command_line_chooses_is_described_alone(given: list[str], described: list[str], capsys: Capture) -> None:
+def test_what_the_command_line_chooses_is_described_alone(
+    given: list[str], described: list[str], capsys: Capture
+) -> None:
     assert main(["job=describe", *given]) == Exit.OK
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if re.match(r"\w+=", line)] == described

@@ -36,7 +36,10 @@ REMATS = (Remat.blocks, Remat.selective)
 def program(rank: int, size: int, arch: str = "resnet8", degree: int = 0, remat: Remat = Remat.none) -> Any:
     torch.set_num_threads(1)
     stem = Stem.imagenet if arch in ("resnet18", "resnet50") else Stem.cifar
-    recipe = ResnetShapes(model=ModelOptions(arch=Arch[arch], classes=8, stem=stem), data=ShapesOptions(pixels=PIXELS, train_rows=64, eval_rows=64))
+    recipe = ResnetShapes(
+        model=ModelOptions(arch=Arch[arch], classes=8, stem=stem),
+        data=ShapesOptions(pixels=PIXELS, train_rows=64, eval_rows=64),
+    )
     task = Task(recipe, AdamW(), Precision(), StepOptions(batch_size=ROWS, remat=remat), 0)
     return TensorStrategy(degree=degree).setup(task, World(Place(rank=rank, size=size)))
 
@@ -60,7 +63,9 @@ class Crossing(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
             kind = {"allreduce_": "all_reduce"}.get(name, name)
             tensors = [value for value in tree_leaves((args, results)) if isinstance(value, Tensor)]
-            self.found[kind] = self.found.get(kind, 0) + max(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self.found[kind] = self.found.get(kind, 0) + max(
+                tensor.numel() * tensor.element_size() for tensor in tensors
+            )
         return results
 
 
@@ -76,7 +81,9 @@ def count(rank: int, size: int, arch: str, remat: str) -> dict[str, Any]:
         formula[name] = formula.get(name, 0) + times * tensor.numel() * tensor.element_size()
 
     def expect(name: str, split: Split) -> Any:
-        forward = 2 if kind is Remat.blocks and any(name.startswith(f"{block}.") for block in sum(layout.blocks, ())) else 1
+        forward = (
+            2 if kind is Remat.blocks and any(name.startswith(f"{block}.") for block in sum(layout.blocks, ())) else 1
+        )
 
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if torch._C._current_graph_task_id() >= 0:  # computed again
@@ -97,7 +104,8 @@ def count(rank: int, size: int, arch: str, remat: str) -> dict[str, Any]:
     with Crossing() as crossing:
         made.step(Train(0, 0, 0, ROWS, 0.1), batch)
     numbers = sum(1 for p in model.parameters() if p.requires_grad)
-    formula["all_reduce"] += 3 * ROWS * 4 + ROWS * 4 + ROWS * 8 + 4 * numbers  # the loss; the metrics; squares of the gradient's norm
+    # the loss; the metrics; squares of the gradient's norm
+    formula["all_reduce"] += 3 * ROWS * 4 + ROWS * 4 + ROWS * 8 + 4 * numbers
     return {"counted": crossing.found, "formula": formula}
 
 
@@ -119,7 +127,11 @@ def hold(rank: int, size: int, arch: str) -> dict[str, Any]:
     """Bytes of parameters and optimizer state of what the layout splits, on this rank and in all."""
     made = program(rank, size, arch)
     splits = made._task.recipe.layout(made._replica.model).splits
-    boxes = [box for box in made.state().boxes if box.name.split("/")[1].rpartition(".")[0] in splits and "running" not in box.name]
+    boxes = [
+        box
+        for box in made.state().boxes
+        if box.name.split("/")[1].rpartition(".")[0] in splits and "running" not in box.name
+    ]
     modules = [made._replica.model.get_submodule(name) for name in splits]
     whole = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
     return {"held": sum(box.tensor.numel() * box.tensor.element_size() for box in boxes), "whole": 3 * whole}
@@ -160,8 +172,21 @@ class Every(nn.Module):
         return self.out(y.mean(dim=(2, 3)))
 
 
-SPLITS = {"ids": Split.row, "features": Split.column, "mix": Split.row, "up": Split.column, "drop": Split.local, "down": Split.row}
-SPLITS |= {"scatter_up": Split.column, "scatter": Split.row_scatter, "again": Split.row, "conv": Split.column, "norm": Split.local}
+SPLITS = {
+    "ids": Split.row,
+    "features": Split.column,
+    "mix": Split.row,
+    "up": Split.column,
+    "drop": Split.local,
+    "down": Split.row,
+}
+SPLITS |= {
+    "scatter_up": Split.column,
+    "scatter": Split.row_scatter,
+    "again": Split.row,
+    "conv": Split.column,
+    "norm": Split.local,
+}
 SPLITS |= {"grouped": Split.local, "channels": Split.local, "back": Split.row, "out": Split.classes}
 
 
@@ -204,7 +229,9 @@ def every(rank: int, size: int) -> list[Any]:
     worst = max(float((a - b).abs().max()) for a, b in zip(found[0][:2], found[1][:2], strict=True))
     averages = dict(parts.named_buffers())
     for name, buffer in whole.named_buffers():
-        part = tuple(slice(at, at + n) for at, n in zip(offset(averages[name]), local(averages[name]).shape, strict=True))
+        part = tuple(
+            slice(at, at + n) for at, n in zip(offset(averages[name]), local(averages[name]).shape, strict=True)
+        )
         torch.testing.assert_close(buffer[part], local(averages[name]), rtol=1e-12, atol=1e-12)
     gradients = dict(parts.named_parameters())
     for name, parameter in whole.named_parameters():
@@ -218,14 +245,20 @@ def every(rank: int, size: int) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_kind_of_layer_computes_as_if_whole(size: int) -> None:
-    """Divided by 3, features come in 4, 4 and 2, classes in 2, 2 and 1: uneven slices, biases, masks, padding ids, scattered sums."""
+    """Divided by 3, features come in 4, 4 and 2, classes in 2, 2 and 1: uneven slices, biases, masks, padding ids,
+    scattered sums.
+    """
     for worst, loss in ranks(size, "tests.test_divided:every"):
         assert worst < 1e-12 < loss
 
 
 COLUMN_LOCAL_ROW = {"0": Split.column, "1": Split.local, "2": Split.row}
 CHAINS: dict[str, tuple[Callable[[], nn.Module], dict[str, Split], tuple[int, ...]]] = {
-    "a mask for each position of a sequence": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout1d(), nn.Linear(6, 3)), COLUMN_LOCAL_ROW, (5, 7, 4)),
+    "a mask for each position of a sequence": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout1d(), nn.Linear(6, 3)),
+        COLUMN_LOCAL_ROW,
+        (5, 7, 4),
+    ),
     "more channels than before the groups": (
         lambda: nn.Sequential(nn.Conv1d(4, 8, 1), nn.Conv1d(8, 16, 1, groups=4), nn.Dropout1d(), nn.Conv1d(16, 3, 1)),
         {"0": Split.column, "1": Split.local, "2": Split.local, "3": Split.row},
@@ -257,7 +290,10 @@ def test_a_mask_is_cut_along_the_channels_or_the_layout_is_refused() -> None:
         sequence, groups, flattened = found.values()
         assert sequence < 1e-12
         assert groups < 1e-12
-        assert "splits 1.1 as local, but axis 1 of its input has 3 elements and not the 1 that are this rank's of the 2 channels" in flattened
+        assert (
+            "splits 1.1 as local, but axis 1 of its input has 3 elements and not the 1 that are this rank's of the 2 "
+            "channels" in flattened
+        )
 
 
 def forgetful(rank: int, size: int) -> dict[str, Any]:
@@ -267,7 +303,15 @@ def forgetful(rank: int, size: int) -> dict[str, Any]:
     from dtf.model.microbatch import Masks
 
     def build() -> nn.Module:
-        scattered = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8), nn.LayerNorm(8), nn.Tanh()]
+        scattered = [
+            nn.Linear(4, 6),
+            nn.Tanh(),
+            nn.Linear(6, 10),
+            nn.Tanh(),
+            nn.Linear(10, 8),
+            nn.LayerNorm(8),
+            nn.Tanh(),
+        ]
         return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*scattered), nn.Linear(8, 3))
 
     mesh, found = World(Place(rank=rank, size=size)).mesh({"tp": size}), {}
@@ -275,7 +319,9 @@ def forgetful(rank: int, size: int) -> dict[str, Any]:
         _, parts = pair(mesh, build, {"1.0": Split.column, "1.2": Split.row_scatter, "1.4": Split.row})
         rematerialise(parts, ["1"], kind, Masks(parts, 0, torch.device("cpu")))
         kept = []
-        for _ in range(5):  # gloo's threads hold the tensors of a collective until they take up another: what is kept may look like more, never like less
+        # gloo's threads hold the tensors of a collective until they take up another: what is kept may look like more,
+        # never like less
+        for _ in range(5):
             parts.zero_grad()
             with Footprint() as footprint:
                 parts(torch.arange(400.0, dtype=torch.float64).view(100, 4).cos()).square().sum().backward()
@@ -290,7 +336,8 @@ def test_selective_keeps_sums_and_not_what_they_are_of() -> None:
     for found in ranks(2, "tests.test_divided:forgetful"):
         plain, blocks, selective = (found[kind.value] for kind in Remat)
         assert plain[0] == blocks[0] == selective[0]
-        assert selective[1] - blocks[1] == pytest.approx(3 + 5 + 8, abs=0.1)  # the column's slice, the slice of the sum, the sum
+        # the column's slice, the slice of the sum, the sum
+        assert selective[1] - blocks[1] == pytest.approx(3 + 5 + 8, abs=0.1)
 
 
 def strangers(rank: int, size: int) -> dict[str, Any]:
@@ -301,10 +348,15 @@ def strangers(rank: int, size: int) -> dict[str, Any]:
 
     mesh = World(Place(rank=rank, size=size)).mesh({"tp": size})
     _, table = pair(mesh, lambda: nn.Sequential(nn.Embedding(7, 2)), {"0": Split.row})
-    scores, targets = torch.tensor([[3.0, 1.0, 2.0, 2.0, torch.nan]]).repeat(8, 1), torch.tensor([0, 1, 2, 3, 4, losses.IGNORED, -1, 5])
+    scores, targets = (
+        torch.tensor([[3.0, 1.0, 2.0, 2.0, torch.nan]]).repeat(8, 1),
+        torch.tensor([0, 1, 2, 3, 4, losses.IGNORED, -1, 5]),
+    )
     return {
         "rows": table(torch.tensor([0, -1, 6, 7, 3])).isnan().any(dim=1).tolist(),
-        "ranks": [losses.rank(given, targets).tolist() for given in (scores, distribute_tensor(scores, mesh, [Shard(1)]))],
+        "ranks": [
+            losses.rank(given, targets).tolist() for given in (scores, distribute_tensor(scores, mesh, [Shard(1)]))
+        ],
     }
 
 
@@ -328,7 +380,11 @@ def refused(rank: int, size: int, splits: dict[str, str]) -> str:
         model = Every()
         model.features = nn.Embedding(5, 6)
     try:
-        divide(model, {name: Split[split] for name, split in splits.items()}, World(Place(rank=rank, size=size)).mesh({"tp": size}))
+        divide(
+            model,
+            {name: Split[split] for name, split in splits.items()},
+            World(Place(rank=rank, size=size)).mesh({"tp": size}),
+        )
     except ConfigError as error:
         return str(error)
     return ""
@@ -359,7 +415,9 @@ class Plain(ResnetShapes):
 
 def test_what_cannot_run_is_refused_before_launch() -> None:
     task = Task(ResnetShapes(), AdamW(), Precision(), StepOptions(), 0)
-    with pytest.raises(ConfigError, match=r"strategy.degree=3 does not divide launcher.processes=8; use 1 or 2 or 4 or 8"):
+    with pytest.raises(
+        ConfigError, match=r"strategy.degree=3 does not divide launcher.processes=8; use 1 or 2 or 4 or 8"
+    ):
         TensorStrategy(degree=3).check(task, 8, "cpu")
     TensorStrategy(degree=4).check(task, 8, "cpu")
     with pytest.raises(ConfigError, match=r"strategy=tensor: Plain has no layout\(\)"):

@@ -1,4 +1,6 @@
-"""Laws of fine-tuning: weights to start from, frozen parts, learning-rate factors and averages give the reference's numbers under every strategy."""
+"""Laws of fine-tuning: weights to start from, frozen parts, learning-rate factors and averages give the reference's
+numbers under every strategy.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from dtf.optim.update import LocalUpdate, whole
 from tests.harness import difference, reference, spread, variants
 from tests.toy import Toy
 
-RARER = [("fsdp", {"replicate": 2}), ("tensor", {"degree": 2}), ("pipeline", {"degree": 2}), ("pipeline", {"schedule": "gpipe", "balance": "flops"})]
+RARER = [
+    ("fsdp", {"replicate": 2}),
+    ("tensor", {"degree": 2}),
+    ("pipeline", {"degree": 2}),
+    ("pipeline", {"schedule": "gpipe", "balance": "flops"}),
+]
 WAYS = [way for way in variants() if way not in RARER] + [pytest.param(*way, marks=pytest.mark.slow) for way in RARER]
 
 
@@ -36,7 +43,13 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tensors |= {f"{head}.weight": torch.ones(3, 16), f"{head}.bias": torch.ones(3)}
     tensors["1.running_mean"] += 0.5
     save_file(tensors, file)
-    return {"weights": str(file), "freeze": ["[01]", "5.weight"], "lr_factors": {head: 10.0, "*.bias": 0.5}, "ema": 0.95, "optimizer": "adamw"}
+    return {
+        "weights": str(file),
+        "freeze": ["[01]", "5.weight"],
+        "lr_factors": {head: 10.0, "*.bias": 0.5},
+        "ema": 0.95,
+        "optimizer": "adamw",
+    }
 
 
 @pytest.mark.parametrize(("strategy", "options"), WAYS, ids=str)
@@ -49,7 +62,9 @@ def test_every_strategy_follows_the_reference(strategy: str, options: dict, ever
 @pytest.mark.parametrize("processes", [3, 4])
 @pytest.mark.parametrize("alone", ["weights", "freeze", "lr_factors", "ema"])
 @pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
-def test_each_option_alone(strategy: str, options: dict, alone: str, processes: int, everything: dict[str, Any]) -> None:
+def test_each_option_alone(
+    strategy: str, options: dict, alone: str, processes: int, everything: dict[str, Any]
+) -> None:
     case = {alone: everything[alone]}
     assert difference(reference(**case), spread(strategy, processes, options=options, **case)) <= 1e-10
 
@@ -58,7 +73,8 @@ def test_each_option_alone(strategy: str, options: dict, alone: str, processes: 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_params", "bf16_master", "fp16"])
 @pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
 def test_other_precisions_stay_close(strategy: str, options: dict, precision: str, everything: dict[str, Any]) -> None:
-    case = everything | {"precision": precision, "optimizer": "sgd", "lr_factors": {"*.bias": 0.5}}  # calm steps: an fp16 overflow on one side only parts runs
+    # calm steps: an fp16 overflow on one side only parts runs
+    case = everything | {"precision": precision, "optimizer": "sgd", "lr_factors": {"*.bias": 0.5}}
     assert difference(reference(**case), spread(strategy, 2, options=options, **case), ("optimizer/",)) <= 0.3
 
 
@@ -69,11 +85,15 @@ def test_a_checkpoint_goes_on_elsewhere(first: str, second: str, everything: dic
     rest = spread(second, 3, start=str(tmp_path / "step_000004"), **everything)
     whole = reference(**everything)
     for split in ("train", "eval", "ids"):
-        rest[split] = {step: value for step, value in whole[split].items() if int(step) < 4 or (split != "ids" and int(step) == 4)} | rest[split]
+        rest[split] = {
+            step: value for step, value in whole[split].items() if int(step) < 4 or (split != "ids" and int(step) == 4)
+        } | rest[split]
     assert difference(whole, rest) <= 1e-10
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("ddp", {"shard_optimizer": True}), ("fsdp", {"reshard_after_forward": False})], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("ddp", {"shard_optimizer": True}), ("fsdp", {"reshard_after_forward": False})], ids=str
+)
 def test_resume_is_exact(strategy: str, options: dict, everything: dict[str, Any], tmp_path: Path) -> None:
     """Bit for bit, although evaluations put averages in the weights' place on the way."""
     case = everything | {"options": options, "precision": "fp32", "eval_every": 2}
@@ -97,7 +117,9 @@ def test_frozen_parts_stay_as_they_are(everything: dict[str, Any]) -> None:
 
 def test_a_factor_is_a_learning_rate_of_its_own() -> None:
     """One step of plain descent: the change grows by the factor, and nothing else changes."""
-    plain, tenfold = (reference(steps=1, clip_norm=0.0, log_every=0, lr_factors=factors) for factors in ({}, {"9": 10.0}))
+    plain, tenfold = (
+        reference(steps=1, clip_norm=0.0, log_every=0, lr_factors=factors) for factors in ({}, {"9": 10.0})
+    )
     start = draw_model(Toy(), 0).state_dict()
     for name in ("9.weight", "7.weight"):
         a, b = (np.asarray(run["tensors"][f"model/{name}"]) - start[name].double().numpy() for run in (plain, tenfold))
@@ -115,7 +137,9 @@ def test_averages_are_what_their_definition_says() -> None:
     assert torch.allclose(bound.states["w"]["ema"], average)
     before = {key: tensor.clone() for key, tensor in bound.states["w"].items()}
     bound.apply([torch.full((2, 3), torch.nan)], 0.1, torch.ones(()))
-    assert all(torch.equal(tensor, before[key]) for key, tensor in bound.states["w"].items()), "a skipped step leaves no trace"
+    assert all(torch.equal(tensor, before[key]) for key, tensor in bound.states["w"].items()), (
+        "a skipped step leaves no trace"
+    )
 
 
 def test_averages_are_evaluated_and_weights_go_on() -> None:
@@ -133,7 +157,9 @@ def test_averages_of_bf16_parameters_are_kept_in_fp32() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_and_averages_come_back_from_an_evaluation_bit_for_bit(dtype: torch.dtype) -> None:
     model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
-    update = LocalUpdate(whole(model, {"weight": model.weight.data}), Averaged(Sgd(), 0.9), clip_norm=0.0, loss_scale=0.0)
+    update = LocalUpdate(
+        whole(model, {"weight": model.weight.data}), Averaged(Sgd(), 0.9), clip_norm=0.0, loss_scale=0.0
+    )
     for step in range(3):
         model.weight.grad = torch.full_like(model.weight, 0.37)
         update.apply(step, 0.1)
@@ -164,11 +190,18 @@ def test_patterns_stand_for_parts_of_names(pattern: str, name: str, expected: bo
 
 def test_factors_multiply_and_unused_patterns_are_refused() -> None:
     assert factor({"fc": 10.0, "*.bias": 0.5, "conv1": 3.0}, "fc.bias") == 5.0
-    with pytest.raises(ConfigError, match="recipe.model.freeze names 'layr1', which covers no parameter of the model; did you mean layer1"):
+    with pytest.raises(
+        ConfigError,
+        match="recipe.model.freeze names 'layr1', which covers no parameter of the model; did you mean layer1",
+    ):
         check_used("recipe.model.freeze", ["fc", "layr1"], ["fc.weight", "layer1.0.weight"])
     check_used("optimizer.lr_factors", {"*": 2.0}, ["fc.weight", "layer1.0.weight"], {"layer1.0.weight"})
-    with pytest.raises(ConfigError, match="optimizer.lr_factors names 'layer1', which covers only parameters that recipe.model.freeze"):
-        check_used("optimizer.lr_factors", {"fc": 10.0, "layer1": 0.1}, ["fc.weight", "layer1.0.weight"], {"layer1.0.weight"})
+    with pytest.raises(
+        ConfigError, match="optimizer.lr_factors names 'layer1', which covers only parameters that recipe.model.freeze"
+    ):
+        check_used(
+            "optimizer.lr_factors", {"fc": 10.0, "layer1": 0.1}, ["fc.weight", "layer1.0.weight"], {"layer1.0.weight"}
+        )
 
 
 # ---------------------------------------------------------------- files of weights
@@ -192,7 +225,9 @@ def made(tmp_path: Path) -> Made:
 
 def take(place: str, whole: bool = False) -> tuple[dict[str, Tensor], Any]:
     recipe = Toy(model=FineTuning(weights=place))
-    weights, fit = fitted(open_weights(place, "recipe.model.weights"), recipe, sketch(recipe), "recipe.model.weights", whole)
+    weights, fit = fitted(
+        open_weights(place, "recipe.model.weights"), recipe, sketch(recipe), "recipe.model.weights", whole
+    )
     return {name: weights.read(name) for name in fit.kept}, fit
 
 
@@ -227,7 +262,9 @@ def test_old_files_are_no_archives(made: Made) -> None:
 def test_a_part_is_read(suffix: str, made: Made) -> None:
     path = made.folder / f"file.{suffix}"
     save_file(made.tensors, path) if suffix == "safetensors" else torch.save(made.tensors, path)
-    assert torch.equal(open_weights(str(path), "key").read("0.weight", (4, 2), (3, 5)), made.tensors["0.weight"][4:7, 2:7])
+    assert torch.equal(
+        open_weights(str(path), "key").read("0.weight", (4, 2), (3, 5)), made.tensors["0.weight"][4:7, 2:7]
+    )
 
 
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
@@ -246,7 +283,10 @@ def test_a_head_of_other_classes_is_drawn_anew_and_said(made: Made) -> None:
     found, fit = take(made.file("file.pth", made.tensors))
     assert "9.weight" not in found and "9.bias" not in found
     assert fit.text().endswith("drawn anew: 9.weight (7x16 there, 4x16 here), 9.bias (7 there, 4 here)")
-    with pytest.raises(ConfigError, match="9.weight is 7x16 in the file and 4x16 in the model.*; choose the recipe.model that it was made with"):
+    with pytest.raises(
+        ConfigError,
+        match="9.weight is 7x16 in the file and 4x16 in the model.*; choose the recipe.model that it was made with",
+    ):
         take(made.file("file.pth", made.tensors), whole=True)
 
 
@@ -263,12 +303,17 @@ def test_a_file_without_a_head(made: Made) -> None:
         ({"4.weight": None}, "4.weight is not in the file"),
         ({"9.bias": None}, "9.bias is not in the file"),
         ({"12.weight": torch.zeros(2)}, r"12.weight \(2\) is not in the model"),
-        ({"0.weight": torch.zeros(16, 8, dtype=torch.int8)}, "0.weight is int8 in the file, and the model has real numbers there"),
+        (
+            {"0.weight": torch.zeros(16, 8, dtype=torch.int8)},
+            "0.weight is int8 in the file, and the model has real numbers there",
+        ),
         ({"1.running_mean": torch.zeros(16, dtype=torch.bool)}, "1.running_mean is bool in the file"),
     ],
     ids=["shape", "width of the head", "missing", "half a head", "extra", "integers", "truth values"],
 )
-def test_what_does_not_fit_is_refused_by_name_and_shape(change: dict[str, Tensor | None], told: str, made: Made) -> None:
+def test_what_does_not_fit_is_refused_by_name_and_shape(
+    change: dict[str, Tensor | None], told: str, made: Made
+) -> None:
     tensors = {name: tensor for name, tensor in (made.tensors | change).items() if tensor is not None}
     with pytest.raises(ConfigError, match=told):
         take(made.file("file.pth", tensors))
@@ -290,16 +335,26 @@ def test_files_run_no_code(made: Made, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
 def test_other_formats_of_real_numbers_become_that_of_the_run(suffix: str, made: Made) -> None:
     """Whether whole tensors are read, or parts of them."""
-    tensors = {name: tensor.to(torch.float16) if tensor.is_floating_point() else tensor for name, tensor in made.tensors.items()}
+    tensors = {
+        name: tensor.to(torch.float16) if tensor.is_floating_point() else tensor
+        for name, tensor in made.tensors.items()
+    }
     halves, wide = made.folder / f"halves.{suffix}", made.folder / "wide.pth"
     save_file(tensors, halves) if suffix == "safetensors" else torch.save(tensors, halves)
-    torch.save({name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}, wide)
+    torch.save(
+        {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}, wide
+    )
     for strategy in ("ddp", "fsdp"):
-        found = [spread(strategy, 2, steps=1, precision="fp32", weights=str(file))["tensors"] for file in (halves, wide)]
+        found = [
+            spread(strategy, 2, steps=1, precision="fp32", weights=str(file))["tensors"] for file in (halves, wide)
+        ]
         assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("name", "content"), [("file.pth", b"nothing"), ("file.safetensors", b"nothing"), ("file.txt", b""), ("absent.pth", None)])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("file.pth", b"nothing"), ("file.safetensors", b"nothing"), ("file.txt", b""), ("absent.pth", None)],
+)
 def test_what_is_no_file_of_weights(name: str, content: bytes | None, made: Made) -> None:
     if content is not None:
         (made.folder / name).write_bytes(content)

@@ -1,4 +1,7 @@
-"""The command line: answers, exit codes, sweeps, completion. Without torch, quickly, and without leaving files behind."""
+"""The command line: answers, exit codes, sweeps, completion.
+
+Without torch, quickly, and without leaving files behind.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from dtf.core.errors import Exit
 
 ROOT = Path(__file__).parent.parent
 SHOW = ("plugins=[tests.front_parts]", "job=front_show")
-BARE = "import hydra\n@hydra.main(version_base='1.3', config_path=None, config_name=None)\ndef main(cfg): pass\nmain()\n"
+BARE = (
+    "import hydra\n@hydra.main(version_base='1.3', config_path=None, config_name=None)\ndef main(cfg): pass\nmain()\n"
+)
 ALLOWED_S = 0.25
 
 Capture = pytest.CaptureFixture[str]
@@ -43,7 +48,10 @@ def test_help_names_every_group_option_and_root_key(capsys: Capture) -> None:
 def test_a_directory_that_is_gone_is_said_so(capsys: Capture, elsewhere: Path) -> None:
     elsewhere.rmdir()
     assert main([]) == Exit.CONFIG
-    assert capsys.readouterr().err == "dtf: error[E_CONFIG]: the current directory does not exist any more; change to one that does\n"
+    assert (
+        capsys.readouterr().err
+        == "dtf: error[E_CONFIG]: the current directory does not exist any more; change to one that does\n"
+    )
 
 
 def test_version(capsys: Capture) -> None:
@@ -105,7 +113,9 @@ def test_a_mistake_in_dtf_shows_its_traceback(capsys: Capture) -> None:
 def test_a_closed_pipe_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, "-m", "dtf", "--help"], stdout=write, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "dtf", "--help"], stdout=write, stderr=subprocess.PIPE, cwd=ROOT, check=False
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (PIPE_CLOSED, b"")
 
@@ -144,7 +154,10 @@ def test_ranks_are_warmed_only_for_what_may_need_them(words: list[str], expected
 
 def test_sweep_runs_every_combination_from_a_fresh_config(capsys: Capture, elsewhere: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert main(["-m", *SHOW, f"job.file={log}", "optimizer=sgd,adamw", "lr.peak=0.1,0.2", "run.name=t${hydra:job.num}"]) == Exit.OK
+    assert (
+        main(["-m", *SHOW, f"job.file={log}", "optimizer=sgd,adamw", "lr.peak=0.1,0.2", "run.name=t${hydra:job.num}"])
+        == Exit.OK
+    )
     seen = [json.loads(line) for line in log.read_text().splitlines()]
     assert [(one["optimizer"]["name"], one["lr"]["peak"], one["run"]["name"]) for one in seen] == [
         ("sgd", 0.1, "t0"),
@@ -180,12 +193,15 @@ def test_no_trial_starts_when_one_of_them_is_wrong(capsys: Capture, tmp_path: Pa
 
 def test_sweep_over_experiments_with_plugins_of_their_own(tmp_path: Path, elsewhere: Path) -> None:
     (elsewhere / "front_swept.py").write_text(
-        "from dtf.api.registry import register\nfrom dtf.api.lr import Constant\n@register('lr', 'front_swept')\nclass Swept(Constant): ...\n"
+        "from dtf.api.registry import register\nfrom dtf.api.lr import Constant\n@register('lr', "
+        "'front_swept')\nclass Swept(Constant): ...\n"
     )
     folder = tmp_path / "conf" / "experiment"
     folder.mkdir(parents=True)
     (folder / "one.yaml").write_text("# @package _global_\nseed: 1\n")
-    (folder / "two.yaml").write_text("# @package _global_\ndefaults:\n  - _self_\n  - override /lr: front_swept\nplugins: [front_swept]\n")
+    (folder / "two.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - _self_\n  - override /lr: front_swept\nplugins: [front_swept]\n"
+    )
     log = tmp_path / "log"
     assert main(["-m", *SHOW, "--config-dir", str(folder.parent), f"job.file={log}", "experiment=one,two"]) == Exit.OK
     assert [json.loads(line)["lr"]["name"] for line in log.read_text().splitlines()][1] == "front_swept"
@@ -205,7 +221,11 @@ def test_completion(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("defaults: [schema/resnet_shapes@_here_]\n")
     assert {"strategy=ddp", "strategy=dp"} <= set(complete("dtf strategy=", capsys, monkeypatch))
-    assert complete("dtf seed=1 optimizer=ada", capsys, monkeypatch) == ["optimizer=adagrad", "optimizer=adam", "optimizer=adamw"]
+    assert complete("dtf seed=1 optimizer=ada", capsys, monkeypatch) == [
+        "optimizer=adagrad",
+        "optimizer=adam",
+        "optimizer=adamw",
+    ]
     assert "optimizer.momentum=" in complete("dtf optimizer.m", capsys, monkeypatch)
     assert not [word for word in complete("dtf s", capsys, monkeypatch) if "schema" in word]
     assert "recipe=mine" in complete(f"dtf --config-dir {tmp_path / 'conf'} recipe=", capsys, monkeypatch)
@@ -234,12 +254,16 @@ print([name for name in ("torch", "numpy", "rich", "importlib.metadata") if name
 
 def test_answers_import_nothing_heavy() -> None:
     commands = [["--help"], ["--cfg", "job"], ["stratgy=dp"], ["job=describe"], ["--info", "defaults"]]
-    done = subprocess.run([sys.executable, "-c", HEAVY.format(commands)], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", HEAVY.format(commands)], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_answers_are_as_quick_as_hydra_alone(tmp_path: Path) -> None:
-    """Medians of alternating runs, in seconds of the processor, which are those of the clock where nothing else runs; other work only ever adds."""
+    """Medians of alternating runs, in seconds of the processor, which are those of the clock where nothing else runs;
+    other work only ever adds.
+    """
     bare = tmp_path / "bare.py"
     bare.write_text(BARE)
     commands = {
@@ -250,7 +274,9 @@ def test_answers_are_as_quick_as_hydra_alone(tmp_path: Path) -> None:
     }
 
     def cpu_s(words: list[str]) -> float:
-        process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+        process = subprocess.Popen(
+            [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
+        )
         _, _, used = os.wait4(process.pid, 0)
         process.returncode = 0  # waited for already
         return used.ru_utime + used.ru_stime

@@ -52,5 +52,14 @@ def test_a_beat_costs_less_than_a_microsecond() -> None:
 def test_the_first_step_of_a_process_has_the_time_of_a_start() -> None:
     limits = Limits(hang_timeout_s=3, start_timeout_s=600, grace_s=25)
     silences = {phase: limits.silence(Beat(0, phase, 120, 2)) for phase in heartbeat.PHASES}
-    assert silences == {"start": 600, "fetch": 3, "step": 3, "log": 3, "evaluate": 600, "save": 600, "wait": 600, "stop": 600}
+    assert silences == {
+        "start": 600,
+        "fetch": 3,
+        "step": 3,
+        "log": 3,
+        "evaluate": 600,
+        "save": 600,
+        "wait": 600,
+        "stop": 600,
+    }
     assert limits.silence(Beat(0, "step", 120, 1)) == 600

@@ -1,4 +1,7 @@
-"""Launching processes of several hosts: who meets whom, who is refused, and what is heard when one fails. On loopback, in threads, without ranks."""
+"""Launching processes of several hosts: who meets whom, who is refused, and what is heard when one fails.
+
+On loopback, in threads, without ranks.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ class Meeting:
         self.notes: list[str] = []
 
     def host(self, node: int, nodes: int = 2, silence_s: float = 60.0, token: str = "") -> Hosts:
-        return self._stack.enter_context(closing(Hosts(node, nodes, 1, self.address, silence_s, self.notes.append, token)))
+        return self._stack.enter_context(
+            closing(Hosts(node, nodes, 1, self.address, silence_s, self.notes.append, token))
+        )
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         return self._threads.submit(function, *arguments)
@@ -63,11 +68,16 @@ def test_hosts_meet_whoever_comes_first(meeting: Meeting) -> None:
 
 def test_a_host_that_differs_is_named_to_all(meeting: Meeting) -> None:
     other = meeting.start(meeting.host(1).follow, {"config": {"seed": 2}, "versions": {"torch": "2.14"}}, 10.0)
-    words = f'host {socket.gethostname()} differs from host 0: seed=2, host 0 has 1; versions.torch="2.14", host 0 has "2.15"; give all the same'
+    words = (
+        f'host {socket.gethostname()} differs from host 0: seed=2, host 0 has 1; versions.torch="2.14", host 0 '
+        'has "2.15"; give all the same'
+    )
     with pytest.raises(ConfigError) as caught:
         meeting.host(0).lead(TASK, 10.0, lambda: pytest.fail("nothing may be made"))
     assert words in str(caught.value)
-    with pytest.raises(ConfigError, match=f"^host {socket.gethostname()} differs from host 0 in seed, versions.torch; host 0 says how$"):
+    with pytest.raises(
+        ConfigError, match=f"^host {socket.gethostname()} differs from host 0 in seed, versions.torch; host 0 says how$"
+    ):
         other.result()
 
 
@@ -83,7 +93,9 @@ def test_a_node_rank_that_another_host_has_is_refused(meeting: Meeting, monkeypa
     names = iter(("a", "b"))
     monkeypatch.setattr(socket, "gethostname", lambda: next(names))
     others = [meeting.start(meeting.host(1, 3).follow, TASK, 10.0) for _ in range(2)]
-    with pytest.raises(ConfigError, match="host [ab] says launcher.node_rank=1, as [ab] does; give each host its own, 0 to 2"):
+    with pytest.raises(
+        ConfigError, match="host [ab] says launcher.node_rank=1, as [ab] does; give each host its own, 0 to 2"
+    ):
         meeting.host(0, 3).lead(TASK, 10.0, lambda: ANSWER)
     for other in others:
         with pytest.raises(ConfigError, match="as [ab] does"):
@@ -117,7 +129,9 @@ def connect(meeting: Meeting) -> socket.socket:
 
 
 def introduce(connection: socket.socket, **more: Any) -> None:
-    connection.sendall(json.dumps({"nonce": "n", "node": 1, "host": "h", "task": digest(TASK), "proof": "", **more}).encode() + b"\n")
+    connection.sendall(
+        json.dumps({"nonce": "n", "node": 1, "host": "h", "task": digest(TASK), "proof": "", **more}).encode() + b"\n"
+    )
 
 
 def test_a_stranger_is_told_nothing(meeting: Meeting) -> None:
@@ -138,7 +152,9 @@ def test_a_host_without_the_token_is_turned_away(meeting: Meeting) -> None:
             meeting.host(1, token=token).follow(TASK, 10.0)
     assert meeting.host(1, token="right").follow(TASK, 10.0) == ANSWER
     led.result()
-    assert len([note for note in meeting.notes if "turned away" in note]) == 2, "host 0 said so, and waited for the right one"
+    assert len([note for note in meeting.notes if "turned away" in note]) == 2, (
+        "host 0 said so, and waited for the right one"
+    )
 
 
 def test_a_token_on_the_others_alone_is_refused(meeting: Meeting) -> None:
@@ -231,7 +247,14 @@ def test_who_does_not_come_is_named(meeting: Meeting) -> None:
 
 def test_a_stranger_is_forgotten(meeting: Meeting) -> None:
     led = meeting.start(meeting.host(0).lead, TASK, 20.0, lambda: ANSWER)
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"node": "x"}\n', b"[1]\n", b"\xff\n", b'{"node": 1, "host": "h"}\n{"differs": 3', b"[" * 100_000 + b"\n"):
+    for said in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"node": "x"}\n',
+        b"[1]\n",
+        b"\xff\n",
+        b'{"node": 1, "host": "h"}\n{"differs": 3',
+        b"[" * 100_000 + b"\n",
+    ):
         with connect(meeting) as stranger:
             stranger.sendall(said)
     assert meeting.host(1).follow(TASK, 20.0) == ANSWER
@@ -340,4 +363,7 @@ def test_a_mixture_names_who_differs() -> None:
     assert mixture({"rank 0 on a": same, "rank 1 on b": same}) == ""
     other = {"versions": {"nccl": "2.26"}, "training data": "90 cd"}
     text = mixture({"rank 0 on a": same, "rank 1 on a": same, "rank 2 on b": other})
-    assert text.startswith('ranks differ: rank 2 on b: training data="90 cd", rank 0 on a has "100 ab"; versions.nccl="2.26", rank 0 on a has "2.27"; give')
+    assert text.startswith(
+        'ranks differ: rank 2 on b: training data="90 cd", rank 0 on a has "100 ab"; versions.nccl="2.26", rank 0 on '
+        'a has "2.27"; give'
+    )

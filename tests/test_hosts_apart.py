@@ -1,4 +1,6 @@
-"""Two hosts that know of each other by one address alone: launcher=static and launcher=torchrun, with what can happen to hosts and cables."""
+"""Two hosts that know of each other by one address alone: launcher=static and launcher=torchrun, with what can happen
+to hosts and cables.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,35 @@ from tests.namespaces import ADDRESSES, ROOT, Host, two_hosts
 
 pytestmark = pytest.mark.slow
 
-SMALL = ["recipe.data.train_rows=128", "recipe.data.eval_rows=32", "step.batch_size=16", "step.micro_batch_rows=8", "train.steps=16", "train.log_every=1"]
-SMALL += ["train.record=true", "checkpoint.every_steps=4", "launcher.devices=cpu", "launcher.threads=1", "observer=[jsonl]"]
-STATIC = ["launcher=static", "launcher.nodes=2", f"launcher.address={ADDRESSES[0]}:29500", "launcher.processes=1", "launcher.meet_timeout_s=120"]
-TORCHRUN = ["launcher=torchrun", "launcher.nodes=2", f"launcher.rendezvous={ADDRESSES[0]}:29500", "launcher.processes=1", "launcher.meet_timeout_s=120"]
+SMALL = [
+    "recipe.data.train_rows=128",
+    "recipe.data.eval_rows=32",
+    "step.batch_size=16",
+    "step.micro_batch_rows=8",
+    "train.steps=16",
+    "train.log_every=1",
+]
+SMALL += [
+    "train.record=true",
+    "checkpoint.every_steps=4",
+    "launcher.devices=cpu",
+    "launcher.threads=1",
+    "observer=[jsonl]",
+]
+STATIC = [
+    "launcher=static",
+    "launcher.nodes=2",
+    f"launcher.address={ADDRESSES[0]}:29500",
+    "launcher.processes=1",
+    "launcher.meet_timeout_s=120",
+]
+TORCHRUN = [
+    "launcher=torchrun",
+    "launcher.nodes=2",
+    f"launcher.rendezvous={ADDRESSES[0]}:29500",
+    "launcher.processes=1",
+    "launcher.meet_timeout_s=120",
+]
 
 
 @pytest.fixture
@@ -42,8 +69,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evidence(folder: Path) -> tuple[list[dict], list[list[dict]]]:
     """What was measured, but for times, and what each rank trained on and holds."""
     measured = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    records = [[json.loads(line) for line in (folder / f"record_rank_{rank}.jsonl").read_text().splitlines()] for rank in range(2)]
-    return [{key: value for key, value in line.items() if key not in ("seconds", "rows_per_s")} for line in measured], records
+    records = [
+        [json.loads(line) for line in (folder / f"record_rank_{rank}.jsonl").read_text().splitlines()]
+        for rank in range(2)
+    ]
+    return [
+        {key: value for key, value in line.items() if key not in ("seconds", "rows_per_s")} for line in measured
+    ], records
 
 
 def ends(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
@@ -60,7 +92,10 @@ def ends(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
 
 
 def static(pair: tuple[Host, Host], tmp_path: Path, *more: str) -> list[subprocess.Popen[str]]:
-    return [host.dtf(*SMALL, *STATIC, f"launcher.node_rank={node}", f"run.dir={tmp_path / 'run'}", *more, cwd=tmp_path) for node, host in enumerate(pair)]
+    return [
+        host.dtf(*SMALL, *STATIC, f"launcher.node_rank={node}", f"run.dir={tmp_path / 'run'}", *more, cwd=tmp_path)
+        for node, host in enumerate(pair)
+    ]
 
 
 def saved(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
@@ -78,7 +113,10 @@ def children(pid: int) -> list[int]:
 
 def newest(folder: Path) -> int:
     """The step of the newest checkpoint, 0 without one."""
-    return max((int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_" + "[0-9]" * 6)), default=0)
+    return max(
+        (int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_" + "[0-9]" * 6)),
+        default=0,
+    )
 
 
 def test_two_hosts_train_as_one_does(pair: tuple[Host, Host], alone: Path, tmp_path: Path) -> None:
@@ -89,7 +127,9 @@ def test_two_hosts_train_as_one_does(pair: tuple[Host, Host], alone: Path, tmp_p
     assert sorted(path.name for path in (tmp_path / "logs" / "run").iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
-def test_two_hosts_that_know_a_token_and_ipv6_alone(pair: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_hosts_that_know_a_token_and_ipv6_alone(
+    pair: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DTF_TOKEN", "a secret")
     for node, host in enumerate(pair):
         host.call("ip", "address", "flush", "dev", host.cable)
@@ -122,7 +162,11 @@ def test_a_host_that_was_killed_may_come_back(pair: tuple[Host, Host], tmp_path:
     a.send_signal(signal.SIGTERM)
     for code, err in ends(a, again[1]):
         assert code == Exit.PREEMPTED, err
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"train"' in line]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        if '"train"' in line
+    ]
     assert steps == sorted(set(steps)), "each step was measured once"
 
 
@@ -142,7 +186,9 @@ def test_a_mixture_of_versions_is_refused(pair: tuple[Host, Host], tmp_path: Pat
     words = [*SMALL, *STATIC, f"run.dir={tmp_path / 'run'}"]
     a = pair[0].dtf(*words, "launcher.node_rank=0", cwd=tmp_path)
     b = pair[1].dtf(*words, "launcher.node_rank=1", cwd=tmp_path, path=str(other.parent))
-    for (code, err), text in zip(ends(a, b), (': versions.numpy="0.0.1", host 0 has ', " in versions.numpy; host 0 says how"), strict=True):
+    for (code, err), text in zip(
+        ends(a, b), (': versions.numpy="0.0.1", host 0 has ', " in versions.numpy; host 0 says how"), strict=True
+    ):
         assert code == Exit.CONFIG
         assert f"host host-b differs from host 0{text}" in err
     assert not (tmp_path / "run").exists(), "nothing was written"
@@ -180,7 +226,11 @@ def test_torchrun_takes_in_a_host_that_comes_later(pair: tuple[Host, Host], tmp_
     a.send_signal(signal.SIGTERM)
     for code, err in ends(a, b):
         assert code == Exit.PREEMPTED, err
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"train"' in line]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        if '"train"' in line
+    ]
     assert steps == sorted(set(steps)), "each step was measured once"
 
 
@@ -197,7 +247,10 @@ def test_a_run_folder_that_one_host_does_not_see_is_refused(pair: tuple[Host, Ho
 
 def test_doctor_finds_nothing_wrong_and_then_a_slow_link(pair: tuple[Host, Host], tmp_path: Path) -> None:
     words = ["job=doctor", "job.megabytes=8", *STATIC, "launcher.devices=cpu", f"run.dir={tmp_path / 'run'}"]
-    for more, code, text in ((["job.slow_mb_s=0"], Exit.OK, "nothing is wrong"), (["job.slow_mb_s=1e9"], Exit.CONFIG, "host-a to host-b: ")):
+    for more, code, text in (
+        (["job.slow_mb_s=0"], Exit.OK, "nothing is wrong"),
+        (["job.slow_mb_s=1e9"], Exit.CONFIG, "host-a to host-b: "),
+    ):
         a, b = (host.dtf(*words, *more, f"launcher.node_rank={node}", cwd=tmp_path) for node, host in enumerate(pair))
         out, err = a.communicate(timeout=200)
         assert (a.returncode, b.wait(timeout=60)) == (code, Exit.OK), err
@@ -206,7 +259,14 @@ def test_doctor_finds_nothing_wrong_and_then_a_slow_link(pair: tuple[Host, Host]
 
 
 def test_doctor_names_a_dead_address(pair: tuple[Host, Host], tmp_path: Path) -> None:
-    words = ["job=doctor", "launcher=static", "launcher.nodes=2", "launcher.devices=cpu", "launcher.processes=1", "launcher.meet_timeout_s=1"]
+    words = [
+        "job=doctor",
+        "launcher=static",
+        "launcher.nodes=2",
+        "launcher.devices=cpu",
+        "launcher.processes=1",
+        "launcher.meet_timeout_s=1",
+    ]
     for address, text in (
         ("10.77.0.9:29500", "10.77.0.9:29500 does not answer within 3 s"),
         ("10.99.0.1:29500", "there is no way from host-b to 10.99.0.1: Network is unreachable"),

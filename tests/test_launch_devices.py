@@ -27,7 +27,17 @@ def host(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     ("gpus", "visible", "count"),
-    [(0, None, 0), (4, None, 4), (4, "0,2", 2), (4, "", 0), (4, "-1", 0), (4, "1,7,2", 1), (4, "GPU-8f2,MIG-1a", 2), (0, "0", 0), (4, "x,0", 0)],
+    [
+        (0, None, 0),
+        (4, None, 4),
+        (4, "0,2", 2),
+        (4, "", 0),
+        (4, "-1", 0),
+        (4, "1,7,2", 1),
+        (4, "GPU-8f2,MIG-1a", 2),
+        (0, "0", 0),
+        (4, "x,0", 0),
+    ],
 )
 def test_visible_gpus_are_counted_as_cuda_does(host, gpus: int, visible: str | None, count: int) -> None:
     host(gpus, visible)
@@ -53,7 +63,12 @@ def test_devices_are_chosen_or_refused(host) -> None:
     assert choose("auto") == choose("cuda") == choose("0,1") == TWO
     assert choose("1") == Devices("cuda", (1,))
     assert choose("cpu") == CPU
-    for asked, words in [("0,2", "names GPU 2; there are 2, 0 to 1"), ("0,0", "twice"), ("gpu", "is no choice"), ("", "is no choice")]:
+    for asked, words in [
+        ("0,2", "names GPU 2; there are 2, 0 to 1"),
+        ("0,0", "twice"),
+        ("gpu", "is no choice"),
+        ("", "is no choice"),
+    ]:
         with pytest.raises(ConfigError, match=words):
             choose(asked)
     host(0)
@@ -101,6 +116,12 @@ def test_each_rank_has_a_gpu_of_its_own() -> None:
 
 def test_cores_respect_affinity_and_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5, 6, 7})
-    for text, count in [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("2000000 100000", 8), ("nonsense", 8)]:
+    for text, count in [
+        ("max 100000", 8),
+        ("250000 100000", 2),
+        ("50000 100000", 1),
+        ("2000000 100000", 8),
+        ("nonsense", 8),
+    ]:
         monkeypatch.setattr(devices.Path, "read_text", lambda path, text=text: text)
         assert devices.cores() == count

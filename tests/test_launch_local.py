@@ -53,7 +53,10 @@ def test_ranks_meet_report_and_log(start: Start) -> None:
 
 
 def test_the_launching_process_has_no_torch_of_its_own() -> None:
-    names = "dtf.launch.local, dtf.launch.static, dtf.launch.torchrun, dtf.launch.inline, dtf.launch.env, dtf.runs.run_folder"
+    names = (
+        "dtf.launch.local, dtf.launch.static, dtf.launch.torchrun, dtf.launch.inline, dtf.launch.env, "
+        "dtf.runs.run_folder"
+    )
     code = f"import sys, {names}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=False).returncode == 0
 
@@ -125,7 +128,9 @@ def test_a_fork_server_that_cannot_be_continued_is_replaced(start: Start, monkey
 
 
 @pytest.mark.slow
-def test_a_fork_server_that_cannot_be_continued_does_not_outlast_the_grace(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_cannot_be_continued_does_not_outlast_the_grace(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_group, "_REAP_S", 0.1)
     monkeypatch.setattr(ForkServer, "wake", lambda server: None)
     begun = time.monotonic()
@@ -135,8 +140,12 @@ def test_a_fork_server_that_cannot_be_continued_does_not_outlast_the_grace(start
     assert "launcher.grace_s" in done.of(Failed)[0].message
 
 
-@pytest.mark.parametrize(("error", "exit"), [("config", Exit.CONFIG), ("data", Exit.DATA), ("diverged", Exit.DIVERGED), ("value", Exit.BUG)])
-def test_an_exception_is_final_and_told_once(start: Start, capsys: pytest.CaptureFixture[str], error: str, exit: Exit) -> None:
+@pytest.mark.parametrize(
+    ("error", "exit"), [("config", Exit.CONFIG), ("data", Exit.DATA), ("diverged", Exit.DIVERGED), ("value", Exit.BUG)]
+)
+def test_an_exception_is_final_and_told_once(
+    start: Start, capsys: pytest.CaptureFixture[str], error: str, exit: Exit
+) -> None:
     done = start("fails", config={"error": error})
     err = capsys.readouterr().err
     assert done.code == exit
@@ -161,7 +170,9 @@ def test_a_bug_after_a_checkpoint_is_tried_once_more(start: Start, capsys: pytes
         ("python", r"rank 1: phase step, step 1, silent for .* s, at .*entries.py:\d+ in stays_in_python"),
     ],
 )
-def test_a_hang_is_noticed_and_explained(start: Start, capsys: pytest.CaptureFixture[str], how: str, words: str) -> None:
+def test_a_hang_is_noticed_and_explained(
+    start: Start, capsys: pytest.CaptureFixture[str], how: str, words: str
+) -> None:
     done = start("hangs", config={"how": how}, hang_timeout_s=0.3, max_restarts=0)
     assert done.code == Exit.PEER
     (failed,) = done.of(Failed)
@@ -175,7 +186,9 @@ def test_a_hang_is_noticed_and_explained(start: Start, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("phase", ["start", "save"])
 def test_a_stopped_rank_is_noticed_in_any_phase(start: Start, phase: str) -> None:
-    done = start("hangs", config={"how": "stopped", "phase": phase}, hang_timeout_s=0.3, start_timeout_s=8.0, max_restarts=0)
+    done = start(
+        "hangs", config={"how": "stopped", "phase": phase}, hang_timeout_s=0.3, start_timeout_s=8.0, max_restarts=0
+    )
     (failed,) = done.of(Failed)
     assert failed.rank == 1
     silent = re.search(rf"rank 1: phase {phase}, step 2, silent for (.*) s, stopped by a signal", failed.message)
@@ -246,7 +259,13 @@ def test_an_exception_in_the_launching_process_leaves_no_rank(tmp_path: Path, mo
     def see(event) -> None:
         raise KeyboardInterrupt
 
-    order = {"entry": "tests.entries:floods", "config": {}, "folder": str(tmp_path), "run_id": "r", "environment": dict(os.environ)}
+    order = {
+        "entry": "tests.entries:floods",
+        "config": {},
+        "folder": str(tmp_path),
+        "run_id": "r",
+        "environment": dict(os.environ),
+    }
     order |= {"directory": os.getcwd(), "path": sys.path}
     with contextlib.closing(Stop()) as stop, pytest.raises(KeyboardInterrupt):
         Attempt(server, order, [Place(threads=1)], [[]], tmp_path, Limits(60, 60, 1), stop, see).run()
@@ -305,9 +324,14 @@ def test_impossible_options_are_refused(tmp_path: Path, options: dict, words: st
         launch("tests.entries:add", tmp_path, **options)
 
 
-def test_a_limit_of_open_files_that_ranks_would_run_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_open_files_that_ranks_would_run_into_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervised.devices, "allow_files", lambda count: 20)
-    with pytest.raises(ConfigError, match=r"launcher.processes=2 needs \d+ open files in one process, this shell allows 20; see ulimit -n"):
+    with pytest.raises(
+        ConfigError,
+        match=r"launcher.processes=2 needs \d+ open files in one process, this shell allows 20; see ulimit -n",
+    ):
         launch("tests.entries:add", tmp_path)
 
 
@@ -327,7 +351,9 @@ def test_a_limit_of_open_files_that_ranks_would_run_into_is_refused(tmp_path: Pa
         (["+launcher.env.X=1"], False),
     ],
 )
-def test_torch_starts_loading_only_for_runs_of_this_host(monkeypatch: pytest.MonkeyPatch, argv: list[str], starts: bool) -> None:
+def test_torch_starts_loading_only_for_runs_of_this_host(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], starts: bool
+) -> None:
     made = []
     monkeypatch.setattr(forkserver_cache, "_server", None)
     monkeypatch.setattr(forkserver_cache, "ForkServer", lambda *_: made.append(1))

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from dtf.core.errors import Exit
 
-SMALL = ["recipe.data.train_rows=96", "recipe.data.eval_rows=16", "step.batch_size=16", "launcher.devices=cpu", "launcher.processes=2"]
+SMALL = [
+    "recipe.data.train_rows=96",
+    "recipe.data.eval_rows=16",
+    "step.batch_size=16",
+    "launcher.devices=cpu",
+    "launcher.processes=2",
+]
 
 
 def tensors(folder: Path, step: int) -> dict[str, bytes]:
@@ -34,7 +40,9 @@ def test_a_run_leaves_its_folder(run_dtf) -> None:
 
 
 def test_a_killed_rank_changes_nothing(run_dtf) -> None:
-    """Restarted from the last checkpoint, the run ends with the parameters and optimizer state of an undisturbed one, bit for bit."""
+    """Restarted from the last checkpoint, the run ends with the parameters and optimizer state of an undisturbed one,
+    bit for bit.
+    """
     options = [*SMALL, "train.steps=8", "train.log_every=1", "train.eval_every=0", "checkpoint.every_steps=2"]
     calm = run_dtf(*options, "observer=[]")
     killed = run_dtf(*options, "plugins=[tests.assassin]", "observer=[assassin]", "observer.assassin.step=5")

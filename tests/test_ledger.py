@@ -1,4 +1,6 @@
-"""Laws of handing out work, without sockets and with a clock of its own: all that is opened is finished once, and nobody waits for ever."""
+"""Laws of handing out work, without sockets and with a clock of its own: all that is opened is finished once, and
+nobody waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class Any_(RuleBasedStateMachine):
         self.every += keys
         if not lost:
             has |= set(keys)
-            assert {key for key, holder in self.ledger.held() if holder == trainer} <= has, "nothing is held that its holder does not know of"
+            assert {key for key, holder in self.ledger.held() if holder == trainer} <= has, (
+                "nothing is held that its holder does not know of"
+            )
 
     @precondition(lambda self: self.every)
     @rule(data=st.data())
@@ -100,7 +104,11 @@ class Any_(RuleBasedStateMachine):
         assert len(held) == len(set(held)) and max(self.finished.values(), default=0) <= 1
         assert free | set(held) | done == self.opened and len(free) + len(held) + len(done) == len(self.opened)
         assert {holder for _, holder in self.ledger.held()} <= set(self.ledger.members())
-        assert self.ledger.opened == len(self.opened) and self.ledger.finished == len(done) and self.ledger.idle() == (not free and not held)
+        assert (
+            self.ledger.opened == len(self.opened)
+            and self.ledger.finished == len(done)
+            and self.ledger.idle() == (not free and not held)
+        )
 
     def teardown(self) -> None:
         """Whoever is left, one will do: all that is open is finished."""
@@ -157,9 +165,13 @@ class Server:
         following = self.last + 1
         if following - min(self.waiting, default=following) <= self.window and following < self.steps:
             self.last += 1
-            parts = min(self.shares, self.shares_of[self.last % len(self.shares_of)])  # the last batch of an epoch has fewer
+            # the last batch of an epoch has fewer
+            parts = min(self.shares, self.shares_of[self.last % len(self.shares_of)])
             self.waiting[self.last] = set(range(parts))
-            self.ledger.open(Lease(TRAIN, self.last, part, self.shares, (Train(self.last, 0, self.last, 24, 0.1),)) for part in range(parts))
+            self.ledger.open(
+                Lease(TRAIN, self.last, part, self.shares, (Train(self.last, 0, self.last, 24, 0.1),))
+                for part in range(parts)
+            )
             return True
         return False
 
@@ -216,13 +228,18 @@ class Server:
                 if survivors > 1 and self.random.random() < 0.1:  # the launcher starts it again
                     self.join(trainer)
             quiet = 0 if before != (len(self.updates), self.last) else quiet + 1
-            assert quiet < 100, f"nothing happens: waiting {self.waiting}, basket {self.basket}, trainers have {self.has}"
+            assert quiet < 100, (
+                f"nothing happens: waiting {self.waiting}, basket {self.basket}, trainers have {self.has}"
+            )
 
 
 def modes() -> st.SearchStrategy[Merging]:
     staleness = st.one_of(st.none(), st.integers(0, 4))
     return st.one_of(
-        st.just(Sync(None)), st.builds(Async, staleness), st.builds(HalfAsync, staleness, st.integers(0, 9)), st.builds(Geo, staleness, st.just(1))
+        st.just(Sync(None)),
+        st.builds(Async, staleness),
+        st.builds(HalfAsync, staleness, st.integers(0, 9)),
+        st.builds(Geo, staleness, st.just(1)),
     )
 
 
@@ -234,9 +251,14 @@ def modes() -> st.SearchStrategy[Merging]:
     survivors=st.integers(1, 2),
     seed=st.integers(0, 10**6),
 )
-@example(mode=Sync(None), trainers=5, shares_of=[5], deaths=0.05, survivors=1, seed=0)  # the last one has its hands full of what comes later
-def test_every_mode_ends_with_any_trainers_alive(mode: Merging, trainers: int, shares_of: list[int], deaths: float, survivors: int, seed: int) -> None:
-    """Any window, any `gather`, steps of fewer shares than trainers; trainers that die unheard, one of which at least lives on."""
+# the last one has its hands full of what comes later
+@example(mode=Sync(None), trainers=5, shares_of=[5], deaths=0.05, survivors=1, seed=0)
+def test_every_mode_ends_with_any_trainers_alive(
+    mode: Merging, trainers: int, shares_of: list[int], deaths: float, survivors: int, seed: int
+) -> None:
+    """Any window, any `gather`, steps of fewer shares than trainers; trainers that die unheard, one of which at least
+    lives on.
+    """
     server = Server(mode, trainers, 8, shares_of, seed)
     server.run(trainers, deaths, min(survivors, trainers))
     assert set(server.applied.values()) == {1} and server.ledger.opened == server.ledger.finished == len(server.applied)
@@ -270,7 +292,9 @@ def test_a_trainer_that_comes_again_under_its_number_gives_up_what_it_had() -> N
     ledger = Ledger()
     ledger.join(0, 0.0)
     ledger.open(work(TRAIN, 0, 2))
-    assert [lease.part for lease in ledger.grant(0, 2)] == [0, 1] and ledger.grant(0, 2, {(TRAIN, 0, 0), (TRAIN, 0, 1)}) == []
+    assert [lease.part for lease in ledger.grant(0, 2)] == [0, 1] and ledger.grant(
+        0, 2, {(TRAIN, 0, 0), (TRAIN, 0, 1)}
+    ) == []
     ledger.join(0, 1.0)
     assert [lease.part for lease in ledger.grant(0, 2)] == [0, 1] and ledger.again == 2
 
@@ -281,4 +305,6 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
     ledger.open(work(TRAIN, 0, 3))
     first = ledger.grant(0, 2)
     assert ledger.grant(0, 2) == first and ledger.granted == 2
-    assert [lease.part for lease in ledger.grant(0, 2, {first[0].key})] == [1, 2], "the other one, and as much new work as still fits"
+    assert [lease.part for lease in ledger.grant(0, 2, {first[0].key})] == [1, 2], (
+        "the other one, and as much new work as still fits"
+    )

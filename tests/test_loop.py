@@ -1,4 +1,6 @@
-"""The loop under a coordinator that grants, withholds, grants again and stops: a parameter server needs no second loop."""
+"""The loop under a coordinator that grants, withholds, grants again and stops: a parameter server needs no second
+loop.
+"""
 
 from __future__ import annotations
 
@@ -119,8 +121,21 @@ class Saver:
 
 def make(clock: Clock, **changes: Any) -> Any:
     """A loop over fakes; Any, because tests look at what the fakes saw."""
-    values: dict[str, Any] = {"program": FakeProgram(), "train": FakeBatches(), "evaluation": FakeBatches(), "evaluation_rows": 4, "saver": Saver()}
-    fixed: dict[str, Any] = {"clock": clock, "recipe": Toy(), "world": Alone(), "see": lambda event: None, "scalars": {}, "steps_per_epoch": 10}
+    values: dict[str, Any] = {
+        "program": FakeProgram(),
+        "train": FakeBatches(),
+        "evaluation": FakeBatches(),
+        "evaluation_rows": 4,
+        "saver": Saver(),
+    }
+    fixed: dict[str, Any] = {
+        "clock": clock,
+        "recipe": Toy(),
+        "world": Alone(),
+        "see": lambda event: None,
+        "scalars": {},
+        "steps_per_epoch": 10,
+    }
     return Loop(**(values | fixed | changes))
 
 
@@ -210,7 +225,11 @@ def test_divergence_is_found_before_a_save() -> None:
 
 def agreed(ticket: Ticket, step_seconds: float, told_at: float = math.inf) -> dict[str, float]:
     """What ranks find out at a ticket of a run that starts at step 0."""
-    return {"stop_requests": float(ticket.step >= told_at), "over_budget": 0.0, "step_seconds": step_seconds if ticket.step else math.inf}
+    return {
+        "stop_requests": float(ticket.step >= told_at),
+        "over_budget": 0.0,
+        "step_seconds": step_seconds if ticket.step else math.inf,
+    }
 
 
 def planned(**changes: Any) -> list[Ticket]:
@@ -226,14 +245,34 @@ def planned(**changes: Any) -> list[Ticket]:
 
 def test_a_plan_in_order() -> None:
     names = [f"{type(t).__name__}{t.step}" for t in planned()]
-    assert names == ["Train0", "Train1", "Log2", "Train2", "Evaluate3", "Train3", "Log4", "Save4", "Train4", "Train5", "Log6", "Evaluate6", "Save6", "Stop6"]
+    assert names == [
+        "Train0",
+        "Train1",
+        "Log2",
+        "Train2",
+        "Evaluate3",
+        "Train3",
+        "Log4",
+        "Save4",
+        "Train4",
+        "Train5",
+        "Log6",
+        "Evaluate6",
+        "Save6",
+        "Stop6",
+    ]
 
 
 def test_early_stop_saves_and_stops_at_the_same_step_everywhere() -> None:
     tickets = planned(patience=1)  # the loss grows: the first evaluation is the best
     assert tickets[-3:] == [Evaluate(6), Save(6), Stop(6, "finished")]
     tickets = planned(patience=1, eval_every=2)
-    assert [t for t in tickets if not isinstance(t, Train | Log)] == [Evaluate(2), Evaluate(4), Save(4), Stop(4, "early_stop")]
+    assert [t for t in tickets if not isinstance(t, Train | Log)] == [
+        Evaluate(2),
+        Evaluate(4),
+        Save(4),
+        Stop(4, "early_stop"),
+    ]
 
 
 def test_the_rate_falls_where_evaluations_find_no_new_best_and_a_resumed_run_goes_on_from_there() -> None:
@@ -273,9 +312,13 @@ def polled(told_at: int, step_seconds: float, log_every: int = 0) -> list[Ticket
 
 def test_a_request_to_stop_is_heard_within_two_seconds_without_any_report() -> None:
     tickets = polled(told_at=12, step_seconds=0.5)
-    assert [t.step for t in tickets if isinstance(t, Poll)] == [0, 1, 5, 9, 13], "a poll every two seconds, once the pace is known"
+    assert [t.step for t in tickets if isinstance(t, Poll)] == [0, 1, 5, 9, 13], (
+        "a poll every two seconds, once the pace is known"
+    )
     assert tickets[-2:] == [Save(13), Stop(13, "preempted")]
-    assert polled(told_at=12, step_seconds=30.0)[-3:] == [Poll(12), Save(12), Stop(12, "preempted")], "slow steps: a poll each"
+    assert polled(told_at=12, step_seconds=30.0)[-3:] == [Poll(12), Save(12), Stop(12, "preempted")], (
+        "slow steps: a poll each"
+    )
 
 
 def test_a_request_to_stop_while_it_starts_is_heard_before_the_first_step() -> None:
@@ -293,7 +336,9 @@ def test_ranks_agree_at_each_end_of_an_epoch_and_at_the_last_step() -> None:
 
 
 def test_the_pace_counts_the_steps_of_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run starts at a high step: were its pace divided by that, the next poll would be hundreds of steps away."""
+    """A resumed run starts at a high step: were its pace divided by that, the next poll would be hundreds of steps
+    away.
+    """
     seconds = count(0, 10)
     monkeypatch.setattr("dtf.engine.loop.time.perf_counter", lambda: next(seconds))
     clock = Coordinator()
@@ -319,13 +364,21 @@ class Overflowing(FakeProgram):
 @pytest.mark.parametrize("log_every", [0, 1, 2])
 def test_a_run_whose_loss_scale_lets_no_update_be_made_diverged(log_every: int) -> None:
     def run(program: FakeProgram, state: dict | None = None, **changes: Any) -> Stop:
-        return fit(make(PlannedClock(Plan(4, log_every, 0, 2), Epochs(Sequential(), 4, 2, 0), Constant(), state), program=program, **changes))[0]
+        return fit(
+            make(
+                PlannedClock(Plan(4, log_every, 0, 2), Epochs(Sequential(), 4, 2, 0), Constant(), state),
+                program=program,
+                **changes,
+            )
+        )[0]
 
     with pytest.raises(DivergedError, match="overflowed in each of the 4 steps"):
         run(Overflowing(4))
     assert run(Overflowing(1)).reason == run(Overflowing(3)).reason == "finished"
     resumed = {"step": 3, "best": None, "best_step": 0, "since_best": 0}
-    assert run(Overflowing(4), resumed, updated=True).reason == "finished", "the scale was too large once more, after updates had been made"
+    assert run(Overflowing(4), resumed, updated=True).reason == "finished", (
+        "the scale was too large once more, after updates had been made"
+    )
     with pytest.raises(DivergedError):
         run(Overflowing(4), resumed)
 
@@ -364,7 +417,12 @@ def test_steps_that_nothing_is_known_of_yet_are_told_of_later(monkeypatch: pytes
 
 
 def test_an_early_stop_is_not_undone_by_starting_again() -> None:
-    clock = PlannedClock(Plan(6, 0, 2, 2, patience=2), Epochs(Sequential(), 7, 2, 0), Constant(), {"step": 4, "best": 1.0, "best_step": 0, "since_best": 2})
+    clock = PlannedClock(
+        Plan(6, 0, 2, 2, patience=2),
+        Epochs(Sequential(), 7, 2, 0),
+        Constant(),
+        {"step": 4, "best": 1.0, "best_step": 0, "since_best": 2},
+    )
     assert list(clock) == [Stop(4, "early_stop")]
 
 
@@ -377,7 +435,12 @@ def test_a_plan_may_stop_short_and_go_on_as_if_it_had_not() -> None:
 
 def test_resuming_continues_the_plan() -> None:
     whole = planned()
-    clock = PlannedClock(Plan(6, 2, 3, 4), Epochs(Sequential(), 7, 2, 0), Constant(), {"step": 4, "best": 3.0, "best_step": 3, "since_best": 0})
+    clock = PlannedClock(
+        Plan(6, 2, 3, 4),
+        Epochs(Sequential(), 7, 2, 0),
+        Constant(),
+        {"step": 4, "best": 3.0, "best_step": 3, "since_best": 0},
+    )
     rest = []
     for ticket in clock:
         if not isinstance(ticket, Poll):

@@ -22,8 +22,19 @@ warmups = st.integers(0, 200)
 shares = st.floats(1e-3, 0.999)
 SCHEDULES = {
     "constant": st.builds(Constant, peak=peaks, warmup=warmups),
-    "cosine": st.builds(lambda peak, share, warmup: Cosine(peak=peak, floor=peak * share, warmup=warmup), peaks, st.one_of(st.just(0.0), shares), warmups),
-    "step": st.builds(Step, peak=peaks, warmup=warmups, boundaries=st.lists(shares, max_size=4, unique=True).map(sorted), factor=shares),
+    "cosine": st.builds(
+        lambda peak, share, warmup: Cosine(peak=peak, floor=peak * share, warmup=warmup),
+        peaks,
+        st.one_of(st.just(0.0), shares),
+        warmups,
+    ),
+    "step": st.builds(
+        Step,
+        peak=peaks,
+        warmup=warmups,
+        boundaries=st.lists(shares, max_size=4, unique=True).map(sorted),
+        factor=shares,
+    ),
     "plateau": st.builds(Plateau, peak=peaks, warmup=warmups, factor=shares, patience=st.integers(1, 5)),
     "onecycle": st.builds(OneCycle, peak=peaks, rise=st.one_of(st.just(0.0), shares), start=shares, final=shares),
 }
@@ -118,7 +129,9 @@ def test_onecycle_rises_and_falls_without_jumps(schedule: OneCycle, total: int) 
     assert found[-1] == pytest.approx(schedule.peak * schedule.final, rel=1e-9)
     assert found[0] == pytest.approx(schedule.peak * (schedule.start if top > 0 else 1.0), rel=1e-9)
     peak_at = found.index(max(found))
-    assert found[: peak_at + 1] == sorted(found[: peak_at + 1]) and found[peak_at:] == sorted(found[peak_at:], reverse=True)
+    assert found[: peak_at + 1] == sorted(found[: peak_at + 1]) and found[peak_at:] == sorted(
+        found[peak_at:], reverse=True
+    )
     slope = schedule.peak * max((1 - schedule.start) / max(top, 1), (1 - schedule.final) / (total - 1 - top))
     assert all(abs(high - low) <= slope * (1 + 1e-9) for high, low in pairwise(found))
 
@@ -127,7 +140,14 @@ def test_onecycle_rises_and_falls_without_jumps(schedule: OneCycle, total: int) 
 def test_onecycle_equals_torch(total: int, rise: float) -> None:
     optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
     theirs = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=0.8, total_steps=total, pct_start=rise, anneal_strategy="linear", div_factor=25.0, final_div_factor=1e4, cycle_momentum=False
+        optimizer,
+        max_lr=0.8,
+        total_steps=total,
+        pct_start=rise,
+        anneal_strategy="linear",
+        div_factor=25.0,
+        final_div_factor=1e4,
+        cycle_momentum=False,
     )
     ours = OneCycle(peak=0.8, rise=rise, start=1 / 25)
     for step in range(total):

@@ -23,15 +23,26 @@ from tests.hand import TOKEN, endpoints
 
 def standing(wait: Callable[[], None] = lambda: None, said: list[str] | None = None) -> Standing:
     """Of server 1 of two."""
-    return Standing(Place(rank=1, size=2, role="server", token=TOKEN, prefix="run/0"), Path(), "run", {}, wait, (said if said is not None else []).append)
+    return Standing(
+        Place(rank=1, size=2, role="server", token=TOKEN, prefix="run/0"),
+        Path(),
+        "run",
+        {},
+        wait,
+        (said if said is not None else []).append,
+    )
 
 
 def test_a_server_that_cannot_listen_says_who_may() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         where = ["127.0.0.1:1", f"127.0.0.1:{held.getsockname()[1]}"]
-        with pytest.raises(BusyError, match=f"{where[1]} is taken by another process; is server 1 of this run at work already"):
+        with pytest.raises(
+            BusyError, match=f"{where[1]} is taken by another process; is server 1 of this run at work already"
+        ):
             session.meet(standing(), Pserver(endpoints=where, trainers=1), 1)
-    with pytest.raises(ConfigError, match="192.0.2.1:4000 cannot be listened on: .*; is this host really that of strategy.server_id=1"):
+    with pytest.raises(
+        ConfigError, match="192.0.2.1:4000 cannot be listened on: .*; is this host really that of strategy.server_id=1"
+    ):
         session.meet(standing(), Pserver(endpoints=["127.0.0.1:1", "192.0.2.1:4000"], trainers=1), 1)
 
 
@@ -63,7 +74,11 @@ def test_a_trainer_says_which_server_it_waits_for(monkeypatch: pytest.MonkeyPatc
     strategy = Pserver(endpoints=where, trainers=1, meet_timeout_s=0.3)
     trainer = session._ByHand(cast(Any, None), errand, strategy, 1, 0)
     monkeypatch.setattr(trainer._guest, "arrive", lambda *_: discovery.Told("run/0", "", "", "run", "host"))
-    monkeypatch.setattr(trainer, "_client", lambda server, epoch: SimpleNamespace(endpoint=where[server], close=lambda: None, wait_ready=waits(server)))
+    monkeypatch.setattr(
+        trainer,
+        "_client",
+        lambda server, epoch: SimpleNamespace(endpoint=where[server], close=lambda: None, wait_ready=waits(server)),
+    )
     with pytest.raises(PeerError, match=f"within strategy.meet_timeout_s=0.3: server 1 is not ready at {where[1]}"):
         trainer.run()
     assert len(said) == 1 and said[0].startswith(f"waiting for the servers: server 1 is not ready at {where[1]}")

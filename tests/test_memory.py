@@ -62,7 +62,8 @@ def test_a_full_micro_batch_is_told_from_few_rows(remat: Remat) -> None:
     model = resnet(remat)
     few, more, full = (footprint(model, rows) for rows in (2, 4, 32))
     assert activations([(2, few), (4, more)], 32) == full.kept + full.again
-    assert activations([(2, few), (2, few)], 32) == pytest.approx(full.kept + full.again, rel=0.01)  # one size only: all grows with the rows
+    # one size only: all grows with the rows
+    assert activations([(2, few), (2, few)], 32) == pytest.approx(full.kept + full.again, rel=0.01)
 
 
 def test_what_is_kept_is_what_autograd_saves() -> None:
@@ -92,22 +93,47 @@ class Wide(Toy):
 
     def layout(self, model: nn.Module) -> Layout:
         names = [name for name, layer in model.named_children() if [*layer.parameters()]]
-        return Layout(tuple((name,) for name in names), dict(zip(names, cycle([Split.column, Split.row]), strict=False)))
+        return Layout(
+            tuple((name,) for name in names), dict(zip(names, cycle([Split.column, Split.row]), strict=False))
+        )
 
 
-def made(recipe: Any, rank: int, size: int, strategy: str, optimizer: str, options: dict[str, Any], rows: int, micro: int, ema: float = 0.0) -> tuple[Any, Any]:
+def made(
+    recipe: Any,
+    rank: int,
+    size: int,
+    strategy: str,
+    optimizer: str,
+    options: dict[str, Any],
+    rows: int,
+    micro: int,
+    ema: float = 0.0,
+) -> tuple[Any, Any]:
     """A program after its rehearsal, and a batch of so many rows."""
     torch.set_num_threads(1)
     data = recipe.open_data("train", 0)
     step = StepOptions(batch_size=rows, micro_batch_rows=micro, ema=ema)
-    task = Task(recipe, averaged(lookup("optimizer", optimizer)(), ema), Precision(), step, 0, sample=lambda count: data.fetch(np.arange(count), 0)[0])
-    program = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options)).setup(task, World(Place(rank=rank, size=size, slots=size)))
-    batch = program.prepare(Loader(data, Epochs(Sequential(), rows, rows, 0), program.shard, program.micro_batch_rows).get(0, 0))
+    task = Task(
+        recipe,
+        averaged(lookup("optimizer", optimizer)(), ema),
+        Precision(),
+        step,
+        0,
+        sample=lambda count: data.fetch(np.arange(count), 0)[0],
+    )
+    program = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options)).setup(
+        task, World(Place(rank=rank, size=size, slots=size))
+    )
+    batch = program.prepare(
+        Loader(data, Epochs(Sequential(), rows, rows, 0), program.shard, program.micro_batch_rows).get(0, 0)
+    )
     program.rehearse(batch)
     return program, batch
 
 
-def take(rank: int, size: int, strategy: str, optimizer: str, options: dict[str, Any], micro: int, ema: float = 0.0) -> dict[str, int]:
+def take(
+    rank: int, size: int, strategy: str, optimizer: str, options: dict[str, Any], micro: int, ema: float = 0.0
+) -> dict[str, int]:
     """Two steps and an evaluation; planned bytes by kind, and the peak."""
     load_parts([])
     meter = Meter("cpu")
@@ -146,18 +172,24 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "processes", "optimizer", "options", "micro"), CASES, ids=str)
-def test_the_plan_is_near_the_peak(strategy: str, processes: int, optimizer: str, options: dict[str, Any], micro: int) -> None:
+def test_the_plan_is_near_the_peak(
+    strategy: str, processes: int, optimizer: str, options: dict[str, Any], micro: int
+) -> None:
     """`micro`: rows of a micro-batch; gradients that add up wait somewhere."""
     load_parts([])
     count = lookup("strategy", strategy)().roles(processes)["trainer"]
-    for found in ranks(count, "tests.test_memory:take", strategy=strategy, optimizer=optimizer, options=options, micro=micro):
+    for found in ranks(
+        count, "tests.test_memory:take", strategy=strategy, optimizer=optimizer, options=options, micro=micro
+    ):
         peak = found.pop("peak")
         assert sum(found.values()) == pytest.approx(peak, rel=0.25)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_averages_of_the_weights_need_no_more_than_the_optimizer_state_says(strategy: str) -> None:
-    """Neither to keep them nor to evaluate them: a second copy, 100 MB on each of two ranks even if only for a moment, would show beside the libraries."""
+    """Neither to keep them nor to evaluate them: a second copy, 100 MB on each of two ranks even if only for a moment,
+    would show beside the libraries.
+    """
     load_parts([])
     for found in ranks(2, "tests.test_memory:take", strategy=strategy, optimizer="sgd", options={}, micro=0, ema=0.9):
         peak = found.pop("peak")
@@ -196,14 +228,23 @@ def watched(rank: int, size: int, strategy: str, options: dict[str, Any]) -> dic
 
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [("pipeline", {"schedule": "1f1b", "balance": "flops"}), ("pipeline", {"schedule": "gpipe", "balance": "flops"}), ("tensor", {})],
+    [
+        ("pipeline", {"schedule": "1f1b", "balance": "flops"}),
+        ("pipeline", {"schedule": "gpipe", "balance": "flops"}),
+        ("tensor", {}),
+    ],
     ids=str,
 )
 def test_activations_are_what_was_planned(strategy: str, options: dict[str, Any]) -> None:
-    """Counted as tensors, not by pages: micro-batches in flight, messages that wait. What a kernel of the backward pass works on is not planned."""
+    """Counted as tensors, not by pages: micro-batches in flight, messages that wait.
+
+    What a kernel of the backward pass works on is not planned.
+    """
     for found in ranks(2, "tests.test_memory:watched", strategy=strategy, options=options):
         assert found["activations"] > 0.6 * found["peak"]
-        assert found["activations"] + found["gradients"] + found["exchange"] == pytest.approx(found["peak"], rel=0.15), found
+        assert found["activations"] + found["gradients"] + found["exchange"] == pytest.approx(
+            found["peak"], rel=0.15
+        ), found
 
 
 def test_texts() -> None:
@@ -215,10 +256,18 @@ def test_texts() -> None:
         "213 MB",
         "1.2 GB",
     ]
-    ranks = [Memory(48_000_000, 48_000_000, 97_000_000, 20_000_000), Memory(48_000_000, 48_000_000, 97_000_000, 22_000_000, 1_000_000)]
-    assert table_row(ranks) == {"memory": "216 MB a process = 48 MB parameters + 48 MB gradients + 97 MB optimizer state + 22 MB activations + 1.0 MB exchange"}
+    ranks = [
+        Memory(48_000_000, 48_000_000, 97_000_000, 20_000_000),
+        Memory(48_000_000, 48_000_000, 97_000_000, 22_000_000, 1_000_000),
+    ]
+    assert table_row(ranks) == {
+        "memory": "216 MB a process = 48 MB parameters + 48 MB gradients + 97 MB optimizer state + 22 MB activations "
+        "+ 1.0 MB exchange"
+    }
     served = [Memory(237_000, 237_000, 0, 0, tables=40_000_000)]
-    assert table_row(served, "server") == {"memory": "40 MB a server = 237 kB parameters + 237 kB gradients + 40 MB rows and index of sparse tables"}
+    assert table_row(served, "server") == {
+        "memory": "40 MB a server = 237 kB parameters + 237 kB gradients + 40 MB rows and index of sparse tables"
+    }
     summary = Meter("cpu").summary(ranks, [236_000_000, 230_000_000])
     assert summary == {"planned": 213_000_000, "resident": 236_000_000, "rank": 0}
     assert memory_text(summary) == "213 MB planned, 236 MB resident at the peak of rank 0"
@@ -239,16 +288,32 @@ def test_a_meter_counts_from_its_start() -> None:
 
 
 def test_a_run_tells_what_it_plans_and_what_it_took(run_dtf: Callable[..., Result]) -> None:
-    done = run_dtf("plugins=[tests.residual]", "recipe=residual", "strategy=ddp", "launcher.processes=2", "train.steps=2", "step.remat=blocks")
+    done = run_dtf(
+        "plugins=[tests.residual]",
+        "recipe=residual",
+        "strategy=ddp",
+        "launcher.processes=2",
+        "train.steps=2",
+        "step.remat=blocks",
+    )
     assert done.code == 0, done.err
-    assert re.search(r'^started .* memory="\S+ kB a process = .* parameters \+ .* activations( \+ .* exchange)?"', done.out, re.MULTILINE), done.out
-    assert re.search(r'^ended .* memory="\S+ kB planned, \S+ MB resident at the peak of rank [01]"', done.out, re.MULTILINE), done.out
+    assert re.search(
+        r'^started .* memory="\S+ kB a process = .* parameters \+ .* activations( \+ .* exchange)?"',
+        done.out,
+        re.MULTILINE,
+    ), done.out
+    assert re.search(
+        r'^ended .* memory="\S+ kB planned, \S+ MB resident at the peak of rank [01]"', done.out, re.MULTILINE
+    ), done.out
 
 
 def test_a_terminal_shows_it_at_the_end(tmp_path: Path) -> None:
     stream = io.StringIO()
     screen = Screen(tmp_path, {}, Terminal(file=stream, width=80))
-    for event in (Started(0, 8, 4, {}), Ended(8, "finished", {}, {"planned": 213_000_000, "allocated": 236_000_000, "rank": 1})):
+    for event in (
+        Started(0, 8, 4, {}),
+        Ended(8, "finished", {}, {"planned": 213_000_000, "allocated": 236_000_000, "rank": 1}),
+    ):
         screen.see(event)
     screen.close()
     assert "memory      213 MB planned, 236 MB allocated at the peak of rank 1" in stream.getvalue()

@@ -14,7 +14,9 @@ from dtf.core.types import Shard
 from dtf.model.microbatch import Masks, RunningStatistics
 
 
-def simulate(micro_batches: list[torch.Tensor], ranks: int, steps: int, momentum: float | None) -> tuple[torch.Tensor, torch.Tensor, int]:
+def simulate(
+    micro_batches: list[torch.Tensor], ranks: int, steps: int, momentum: float | None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Running mean and variance after `steps` steps over the same micro-batches, averaged over ranks."""
     layers = [nn.BatchNorm1d(3, momentum=momentum).double() for _ in range(ranks)]
     statistics = [RunningStatistics(layer) for layer in layers]
@@ -33,8 +35,15 @@ def simulate(micro_batches: list[torch.Tensor], ranks: int, steps: int, momentum
 
 
 @settings(max_examples=60, deadline=None)
-@given(count=st.integers(1, 9), ranks=st.integers(1, 6), steps=st.integers(1, 4), momentum=st.sampled_from([0.1, 0.5, 0.01, None]))
-def test_one_update_per_step_of_the_mean_over_all_micro_batches(count: int, ranks: int, steps: int, momentum: float | None) -> None:
+@given(
+    count=st.integers(1, 9),
+    ranks=st.integers(1, 6),
+    steps=st.integers(1, 4),
+    momentum=st.sampled_from([0.1, 0.5, 0.01, None]),
+)
+def test_one_update_per_step_of_the_mean_over_all_micro_batches(
+    count: int, ranks: int, steps: int, momentum: float | None
+) -> None:
     generator = torch.Generator().manual_seed(count * 100 + ranks)
     micro_batches = [torch.randn(4, 3, generator=generator, dtype=torch.float64) + k for k in range(count)]
     mean = torch.stack([b.mean(0) for b in micro_batches]).mean(0)
@@ -42,7 +51,10 @@ def test_one_update_per_step_of_the_mean_over_all_micro_batches(count: int, rank
     expected_mean, expected_variance = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     for step in range(1, steps + 1):
         m = momentum or 1 / step
-        expected_mean, expected_variance = (1 - m) * expected_mean + m * mean, (1 - m) * expected_variance + m * variance
+        expected_mean, expected_variance = (
+            (1 - m) * expected_mean + m * mean,
+            (1 - m) * expected_variance + m * variance,
+        )
     found_mean, found_variance, counted = simulate(micro_batches, ranks, steps, momentum)
     torch.testing.assert_close(found_mean, expected_mean, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found_variance, expected_variance, rtol=1e-9, atol=1e-9)
@@ -81,7 +93,13 @@ def test_masks_depend_on_seed_step_micro_batch_and_name_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), [(nn.Dropout, (400, 50)), (nn.Dropout1d, (200, 50, 4)), (nn.Dropout2d, (200, 50, 2, 2)), (nn.Dropout3d, (200, 50, 2, 2, 1))]
+    ("kind", "shape"),
+    [
+        (nn.Dropout, (400, 50)),
+        (nn.Dropout1d, (200, 50, 4)),
+        (nn.Dropout2d, (200, 50, 2, 2)),
+        (nn.Dropout3d, (200, 50, 2, 2, 1)),
+    ],
 )
 def test_dropout_keeps_its_mean_and_its_share(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
     layer, masks = dropout(kind)

@@ -1,4 +1,7 @@
-"""Observers look and do not touch: what one of them does changes neither the run nor the others. The JSON lines of a resumed run."""
+"""Observers look and do not touch: what one of them does changes neither the run nor the others.
+
+The JSON lines of a resumed run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,13 @@ from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started,
 from dtf.observers.jsonl import Jsonl, forget_after, line_of
 
 ROOT = Path(__file__).parent.parent
-CONFIG = {"recipe": {"name": "shapes"}, "strategy": {"name": "ddp", "bucket_mb": 25.0}, "precision": {"name": "bf16"}, "seed": 0, "plugins": []}
+CONFIG = {
+    "recipe": {"name": "shapes"},
+    "strategy": {"name": "ddp", "bucket_mb": 25.0},
+    "precision": {"name": "bf16"},
+    "seed": 0,
+    "plugins": [],
+}
 
 
 def started(step: int = 0, attempt: int = 0) -> Started:
@@ -87,7 +96,12 @@ class Recorder(Observer):
 
 
 @pytest.mark.parametrize(
-    ("fail", "calls"), [("open", ["open", "close"]), ("see", ["open", "see", "close"]), ("close", ["open", "see", "see", "close", "close"])]
+    ("fail", "calls"),
+    [
+        ("open", ["open", "close"]),
+        ("see", ["open", "see", "close"]),
+        ("close", ["open", "see", "see", "close", "close"]),
+    ],
 )
 def test_an_observer_that_raises_is_dropped_with_one_warning(fail, calls, tmp_path):
     broken, sound, warnings = Recorder(fail), Recorder(), []
@@ -118,7 +132,16 @@ def test_warnings_go_to_standard_error(tmp_path, capsys):
 
 def test_events_survive_the_way_from_rank_to_parent():
     sent = [event for event in whole_run() if "nan" not in str(event)]  # nan is not equal to itself
-    sent.append(Started(8, 480, 120, {}, 1, (Measured("train", 4, 0.1, 0.5, {"loss": 1.0}), Measured("eval", 8, 0.2, 0.9, {"loss": 0.5}, True))))
+    sent.append(
+        Started(
+            8,
+            480,
+            120,
+            {},
+            1,
+            (Measured("train", 4, 0.1, 0.5, {"loss": 1.0}), Measured("eval", 8, 0.2, 0.9, {"loss": 0.5}, True)),
+        )
+    )
     assert [event_from_json(json.loads(json.dumps(event_to_json(event)))) for event in sent] == sent
 
 
@@ -141,7 +164,17 @@ def timeless(folder: Path) -> list[dict]:
 def test_one_json_object_per_measurement(tmp_path):
     watch(Jsonl(), [started(), train(20), evaluation(120, best=True), Note("info", "x")], tmp_path)
     assert lines(tmp_path) == [
-        {"split": "train", "step": 20, "epoch": 20 / 120, "seconds": 2.0, "loss": 0.05, "top1": 0.95, "grad_norm": 1.5, "lr": 0.1, "rows_per_s": 5120.0},
+        {
+            "split": "train",
+            "step": 20,
+            "epoch": 20 / 120,
+            "seconds": 2.0,
+            "loss": 0.05,
+            "top1": 0.95,
+            "grad_norm": 1.5,
+            "lr": 0.1,
+            "rows_per_s": 5120.0,
+        },
         {"split": "eval", "step": 120, "epoch": 1.0, "seconds": 12.0, "loss": 0.25, "top1": 0.95},
     ]
 
@@ -166,7 +199,10 @@ def test_a_line_is_on_disk_before_the_next_event(tmp_path):
 
 
 @settings(deadline=None, max_examples=40)
-@given(kills=st.lists(st.tuples(st.integers(0, 30), st.booleans(), st.integers(0, 60)), max_size=4), every=st.integers(1, 8))
+@given(
+    kills=st.lists(st.tuples(st.integers(0, 30), st.booleans(), st.integers(0, 60)), max_size=4),
+    every=st.integers(1, 8),
+)
 def test_a_run_killed_anywhere_leaves_the_file_of_an_undisturbed_one(kills, every, tmp_path_factory):
     disturbed, undisturbed = tmp_path_factory.mktemp("disturbed"), tmp_path_factory.mktemp("undisturbed")
 
@@ -241,9 +277,13 @@ print("early", early, "heavy", {{"torch", "tensorflow"}} & set(sys.modules), fil
 
 
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
-    """`python -m dtf | head`; also: 10,000 measurements, no torch, and tensorboard imported only once ranks have started."""
+    """`python -m dtf | head`; also: 10,000 measurements, no torch, and tensorboard imported only once ranks have
+    started.
+    """
     script = _WATCH.format(root=str(ROOT), folder=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stderr is not None
     head = [process.stdout.readline() for _ in range(2)]
     process.stdout.close()
@@ -252,7 +292,8 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
     assert process.wait(timeout=60) == 0
     assert head[0].startswith("started step=0/10000") and head[1].startswith("step=1/10000 ")
     assert errors.splitlines() == [
-        "dtf: warning: observer.console stops watching, the run goes on: BrokenPipeError: nobody reads standard output any more",
+        "dtf: warning: observer.console stops watching, the run goes on: BrokenPipeError: nobody reads standard "
+        "output any more",
         "early set() heavy set()",
     ]
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 10001))
@@ -265,7 +306,8 @@ def test_the_observer_in_the_documentation_works(tmp_path, monkeypatch):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "watching.md").read_text(), flags=re.DOTALL)
     (tmp_path / "my_observers.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(registry._CLASSES, "observer", registry.registered("observer"))  # the name is gone after this test
+    # the name is gone after this test
+    monkeypatch.setitem(registry._CLASSES, "observer", registry.registered("observer"))
     importlib.import_module("my_observers")
     watch(lookup("observer", "csv")(path="table.csv"), whole_run(), tmp_path)
     assert (tmp_path / "table.csv").read_text().splitlines() == ["step,loss,top1", "60,0.25,0.95", "120,0.25,0.95"]

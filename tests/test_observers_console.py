@@ -87,7 +87,9 @@ def test_a_stream_of_few_characters_gets_escapes():
 
 def drawn(events: Iterable[Event], width: int, folder: Path = Path("/runs/a")) -> str:
     stream = io.StringIO()
-    screen = Screen(folder, CONFIG, Terminal(file=stream, force_terminal=True, width=width, height=24, highlight=False, emoji=False))
+    screen = Screen(
+        folder, CONFIG, Terminal(file=stream, force_terminal=True, width=width, height=24, highlight=False, emoji=False)
+    )
     for event in events:
         screen.see(event)
     screen.close()
@@ -155,7 +157,10 @@ def test_a_run_that_fails_leaves_its_bar_where_it_died():
 
 def test_drawing_keeps_up_with_any_number_of_measurements():
     steps = 10_000
-    events = [Started(0, steps, 100, {}), *(Measured("train", step, step / 100, step / 10, {"loss": 1 / step}) for step in range(1, steps + 1))]
+    events = [
+        Started(0, steps, 100, {}),
+        *(Measured("train", step, step / 100, step / 10, {"loss": 1 / step}) for step in range(1, steps + 1)),
+    ]
     threads = set(threading.enumerate())
     assert len(drawn(events, 80)) < 200_000  # drawn once per measurement it would be 4 million characters
     for thread in set(threading.enumerate()) - threads:
@@ -215,7 +220,9 @@ def test_no_color_is_respected(tmp_path, monkeypatch):
     assert styles <= {"0", "1", "2"}  # bold and dim
 
 
-@pytest.mark.parametrize(("live", "term", "encoding"), [(False, "xterm", "utf-8"), (True, "dumb", "utf-8"), (True, "xterm", "latin-1")])
+@pytest.mark.parametrize(
+    ("live", "term", "encoding"), [(False, "xterm", "utf-8"), (True, "dumb", "utf-8"), (True, "xterm", "latin-1")]
+)
 def test_plain_lines_where_drawing_is_unwanted_or_impossible(live, term, encoding, tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", term)
     text = on_terminal(lambda: watch(Console(live=live), [started(), train(20)], tmp_path), monkeypatch, encoding)
@@ -285,7 +292,15 @@ def test_number_text(value, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "--:--"), (11.6, "00:12"), (59.7, "01:00"), (3723, "1:02:03"), (183840, "2d 03:04"), (float("inf"), "--:--")]
+    ("seconds", "text"),
+    [
+        (None, "--:--"),
+        (11.6, "00:12"),
+        (59.7, "01:00"),
+        (3723, "1:02:03"),
+        (183840, "2d 03:04"),
+        (float("inf"), "--:--"),
+    ],
 )
 def test_time_text(seconds, text):
     assert time_text(seconds) == text

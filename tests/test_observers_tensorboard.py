@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.metadata import SESSION_END_INFO_TAG, SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+from tensorboard.plugins.hparams.metadata import (
+    SESSION_END_INFO_TAG,
+    SESSION_START_INFO_TAG,
+    parse_session_start_info_plugin_data,
+)
 
 from dtf.core.types import Ended, Event
 from dtf.observers.tensorboard import Tensorboard, flatten
@@ -23,9 +27,21 @@ def steps(reader: EventAccumulator, tag: str) -> list[int]:
 
 
 def test_scalars_by_split_and_metric(tmp_path):
-    watch(Tensorboard(), [started(), train(20, 0.5), train(40, float("nan")), evaluation(40), Ended(40, "finished", {})], tmp_path)
+    watch(
+        Tensorboard(),
+        [started(), train(20, 0.5), train(40, float("nan")), evaluation(40), Ended(40, "finished", {})],
+        tmp_path,
+    )
     reader = read(tmp_path)
-    assert set(reader.Tags()["scalars"]) == {"train/loss", "train/top1", "train/lr", "train/grad_norm", "train/rows_per_s", "eval/loss", "eval/top1"}
+    assert set(reader.Tags()["scalars"]) == {
+        "train/loss",
+        "train/top1",
+        "train/lr",
+        "train/grad_norm",
+        "train/rows_per_s",
+        "eval/loss",
+        "eval/top1",
+    }
     first, second = reader.Scalars("train/loss")
     assert (first.step, first.value) == (20, 0.5) and math.isnan(second.value)
     assert steps(reader, "eval/top1") == [40]
@@ -67,4 +83,8 @@ def test_the_config_as_text_and_as_hyperparameters(tmp_path):
 
 
 def test_flatten_gives_the_keys_of_the_command_line():
-    assert flatten({"lr": {"name": "cosine", "peak": 0.1}, "seed": 0, "empty": {}}) == {"lr.name": "cosine", "lr.peak": 0.1, "seed": 0}
+    assert flatten({"lr": {"name": "cosine", "peak": 0.1}, "seed": 0, "empty": {}}) == {
+        "lr.name": "cosine",
+        "lr.peak": 0.1,
+        "seed": 0,
+    }

@@ -56,12 +56,17 @@ def test_a_format_that_a_model_chooses_crosses_a_cut(precision: str) -> None:
 
 def test_a_scalar_has_a_master_copy_where_it_computes_in_another_format() -> None:
     case, precision = odd("gain") | {"precision": "bf16_master"}, "bf16_master"
-    assert difference(alone("gain", precision), spread("fsdp", 2, **case), without=("optimizer/",)) <= 0.05  # gradients are rounded on the way
+    # gradients are rounded on the way
+    assert difference(alone("gain", precision), spread("fsdp", 2, **case), without=("optimizer/",)) <= 0.05
 
 
 @pytest.mark.parametrize(("strategy", "processes", "options"), [("pipeline", 2, {}), ("tensor", 4, {"degree": 2})])
-def test_a_buffer_that_the_forward_pass_changes_is_refused(strategy: str, processes: int, options: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match="the forward pass changes the buffer count, which only one process can keep right"):
+def test_a_buffer_that_the_forward_pass_changes_is_refused(
+    strategy: str, processes: int, options: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        AssertionError, match="the forward pass changes the buffer count, which only one process can keep right"
+    ):
         spread(strategy, processes, options=options, **odd("counting"))
 
 

@@ -27,7 +27,9 @@ def make(name: str, **options: object) -> Optimizer:
 
 def draw(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()
+    }
 
 
 def run(optimizer: Optimizer, dtype: torch.dtype, skip: Tensor | None = None) -> dict[str, Tensor]:
@@ -39,7 +41,9 @@ def run(optimizer: Optimizer, dtype: torch.dtype, skip: Tensor | None = None) ->
     return parameters
 
 
-def run_torch(build: Callable[[list[dict]], torch.optim.Optimizer], dtype: torch.dtype, exempt: bool) -> dict[str, Tensor]:
+def run_torch(
+    build: Callable[[list[dict]], torch.optim.Optimizer], dtype: torch.dtype, exempt: bool
+) -> dict[str, Tensor]:
     parameters = {name: torch.nn.Parameter(value) for name, value in draw(0, dtype).items()}
     flat = [p for p in parameters.values() if exempt and p.ndim <= 1]
     groups = [{"params": [p for p in parameters.values() if not (exempt and p.ndim <= 1)]}]
@@ -55,7 +59,11 @@ def run_torch(build: Callable[[list[dict]], torch.optim.Optimizer], dtype: torch
 
 TWINS = {
     "sgd": ("sgd", {"momentum": 0.0}, lambda groups: torch.optim.SGD(groups, lr=1.0)),
-    "sgd-momentum": ("sgd", {"momentum": 0.9, "weight_decay": 5e-2}, lambda groups: torch.optim.SGD(groups, lr=1.0, momentum=0.9, weight_decay=5e-2)),
+    "sgd-momentum": (
+        "sgd",
+        {"momentum": 0.9, "weight_decay": 5e-2},
+        lambda groups: torch.optim.SGD(groups, lr=1.0, momentum=0.9, weight_decay=5e-2),
+    ),
     "sgd-nesterov": (
         "sgd",
         {"momentum": 0.8, "nesterov": True, "weight_decay": 1e-2},
@@ -77,7 +85,9 @@ TWINS = {
     "adagrad-options": (
         "adagrad",
         {"initial_accumulator": 0.1, "eps": 1e-5, "lr_decay": 0.1, "weight_decay": 0.05},
-        lambda groups: torch.optim.Adagrad(groups, initial_accumulator_value=0.1, eps=1e-5, lr_decay=0.1, weight_decay=0.05),
+        lambda groups: torch.optim.Adagrad(
+            groups, initial_accumulator_value=0.1, eps=1e-5, lr_decay=0.1, weight_decay=0.05
+        ),
     ),
 }
 
@@ -90,7 +100,9 @@ def test_ten_steps_equal_torch_optim(twin: str, exempt: bool) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
         ours, theirs = run(optimizer, dtype), run_torch(build, dtype, exempt)
         for key in SHAPES:
-            torch.testing.assert_close(ours[key], theirs[key], rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(
+                ours[key], theirs[key], rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
+            )
 
 
 def lars_by_hand(options: Lars, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -103,13 +115,19 @@ def lars_by_hand(options: Lars, dtype: torch.dtype) -> dict[str, Tensor]:
             ratio, decay = torch.ones((), dtype=dtype), 0.0
             if options.decay_norm_and_bias or parameter.ndim > 1:
                 decay = options.weight_decay
-                ratio = options.trust_coefficient * parameter.norm() / (gradient.norm() + decay * parameter.norm() + options.eps)
+                ratio = (
+                    options.trust_coefficient
+                    * parameter.norm()
+                    / (gradient.norm() + decay * parameter.norm() + options.eps)
+                )
             velocity[name] = options.momentum * velocity[name] + lr * ratio * (gradient + decay * parameter)
             parameters[name] = parameter - velocity[name]
     return parameters
 
 
-@pytest.mark.parametrize("options", [{}, {"decay_norm_and_bias": True}, {"momentum": 0.0}, {"weight_decay": 0.0, "trust_coefficient": 0.02}])
+@pytest.mark.parametrize(
+    "options", [{}, {"decay_norm_and_bias": True}, {"momentum": 0.0}, {"weight_decay": 0.0, "trust_coefficient": 0.02}]
+)
 def test_lars_follows_its_paper(options: dict) -> None:
     optimizer = Lars(**options)
     optimizer.check()
@@ -134,9 +152,16 @@ def test_lars_on_parts_of_tensors_equals_lars_on_whole_tensors() -> None:
     optimizer = Lars(decay_norm_and_bias=False)
     sliced = [[name for name in parts[rank] if optimizer.decays(SHAPES[name])] for rank in (0, 1)]
     assert sliced[0] == sliced[1] and sliced[0]
-    sums = [optimizer.squares([parts[rank][name] for name in sliced[rank]], [cut[rank][list(SHAPES).index(name)] for name in sliced[rank]]) for rank in (0, 1)]
+    sums = [
+        optimizer.squares(
+            [parts[rank][name] for name in sliced[rank]], [cut[rank][list(SHAPES).index(name)] for name in sliced[rank]]
+        )
+        for rank in (0, 1)
+    ]
     for rank in (0, 1):
-        optimizer.bind(parts[rank], SHAPES, lambda squares, rank=rank: squares + sums[1 - rank]).apply(cut[rank], 0.1, None)
+        optimizer.bind(parts[rank], SHAPES, lambda squares, rank=rank: squares + sums[1 - rank]).apply(
+            cut[rank], 0.1, None
+        )
     optimizer.bind(whole).apply(list(gradients.values()), 0.1, None)
     for name, parameter in whole.items():
         joined = torch.cat([parts[0][name], parts[1][name]]) if parameter.ndim else parts[0][name]
@@ -144,7 +169,10 @@ def test_lars_on_parts_of_tensors_equals_lars_on_whole_tensors() -> None:
 
 
 def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
-    return {name: tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+    return {
+        name: tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for name, tensor in tensors.items()
+    }
 
 
 @pytest.mark.parametrize("exempt", [False, True])
@@ -156,7 +184,9 @@ def test_a_skipped_step_leaves_no_trace(name: str, dtype: torch.dtype, poison: f
     parameters = draw(0, dtype)
     parameters["fc.weight"][0, 0] = -0.0  # bits, not values, must survive
     bound = optimizer.bind(parameters)
-    flat = parameters | {f"{key}/{slot}": tensor for key, state in bound.states.items() for slot, tensor in state.items()}
+    flat = parameters | {
+        f"{key}/{slot}": tensor for key, state in bound.states.items() for slot, tensor in state.items()
+    }
     for warm in (False, True):
         if warm:
             bound.apply(list(draw(1, dtype).values()), 0.1, torch.zeros(()))
@@ -184,7 +214,10 @@ def test_state_is_by_name_and_restarts_the_run(name: str) -> None:
     again = optimizer.bind(twins)
     assert list(again.states) == list(SHAPES)
     for key, state in again.states.items():
-        assert all(value.shape == twins[key].shape or (value.shape == () and value.dtype == torch.float32) for value in state.values())
+        assert all(
+            value.shape == twins[key].shape or (value.shape == () and value.dtype == torch.float32)
+            for value in state.values()
+        )
         for slot, value in state.items():
             value.copy_(bound.states[key][slot])
     for one in (bound, again):
@@ -194,7 +227,13 @@ def test_state_is_by_name_and_restarts_the_run(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "slots"),
-    [("sgd", ["momentum"]), ("adam", ["mean", "square", "step"]), ("adamw", ["mean", "square", "step"]), ("adagrad", ["sum", "step"]), ("lars", ["momentum"])],
+    [
+        ("sgd", ["momentum"]),
+        ("adam", ["mean", "square", "step"]),
+        ("adamw", ["mean", "square", "step"]),
+        ("adagrad", ["sum", "step"]),
+        ("lars", ["momentum"]),
+    ],
 )
 def test_state_names_are_the_checkpoint_format(name: str, slots: list[str]) -> None:
     assert list(make(name).init(torch.zeros(2, 2))) == slots
@@ -242,7 +281,12 @@ def test_memory_layout_of_gradients_does_not_matter(name: str) -> None:
 def test_gaps_in_memory_are_refused() -> None:
     with pytest.raises(ValueError, match=r"columns has shape .* gaps in memory"):
         make("sgd").bind({"columns": torch.zeros(4, 6)[:, :3]})
-    make("sgd").bind({"rows": torch.zeros(4, 6)[1:3], "channels_last": torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)})
+    make("sgd").bind(
+        {
+            "rows": torch.zeros(4, 6)[1:3],
+            "channels_last": torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        }
+    )
 
 
 def test_parameters_that_require_gradients_are_stepped_in_place() -> None:
@@ -299,7 +343,9 @@ def test_cuda_steps_like_cpu_and_skips_without_a_trace(name: str) -> None:
     cpu = run(optimizer, torch.float64)
     parameters = {key: value.cuda() for key, value in draw(0, torch.float64).items()}
     bound = optimizer.bind(parameters)
-    flat = parameters | {f"{key}/{slot}": tensor for key, state in bound.states.items() for slot, tensor in state.items()}
+    flat = parameters | {
+        f"{key}/{slot}": tensor for key, state in bound.states.items() for slot, tensor in state.items()
+    }
     no, yes = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
     for step, lr in enumerate(LRS):
         before = bits({key: value.cpu() for key, value in flat.items()})
@@ -317,7 +363,9 @@ def test_cuda_steps_like_cpu_and_skips_without_a_trace(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sgd", "lars"])
 @pytest.mark.parametrize("skip", [None, 0.0, 1.0])
-def test_where_the_fused_kernel_is_wrong_the_plain_one_steps(name: str, skip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_fused_kernel_is_wrong_the_plain_one_steps(
+    name: str, skip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dtf.api import optimizer
 
     found = []
@@ -335,12 +383,16 @@ def test_where_the_fused_kernel_is_wrong_the_plain_one_steps(name: str, skip: fl
 @pytest.mark.parametrize("name", NAMES)
 def test_weight_decay_by_name(name: str) -> None:
     """Each tensor moves as it does alone under an optimizer with its decay; the longest pattern decides."""
-    optimizer = make(name, weight_decay=0.1, decay_norm_and_bias=False, weight_decays={"conv": 0.5, "*": 0.2, "norm.bias": 0.0})
+    optimizer = make(
+        name, weight_decay=0.1, decay_norm_and_bias=False, weight_decays={"conv": 0.5, "*": 0.2, "norm.bias": 0.0}
+    )
     assert [optimizer.decay_of(key, shape) for key, shape in SHAPES.items()] == [0.5, 0.2, 0.0, 0.2, 0.2]
     assert make(name, weight_decay=0.1, decay_norm_and_bias=False).decay_of("norm.bias", (4,)) is None
     parameters = draw(0, torch.float64)
     optimizer.bind(parameters).apply(list(draw(1, torch.float64).values()), 0.1, None)
     for key, decay in {"conv.weight": 0.5, "fc.weight": 0.2, "norm.bias": 0.0}.items():
         alone = {key: draw(0, torch.float64)[key]}
-        make(name, weight_decay=decay, decay_norm_and_bias=True).bind(alone).apply([draw(1, torch.float64)[key]], 0.1, None)
+        make(name, weight_decay=decay, decay_norm_and_bias=True).bind(alone).apply(
+            [draw(1, torch.float64)[key]], 0.1, None
+        )
         torch.testing.assert_close(parameters[key], alone[key], rtol=1e-12, atol=0)

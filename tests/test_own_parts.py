@@ -1,4 +1,6 @@
-"""Parts from outside: what the pages under docs/ show runs as they show it, and a class that is not complete is refused."""
+"""Parts from outside: what the pages under docs/ show runs as they show it, and a class that is not complete is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ from tests.conftest import Result
 PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
 FILE = re.compile(r"^# (\S+\.yaml)(?: +dtf (.*))?$", flags=re.MULTILINE)  # the path, and a command that uses it
 SHORT = ["train.steps=2", "launcher.threads=1"]
-SHORT_VERIFY = ["launcher.threads=1", "job.processes=[2]", "job.micro_batches=[1]", "job.precisions=[fp64]", "job.steps=2"]
+SHORT_VERIFY = [
+    "launcher.threads=1",
+    "job.processes=[2]",
+    "job.micro_batches=[1]",
+    "job.precisions=[fp64]",
+    "job.steps=2",
+]
 SMALL_IMAGES = ["recipe.data.train_rows=64", "recipe.data.eval_rows=16"]
 
 RunDtf = Callable[..., Result]
@@ -49,12 +57,21 @@ class Page:
         for language, text in blocks:
             name = re.match(r"# (\w+)\.py\b", text)
             if language == "python" and (name or "@register(" in text):
-                assert name, f"{path.name}: the first line of a block that registers something says in which file it stands"
+                assert name, (
+                    f"{path.name}: the first line of a block that registers something says in which file it stands"
+                )
                 modules[name[1]] = modules.get(name[1], "") + text
         files = {found[1]: text for language, text in blocks if language == "yaml" and (found := FILE.search(text))}
-        needed = [*modules, *(Path(file).stem for file, text in files.items() if any(f"plugins: [{name}]" in text for name in modules))]
+        needed = [
+            *modules,
+            *(Path(file).stem for file, text in files.items() if any(f"plugins: [{name}]" in text for name in modules)),
+        ]
         lines = [line for _, text in blocks for line in text.splitlines() if re.match(r"(python -m )?dtf ", line)]
-        told = [shlex.split(line, comments=True) for line in lines if any(re.search(rf"\b{name}\b", line) for name in needed) and "error[" not in line]
+        told = [
+            shlex.split(line, comments=True)
+            for line in lines
+            if any(re.search(rf"\b{name}\b", line) for name in needed) and "error[" not in line
+        ]
         scripts = tuple(re.findall(r"^python (\w+\.py)$", path.read_text(), re.MULTILINE))
         return cls(modules, files, [words[words.index("dtf") + 1 :] for words in told], scripts)
 
@@ -63,7 +80,10 @@ class Page:
 def unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Page], None]]:
     """Write a page's files where commands run. What they register is gone after the test."""
     load_parts([])
-    own = {group: {name: cls for name, cls in found.items() if cls.__module__.startswith("dtf.")} for group, found in registry._CLASSES.items()}
+    own = {
+        group: {name: cls for name, cls in found.items() if cls.__module__.startswith("dtf.")}
+        for group, found in registry._CLASSES.items()
+    }
     monkeypatch.setattr(registry, "_CLASSES", own)  # other tests register parts too
     monkeypatch.syspath_prepend(tmp_path)
     written: list[str] = []
@@ -93,14 +113,27 @@ STRATEGIES = [name for name, cls in registered("strategy").items() if cls.__modu
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_recipe_in_the_documentation_trains_alike_under_every_strategy(strategy: str, unpack: Callable[[Page], None], run_dtf: RunDtf) -> None:
+def test_the_recipe_in_the_documentation_trains_alike_under_every_strategy(
+    strategy: str, unpack: Callable[[Page], None], run_dtf: RunDtf
+) -> None:
     unpack(named("own-recipe.md"))
-    same = ["--config-dir", "my", "recipe=detector_quick", "precision=fp64", "step.micro_batch_rows=25", "launcher.devices=cpu", "launcher.threads=1"]
+    same = [
+        "--config-dir",
+        "my",
+        "recipe=detector_quick",
+        "precision=fp64",
+        "step.micro_batch_rows=25",
+        "launcher.devices=cpu",
+        "launcher.threads=1",
+    ]
     short = ["train.steps=3", "train.eval_every=0", "train.log_every=1", "checkpoint=off", "observer=[jsonl]"]
     alone = run_dtf(*same, *short, "launcher=inline", "strategy=dp")
     spread = run_dtf(*same, *short, "launcher.processes=2", f"strategy={strategy}")
     assert (alone.code, spread.code) == (Exit.OK, Exit.OK), spread.err
-    expected, found = ([json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()] for run in (alone, spread))
+    expected, found = (
+        [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        for run in (alone, spread)
+    )
     assert len(expected) == 3
     for one, other in zip(expected, found, strict=True):
         assert {name: other[name] for name in ("loss", "top1", "grad_norm")} == pytest.approx(
@@ -114,7 +147,11 @@ def test_the_recipe_in_the_documentation_is_as_short_as_it_says() -> None:
 
 
 LONG = "sparse-tables.md"  # its commands start servers; what of it is quick has a test of its own
-RUN = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.name == LONG)) for path in PAGES if Page.read(path).modules]
+RUN = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.name == LONG))
+    for path in PAGES
+    if Page.read(path).modules
+]
 
 
 @pytest.mark.parametrize("path", RUN)
@@ -129,16 +166,34 @@ def test_parts_in_the_documentation_run_as_it_says(path: Path, unpack: Callable[
         assert result.code == Exit.OK, (words, result.out, result.err)
         if (result.folder / "config.yaml").exists():
             config = yaml.safe_load((result.folder / "config.yaml").read_text())
-            chosen |= {(group, node["name"]) for group, node in config.items() if isinstance(node, dict) and "name" in node}
+            chosen |= {
+                (group, node["name"]) for group, node in config.items() if isinstance(node, dict) and "name" in node
+            }
             chosen |= {("observer", name) for name in config["observer"]}
-    own = {(group, name) for group in registry.groups() for name, cls in registered(group).items() if cls.__module__ in page.modules}
+    own = {
+        (group, name)
+        for group in registry.groups()
+        for name, cls in registered(group).items()
+        if cls.__module__ in page.modules
+    }
     assert own and own <= chosen, "each has a command that trains with it"
 
 
-def test_the_recipe_with_a_sparse_table_in_the_documentation_trains_and_its_commands_compose(unpack: Callable[[Page], None], run_dtf: RunDtf) -> None:
+def test_the_recipe_with_a_sparse_table_in_the_documentation_trains_and_its_commands_compose(
+    unpack: Callable[[Page], None], run_dtf: RunDtf
+) -> None:
     page = named(LONG)
     unpack(page)
-    trained = run_dtf("--config-dir", "my", "recipe=ads_quick", "launcher=inline", "strategy=dp", "launcher.threads=1", "train.steps=40", "train.log_every=20")
+    trained = run_dtf(
+        "--config-dir",
+        "my",
+        "recipe=ads_quick",
+        "launcher=inline",
+        "strategy=dp",
+        "launcher.threads=1",
+        "train.steps=40",
+        "train.log_every=20",
+    )
     assert trained.code == Exit.OK, trained.err
     lines = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["split"] == "train"]
@@ -178,7 +233,10 @@ def test_verify_finds_what_the_documentation_says_it_finds(unpack: Callable[[Pag
     unpack(Page({"my_parts": page.modules["my_parts"].replace(line, "pass")}, page.files, []))
     result = run_dtf("--config-dir", "my", "job=verify", "recipe=moons_fast", "job.strategies=[plain]", *SHORT_VERIFY)
     assert result.code == Exit.BUG
-    assert "BREAK" in result.out and "ranks 0 and 1 hold different 0.bias: gradients were not summed over all ranks" in result.out
+    assert (
+        "BREAK" in result.out
+        and "ranks 0 and 1 hold different 0.bias: gradients were not summed over all ranks" in result.out
+    )
 
 
 def test_a_class_that_lacks_methods_is_refused() -> None:

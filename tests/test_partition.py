@@ -20,7 +20,12 @@ def every(count: int, stages: int) -> list[list[int]]:
     return [[0, *inner, count] for inner in itertools.combinations(range(1, count), stages - 1)]
 
 
-@given(COSTS, st.integers(1, 4), st.lists(st.integers(1, 4), min_size=4, max_size=4), st.one_of(st.just(0), st.integers(1, 80)))
+@given(
+    COSTS,
+    st.integers(1, 4),
+    st.lists(st.integers(1, 4), min_size=4, max_size=4),
+    st.one_of(st.just(0), st.integers(1, 80)),
+)
 def test_the_best_of_all_cuts(costs: list[Cost], stages: int, in_flight: list[int], bound: int) -> None:
     """The least largest work that fits, then the least bytes across cuts, then the earliest cuts."""
 
@@ -28,7 +33,11 @@ def test_the_best_of_all_cuts(costs: list[Cost], stages: int, in_flight: list[in
         return max(memory(costs, *ends, held) for ends, held in zip(pairwise(bounds), in_flight, strict=False))
 
     def order(bounds: list[int]) -> tuple[float, int, list[int]]:
-        return max(sum(c.work for c in costs[a:b]) for a, b in pairwise(bounds)), sum(costs[b - 1].boundary_bytes for b in bounds[1:-1]), bounds
+        return (
+            max(sum(c.work for c in costs[a:b]) for a, b in pairwise(bounds)),
+            sum(costs[b - 1].boundary_bytes for b in bounds[1:-1]),
+            bounds,
+        )
 
     cuts = every(len(costs), stages)
     possible = [bounds for bounds in cuts if not bound or needs(bounds) <= bound]
@@ -65,7 +74,12 @@ def test_imbalance_is_the_excess_over_the_mean() -> None:
 
 
 def test_table() -> None:
-    costs = [Cost("stem", 2.0, 2**20, 2**20, 2**19), Cost("body", 5.0, 2**21, 2**20, 2**19), Cost("neck", 1.0, 0, 2**10, 2**10), Cost("head", 2.0, 512, 0, 0)]
+    costs = [
+        Cost("stem", 2.0, 2**20, 2**20, 2**19),
+        Cost("body", 5.0, 2**21, 2**20, 2**19),
+        Cost("neck", 1.0, 0, 2**10, 2**10),
+        Cost("head", 2.0, 512, 0, 0),
+    ]
     assert table(costs, [0, 1, 2, 4], [0, 1, 2], [3, 2, 1], 4, 1 / 3, "time").splitlines() == [
         "stage  rank  blocks         time     memory",
         "    0     0  stem          20.0%    4.0 MiB",

@@ -1,4 +1,6 @@
-"""Image files of any size: what is decoded is what the whole picture shows, and every pixel is a function of (seed, epoch, id) alone."""
+"""Image files of any size: what is decoded is what the whole picture shows, and every pixel is a function of (seed,
+epoch, id) alone.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ from dtf.recipes.resnet.recipe import ModelOptions
 from dtf.recipes.resnet.store import read_index
 from tests.pictures import encode, packed, picture, tree
 
-EVERYTHING: dict[str, Any] = {"jitter": [0.4, 0.4, 0.4, 0.1], "policy": Policy.trivial, "mixup": 0.2, "cutmix": 1.0, "grow_from": 16, "grow_epochs": 2}
+EVERYTHING: dict[str, Any] = {
+    "jitter": [0.4, 0.4, 0.4, 0.1],
+    "policy": Policy.trivial,
+    "mixup": 0.2,
+    "cutmix": 1.0,
+    "grow_from": 16,
+    "grow_epochs": 2,
+}
 
 
 def recipe(root: Path, **data: Any) -> ResnetPhotos:
@@ -258,7 +267,10 @@ def test_a_changed_archive_is_listed_anew(tmp_path: Path) -> None:
 def test_jitter_follows_torchvision() -> None:
     """All orders, each change by its own draw."""
     image = torch.from_numpy(picture(20, 20)).permute(2, 0, 1)
-    seen = {augment.jitter(image, [0.4, 0.4, 0.4, 0.2], np.array([0.9, 0.1, 0.8, 0.3, (k + 0.5) / 24])).sum().item() for k in range(24)}
+    seen = {
+        augment.jitter(image, [0.4, 0.4, 0.4, 0.2], np.array([0.9, 0.1, 0.8, 0.3, (k + 0.5) / 24])).sum().item()
+        for k in range(24)
+    }
     assert len(seen) >= 12
     one = augment.jitter(image, [0.4, 0, 0, 0], np.array([0.75, 0.5, 0.5, 0.5, 0.0]))
     assert torch.equal(one, functional.adjust_brightness(image, 1.2))
@@ -268,13 +280,19 @@ def test_jitter_follows_torchvision() -> None:
 @pytest.mark.parametrize("policy", ["trivial", "rand"])
 def test_policies_reach_every_operation(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, operate = set(), augment._operate
-    monkeypatch.setattr(augment, "_operate", lambda image, name, *rest, **wide: (reached.add(name), operate(image, name, *rest, **wide))[1])
+    monkeypatch.setattr(
+        augment,
+        "_operate",
+        lambda image, name, *rest, **wide: (reached.add(name), operate(image, name, *rest, **wide))[1],
+    )
     image = torch.from_numpy(picture(32, 32)).permute(2, 0, 1)
     found = [augment.apply_policy(image, policy, row) for row in draws(0, 0, np.arange(150), augment.POLICY_DRAWS)]
     assert all(one.shape == image.shape and one.dtype is torch.uint8 for one in found)
     assert len({one.numpy().tobytes() for one in found}) > 30
     assert reached == {*augment._OPERATIONS}
-    assert 0 < sum(torch.equal(one, image) for one in found) < 30, "only the identity, and an operation without strength, leave an image as it is"
+    assert 0 < sum(torch.equal(one, image) for one in found) < 30, (
+        "only the identity, and an operation without strength, leave an image as it is"
+    )
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 1.0, 4.0])
@@ -315,10 +333,14 @@ def test_on_the_device_bytes_become_numbers(tmp_path: Path) -> None:
     task = recipe(tree(tmp_path / "t"))
     inputs, _ = task.open_data("train", 0).fetch(np.arange(8), 0)
     found = task.receive(inputs)
-    expected = (inputs["pixels"].permute(0, 3, 1, 2) / 255 - torch.tensor(task.data.mean)[:, None, None]) / torch.tensor(task.data.std)[:, None, None]
+    expected = (
+        inputs["pixels"].permute(0, 3, 1, 2) / 255 - torch.tensor(task.data.mean)[:, None, None]
+    ) / torch.tensor(task.data.std)[:, None, None]
     mirrored = inputs["mirror"]
     assert 0 < mirrored.sum() < 8
-    assert torch.allclose(found[~mirrored], expected[~mirrored], atol=1e-5) and torch.allclose(found[mirrored], expected[mirrored].flip(3), atol=1e-5)
+    assert torch.allclose(found[~mirrored], expected[~mirrored], atol=1e-5) and torch.allclose(
+        found[mirrored], expected[mirrored].flip(3), atol=1e-5
+    )
     assert found.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -364,5 +386,9 @@ def test_training_rows_without_augmentation_are_those_of_an_evaluation(tmp_path:
     train = options.open_data("train", 0)
     seen, labels = train.unaugmented().fetch(np.arange(8), 0)
     expected, plain = options.open_data("eval", 0).fetch(np.arange(8), 0)
-    assert seen.keys() == expected.keys() and all(torch.equal(seen[key], expected[key]) for key in expected) and torch.equal(labels, plain)
+    assert (
+        seen.keys() == expected.keys()
+        and all(torch.equal(seen[key], expected[key]) for key in expected)
+        and torch.equal(labels, plain)
+    )
     assert "mix" in train.fetch(np.arange(8), 0)[0], "what training sees is left alone"

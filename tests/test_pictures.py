@@ -24,7 +24,11 @@ def recorded(run: Path, evaluations: int = 3) -> Path:
     events: list[Event] = [Started(0, 480, 120, {"recipe": "shapes: 75,160 parameters", "run folder": str(run)})]
     for number in range(1, evaluations + 1):
         step = 20 * number
-        events += [train(step), replace(evaluation(step, best=True), step=step), Saved(step, str(run / f"checkpoints/step_{step:06d}"), True, 0.31)]
+        events += [
+            train(step),
+            replace(evaluation(step, best=True), step=step),
+            Saved(step, str(run / f"checkpoints/step_{step:06d}"), True, 0.31),
+        ]
     events.append(Ended(480, "finished", {"loss": 0.25, "top1": 0.95, "best_top1": 0.96, "best_step": 440.0}))
     for observer in (pictures.Events(), Jsonl()):
         watch(observer, events, run)
@@ -32,9 +36,13 @@ def recorded(run: Path, evaluations: int = 3) -> Path:
 
 
 def words(picture: Path) -> str:
-    """What is written in an SVG: one line of the terminal a line, each piece at its column (a character is 12.2 wide)."""
+    """What is written in an SVG: one line of the terminal a line, each piece at its column (a character is 12.2
+    wide).
+    """
     rows: dict[float, str] = {}
-    for x, y, text in re.findall(r'<text [^>]*?x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>', picture.read_text(encoding="utf-8")):
+    for x, y, text in re.findall(
+        r'<text [^>]*?x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>', picture.read_text(encoding="utf-8")
+    ):
         rows[float(y)] = rows.get(float(y), "").ljust(round(float(x) / 12.2)) + html.unescape(text).replace("\xa0", " ")
     return "\n".join(text for _, text in sorted(rows.items()))
 
@@ -45,7 +53,13 @@ def test_a_terminal_shows_table_lines_and_summary_without_a_path_of_this_machine
     out = tmp_path / "terminal.svg"
     assert pictures.main(["terminal", str(out), str(recorded(tmp_path / "outputs/shapes/one"))]) == 0
     text = words(out)
-    for word in ("python -m dtf", "dtf · shapes · ddp · bf16", "shapes: 75,160 parameters", "eval  step  20", "save  checkpoints/step_000020  0.31 s"):
+    for word in (
+        "python -m dtf",
+        "dtf · shapes · ddp · bf16",
+        "shapes: 75,160 parameters",
+        "eval  step  20",
+        "save  checkpoints/step_000020  0.31 s",
+    ):
         assert word in text, word
     for word in ("480/480", "finished after 480 steps", "best 0.9600 at step 440", "throughput", "outputs/shapes/one"):
         assert word in text, word
@@ -56,7 +70,9 @@ def test_a_terminal_shows_table_lines_and_summary_without_a_path_of_this_machine
 
 
 def test_the_middle_of_a_long_run_is_one_line(tmp_path):
-    pictures.terminal(out := tmp_path / "terminal.svg", recorded(tmp_path / "outputs/shapes/one", evaluations=20), "long")
+    pictures.terminal(
+        out := tmp_path / "terminal.svg", recorded(tmp_path / "outputs/shapes/one", evaluations=20), "long"
+    )
     text = words(out)
     assert re.findall(r"eval  step +(\d+)", text) == ["20", "40", "60", "380", "400"]
     assert re.findall(r"step_0*(\d+)", text) == ["20", "40", "60", "380", "400"]

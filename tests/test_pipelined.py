@@ -1,4 +1,7 @@
-"""Pipelines: what is held and sent, how stages are cut and shown, what is refused. Their numbers are judged with all strategies'."""
+"""Pipelines: what is held and sent, how stages are cut and shown, what is refused.
+
+Their numbers are judged with all strategies'.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,19 @@ from tests.toy import Toy
 ROWS = 13
 
 
-def build(rank: int, size: int, recipe: Recipe | None = None, rows: int = ROWS, micro: int = 3, remat: str = "none", **options: Any) -> Any:
+def build(
+    rank: int,
+    size: int,
+    recipe: Recipe | None = None,
+    rows: int = ROWS,
+    micro: int = 3,
+    remat: str = "none",
+    **options: Any,
+) -> Any:
     torch.set_num_threads(1)
-    recipe = recipe or ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8), data=ShapesOptions(pixels=16, train_rows=64, eval_rows=8))
+    recipe = recipe or ResnetShapes(
+        model=ModelOptions(arch=Arch.resnet8, classes=8), data=ShapesOptions(pixels=16, train_rows=64, eval_rows=8)
+    )
     data = recipe.open_data("train", 0)
     task = Task(
         recipe,
@@ -60,7 +73,9 @@ def batch(made: Any) -> Batch | None:
 
 
 def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
-    """One step: parameters by name, bytes held, bytes sent forward and back, graphs and sent messages of each link alive at once on this rank."""
+    """One step: parameters by name, bytes held, bytes sent forward and back, graphs and sent messages of each link
+    alive at once on this rank.
+    """
     from dtf.distributed.p2p import Link
     from dtf.strategies.pipeline import program
 
@@ -95,7 +110,13 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
     made.step(Train(0, 0, 0, ROWS, 0.1), made.prepare(batch(made)))
     boxes = [box for box in made.state().boxes if "running" not in box.name and "num_batches" not in box.name]
     names = [name for stage in made._stages.values() for name, _ in stage.model.named_parameters()]
-    return {"names": names, "held": sum(box.tensor.numel() * box.tensor.element_size() for box in boxes), "sent": sent, "kept": kept, "most": most}
+    return {
+        "names": names,
+        "held": sum(box.tensor.numel() * box.tensor.element_size() for box in boxes),
+        "sent": sent,
+        "kept": kept,
+        "most": most,
+    }
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("1f1b", 2)])
@@ -112,11 +133,20 @@ def test_each_parameter_lives_on_one_rank_and_as_much_goes_back_as_forward(sched
     if virtual == 1:
         count = 5 - 1  # 13 rows in micro-batches of 3: the lone last row joins the one before it
         assert found[0]["most"] == found[0]["kept"]["0"] == (2 if schedule == "1f1b" else count)
-        assert found[1]["kept"]["1"] == (2 if schedule == "1f1b" else count), "gradients stay until the inputs of a later micro-batch arrive"
+        assert found[1]["kept"]["1"] == (2 if schedule == "1f1b" else count), (
+            "gradients stay until the inputs of a later micro-batch arrive"
+        )
 
 
 def test_a_run_shows_its_stages_and_keeps_them(run_dtf: Any) -> None:
-    done = run_dtf("strategy=pipeline", "recipe.data.pixels=16", "recipe.data.train_rows=64", "recipe.data.eval_rows=16", "train.steps=1", "observer=[console]")
+    done = run_dtf(
+        "strategy=pipeline",
+        "recipe.data.pixels=16",
+        "recipe.data.train_rows=64",
+        "recipe.data.eval_rows=16",
+        "train.steps=1",
+        "observer=[console]",
+    )
     assert done.code == 0
     kept = json.loads(Path(done.folder, "run.json").read_text())["table"]
     assert "8 micro-batches of 16 over 1 replica" in kept["batch"] and "on 2 x cpu" in kept["strategy"]
@@ -128,13 +158,20 @@ def test_a_run_shows_its_stages_and_keeps_them(run_dtf: Any) -> None:
 
 def test_one_micro_batch_is_called_what_it_is(run_dtf: Any) -> None:
     done = run_dtf(
-        "strategy=pipeline", "recipe.data.pixels=16", "recipe.data.train_rows=64", "recipe.data.eval_rows=16", "train.steps=1", "step.micro_batch_rows=128"
+        "strategy=pipeline",
+        "recipe.data.pixels=16",
+        "recipe.data.train_rows=64",
+        "recipe.data.eval_rows=16",
+        "train.steps=1",
+        "step.micro_batch_rows=128",
     )
     assert "plain model parallelism" in json.loads(Path(done.folder, "run.json").read_text())["table"]["stages"]
 
 
 def resnet() -> Task:
-    recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8), data=ShapesOptions(pixels=16, train_rows=64, eval_rows=8))
+    recipe = ResnetShapes(
+        model=ModelOptions(arch=Arch.resnet8, classes=8), data=ShapesOptions(pixels=16, train_rows=64, eval_rows=8)
+    )
     data = recipe.open_data("train", 0)
     return Task(recipe, AdamW(), Precision(), StepOptions(), 0, lambda rows: data.fetch(np.arange(rows), 0)[0])
 
@@ -147,7 +184,9 @@ def counted(task: Task, memory_bytes: int = 0) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(("inside", "fine"), [(0.0, True), (0.04, False), (0.2, False)])
-def test_blocks_are_cut_inside_only_where_that_helps_clearly(inside: float, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_cut_inside_only_where_that_helps_clearly(
+    inside: float, fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cut between blocks that leaves an imbalance of 8 %, and one inside of them."""
     task = resnet()
     blocks = len(task.recipe.layout(sketch(task.recipe)).blocks)
@@ -173,7 +212,9 @@ def test_a_bound_on_memory_is_kept_or_refused() -> None:
     free = largest(0)
     bound = int(0.9 * free)
     assert largest(bound) <= bound < free
-    with pytest.raises(ConfigError, match="fits into .* the least that one needs is .* the least is strategy.memory_gb="):
+    with pytest.raises(
+        ConfigError, match="fits into .* the least that one needs is .* the least is strategy.memory_gb="
+    ):
         largest(bound // 8)
 
 
@@ -186,7 +227,9 @@ class LoneTanh(Toy):
 
 
 def test_a_rank_may_have_no_parameters() -> None:
-    found = spread("pipeline", 3, plugin="tests.test_pipelined", recipe={"name": "lone_tanh"}, options={"cuts": ["8", "9"]})
+    found = spread(
+        "pipeline", 3, plugin="tests.test_pipelined", recipe={"name": "lone_tanh"}, options={"cuts": ["8", "9"]}
+    )
     assert difference(reference(), found) <= 1e-10
 
 
@@ -252,12 +295,24 @@ def task(recipe: Recipe) -> Task:
     [
         (Pipeline(degree=3), Toy(), 8, "strategy.degree=3 does not divide launcher.processes=8; use 1 or 2 or 4 or 8"),
         (Pipeline(), Plain(), 2, "strategy=pipeline: Plain has no layout() that says which blocks its model has"),
-        (Pipeline(memory_gb=1.0), Toy(), 1, "strategy.memory_gb=1 bounds the cut of a model, which one process does not cut; use 0, or more processes"),
+        (
+            Pipeline(memory_gb=1.0),
+            Toy(),
+            1,
+            "strategy.memory_gb=1 bounds the cut of a model, which one process does not cut; use 0, or more processes",
+        ),
         (Pipeline(cuts=["4"]), Toy(), 3, "strategy.cuts=['4'] makes 2 stages, this run has 3; name 2, or none"),
-        (Pipeline(cuts=["4", "4"]), Toy(), 3, "strategy.cuts=['4', '4'] names 4 twice; each stage begins with another block"),
+        (
+            Pipeline(cuts=["4", "4"]),
+            Toy(),
+            3,
+            "strategy.cuts=['4', '4'] names 4 twice; each stage begins with another block",
+        ),
     ],
 )
-def test_what_cannot_run_is_refused_before_launch(strategy: Pipeline, recipe: Recipe, processes: int, words: str) -> None:
+def test_what_cannot_run_is_refused_before_launch(
+    strategy: Pipeline, recipe: Recipe, processes: int, words: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         strategy.check(task(recipe), processes, "cpu")
     assert words in str(caught.value)
@@ -267,8 +322,17 @@ def test_what_cannot_run_is_refused_before_launch(strategy: Pipeline, recipe: Re
     ("recipe", "options", "words"),
     [
         ("Blockless", {}, "the recipe's layout names no blocks"),
-        ("Toy", {"cuts": ["nowhere"]}, "strategy.cuts=['nowhere'] names nowhere, which is no block after the first; blocks are, in the order in which "),
-        ("Toy", {"cuts": ["7", "4", "9"], "virtual": 2}, "strategy.cuts=['7', '4', '9'] names 4, which does not come after 7; blocks are"),
+        (
+            "Toy",
+            {"cuts": ["nowhere"]},
+            "strategy.cuts=['nowhere'] names nowhere, which is no block after the first; blocks are, in the order in "
+            "which ",
+        ),
+        (
+            "Toy",
+            {"cuts": ["7", "4", "9"], "virtual": 2},
+            "strategy.cuts=['7', '4', '9'] names 4, which does not come after 7; blocks are",
+        ),
         ("Toy", {"virtual": 3}, "strategy.virtual=3: 4 blocks do not make 6 stages; use 1 to 2"),
         ("Careless", {}, "strategy=pipeline: the model draws random numbers in its forward pass"),
     ],
@@ -280,7 +344,9 @@ def test_what_the_model_forbids_is_named(recipe: str, options: dict[str, Any], w
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params", "bf16_master", "fp16"])
 def test_what_crosses_keeps_its_format(precision: str) -> None:
-    """With one share of the rows, training has the numbers of one process bit for bit, in every format; an evaluation sums in another order."""
+    """With one share of the rows, training has the numbers of one process bit for bit, in every format; an evaluation
+    sums in another order.
+    """
     alone, found = reference(precision=precision), spread("pipeline", 3, precision=precision)
     assert found["train"] == alone["train"] and found["tensors"] == alone["tensors"]
     assert difference(alone, found) <= 1e-7

@@ -15,7 +15,10 @@ from tests.biggest_first import biggest_first
 from tests.conftest import Result
 from tests.toy import Toy  # noqa: F401 (registers itself)
 
-SIZES = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(1, 99), min_size=n, max_size=n)))
+SIZES = st.dictionaries(
+    st.sampled_from("abcdefgh"),
+    st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(1, 99), min_size=n, max_size=n)),
+)
 
 
 @given(SIZES, st.integers(4, 6), st.sampled_from(["round_robin", "hash_name", "biggest_first"]))
@@ -32,17 +35,36 @@ def test_biggest_first_balances() -> None:
 
 
 def test_unknown_rules_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"strategy\.placement=round_robbin is not registered; did you mean round_robin\?"):
+    with pytest.raises(
+        ConfigError, match=r"strategy\.placement=round_robbin is not registered; did you mean round_robin\?"
+    ):
         placed("round_robbin", {}, 1)
 
 
 @pytest.mark.slow
 def test_a_rule_of_a_plugin_decides_and_changes_no_number(run_dtf: Callable[..., Result]) -> None:
-    task = ["plugins=[tests.toy,tests.biggest_first]", "recipe=toy", "strategy=pserver", "strategy.servers=2", "strategy.min_block=100000", "train.steps=3"]
-    more = ["launcher.processes=1", "launcher.devices=cpu", "launcher.threads=1", "observer=[console,jsonl]", "train.log_every=1", "step.batch_size=24"]
+    task = [
+        "plugins=[tests.toy,tests.biggest_first]",
+        "recipe=toy",
+        "strategy=pserver",
+        "strategy.servers=2",
+        "strategy.min_block=100000",
+        "train.steps=3",
+    ]
+    more = [
+        "launcher.processes=1",
+        "launcher.devices=cpu",
+        "launcher.threads=1",
+        "observer=[console,jsonl]",
+        "train.log_every=1",
+        "step.batch_size=24",
+    ]
     runs = [run_dtf(*task, *more, f"strategy.placement={rule}") for rule in ("biggest_first", "round_robin")]
     assert [run.code for run in runs] == [0, 0], [run.err for run in runs]
     held = [json.loads((run.folder / "run.json").read_text())["table"]["servers"] for run in runs]
     assert held[0] != held[1]
-    losses = [[json.loads(line).get("loss") for line in (run.folder / "metrics.jsonl").read_text().splitlines()] for run in runs]
+    losses = [
+        [json.loads(line).get("loss") for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        for run in runs
+    ]
     assert losses[0] == losses[1]

@@ -46,13 +46,25 @@ def test_default_is_plain_fp32() -> None:
 @pytest.mark.parametrize(
     ("precision", "devices", "message"),
     [
-        (Precision(param=Format.fp16, compute=Format.fp16, loss_scale=8.0), None, r"precision\.param=fp16 loses small updates"),
-        (Precision(param=Format.bf16, compute=Format.fp32), None, r"precision\.param=bf16 with precision\.compute=fp32 gains nothing"),
+        (
+            Precision(param=Format.fp16, compute=Format.fp16, loss_scale=8.0),
+            None,
+            r"precision\.param=fp16 loses small updates",
+        ),
+        (
+            Precision(param=Format.bf16, compute=Format.fp32),
+            None,
+            r"precision\.param=bf16 with precision\.compute=fp32 gains nothing",
+        ),
         (Precision(param=Format.fp32, compute=Format.fp64), None, r"gains nothing"),
         (Precision(param=Format.fp64, compute=Format.bf16), None, r"gains nothing"),
         (Precision(cast=Cast.autocast), None, r"precision\.cast=autocast has nothing to cast"),
         (Precision(param=Format.bf16, compute=Format.bf16, cast=Cast.autocast), None, r"nothing to cast"),
-        (Precision(param=Format.fp64, compute=Format.fp64, tf32=True), None, r"precision\.tf32=true rounds fp32 only, compute is fp64"),
+        (
+            Precision(param=Format.fp64, compute=Format.fp64, tf32=True),
+            None,
+            r"precision\.tf32=true rounds fp32 only, compute is fp64",
+        ),
         (Precision(compute=Format.bf16, cast=Cast.autocast, tf32=True), None, r"precision\.tf32=true rounds fp32 only"),
         (Precision(tf32=True), "cpu", r"precision\.tf32=true needs CUDA"),
         (Precision(compute=Format.fp16), None, r"precision\.loss_scale=0 lets fp16 gradients vanish"),

@@ -10,16 +10,32 @@ from timeit import timeit
 from dtf.api.observer import Probe, Probes
 from dtf.model.annotate import section
 
-SMALL = ("recipe.data.train_rows=64", "recipe.data.eval_rows=32", "step.batch_size=8", "train.epochs=1", "checkpoint=off", "launcher.threads=1")
+SMALL = (
+    "recipe.data.train_rows=64",
+    "recipe.data.eval_rows=32",
+    "step.batch_size=8",
+    "train.epochs=1",
+    "checkpoint=off",
+    "launcher.threads=1",
+)
 
 
 def test_the_window_on_the_chosen_ranks(run_dtf):
-    done = run_dtf("observer=[console,jsonl,profile]", "observer.profile.skip=2", "observer.profile.steps=3", "observer.profile.ranks=[1]", *SMALL)
+    done = run_dtf(
+        "observer=[console,jsonl,profile]",
+        "observer.profile.skip=2",
+        "observer.profile.steps=3",
+        "observer.profile.ranks=[1]",
+        *SMALL,
+    )
     assert done.code == 0, done.err
     assert {path.name for path in (done.folder / "profile").iterdir()} == {"rank_1.pt.trace.json", "rank_1.json"}
     kept = json.loads((done.folder / "profile" / "rank_1.json").read_text())
     assert (kept["rank"], kept["first_step"], kept["steps"]) == (1, 2, 3)
-    assert all(kept["parts"][name] > 0 for name in ("forward", "backward", "optimizer", "data")) and abs(sum(kept["parts"].values()) - 1) < 1e-9
+    assert (
+        all(kept["parts"][name] > 0 for name in ("forward", "backward", "optimizer", "data"))
+        and abs(sum(kept["parts"].values()) - 1) < 1e-9
+    )
     events = json.loads((done.folder / "profile" / "rank_1.pt.trace.json").read_text())["traceEvents"]
     names = {event["name"] for event in events}
     assert {"dtf:forward", "dtf:backward", "dtf:optimizer", "dtf:data", "gloo:all_reduce"} <= names
@@ -29,7 +45,14 @@ def test_the_window_on_the_chosen_ranks(run_dtf):
 
 
 def test_threads_of_dp_and_a_window_that_the_end_cuts(run_dtf):
-    done = run_dtf("strategy=dp", "launcher=inline", "launcher.processes=2", "observer=[console,profile]", "observer.profile.skip=6", *SMALL)
+    done = run_dtf(
+        "strategy=dp",
+        "launcher=inline",
+        "launcher.processes=2",
+        "observer=[console,profile]",
+        "observer.profile.skip=6",
+        *SMALL,
+    )
     assert done.code == 0, done.err
     kept = json.loads((done.folder / "profile" / "rank_0.json").read_text())
     assert kept["first_step"] == 6 and 1 <= kept["steps"] <= 2 and kept["parts"]["backward"] > 0.1
@@ -61,7 +84,9 @@ def test_a_broken_probe_ends_alone():
     probes.enter("step", 0)
     probes.enter("fetch", 1)
     probes.close()
-    assert warnings == ["observer.profile stops watching, the run goes on: OSError: no space left"] and broken.closed == 1
+    assert (
+        warnings == ["observer.profile stops watching, the run goes on: OSError: no space left"] and broken.closed == 1
+    )
     assert not probes
 
 

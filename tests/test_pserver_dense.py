@@ -1,4 +1,6 @@
-"""Laws of `strategy.dense=allreduce`: trainers hold the dense parameters, servers the rows; the numbers are those of ddp."""
+"""Laws of `strategy.dense=allreduce`: trainers hold the dense parameters, servers the rows; the numbers are those of
+ddp.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ TWO: dict[str, Any] = {"dense": "allreduce", "servers": 2}
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Also where numbers are none."""
-    return all(json.dumps(a[key], sort_keys=True) == json.dumps(b[key], sort_keys=True) for key in ("train", "eval", "ids", "tensors"))
+    return all(
+        json.dumps(a[key], sort_keys=True) == json.dumps(b[key], sort_keys=True)
+        for key in ("train", "eval", "ids", "tensors")
+    )
 
 
 @pytest.mark.parametrize("recipe", [ANY, pytest.param(RANGE, marks=slow)], ids=["any", "range"])
@@ -46,7 +51,9 @@ def test_the_numbers_are_the_references_in_fp64(processes: int, servers: int, re
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=slow), pytest.param("bf16", marks=slow), "fp16"])
 def test_bit_for_bit_those_of_ddp(precision: str) -> None:
-    """Whose rows are dealt by the same hash; the loss scale of fp16 begins so large that steps are skipped, whose gradients nobody applies."""
+    """Whose rows are dealt by the same hash; the loss scale of fp16 begins so large that steps are skipped, whose
+    gradients nobody applies.
+    """
     case: dict[str, Any] = {"recipe": ANY, "precision": precision, "sparse": "lazy_adam", "steps": 12}
     ddp = spread("ddp", 2, options={"tables": "rows"}, **case)
     assert same(spread("pserver", 2, options=TWO, **case), ddp)
@@ -56,7 +63,10 @@ def test_bit_for_bit_those_of_ddp(precision: str) -> None:
 @slow
 @pytest.mark.parametrize("rule", sorted(registered("sparse")))
 def test_with_every_row_optimizer(rule: str) -> None:
-    assert difference(reference(recipe=ANY, sparse=rule), spread("pserver", 3, options=TWO, recipe=ANY, sparse=rule)) <= 1e-10
+    assert (
+        difference(reference(recipe=ANY, sparse=rule), spread("pserver", 3, options=TWO, recipe=ANY, sparse=rule))
+        <= 1e-10
+    )
 
 
 def test_a_full_table_is_refused() -> None:
@@ -86,7 +96,10 @@ class Asked:
 
     def __init__(self, folder: Path, trainers: int = 2) -> None:
         self.recipe, world = Tabled(), World(Place(rank=1, size=2))
-        shelves = {name: Shelf(SparseTable(spec, lookup("sparse", "sgd")(), 0, name), world) for name, spec in self.recipe.tables().items()}
+        shelves = {
+            name: Shelf(SparseTable(spec, lookup("sparse", "sgd")(), 0, name), world)
+            for name, spec in self.recipe.tables().items()
+        }
         self.lending = Lending(Shelves(shelves, world), self.recipe, trainers, 3, folder, Stored, write_boxes)
         self.update = {"version": 0, "factor": 0.0, "lr": 0.0, "step": 0}
 
@@ -136,13 +149,24 @@ def test_requests_that_make_no_sense_are_refused_and_change_nothing(server: Aske
     with pytest.raises(Refused, match="turn 1 comes after 0"):
         server.give(0, 1, ids, 1.0)
     with pytest.raises(Refused, match=r"gradients/ids has shape \(3, 4\), wanted is \(3, 5\)"):
-        server(GIVE, {"rank": 0, "turn": 0, "given": 1}, {"ids/ids": ids, "gradients/ids": np.ones((3, 4), np.float32), **_nobody()})
+        server(
+            GIVE,
+            {"rank": 0, "turn": 0, "given": 1},
+            {"ids/ids": ids, "gradients/ids": np.ones((3, 4), np.float32), **_nobody()},
+        )
     with pytest.raises(Refused, match="update 2 comes after 0"):
         server(COUNT, server.update | {"version": 2}, {})
     for path in ("/etc", f"{tmp_path}/../elsewhere", "relative"):
         with pytest.raises(Refused, match="no place in the run folder"):
-            server(SAVE, server.update | {"order": 1}, {"path": np.frombuffer(path.encode(), np.uint8), "before": ids[:2], "total": ids[:2]})
-    assert np.array_equal(server.rows(ids), before) and server(COUNT, server.update, {}).arrays["rows"].tolist() == [3, 0]
+            server(
+                SAVE,
+                server.update | {"order": 1},
+                {"path": np.frombuffer(path.encode(), np.uint8), "before": ids[:2], "total": ids[:2]},
+            )
+    assert np.array_equal(server.rows(ids), before) and server(COUNT, server.update, {}).arrays["rows"].tolist() == [
+        3,
+        0,
+    ]
 
 
 def _nobody() -> dict[str, np.ndarray]:
@@ -151,12 +175,22 @@ def _nobody() -> dict[str, np.ndarray]:
 
 def test_a_server_that_cannot_write_says_why_and_lives(server: Asked, tmp_path: Path) -> None:
     server.rows(np.arange(3))
-    request = {"path": np.frombuffer(str(tmp_path / "absent").encode(), np.uint8), "before": np.zeros(2, np.int64), "total": np.array([3, 0])}
+    request = {
+        "path": np.frombuffer(str(tmp_path / "absent").encode(), np.uint8),
+        "before": np.zeros(2, np.int64),
+        "total": np.array([3, 0]),
+    }
     answer = done(server, SAVE, 1, request)
-    assert "No such file" in answer.arrays["error"].tobytes().decode() and json.loads(answer.arrays["told"].tobytes()) is None
+    assert (
+        "No such file" in answer.arrays["error"].tobytes().decode()
+        and json.loads(answer.arrays["told"].tobytes()) is None
+    )
     (tmp_path / "absent").mkdir()
     written = json.loads(done(server, SAVE, 2, request).arrays["told"].tobytes())
-    assert written["file"] == "rank_3.safetensors" and {box[0] for box in written["boxes"]} == {"table/ids/ids", "table/ids/rows"}
+    assert written["file"] == "rank_3.safetensors" and {box[0] for box in written["boxes"]} == {
+        "table/ids/ids",
+        "table/ids/rows",
+    }
     with pytest.raises(Refused, match="order 1 is over"):
         done(server, SAVE, 1, request)
 
@@ -175,8 +209,10 @@ def done(server: Asked, method: str, order: int, arrays: dict[str, np.ndarray]) 
 # ---------------------------------------------------------------- as a user starts it
 
 RUN = [
-    "plugins=[tests.tabled,tests.hitman]", "recipe=tabled", "strategy=pserver", "strategy.dense=allreduce", "strategy.servers=2", "launcher.processes=2",
-    "launcher.threads=1", "step.batch_size=24", "step.micro_batch_rows=5", "train.steps=60", "train.log_every=1", "train.eval_every=20",
+    "plugins=[tests.tabled,tests.hitman]", "recipe=tabled", "strategy=pserver", "strategy.dense=allreduce",
+    "strategy.servers=2", "launcher.processes=2",
+    "launcher.threads=1", "step.batch_size=24", "step.micro_batch_rows=5", "train.steps=60", "train.log_every=1",
+    "train.eval_every=20",
     "checkpoint.every_steps=10", "train.record=true", "lr.warmup=0", "lr.peak=0.01",
 ]  # fmt: skip
 
@@ -186,7 +222,13 @@ def bits(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("rank", "signal"), [(1, "SIGKILL"), pytest.param(2, "SIGKILL", marks=slow), pytest.param(3, "SIGKILL", marks=slow), pytest.param(3, "SIGTERM", marks=slow)]
+    ("rank", "signal"),
+    [
+        (1, "SIGKILL"),
+        pytest.param(2, "SIGKILL", marks=slow),
+        pytest.param(3, "SIGKILL", marks=slow),
+        pytest.param(3, "SIGTERM", marks=slow),
+    ],
 )
 def test_whoever_is_killed_all_go_back_to_the_last_checkpoint(rank: int, signal: str, run_dtf: Any) -> None:
     """Trainers are ranks 0 and 1. Who is told to stop tells the others: all is saved."""

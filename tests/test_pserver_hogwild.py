@@ -1,4 +1,6 @@
-"""Laws of trainer threads with one copy of the parameters (strategy.hogwild_threads): each sample once, whoever fails or hangs; learning as without."""
+"""Laws of trainer threads with one copy of the parameters (strategy.hogwild_threads): each sample once, whoever fails
+or hangs; learning as without.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ TASK = Task(Toy(), Sgd(), PRECISIONS["fp32"], StepOptions(batch_size=24), 0)
 
 
 def train(rank: int, size: int, **case: Any) -> dict[str, Any]:
-    """As the harness, whose trainer processes are threads of one: what others draw at random there says nothing of a model."""
+    """As the harness, whose trainer processes are threads of one: what others draw at random there says nothing of a
+    model.
+    """
     Computing.rehearse = lambda self, batch: None  # type: ignore[method-assign]
     hogwild.END_S = 0.01  # a killed process waits for none of its threads
     return harness.train(rank, size, **case)
@@ -49,7 +53,17 @@ def crowd(processes: int, options: dict[str, Any], **case: Any) -> dict[str, Any
     """Several trainer processes, two threads each."""
     options = ASYNC | options | {"hogwild_threads": 2}
     servers = options.get("servers", 1)
-    return ranks(servers, f"{__name__}:train", strategy="pserver", slots=processes, options=options, steps=10, clip_norm=0.0, eval_every=1, **case)[0]
+    return ranks(
+        servers,
+        f"{__name__}:train",
+        strategy="pserver",
+        slots=processes,
+        options=options,
+        steps=10,
+        clip_norm=0.0,
+        eval_every=1,
+        **case,
+    )[0]
 
 
 @pytest.mark.parametrize(
@@ -64,14 +78,18 @@ def test_every_sample_once_and_evaluations_exactly(options: dict[str, Any], proc
     """The engine refuses an evaluation that counts a row twice or not at all."""
     found = crowd(processes, options, recipe=ANY)
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(range(100))
+        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(
+            range(100)
+        )
     assert len(found["eval"]) == 10 and found["eval"]["10"]["loss"] < found["eval"]["1"]["loss"]
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=slow) for seed in (0, 2, 3, 4, 5))])
 def test_each_ticket_is_applied_once_although_processes_die(seed: int) -> None:
     found = crowd(2, {"servers": 2}, deaths=seed)
-    assert Counter(i for step in found["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), "two epochs"
+    assert Counter(i for step in found["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), (
+        "two epochs"
+    )
     assert found["died"] >= 1
 
 
@@ -79,7 +97,10 @@ def test_it_learns_as_async_does() -> None:
     """Batch normalisation included: its averages are linear, and each thread tells what it adds."""
     case: dict[str, Any] = {"clip_norm": 0.0, "optimizer": "adagrad"}
     begun = spread("pserver", 1, options=ASYNC, **case, steps=1, eval_every=1)["eval"]["1"]["loss"]
-    alone, threads = (spread("pserver", 1, options=ASYNC | more, **case, steps=100, eval_every=100) for more in ({}, {"hogwild_threads": 3}))
+    alone, threads = (
+        spread("pserver", 1, options=ASYNC | more, **case, steps=100, eval_every=100)
+        for more in ({}, {"hogwild_threads": 3})
+    )
     assert begun - threads["eval"]["100"]["loss"] > 0.6 * (begun - alone["eval"]["100"]["loss"])
 
 
@@ -88,7 +109,9 @@ def test_one_copy_of_the_parameters_and_each_what_else_it_needs() -> None:
     made = [Computing(TASK, torch.device("cpu"), layouts, 1, 24, False, None, threads=2)]
     made.append(Computing(TASK, torch.device("cpu"), layouts, 1, 24, False, None, threads=2, first=made[0]))
     first, second = ([*each.parameters.values()] for each in made)
-    assert [p.data_ptr() for p in first] == [p.data_ptr() for p in second] and not {id(p) for p in first} & {id(p) for p in second}
+    assert [p.data_ptr() for p in first] == [p.data_ptr() for p in second] and not {id(p) for p in first} & {
+        id(p) for p in second
+    }
     own = [{buffer.data_ptr() for buffer in each.replica.model.buffers() if buffer.numel()} for each in made]
     assert own[0] and not own[0] & own[1]
 
@@ -118,7 +141,10 @@ def test_an_answer_without_blocks_is_of_those_that_its_question_named() -> None:
         def start(self, method: str, data: bytes, deadline_s: float) -> Any:
             raise AssertionError("one server is called")
 
-    errand, strategy = Errand(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False), Pserver(mode=Mode.async_)  # type: ignore[arg-type,return-value]
+    errand, strategy = (
+        Errand(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False),
+        Pserver(mode=Mode.async_),
+    )  # type: ignore[arg-type,return-value]
     trainer = Trainer(TASK, errand, strategy, strategy.merging(), 1, 0, [Slow()])
     state, pulled = trainer._answers([b""], [old])
     assert state == READY and pulled is not None and pulled.dense == [old] and trainer._latest == [new]
@@ -188,7 +214,9 @@ def test_not_where_trainers_run_the_engine() -> None:
 
     recipe: Recipe = Tabled()
     with pytest.raises(ConfigError, match=r"strategy\.hogwild_threads is of no account with strategy\.dense=allreduce"):
-        Pserver(dense=Dense.allreduce, hogwild_threads=2, server_device=Device.cpu).check(replace(TASK, recipe=recipe), 2, "cpu")
+        Pserver(dense=Dense.allreduce, hogwild_threads=2, server_device=Device.cpu).check(
+            replace(TASK, recipe=recipe), 2, "cpu"
+        )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -211,7 +239,13 @@ def test_a_model_that_draws_from_the_one_generator_is_refused(threads: int) -> N
 
 @slow
 def test_a_killed_process_is_started_again_with_all_its_threads(run_dtf: Any, tmp_path: Any) -> None:
-    killed = run_dtf(*BASE, "strategy.mode=async", "strategy.hogwild_threads=2", "step.clip_norm=0", f"recipe.marker={tmp_path / 'killed'}")
+    killed = run_dtf(
+        *BASE,
+        "strategy.mode=async",
+        "strategy.hogwild_threads=2",
+        "step.clip_norm=0",
+        f"recipe.marker={tmp_path / 'killed'}",
+    )
     assert killed.code == 0, killed.err
     assert (tmp_path / "killed").exists() and visits(killed.folder) == THRICE
     assert left(killed.folder) == []

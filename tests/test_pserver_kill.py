@@ -18,7 +18,14 @@ from dtf.runs.compare import Evidence
 from tests.test_recovery import RUN, measurements
 
 slow = pytest.mark.slow
-BASE = [*RUN, "plugins=[tests.faults,tests.hitman]", "strategy=pserver", "launcher.processes=2", "launcher.threads=1", "train.log_every=1"]
+BASE = [
+    *RUN,
+    "plugins=[tests.faults,tests.hitman]",
+    "strategy=pserver",
+    "launcher.processes=2",
+    "launcher.threads=1",
+    "train.log_every=1",
+]
 TWO = ["strategy.servers=2", "strategy.min_block=1"]
 THRICE = Counter(dict.fromkeys(range(100), 3))
 
@@ -41,7 +48,9 @@ def left(folder: Path) -> list[str]:
             names = [os.readlink(link) for link in process.iterdir()]
         except OSError:
             continue
-        found += [str(process) for name in names if name.startswith(str(folder)) and process.parent.name != str(os.getpid())]
+        found += [
+            str(process) for name in names if name.startswith(str(folder)) and process.parent.name != str(os.getpid())
+        ]
     return found
 
 
@@ -56,7 +65,9 @@ def calm(run_dtf: Callable[..., Any]) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("servers", [pytest.param([], marks=slow), TWO], ids=["one server", "two servers"])
-def test_a_killed_trainer_leaves_sync_bit_for_bit(servers: list[str], run_dtf: Any, calm: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_killed_trainer_leaves_sync_bit_for_bit(
+    servers: list[str], run_dtf: Any, calm: Callable[..., Path], tmp_path: Path
+) -> None:
     """It is started again alone: the servers go on."""
     whole = calm(*servers)
     killed = run_dtf(*BASE, *servers, f"recipe.marker={tmp_path / 'killed'}")
@@ -68,15 +79,21 @@ def test_a_killed_trainer_leaves_sync_bit_for_bit(servers: list[str], run_dtf: A
 
 @pytest.mark.parametrize("servers", [[], pytest.param(TWO, marks=slow)], ids=["one server", "two servers"])
 @pytest.mark.parametrize("mode", [pytest.param("async", marks=()), pytest.param("half_async", marks=slow)])
-def test_a_killed_trainer_loses_no_sample_in_other_modes(mode: str, servers: list[str], run_dtf: Any, tmp_path: Path) -> None:
-    killed = run_dtf(*BASE, *servers, f"strategy.mode={mode}", "step.clip_norm=0", f"recipe.marker={tmp_path / 'killed'}")
+def test_a_killed_trainer_loses_no_sample_in_other_modes(
+    mode: str, servers: list[str], run_dtf: Any, tmp_path: Path
+) -> None:
+    killed = run_dtf(
+        *BASE, *servers, f"strategy.mode={mode}", "step.clip_norm=0", f"recipe.marker={tmp_path / 'killed'}"
+    )
     assert killed.code == 0, killed.err
     assert (tmp_path / "killed").exists() and visits(killed.folder) == THRICE
     assert left(killed.folder) == []
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=slow), 1])
-def test_a_killed_server_takes_all_back_to_the_last_checkpoint(rank: int, run_dtf: Any, calm: Callable[..., Path]) -> None:
+def test_a_killed_server_takes_all_back_to_the_last_checkpoint(
+    rank: int, run_dtf: Any, calm: Callable[..., Path]
+) -> None:
     whole = calm(*TWO)
     killed = run_dtf(*BASE, *TWO, "observer=[jsonl,hitman]", f"observer.hitman.orders=['7:{rank}:SIGKILL']")
     assert killed.code == 0, killed.err
@@ -88,7 +105,9 @@ def test_a_killed_server_takes_all_back_to_the_last_checkpoint(rank: int, run_dt
 @slow
 @pytest.mark.parametrize("servers", [[], TWO], ids=["one server", "two servers"])
 @pytest.mark.parametrize("who", ["launcher", "server", "trainer"])
-def test_sigterm_to_anybody_saves_and_ends(who: str, servers: list[str], run_dtf: Any, calm: Callable[..., Path]) -> None:
+def test_sigterm_to_anybody_saves_and_ends(
+    who: str, servers: list[str], run_dtf: Any, calm: Callable[..., Path]
+) -> None:
     whole = calm(*servers)
     rank = {"launcher": -1, "server": 0, "trainer": 2 if servers else 1}[who]
     told = run_dtf(*BASE, *servers, "observer=[jsonl,hitman]", f"observer.hitman.orders=['7:{rank}:SIGTERM']")
@@ -104,7 +123,9 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path, calm: Callable[..., 
     words = [*BASE, *TWO, "observer=[jsonl,hitman]", "observer.hitman.orders=['7:-1:SIGKILL']", f"run.dir={folder}"]
     command = [sys.executable, "-m", "dtf", *words]
     root = str(Path(__file__).parent.parent)
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": root}, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": root}, cwd=tmp_path, capture_output=True, timeout=60, check=False
+    )
     killed = time.monotonic()
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     while processes := left(folder):

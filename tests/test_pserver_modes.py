@@ -40,11 +40,22 @@ def test_half_async_that_gathers_all_and_runs_not_ahead_is_sync(gather: int, rec
 @pytest.mark.parametrize("processes", [1, pytest.param(3, marks=slow)])
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
 @pytest.mark.parametrize("mode", [mode.value for mode in Mode])
-def test_every_mode_takes_every_sample_once_and_counts_evaluations_exactly(mode: str, servers: int, processes: int) -> None:
+def test_every_mode_takes_every_sample_once_and_counts_evaluations_exactly(
+    mode: str, servers: int, processes: int
+) -> None:
     """The engine refuses an evaluation that counts a row twice or not at all."""
-    found = spread("pserver", processes, options={"mode": mode, "servers": servers, "min_block": 1}, steps=10, clip_norm=0.0, eval_every=1)
+    found = spread(
+        "pserver",
+        processes,
+        options={"mode": mode, "servers": servers, "min_block": 1},
+        steps=10,
+        clip_norm=0.0,
+        eval_every=1,
+    )
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(range(100))
+        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(
+            range(100)
+        )
     assert len(found["eval"]) == 10 and found["eval"]["10"]["loss"] < found["eval"]["1"]["loss"]
 
 
@@ -52,8 +63,12 @@ def test_every_mode_takes_every_sample_once_and_counts_evaluations_exactly(mode:
 @pytest.mark.parametrize("mode", [mode.value for mode in Mode])
 def test_a_skipped_step_leaves_running_averages_finite(mode: str, servers: int) -> None:
     options = {"mode": mode, "servers": servers, "min_block": 1}
-    found = spread("pserver", 2, options=options, recipe=TOY | {"bad_row": 17}, steps=5, clip_norm=0.0, skip_nonfinite=9)
-    assert all(np.isfinite(tensor).all() for tensor in found["tensors"].values()) and np.isfinite(found["eval"]["4"]["loss"])
+    found = spread(
+        "pserver", 2, options=options, recipe=TOY | {"bad_row": 17}, steps=5, clip_norm=0.0, skip_nonfinite=9
+    )
+    assert all(np.isfinite(tensor).all() for tensor in found["tensors"].values()) and np.isfinite(
+        found["eval"]["4"]["loss"]
+    )
 
 
 @pytest.mark.parametrize("mode", ["async", "half_async"])
@@ -62,7 +77,9 @@ def test_resume_in_another_mode_and_of_one(mode: str, tmp_path: Any) -> None:
     options = {"mode": mode, "servers": 2, "min_block": 1}
     a = spread("pserver", 2, options=options, clip_norm=0.0, steps=10, folder=str(tmp_path), save_every=4, halt=True)
     assert sorted(a["ids"], key=int) == [str(step) for step in range(4)]
-    b = spread("pserver", 3, options=options | {"servers": 1}, clip_norm=0.0, steps=10, start=str(tmp_path / "step_000004"))
+    b = spread(
+        "pserver", 3, options=options | {"servers": 1}, clip_norm=0.0, steps=10, start=str(tmp_path / "step_000004")
+    )
     c = spread("ddp", 1, clip_norm=0.0, steps=10, start=str(tmp_path / "step_000004"))
     for found in (b, c):
         ids = a["ids"] | found["ids"]
@@ -73,7 +90,9 @@ def test_resume_in_another_mode_and_of_one(mode: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=slow), "async"])
 def test_a_full_table_ends_the_run_in_every_mode(mode: str, servers: int) -> None:
-    """Found in a thread of the service, where a trainer's pull would create the row: the engine does not wait for what cannot come."""
+    """Found in a thread of the service, where a trainer's pull would create the row: the engine does not wait for what
+    cannot come.
+    """
     with pytest.raises(AssertionError, match="table ids is full: capacity=30"):
         spread("pserver", 2, options={"mode": mode, "servers": servers}, recipe=ANY | {"capacity": 30}, clip_norm=0.0)
 

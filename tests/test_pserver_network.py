@@ -29,7 +29,9 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
 def test_sync_ends_bit_for_bit_although_trainers_die(servers: int, seed: int) -> None:
-    """Between any two requests, as between pushes of one lease to two servers; each is started again at once, twice at most."""
+    """Between any two requests, as between pushes of one lease to two servers; each is started again at once, twice at
+    most.
+    """
     found = spread("pserver", 3, recipe=ANY, options={"servers": servers, "min_block": 1}, deaths=seed)
     assert same(found, calm(servers)) and found["died"] >= 2
 
@@ -38,12 +40,20 @@ def test_sync_ends_bit_for_bit_although_trainers_die(servers: int, seed: int) ->
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
 @pytest.mark.parametrize(
     "mode",
-    [{"mode": "async"}, pytest.param({"mode": "half_async", "gather": 2}, marks=slow), pytest.param({"mode": "geo", "geo_steps": 2}, marks=slow)],
+    [
+        {"mode": "async"},
+        pytest.param({"mode": "half_async", "gather": 2}, marks=slow),
+        pytest.param({"mode": "geo", "geo_steps": 2}, marks=slow),
+    ],
     ids=lambda mode: mode["mode"],
 )
 def test_each_ticket_is_applied_once_although_trainers_die(mode: dict[str, Any], servers: int, seed: int) -> None:
-    found = spread("pserver", 3, options=mode | {"servers": servers, "min_block": 1}, deaths=seed, clip_norm=0.0, steps=10)
-    assert Counter(i for step in found["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), "two epochs"
+    found = spread(
+        "pserver", 3, options=mode | {"servers": servers, "min_block": 1}, deaths=seed, clip_norm=0.0, steps=10
+    )
+    assert Counter(i for step in found["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), (
+        "two epochs"
+    )
     assert found["died"] >= 2
 
 
@@ -58,19 +68,33 @@ def test_sync_ends_bit_for_bit_as_on_a_good_network(servers: int, seed: int) -> 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
-@pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "half_async", "gather": 2}], ids=lambda mode: mode["mode"])
+@pytest.mark.parametrize(
+    "mode", [{"mode": "async"}, {"mode": "half_async", "gather": 2}], ids=lambda mode: mode["mode"]
+)
 def test_each_ticket_is_applied_once(mode: dict[str, Any], servers: int, seed: int) -> None:
     """Also where two servers get the pushes in different orders, one of them before it has opened the step."""
-    found = spread("pserver", 3, options=mode | {"servers": servers, "min_block": 1}, network=seed, clip_norm=0.0, steps=10)
+    found = spread(
+        "pserver", 3, options=mode | {"servers": servers, "min_block": 1}, network=seed, clip_norm=0.0, steps=10
+    )
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(range(100))
+        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(
+            range(100)
+        )
     assert found["met"].keys() & MISDEEDS
 
 
 @pytest.mark.parametrize("trainers", [1, pytest.param(3, marks=slow)])
 def test_a_trainer_that_dies_between_its_pushes_to_two_servers(trainers: int) -> None:
-    """The first server then has all shares of the step; it must not keep out whoever computes the second one's again."""
-    case: dict[str, Any] = {"strategy": "pserver", "slots": trainers, "recipe": ANY, "options": {"servers": 2, "min_block": 1}, "deaths": 0}
+    """The first server then has all shares of the step; it must not keep out whoever computes the second one's
+    again.
+    """
+    case: dict[str, Any] = {
+        "strategy": "pserver",
+        "slots": trainers,
+        "recipe": ANY,
+        "options": {"servers": 2, "min_block": 1},
+        "deaths": 0,
+    }
     assert ranks(2, "tests.test_pserver_network:torn", **case)[0] == 1
 
 

@@ -1,4 +1,6 @@
-"""Laws of trainers that are several processes (`strategy.team`): the numbers are those of one process, in every mode that has any."""
+"""Laws of trainers that are several processes (`strategy.team`): the numbers are those of one process, in every mode
+that has any.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.test_tables import ANY
 slow = pytest.mark.slow
 TOY: dict[str, Any] = {"rows": 100}
 DAWDLING = [
-    "plugins=[tests.hitman]", "recipe=dawdling", "recipe.rows=100", "step.batch_size=24", "step.micro_batch_rows=5", "train.steps=45", "train.log_every=1",
+    "plugins=[tests.hitman]", "recipe=dawdling", "recipe.rows=100", "step.batch_size=24", "step.micro_batch_rows=5",
+    "train.steps=45", "train.log_every=1",
     "checkpoint.every_steps=5", "train.record=true", "lr.warmup=0", "strategy=pserver", "launcher.threads=1",
 ]  # fmt: skip
 RECIPES = pytest.mark.parametrize("recipe", [TOY, ANY], ids=["toy", "tabled"])
@@ -31,7 +34,13 @@ RECIPES_RARELY = pytest.mark.parametrize("recipe", [pytest.param(TOY, marks=slow
 @RECIPES
 @pytest.mark.parametrize(
     ("team", "processes", "servers"),
-    [(2, 2, 1), pytest.param(2, 4, 2, marks=slow), pytest.param(3, 3, 2, marks=slow), (4, 8, 2), pytest.param(7, 7, 1, marks=slow)],
+    [
+        (2, 2, 1),
+        pytest.param(2, 4, 2, marks=slow),
+        pytest.param(3, 3, 2, marks=slow),
+        (4, 8, 2),
+        pytest.param(7, 7, 1, marks=slow),
+    ],
 )
 def test_sync_is_the_reference(team: int, processes: int, servers: int, recipe: dict[str, Any]) -> None:
     """Two teams of four share five micro-batches: some have none."""
@@ -52,7 +61,10 @@ def test_modes_that_wait_for_everybody_are_the_reference_too(recipe: dict[str, A
 @RECIPES_RARELY
 def test_geo_is_what_it_is_with_trainers_of_one_process(recipe: dict[str, Any]) -> None:
     options = {"mode": "geo", "geo_steps": 3, "staleness": 0, "servers": 2, "min_block": 1}
-    one, team = spread("pserver", 1, options=options, recipe=recipe), spread("pserver", 3, options=options | {"team": 3}, recipe=recipe)
+    one, team = (
+        spread("pserver", 1, options=options, recipe=recipe),
+        spread("pserver", 3, options=options | {"team": 3}, recipe=recipe),
+    )
     for run in (one, team):
         run["train"] = {}  # measured at every step, and told at every third
     assert difference(one, team) <= 1e-10
@@ -61,9 +73,19 @@ def test_geo_is_what_it_is_with_trainers_of_one_process(recipe: dict[str, Any]) 
 @pytest.mark.parametrize("mode", ["async", pytest.param("half_async", marks=slow), pytest.param("geo", marks=slow)])
 def test_two_teams_take_every_sample_once_and_count_evaluations_exactly(mode: str) -> None:
     """The engine refuses an evaluation that counts a row twice or not at all."""
-    found = spread("pserver", 4, options={"mode": mode, "servers": 2, "min_block": 1, "team": 2}, recipe=ANY, steps=10, clip_norm=0.0, eval_every=1)
+    found = spread(
+        "pserver",
+        4,
+        options={"mode": mode, "servers": 2, "min_block": 1, "team": 2},
+        recipe=ANY,
+        steps=10,
+        clip_norm=0.0,
+        eval_every=1,
+    )
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(range(100))
+        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(
+            range(100)
+        )
     assert len(found["eval"]) == 10 and found["eval"]["10"]["loss"] < found["eval"]["1"]["loss"]
 
 
@@ -71,7 +93,9 @@ def test_two_teams_take_every_sample_once_and_count_evaluations_exactly(mode: st
 
 
 def test_a_team_meets_anew_whichever_order_its_processes_come_back_in() -> None:
-    """Each life is of one team at most: who was answered before is waited for until it comes again, who was not is still there."""
+    """Each life is of one team at most: who was answered before is waited for until it comes again, who was not is
+    still there.
+    """
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pool, beats = ThreadPoolExecutor(16), list[int]()
 
@@ -154,7 +178,9 @@ def test_a_killed_process_of_a_team_leaves_sync_bit_for_bit(run_dtf: Any, tmp_pa
 @pytest.mark.parametrize("mode", ["async", "half_async", "geo"])
 def test_a_run_of_teams_is_replayed(mode: str, run_dtf: Any) -> None:
     words = [*BASE, *TWO, f"strategy.mode={mode}", "step.clip_norm=0", "precision=fp64", "strategy.record=order"]
-    done = run_dtf(*words, "strategy.team=2", "launcher.processes=4", *(["strategy.geo_steps=4"] if mode == "geo" else []))
+    done = run_dtf(
+        *words, "strategy.team=2", "launcher.processes=4", *(["strategy.geo_steps=4"] if mode == "geo" else [])
+    )
     assert done.code == 0, done.err
     again = run_dtf("job=verify", f"job.replay={done.folder}", "plugins=[tests.faults,tests.hitman]")
     assert again.code == 0 and "has the run's numbers" in again.out, again.err

@@ -22,7 +22,9 @@ from tests.harness import PRECISIONS, difference, spread
 from tests.test_tables import ANY
 from tests.toy import Toy
 
-FINITE = arrays.arrays(np.float32, st.tuples(st.integers(0, 5), st.integers(1, 4)), elements=st.floats(-60000, 60000, width=32))
+FINITE = arrays.arrays(
+    np.float32, st.tuples(st.integers(0, 5), st.integers(1, 4)), elements=st.floats(-60000, 60000, width=32)
+)
 
 
 @given(FINITE, st.sampled_from(list(FORMATS)))
@@ -47,7 +49,9 @@ def test_blocks_take_half_the_bytes() -> None:
 
 @pytest.mark.parametrize("recipe", [{"rows": 100}, ANY], ids=["toy", "tabled"])
 def test_a_run_with_narrow_messages_is_near_the_exact_one_and_not_the_same(recipe: dict[str, Any]) -> None:
-    exact, narrowed = (spread("pserver", 2, precision="fp32", options={"wire": wire}, recipe=recipe) for wire in ("same", "bf16"))
+    exact, narrowed = (
+        spread("pserver", 2, precision="fp32", options={"wire": wire}, recipe=recipe) for wire in ("same", "bf16")
+    )
     assert 1e-6 < difference(exact, narrowed) < 0.5
 
 

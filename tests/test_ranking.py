@@ -1,4 +1,6 @@
-"""The area under the ROC curve: scikit-learn's number, whoever holds which rows in which order; a histogram within the bound it tells."""
+"""The area under the ROC curve: scikit-learn's number, whoever holds which rows in which order; a histogram within the
+bound it tells.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from tests.ranks import ranks
 
 SCORES = st.one_of(st.floats(-30, 30, width=32), st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5]))  # ties are likely
 ROWS = st.integers(2, 60).flatmap(
-    lambda n: st.tuples(hn.arrays(np.float32, n, elements=SCORES), hn.arrays(np.bool_, n), hn.arrays(np.int64, n, elements=st.integers(0, 3)))
+    lambda n: st.tuples(
+        hn.arrays(np.float32, n, elements=SCORES),
+        hn.arrays(np.bool_, n),
+        hn.arrays(np.int64, n, elements=st.integers(0, 3)),
+    )
 )
 
 
@@ -60,14 +66,21 @@ def test_groups_count_by_their_rows(rows: tuple[np.ndarray, np.ndarray, np.ndarr
 
 def test_groups_cost_no_call_each(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
-    scores, clicked, groups = random.standard_normal(20_000), random.random(20_000) < 0.3, random.integers(0, 5000, 20_000)
+    scores, clicked, groups = (
+        random.standard_normal(20_000),
+        random.random(20_000) < 0.3,
+        random.integers(0, 5000, 20_000),
+    )
     known = [(expected(scores[groups == g], clicked[groups == g]), int((groups == g).sum())) for g in range(300)]
     inside = groups < 300
     calls, counts = [], ranking._counts
     monkeypatch.setattr(ranking, "_counts", lambda *arguments: calls.append(1) or counts(*arguments))
     found = grouped_auc(scores[inside], clicked[inside], groups[inside])
     some = [(area, rows) for area, rows in known if area == area]
-    assert found == pytest.approx(sum(area * rows for area, rows in some) / sum(rows for _, rows in some), abs=1e-12) and len(calls) == 1
+    assert (
+        found == pytest.approx(sum(area * rows for area, rows in some) / sum(rows for _, rows in some), abs=1e-12)
+        and len(calls) == 1
+    )
 
 
 @given(ROWS)
@@ -101,7 +114,9 @@ def test_a_score_that_is_no_number_leaves_no_area(rows: int) -> None:
 
 
 def test_bins_are_in_the_order_of_scores() -> None:
-    scores = torch.tensor([-torch.inf, -1e30, -2.0, -1.0, -1e-30, 0.0, 1e-30, 1.0, 1.001, 2.0, 1e30, torch.inf, torch.nan])
+    scores = torch.tensor(
+        [-torch.inf, -1e30, -2.0, -1.0, -1e-30, 0.0, 1e-30, 1.0, 1.001, 2.0, 1e30, torch.inf, torch.nan]
+    )
     bins = ranking._bin(scores)
     assert (bins.diff() > 0).all() and bins.min() >= 0 and bins.max() < 1 << ranking.BITS
     assert ranking._bin(torch.tensor([-0.0])) == ranking._bin(torch.tensor([0.0]))
@@ -124,7 +139,9 @@ def rows_of(grouped: bool) -> Tensor:
     return torch.from_numpy(np.stack(columns[: 3 + grouped], 1))
 
 
-@pytest.mark.parametrize("size", [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_any_number_of_ranks_is_told_the_same(size: int) -> None:
     scores, clicked, _, groups = rows_of(grouped=True).numpy().T
     found = ranks(size, "tests.test_ranking:rank_part", exact=True, grouped=True)

@@ -18,8 +18,10 @@ from dtf.runs.compare import Evidence, compare
 from dtf.runs.record import Record
 
 RUN = [
-    "plugins=[tests.faults]", "recipe=mortal", "recipe.rows=100", "step.batch_size=24", "step.micro_batch_rows=5", "train.steps=17", "train.log_every=4",
-    "train.eval_every=6", "checkpoint.every_steps=3", "checkpoint.keep_last=9", "train.record=true", "lr.warmup=0", "observer=[jsonl]",
+    "plugins=[tests.faults]", "recipe=mortal", "recipe.rows=100", "step.batch_size=24", "step.micro_batch_rows=5",
+    "train.steps=17", "train.log_every=4",
+    "train.eval_every=6", "checkpoint.every_steps=3", "checkpoint.keep_last=9", "train.record=true", "lr.warmup=0",
+    "observer=[jsonl]",
 ]  # fmt: skip
 
 
@@ -28,8 +30,13 @@ def measurements(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in ("seconds", "rows_per_s")} for line in lines]
 
 
-@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 2), ("ddp", 3), ("zero1", 2), ("dp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow)])
-def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(strategy: str, processes: int, run_dtf: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [("ddp", 2), ("ddp", 3), ("zero1", 2), ("dp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow)],
+)
+def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(
+    strategy: str, processes: int, run_dtf: Any, tmp_path: Path
+) -> None:
     spread = [f"strategy={strategy}", f"launcher.processes={processes}"]
     marker = tmp_path / "killed"
     calm = run_dtf(*RUN, *spread)
@@ -56,7 +63,10 @@ def test_a_run_stopped_where_nobody_saves_goes_on_bit_for_bit(strategy: str, pro
 
 def test_a_length_that_lies_behind_is_refused(run_dtf: Any) -> None:
     first = run_dtf(*RUN, "train.until=9")
-    for shorter, said in (("train.until=6", "train.until=6 ends before step 9"), ("train.steps=7", "a run of 7 steps ends before step 9")):
+    for shorter, said in (
+        ("train.until=6", "train.until=6 ends before step 9"),
+        ("train.steps=7", "a run of 7 steps ends before step 9"),
+    ):
         refused = run_dtf(*RUN, shorter, "checkpoint.keep_last=1", "checkpoint.keep_best=0", folder=first.folder)
         assert refused.code == 2 and said in refused.err
         assert len(list((first.folder / "checkpoints").glob("step_*"))) == 3, "a refused start removes nothing"
@@ -67,7 +77,8 @@ def test_measurements_that_a_killed_launcher_did_not_read_come_back_from_the_che
     calm = run_dtf(*base)
     cut = run_dtf(*base, "train.until=12")
     path = cut.folder / "metrics.jsonl"
-    path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if json.loads(line)["step"] < 5))  # three saves back
+    # three saves back
+    path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if json.loads(line)["step"] < 5))
     assert run_dtf(*base, folder=cut.folder).code == 0
     assert measurements(calm.folder) == measurements(cut.folder)
 
@@ -75,7 +86,9 @@ def test_measurements_that_a_killed_launcher_did_not_read_come_back_from_the_che
 def test_a_start_that_is_refused_removes_no_checkpoint(run_dtf: Any) -> None:
     first = run_dtf(*RUN, "train.until=9")
     kept = sorted(path.name for path in (first.folder / "checkpoints").iterdir())
-    refused = run_dtf(*RUN, "run.objective=loss", "checkpoint.keep_last=1", "checkpoint.keep_best=0", folder=first.folder)
+    refused = run_dtf(
+        *RUN, "run.objective=loss", "checkpoint.keep_last=1", "checkpoint.keep_best=0", folder=first.folder
+    )
     assert refused.code == 2 and "objective" in refused.err
     assert sorted(path.name for path in (first.folder / "checkpoints").iterdir()) == kept and len(kept) == 4
 
@@ -84,7 +97,11 @@ def test_checkpoints_are_ranked_by_the_objective_of_the_run(run_dtf: Any) -> Non
     """The recipe's own is top1."""
     done = run_dtf(*RUN, "run.objective=loss", "train.eval_every=3", "checkpoint.every_steps=3")
     assert done.code == 0, done.err
-    losses = {line["step"]: Objective("loss", "min", line["loss"]) for line in measurements(done.folder) if line["split"] == "eval"}
+    losses = {
+        line["step"]: Objective("loss", "min", line["loss"])
+        for line in measurements(done.folder)
+        if line["split"] == "eval"
+    }
     saved = [read_manifest(path) for path in (done.folder / "checkpoints").glob("step_*")]
     assert {manifest.step: manifest.objective for manifest in saved} == losses and len(losses) == 6
 
@@ -94,7 +111,9 @@ def test_the_gradient_norm_of_a_window_does_not_depend_on_saves(run_dtf: Any) ->
     base = [*RUN, "precision=fp16", "precision.loss_scale=1e9", "train.log_every=17", "train.steps=17"]
     often, once = run_dtf(*base, "checkpoint.every_steps=2"), run_dtf(*base, "checkpoint.every_steps=17")
     assert often.code == once.code == 0
-    (a,), (b,) = ([line["grad_norm"] for line in measurements(run.folder) if line["split"] == "train"] for run in (often, once))
+    (a,), (b,) = (
+        [line["grad_norm"] for line in measurements(run.folder) if line["split"] == "train"] for run in (often, once)
+    )
     assert a == pytest.approx(b, rel=1e-12)
 
 
@@ -125,15 +144,27 @@ def test_going_on_with_other_arithmetic_is_said(run_dtf: Any) -> None:
     cut = run_dtf(*RUN, "train.until=9")
     again = run_dtf(*RUN, "observer=[console]", "precision=bf16", "optimizer.weight_decay=0.25", folder=cut.folder)
     assert again.code == 0
-    assert re.search(r"from step 9 on with optimizer.weight_decay=0.25 \(was .*precision.compute=bf16 \(was fp32\)", again.out), again.out
+    assert re.search(
+        r"from step 9 on with optimizer.weight_decay=0.25 \(was .*precision.compute=bf16 \(was fp32\)", again.out
+    ), again.out
 
 
 def test_dp_and_ddp_go_on_from_each_other_by_command(run_dtf: Any) -> None:
     base = [*RUN, "checkpoint.every_steps=6"]
     first = run_dtf(*base, "precision=fp64", "strategy=ddp", "launcher.processes=3", "train.steps=12", "lr=constant")
     calm = run_dtf(*base, "precision=fp64", "strategy=ddp", "launcher.processes=1", "lr=constant")
-    second = run_dtf(*base, "precision=fp64", "strategy=dp", "launcher.processes=2", "lr=constant", f"checkpoint.resume={first.folder}")
+    second = run_dtf(
+        *base,
+        "precision=fp64",
+        "strategy=dp",
+        "launcher.processes=2",
+        "lr=constant",
+        f"checkpoint.resume={first.folder}",
+    )
     assert [first.code, calm.code, second.code] == [0, 0, 0], second.err
     a, b = Evidence.read(calm.folder), Evidence.read(second.folder)
-    b.metrics, b.ids = a.metrics, {step: [list(chain(*ranks))] for step, ranks in (Evidence.read(first.folder).ids | b.ids).items()}
+    b.metrics, b.ids = (
+        a.metrics,
+        {step: [list(chain(*ranks))] for step, ranks in (Evidence.read(first.folder).ids | b.ids).items()},
+    )
     assert compare(a, b, exact=True).ok, compare(a, b, exact=True).first

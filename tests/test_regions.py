@@ -1,4 +1,6 @@
-"""Messages in memory that two processes of a host share: the same answers as without, little on the wire, and nothing of a message that is not its own."""
+"""Messages in memory that two processes of a host share: the same answers as without, little on the wire, and nothing
+of a message that is not its own.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +159,14 @@ def test_places_that_no_client_names() -> None:
             assert handler(changed(here, 24, "<I", fd)) == b"DTFN", "no region"
     assert handler(here[:28] + bytes(16) + here[44:]) == b"DTFN", "another key"
     assert handler(changed(here, 52, "<Q", region.size + 4096)) == b"DTFN", "larger than it is"
-    for wrong in (here[:-1], here + b"\0", changed(here, 52, "<Q", 2**63), changed(here, 60, "<Q", LARGE + 2**20), changed(here, 44, "<Q", 7), here[:4]):
+    for wrong in (
+        here[:-1],
+        here + b"\0",
+        changed(here, 52, "<Q", 2**63),
+        changed(here, 60, "<Q", LARGE + 2**20),
+        changed(here, 44, "<Q", 7),
+        here[:4],
+    ):
         with pytest.raises(Refused):
             handler(wrong)
     assert not handled and handler(here) and len(handled) == 1

@@ -1,4 +1,6 @@
-"""`job=relay`: one run under one strategy after the other has the numbers of a run under one, whoever is killed on the way."""
+"""`job=relay`: one run under one strategy after the other has the numbers of a run under one, whoever is killed on the
+way.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from dtf.core.errors import INTERRUPTED, Exit
 from dtf.core.types import Measured, Note, Started
 from dtf.jobs.fault_injection import Witness
 
-SMALL = ["job=relay", "recipe=resnet_shapes", "recipe.data.pixels=8", "step.batch_size=14", "lr.peak=0.02", "job.steps=8", "job.save_every=3"]
+SMALL = [
+    "job=relay",
+    "recipe=resnet_shapes",
+    "recipe.data.pixels=8",
+    "step.batch_size=14",
+    "lr.peak=0.02",
+    "job.steps=8",
+    "job.save_every=3",
+]
 
 
 def legs(*texts: str) -> str:
@@ -26,7 +36,10 @@ def legs(*texts: str) -> str:
 
 
 def test_three_legs_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Path) -> None:
-    done = run_dtf(*SMALL, legs("dp processes=2 steps=4", "fsdp processes=3 kill=rank steps=12", "pserver processes=2 servers=1 steps=4"))
+    done = run_dtf(
+        *SMALL,
+        legs("dp processes=2 steps=4", "fsdp processes=3 kill=rank steps=12", "pserver processes=2 servers=1 steps=4"),
+    )
     assert done.code == 0, done.err + done.out
     report = json.loads((done.folder / "relay.json").read_text())
     assert report["ok"] and report["tensor"] <= 1e-10 and len(report["tensors"]) > 20
@@ -36,7 +49,11 @@ def test_three_legs_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Path) 
         (16, 20, "1 server, 2 trainers"),
     ]
     killed = report["legs"][1]["killed"]
-    assert re.fullmatch(r"rank [012]", killed["who"]) and 4 <= killed["again"] < killed["at"] < 16 and killed["again"] in (4, 6, 9, 12, 15)
+    assert (
+        re.fullmatch(r"rank [012]", killed["who"])
+        and 4 <= killed["again"] < killed["at"] < 16
+        and killed["again"] in (4, 6, 9, 12, 15)
+    )
     assert [row["step"] for row in report["steps"]] == list(range(1, 21)) and report["samples"] == 20 * 14
     assert "the same ones in the same order as the reference" in done.out and "1 kill" in done.out
     drawn = importlib.util.find_spec("matplotlib") is not None
@@ -49,11 +66,16 @@ def test_three_legs_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("wrong_scale processes=2", r"BREAK, under wrong_scale \(2 processes\): grad_norm at step 4: .* 2 x the reference's"),
+        (
+            "wrong_scale processes=2",
+            r"BREAK, under wrong_scale \(2 processes\): grad_norm at step 4: .* 2 x the reference's",
+        ),
         ("forgetful processes=2", r"BREAK, under forgetful \(2 processes\): loss at step 5: "),
     ],
 )
-def test_a_leg_that_breaks_the_law_is_named(run_dtf: Any, monkeypatch: pytest.MonkeyPatch, fault: str, said: str) -> None:
+def test_a_leg_that_breaks_the_law_is_named(
+    run_dtf: Any, monkeypatch: pytest.MonkeyPatch, fault: str, said: str
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run_dtf(*SMALL, "plugins=[tests.faults]", legs("ddp steps=4", f"{fault} steps=3"))
     assert done.code == 1 and re.search(said, done.out), done.out + done.err
@@ -69,9 +91,15 @@ def test_a_leg_that_breaks_the_law_is_named(run_dtf: Any, monkeypatch: pytest.Mo
         (legs("ddp processes=two"), "job.legs has 'ddp processes=two'; processes=two must be a whole number from 1 on"),
         (legs("ddp steps=0"), "job.legs has 'ddp steps=0'; steps=0 must be a whole number from 1 on"),
         (legs("ddp procesess=2"), "but procesess is no option of ddp; did you mean processes?"),
-        (legs("ddp kill=server"), "job.legs has 'ddp kill=server', but kill=server names nobody; choices: launcher, rank, trainer"),
+        (
+            legs("ddp kill=server"),
+            "job.legs has 'ddp kill=server', but kill=server names nobody; choices: launcher, rank, trainer",
+        ),
         (legs("ddp kill=rank steps=3"), "no step between two saves to kill somebody at; use more steps"),
-        (legs("ddp", "tensor processes=3 degree=2"), "job.legs has 'tensor processes=3 degree=2': strategy.degree=2 does not divide"),
+        (
+            legs("ddp", "tensor processes=3 degree=2"),
+            "job.legs has 'tensor processes=3 degree=2': strategy.degree=2 does not divide",
+        ),
         ("job.reference='ddp steps=3'", "job.reference has 'ddp steps=3', but steps is no option of ddp"),
         ("launcher=inline", "launcher=inline has no ranks that job=relay could kill; use launcher=local"),
     ],
@@ -83,7 +111,9 @@ def test_what_cannot_run_is_refused_before_anything_runs(run_dtf: Any, override:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, Exit.PREEMPTED), (signal.SIGINT, INTERRUPTED)])
 @pytest.mark.parametrize("moment", ["dtf.jobs.relay._go", "dtf.runs.compare.Evidence.read"])
-def test_a_signal_while_no_ranks_run_leaves_nothing(run_dtf: Any, monkeypatch: pytest.MonkeyPatch, moment: str, number: int, code: int) -> None:
+def test_a_signal_while_no_ranks_run_leaves_nothing(
+    run_dtf: Any, monkeypatch: pytest.MonkeyPatch, moment: str, number: int, code: int
+) -> None:
     folders: list[Path] = []
 
     def go(leg: Any, folder: Path) -> None:
@@ -116,7 +146,14 @@ def test_a_witness_kills_once_and_notes_from_where_the_run_goes_on() -> None:
     for event in (Started(0, 9, 9, {}), measured(4), measured(5), measured(6)):
         witness.see(event)
     assert witness.killed("rank 1") is None, "nobody has missed it"
-    for event in (Note("warning", "rank 1: killed by SIGKILL; restart 1 of 3"), Started(3, 9, 9, {}), measured(4), measured(5), measured(6), measured(7)):
+    for event in (
+        Note("warning", "rank 1: killed by SIGKILL; restart 1 of 3"),
+        Started(3, 9, 9, {}),
+        measured(4),
+        measured(5),
+        measured(6),
+        measured(7),
+    ):
         witness.see(event)
     killed = witness.killed("rank 1")
     assert kills == [1] and killed is not None and (killed.at, killed.again) == (6, 3)
@@ -124,7 +161,12 @@ def test_a_witness_kills_once_and_notes_from_where_the_run_goes_on() -> None:
 
 def test_one_that_is_replaced_alone_costs_no_step() -> None:
     witness = Witness(2, lambda: None)
-    for event in (measured(2), Note("warning", "rank 2 (trainer): killed by SIGKILL; it alone is started again, 1 of 3"), measured(3), measured(4)):
+    for event in (
+        measured(2),
+        Note("warning", "rank 2 (trainer): killed by SIGKILL; it alone is started again, 1 of 3"),
+        measured(3),
+        measured(4),
+    ):
         witness.see(event)
     killed = witness.killed("trainer 1")
     assert killed is not None and (killed.at, killed.again) == (2, 2)
@@ -132,7 +174,12 @@ def test_one_that_is_replaced_alone_costs_no_step() -> None:
 
 @pytest.mark.slow
 def test_a_killed_launcher_a_server_and_a_trainer(run_dtf: Any) -> None:
-    many = legs("ddp processes=2 kill=launcher", "pserver processes=2 servers=2 kill=server", "pserver processes=2 kill=trainer", "zero1 processes=3")
+    many = legs(
+        "ddp processes=2 kill=launcher",
+        "pserver processes=2 servers=2 kill=server",
+        "pserver processes=2 kill=trainer",
+        "zero1 processes=3",
+    )
     done = run_dtf(*SMALL, "job.steps=14", many, "job.keep=true")
     assert done.code == 0, done.err + done.out
     killed = [leg.get("killed") for leg in json.loads((done.folder / "relay.json").read_text())["legs"]]

@@ -40,8 +40,14 @@ def trained(strategy: str, options: str, processes: int, precision: str, remat: 
 
 
 @pytest.mark.parametrize("remat", KINDS)
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("strategy", "options"), [*variants(), pytest.param("fsdp", {"unit": "stage", "prefetch": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "processes", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [*variants(), pytest.param("fsdp", {"unit": "stage", "prefetch": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_no_bit_changes(strategy: str, options: dict, processes: int, remat: Remat) -> None:
     """Batch statistics, masks, accumulation, uneven shares, and a functional dropout where the strategy allows it."""
     text = json.dumps(options)
@@ -49,7 +55,10 @@ def test_no_bit_changes(strategy: str, options: dict, processes: int, remat: Rem
 
 
 @pytest.mark.parametrize("remat", KINDS)
-@pytest.mark.parametrize("precision", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16_params", "bf16_master", "fp16"))])
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16_params", "bf16_master", "fp16"))],
+)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_no_bit_changes_in_half_formats(strategy: str, precision: str, remat: Remat) -> None:
     assert trained(strategy, "{}", 2, precision, remat) == trained(strategy, "{}", 2, precision, Remat.none)
@@ -65,7 +74,9 @@ def residual(remat: Remat) -> tuple[nn.Module, Masks, RunningStatistics]:
 
 @pytest.mark.parametrize("remat", KINDS)
 def test_micro_batches_may_overlap(remat: Remat) -> None:
-    """As in a pipeline: the second one's forward comes before the first one's backward, and has other masks and another momentum."""
+    """As in a pipeline: the second one's forward comes before the first one's backward, and has other masks and another
+    momentum.
+    """
 
     def overlapped(remat: Remat) -> list[torch.Tensor]:
         model, masks, statistics = residual(remat)
@@ -74,12 +85,19 @@ def test_micro_batches_may_overlap(remat: Remat) -> None:
         for j in range(2):
             masks.enter(0, j)
             statistics.enter(j)
-            sums.append(model(torch.full((5, 8), 1.0 + j, dtype=torch.float64) * torch.arange(1, 6)[:, None]).square().sum())
+            sums.append(
+                model(torch.full((5, 8), 1.0 + j, dtype=torch.float64) * torch.arange(1, 6)[:, None]).square().sum()
+            )
         for total in sums[::-1]:  # the state that is left is then not that of the last backward
             total.backward()
         left = [float(masks.key), *(norm.momentum for norm in model.modules() if isinstance(norm, nn.BatchNorm1d))]
         statistics.end()
-        return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers(), torch.tensor(left), torch.get_rng_state()]
+        return [
+            *(p.grad for p in model.parameters() if p.grad is not None),
+            *model.buffers(),
+            torch.tensor(left),
+            torch.get_rng_state(),
+        ]
 
     assert all(a.equal(b) for a, b in zip(overlapped(remat), overlapped(Remat.none), strict=True))
 
@@ -91,7 +109,9 @@ def footprint(model: nn.Module, rows: int) -> Footprint:
 
 
 def test_blocks_forget() -> None:
-    """A residual block of ResNet-20 keeps four results; with `blocks` its input, with `selective` also those of its two convolutions."""
+    """A residual block of ResNet-20 keeps four results; with `blocks` its input, with `selective` also those of its two
+    convolutions.
+    """
     recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet20, classes=8))
     found = {}
     for remat in Remat:
@@ -128,7 +148,8 @@ def test_selective_multiplies_no_matrix_twice() -> None:
             model(torch.ones(4, 8, dtype=torch.float64).cumsum(0)).sum().backward()
         return count.times
 
-    assert products(Remat.selective) == products(Remat.none) == products(Remat.blocks) - 4  # two layers in each of two blocks
+    # two layers in each of two blocks
+    assert products(Remat.selective) == products(Remat.none) == products(Remat.blocks) - 4
 
 
 class Gathered(nn.Module):
@@ -215,7 +236,9 @@ def test_a_change_in_place_inside_a_block_is_computed_again() -> None:
     model.zero_grad()
     rematerialise(model, ["0"], Remat.blocks, Masks(model, 0, torch.device("cpu")))
     model(x).sum().backward()
-    assert all(a.equal(b) for a, b in zip(expected, [p.grad for p in model.parameters() if p.grad is not None], strict=True))
+    assert all(
+        a.equal(b) for a, b in zip(expected, [p.grad for p in model.parameters() if p.grad is not None], strict=True)
+    )
 
 
 @register("recipe", "without_layout")
@@ -226,7 +249,11 @@ class WithoutLayout(Toy):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words"), [("without_layout", "has no layout() that names them"), ("toy", "names no block that is a module with layers inside")]
+    ("recipe", "words"),
+    [
+        ("without_layout", "has no layout() that names them"),
+        ("toy", "names no block that is a module with layers inside"),
+    ],
 )
 def test_a_run_that_could_forget_nothing_is_refused(run_dtf: Callable[..., Result], recipe: str, words: str) -> None:
     done = run_dtf("plugins=[tests.toy]", f"recipe={recipe}", "strategy=ddp", "train.steps=2", "step.remat=selective")
@@ -247,7 +274,9 @@ class Plain(Toy):
 
 
 @pytest.mark.parametrize("blocks", [(), (("0",), ("1", "2"))])
-def test_a_layout_without_blocks_to_forget_is_refused(blocks: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_without_blocks_to_forget_is_refused(
+    blocks: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Plain, "blocks", blocks)
     assert divisible(Plain(), Remat.none) == []
     for remat in KINDS:

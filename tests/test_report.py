@@ -22,26 +22,65 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 VOID = {"meta", "link", "br", "img", "hr"}
 
 
-def run_folder(folder: Path, strategy: str = "ddp", processes: int = 2, rate: float = 1000.0, resources: bool = True, **changes: Any) -> Path:
+def run_folder(
+    folder: Path,
+    strategy: str = "ddp",
+    processes: int = 2,
+    rate: float = 1000.0,
+    resources: bool = True,
+    **changes: Any,
+) -> Path:
     """Two epochs of 10 steps of 100 rows, as observers leave them."""
     folder.mkdir(parents=True)
-    config = {"seed": 0, "recipe": {"name": "shapes"}, "strategy": {"name": strategy}, "lr": {"name": "cosine", "peak": 0.1}, "step": {"batch_size": 100}}
+    config = {
+        "seed": 0,
+        "recipe": {"name": "shapes"},
+        "strategy": {"name": strategy},
+        "lr": {"name": "cosine", "peak": 0.1},
+        "step": {"batch_size": 100},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(config | {"run": {"name": "", "dir": str(folder)}} | changes))
-    record = {"started": "2025-01-01T12:00:00+00:00", "ended": "2025-01-01T12:01:05+00:00", "exit": 0, "cause": "finished", "seconds": 125.0}
+    record = {
+        "started": "2025-01-01T12:00:00+00:00",
+        "ended": "2025-01-01T12:01:05+00:00",
+        "exit": 0,
+        "cause": "finished",
+        "seconds": 125.0,
+    }
     (folder / "run.json").write_text(json.dumps(record | {"world": {"processes": processes, "devices": "cpu"}}))
     lines = []
     for step in range(5, 21, 5):
-        train = {"loss": 10 / step, "top1": None if step == 5 else step / 20, "grad_norm": 1.0, "lr": 0.1, "rows_per_s": rate if step > 10 else rate / 2}
+        train = {
+            "loss": 10 / step,
+            "top1": None if step == 5 else step / 20,
+            "grad_norm": 1.0,
+            "lr": 0.1,
+            "rows_per_s": rate if step > 10 else rate / 2,
+        }
         lines.append({"split": "train", "step": step, "epoch": step / 10, "seconds": float(step), **train})
         if not step % 10:
-            lines.append({"split": "eval", "step": step, "epoch": step / 10, "seconds": float(step), "loss": 9 / step, "top1": step / 20})
+            lines.append(
+                {
+                    "split": "eval",
+                    "step": step,
+                    "epoch": step / 10,
+                    "seconds": float(step),
+                    "loss": 9 / step,
+                    "top1": step / 20,
+                }
+            )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"split": "tr')
-    samples = [{"time": 100.0 + i + 500 * (i > 5), "step": i, "device": "cpu", "utilisation": 80.0 + i, "memory": 10**9 + i} for i in range(10)]
+    samples = [
+        {"time": 100.0 + i + 500 * (i > 5), "step": i, "device": "cpu", "utilisation": 80.0 + i, "memory": 10**9 + i}
+        for i in range(10)
+    ]
     if resources:
         (folder / "resources.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     (folder / "profile").mkdir()
     parts = {"data": 0.1, "forward": 0.2, "backward": 0.3, "communication": 0.2, "optimizer": 0.1, "other": 0.1}
-    (folder / "profile" / "rank_0.json").write_text(json.dumps({"rank": 0, "first_step": 20, "steps": 10, "step_s": 0.01, "parts": parts, "hidden": 0.05}))
+    (folder / "profile" / "rank_0.json").write_text(
+        json.dumps({"rank": 0, "first_step": 20, "steps": 10, "step_s": 0.01, "parts": parts, "hidden": 0.05})
+    )
     (folder / "profile" / "rank_0.pt.trace.json").write_text("{}")
     return folder
 
@@ -93,7 +132,8 @@ def test_what_a_run_says(runs):
     (run,) = results.read([str(runs / "a")])
     assert run.name == "a" and run.rows_per_s == 750.0 and run.wall_s == 125  # over two launches
     assert run.epochs == [(1, pytest.approx(2.0)), (2, pytest.approx(1.0))]  # 1,000 rows at 500 and at 1,000 a second
-    assert run.curve("train", "top1") == [(1.0, 0.5), (1.5, 0.75), (2.0, 1.0)]  # a value that was not finite is no point
+    # a value that was not finite is no point
+    assert run.curve("train", "top1") == [(1.0, 0.5), (1.5, 0.75), (2.0, 1.0)]
     assert run.utilisation == 84.5 and run.memory == 10**9 + 9
     minutes = [minute for minute, _ in run.samples_of("cpu", "memory")]
     assert minutes[-1] == pytest.approx((8 + 3) / 60)  # a pause between two launches is cut to three samples
@@ -112,7 +152,8 @@ def test_runs_are_named_by_what_differs(runs):
     assert set(results.differences(results.read([str(runs / "*")]))) == {"strategy.name", "world", "lr.peak"}
     run_folder(runs / "d")
     assert [run.name for run in results.read([str(runs / "d"), str(runs / "a")])] == ["#1", "#2"]
-    assert [run.folder.name for run in results.read([str(runs / "d"), str(runs / "*")])] == ["d", "a", "b", "c <i>"]  # each once
+    # each once
+    assert [run.folder.name for run in results.read([str(runs / "d"), str(runs / "*")])] == ["d", "a", "b", "c <i>"]
 
 
 def test_the_time_of_a_run_under_way(tmp_path):
@@ -153,14 +194,39 @@ def test_a_page_that_is_complete_in_itself(runs, run_dtf):
     assert set(re.findall(r"url\(#([^)]*)\)", text)) | {link[1:] for link in page.links} <= set(page.ids)
     assert not re.findall(r"https?://(?!www\.w3\.org/)", text)  # names of formats, never fetched
     assert "<b>0.3" not in text and "<i>" not in text
-    for heading in ("Runs", "Side by side", "Curves", "Speed", "Devices", "Where the time of a step goes", "How the configs differ"):
+    for heading in (
+        "Runs",
+        "Side by side",
+        "Curves",
+        "Speed",
+        "Devices",
+        "Where the time of a step goes",
+        "How the configs differ",
+    ):
         assert heading in page.texts
-    for word in ("published, time per epoch", "1,786 s", "dp, 8 cards", "84 %", "strategy.name", "time per epoch", "02:05", "CPU utilisation, %"):
+    for word in (
+        "published, time per epoch",
+        "1,786 s",
+        "dp, 8 cards",
+        "84 %",
+        "strategy.name",
+        "time per epoch",
+        "02:05",
+        "CPU utilisation, %",
+    ):
         assert word in page.texts, word
     for variable in re.findall(r"var\((--[\w-]+)\)", text):
         assert text.count(f"{variable}:") >= 2, variable  # for light and for dark
     pictures = {path.stem for path in done.folder.glob("*.png")}
-    assert {"comparison", "metric_loss", "metric_top1", "throughput", "epoch_time", "utilisation_cpu", "memory_cpu"} <= pictures
+    assert {
+        "comparison",
+        "metric_loss",
+        "metric_top1",
+        "throughput",
+        "epoch_time",
+        "utilisation_cpu",
+        "memory_cpu",
+    } <= pictures
 
 
 def test_a_single_run_is_not_compared(runs, run_dtf):
@@ -168,7 +234,9 @@ def test_a_single_run_is_not_compared(runs, run_dtf):
     done = run_dtf("job=report", f"job.runs=['{runs}/b']")
     assert done.code == 0, done.err
     page = Page((done.folder / "report.html").read_text())
-    assert "Side by side" not in page.texts and "How the configs differ" not in page.texts and "Devices" not in page.texts
+    assert (
+        "Side by side" not in page.texts and "How the configs differ" not in page.texts and "Devices" not in page.texts
+    )
     assert not (done.folder / "comparison.png").exists()
 
 
@@ -176,7 +244,9 @@ def test_refusals(runs, run_dtf, monkeypatch):
     done = run_dtf("job=report")
     assert done.code == 2 and "job.runs=[] names nothing to report on" in done.err
     known = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else known(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else known(name, *rest)
+    )
     done = run_dtf("job=report", f"job.runs=['{runs}/a']")
     assert done.code == 2 and "-m pip install 'matplotlib>=3.8'" in done.err and not done.folder.exists()
 
@@ -201,12 +271,23 @@ def test_a_browser_draws_it_light_and_dark(runs, run_dtf, tmp_path):
     grounds = {}
     for look, number in (("light", 1), ("dark", 0)):
         out = tmp_path / f"{look}.png"
-        command = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={tmp_path / 'browser'}"]
+        command = [
+            str(BROWSER),
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={tmp_path / 'browser'}",
+        ]
         command += [f"--blink-settings=preferredColorScheme={number}", "--window-size=1200,2400", f"--screenshot={out}"]
         subprocess.run([*command, (done.folder / "report.html").as_uri()], check=True, capture_output=True, timeout=120)
         picture = Image.open(out).convert("RGB")
         grounds[look] = picture.getpixel((2, 2))
-        colours = {colour for count, colour in picture.getcolors(1 << 20) or [] if count > 300}  # bars and lines of the three runs are there
-        runs_seen = {"light": {(47, 111, 219), (217, 72, 15), (43, 138, 62)}, "dark": {(116, 167, 255), (255, 157, 102), (99, 201, 122)}}[look]
+        # bars and lines of the three runs are there
+        colours = {colour for count, colour in picture.getcolors(1 << 20) or [] if count > 300}
+        runs_seen = {
+            "light": {(47, 111, 219), (217, 72, 15), (43, 138, 62)},
+            "dark": {(116, 167, 255), (255, 157, 102), (99, 201, 122)},
+        }[look]
         assert runs_seen <= colours
     assert grounds == {"light": (246, 248, 250), "dark": (13, 17, 23)}

@@ -37,7 +37,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recipe(folder: Path, tmp_path: Path) -> ResnetFolder:
-    return ResnetFolder(model=ModelOptions(classes=3), data=FolderOptions(root=str(folder), cache=str(tmp_path / "cache"), pixels=12))
+    return ResnetFolder(
+        model=ModelOptions(classes=3), data=FolderOptions(root=str(folder), cache=str(tmp_path / "cache"), pixels=12)
+    )
 
 
 def pack(folder: Path, archive: Path, inside: str, mode: str, reverse: bool = False) -> Path:
@@ -56,10 +58,17 @@ def everything(recipe: ResnetFolder, split: str = "train", epoch: int = 0) -> tu
 # ---------------------------------------------------------------- the rows
 
 
-@pytest.mark.parametrize(("inside", "mode", "reverse"), [("", "w", False), ("top/", "w:gz", True), ("./top/", "w:xz", False), ("./", "w", True)])
-def test_an_archive_equals_the_folder_it_was_made_of(recipe: ResnetFolder, folder: Path, tmp_path: Path, inside: str, mode: str, reverse: bool) -> None:
+@pytest.mark.parametrize(
+    ("inside", "mode", "reverse"),
+    [("", "w", False), ("top/", "w:gz", True), ("./top/", "w:xz", False), ("./", "w", True)],
+)
+def test_an_archive_equals_the_folder_it_was_made_of(
+    recipe: ResnetFolder, folder: Path, tmp_path: Path, inside: str, mode: str, reverse: bool
+) -> None:
     recipe.check()
-    expected = {split: (*everything(recipe, split), recipe.open_data(split, 0).fingerprint()) for split in ("train", "eval")}
+    expected = {
+        split: (*everything(recipe, split), recipe.open_data(split, 0).fingerprint()) for split in ("train", "eval")
+    }
     assert expected["train"][1].tolist() == [0] * 4 + [1] * 4 + [2] * 4 and len(expected["eval"][1]) == 6
     recipe.data.root = str(pack(folder, tmp_path / "packed.tar", inside, mode, reverse))
     recipe.check()
@@ -162,7 +171,9 @@ def test_values_that_do_not_fit_the_tree_are_refused(recipe: ResnetFolder, tmp_p
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "no archive"])
-def test_a_damaged_archive_is_refused_before_launch(recipe: ResnetFolder, folder: Path, tmp_path: Path, mode: str, damage: str) -> None:
+def test_a_damaged_archive_is_refused_before_launch(
+    recipe: ResnetFolder, folder: Path, tmp_path: Path, mode: str, damage: str
+) -> None:
     archive = pack(folder, tmp_path / "packed.tar", "", mode)
     content = bytearray(archive.read_bytes())
     if damage == "cut":
@@ -187,8 +198,13 @@ def test_a_file_twice_in_an_archive_is_refused(recipe: ResnetFolder, folder: Pat
         recipe.check()
 
 
-@pytest.mark.parametrize(("content", "why"), [(b"", "is no JPEG or PNG file"), (b"no image", "is no JPEG or PNG file"), (None, "cannot be decoded")])
-def test_a_file_that_cannot_be_decoded_is_named(recipe: ResnetFolder, folder: Path, content: bytes | None, why: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(b"", "is no JPEG or PNG file"), (b"no image", "is no JPEG or PNG file"), (None, "cannot be decoded")],
+)
+def test_a_file_that_cannot_be_decoded_is_named(
+    recipe: ResnetFolder, folder: Path, content: bytes | None, why: str
+) -> None:
     file = folder / "train" / "bee" / "2.jpg"
     file.write_bytes(file.read_bytes()[:400] if content is None else content)
     recipe.check()  # only decoding can tell
@@ -221,7 +237,9 @@ def test_images_are_decoded_once(recipe: ResnetFolder, decodings: list[Path]) ->
     assert len(decodings) == 1
 
 
-def test_a_changed_file_or_another_size_is_decoded_anew(recipe: ResnetFolder, folder: Path, decodings: list[Path]) -> None:
+def test_a_changed_file_or_another_size_is_decoded_anew(
+    recipe: ResnetFolder, folder: Path, decodings: list[Path]
+) -> None:
     before = everything(recipe)[0]
     file = folder / "train" / "ant" / "0.jpg"
     Image.new("RGB", (12, 12), (255, 0, 0)).save(file)
@@ -309,4 +327,6 @@ def test_only_the_files_asked_for_are_read_from_an_archive(folder: Path, tmp_pat
     archive = pack(folder, tmp_path / "packed.tar.gz", "", "w:gz")
     found = tree.read_tree(archive)
     wanted = [found.files["val"][2]]
-    assert [(name, Image.open(io.BytesIO(content)).size) for name, content in tree.read_files(archive, wanted)] == [(wanted[0], (12, 12))]
+    assert [(name, Image.open(io.BytesIO(content)).size) for name, content in tree.read_files(archive, wanted)] == [
+        (wanted[0], (12, 12))
+    ]

@@ -13,7 +13,13 @@ from dtf.recipes.resnet.images import Images, augment, thin
 
 def small(**options: object) -> Images:
     random = np.random.default_rng(1)
-    return Images(random.integers(0, 255, (50, 16, 16, 3), np.uint8), np.arange(50) % 5, (0.5, 0.4, 0.3), (0.2, 0.3, 0.1), **options)  # type: ignore[arg-type]
+    return Images(
+        random.integers(0, 255, (50, 16, 16, 3), np.uint8),
+        np.arange(50) % 5,
+        (0.5, 0.4, 0.3),
+        (0.2, 0.3, 0.1),
+        **options,
+    )  # type: ignore[arg-type]
 
 
 def test_a_row_has_the_same_pixels_whatever_batch_it_is_in() -> None:
@@ -39,7 +45,9 @@ def test_inputs_are_normalised_floats_in_channels_last_order() -> None:
     assert inputs.shape == (2, 3, 16, 16) and inputs.dtype == torch.float32 and targets.dtype == torch.int64
     assert inputs.is_contiguous(memory_format=torch.channels_last)
     pixels = torch.from_numpy(data._pixels[[3, 4]]).permute(0, 3, 1, 2)
-    expected = (pixels / 255 - torch.tensor([0.5, 0.4, 0.3]).view(1, 3, 1, 1)) / torch.tensor([0.2, 0.3, 0.1]).view(1, 3, 1, 1)
+    expected = (pixels / 255 - torch.tensor([0.5, 0.4, 0.3]).view(1, 3, 1, 1)) / torch.tensor([0.2, 0.3, 0.1]).view(
+        1, 3, 1, 1
+    )
     torch.testing.assert_close(inputs, expected)
 
 
@@ -68,7 +76,16 @@ def test_the_fingerprint_differs_when_a_pixel_or_a_label_does() -> None:
     assert one == Images(pixels.copy(), labels, (0.1, 0, 0), (1, 1, 1)).fingerprint()
     changed = pixels.copy()
     changed[2, 3, 4, 1] = 1
-    assert len({one, Images(changed, labels, (0, 0, 0), (1, 1, 1)).fingerprint(), Images(pixels, labels[::-1], (0, 0, 0), (1, 1, 1)).fingerprint()}) == 3
+    assert (
+        len(
+            {
+                one,
+                Images(changed, labels, (0, 0, 0), (1, 1, 1)).fingerprint(),
+                Images(pixels, labels[::-1], (0, 0, 0), (1, 1, 1)).fingerprint(),
+            }
+        )
+        == 3
+    )
 
 
 def test_thinning_keeps_classes_in_balance() -> None:
@@ -104,7 +121,9 @@ def test_kinds_of_shapes_differ_and_cover_a_fair_part_of_the_image() -> None:
 
 def test_shapes_are_normalised_by_their_own_mean_and_spread() -> None:
     pixels = shapes.draw(np.arange(800), 24, 8, 0, "train")[0] / 255
-    assert pixels.mean() == pytest.approx(shapes.MEAN[0], abs=0.02) and pixels.std() == pytest.approx(shapes.STD[0], abs=0.02)
+    assert pixels.mean() == pytest.approx(shapes.MEAN[0], abs=0.02) and pixels.std() == pytest.approx(
+        shapes.STD[0], abs=0.02
+    )
 
 
 # ---------------------------------------------------------------- trees

@@ -33,7 +33,9 @@ def test_a_large_network_takes_torchvisions_weight_files(arch: Arch) -> None:
 @pytest.mark.parametrize("arch", LARGE)
 def test_the_cifar_stem_changes_the_shape_of_the_first_convolution_alone(arch: Arch) -> None:
     with torch.device("meta"):
-        cifar, imagenet = (shapes(recipe(arch=arch, stem=stem, classes=10).build_model()) for stem in (Stem.cifar, Stem.imagenet))
+        cifar, imagenet = (
+            shapes(recipe(arch=arch, stem=stem, classes=10).build_model()) for stem in (Stem.cifar, Stem.imagenet)
+        )
     assert cifar.keys() == imagenet.keys()
     assert {name for name in cifar if cifar[name] != imagenet[name]} == {"conv1.weight"}
     assert cifar["conv1.weight"] == (64, 3, 3, 3)
@@ -49,17 +51,26 @@ def test_the_cifar_stem_keeps_the_resolution_of_small_images() -> None:
 
 
 # Parameters in millions: He et al. 2015, table 6; resnet8 and resnet14 by the same formula.
-@pytest.mark.parametrize(("arch", "millions"), [("resnet20", 0.27), ("resnet32", 0.46), ("resnet44", 0.66), ("resnet56", 0.85), ("resnet110", 1.7)])
+@pytest.mark.parametrize(
+    ("arch", "millions"),
+    [("resnet20", 0.27), ("resnet32", 0.46), ("resnet44", 0.66), ("resnet56", 0.85), ("resnet110", 1.7)],
+)
 def test_small_networks_have_the_published_number_of_parameters(arch: str, millions: float) -> None:
     with torch.device("meta"):
         network = recipe(arch=Arch[arch], classes=10).build_model()
-    assert sum(parameter.numel() for parameter in network.parameters()) / 1e6 == pytest.approx(millions, abs=0.05 if millions > 1 else 0.005)
+    assert sum(parameter.numel() for parameter in network.parameters()) / 1e6 == pytest.approx(
+        millions, abs=0.05 if millions > 1 else 0.005
+    )
 
 
 @pytest.mark.parametrize("arch", SMALL)
 def test_small_networks_have_as_many_layers_as_their_name_says(arch: Arch) -> None:
     with torch.device("meta"):
-        layers = [module for module in recipe(arch=arch, classes=10).build_model().modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+        layers = [
+            module
+            for module in recipe(arch=arch, classes=10).build_model().modules()
+            if isinstance(module, nn.Conv2d | nn.Linear)
+        ]
     assert len(layers) == int(arch.name.removeprefix("resnet"))
 
 
@@ -87,7 +98,8 @@ def test_no_convolution_before_a_normalisation_has_a_bias(arch: Arch) -> None:
 
 @pytest.mark.parametrize(("arch", "stem"), [(Arch.resnet20, Stem.cifar), (Arch.resnet18, Stem.imagenet)])
 def test_drawn_tensors_are_distributed_as_torchvision_draws_them(arch: Arch, stem: Stem) -> None:
-    ours = draw_model(recipe(arch=arch, stem=stem, classes=10), seed=3).state_dict()  # raises when a tensor is left at NaN
+    # raises when a tensor is left at NaN
+    ours = draw_model(recipe(arch=arch, stem=stem, classes=10), seed=3).state_dict()
     torch.manual_seed(0)
     theirs = recipe(arch=arch, stem=stem, classes=10).build_model()
     for module in theirs.modules():  # the rules of torchvision's ResNet.__init__, which the small networks never ran
@@ -109,14 +121,24 @@ def test_zero_init_residual_silences_the_last_normalisation_of_every_block(arch:
     made = recipe(arch=arch, zero_init_residual=True)
     with torch.device("meta"):
         network = made.build_model()
-    norms = {name: module.to_empty(device="cpu") for name, module in network.named_modules() if isinstance(module, nn.BatchNorm2d)}
+    norms = {
+        name: module.to_empty(device="cpu")
+        for name, module in network.named_modules()
+        if isinstance(module, nn.BatchNorm2d)
+    }
     for name, module in norms.items():
         made.initialise(name, module)
     silent = {name for name, module in norms.items() if not module.weight.any()}
-    assert silent == {name for name in norms if name.startswith("layer") and name.endswith(".bn2" if arch in BASIC else ".bn3")}
+    assert silent == {
+        name for name in norms if name.startswith("layer") and name.endswith(".bn2" if arch in BASIC else ".bn3")
+    }
     if arch not in SMALL:
         theirs = torchvision.models.get_model(arch.name, weights=None, zero_init_residual=True)
-        assert silent == {name for name, module in theirs.named_modules() if isinstance(module, nn.BatchNorm2d) and not module.weight.any()}
+        assert silent == {
+            name
+            for name, module in theirs.named_modules()
+            if isinstance(module, nn.BatchNorm2d) and not module.weight.any()
+        }
 
 
 def test_the_seed_and_the_name_of_a_module_decide_what_is_drawn() -> None:
@@ -129,7 +151,10 @@ def test_the_seed_and_the_name_of_a_module_decide_what_is_drawn() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arch": Arch.resnet20, "stem": Stem.imagenet}, "recipe.model.stem=imagenet does not exist for recipe.model.arch=resnet20"),
+        (
+            {"arch": Arch.resnet20, "stem": Stem.imagenet},
+            "recipe.model.stem=imagenet does not exist for recipe.model.arch=resnet20",
+        ),
         ({"arch": Arch.resnet18, "width": 32}, "recipe.model.width=32 does not apply to recipe.model.arch=resnet18"),
         ({"classes": 9}, "recipe.model.classes=9, but there are 8 kinds"),
     ],

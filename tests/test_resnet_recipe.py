@@ -18,7 +18,12 @@ from dtf.model.init import draw_model
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetFolder, ResnetShapes, ShapesOptions
 
 
-def measured(recipe: ResnetShapes | ResnetFolder, outputs: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor | None = None) -> dict[str, float]:
+def measured(
+    recipe: ResnetShapes | ResnetFolder,
+    outputs: torch.Tensor,
+    targets: torch.Tensor,
+    weight: torch.Tensor | None = None,
+) -> dict[str, float]:
     weight = torch.ones(len(targets)) if weight is None else weight
     batch = Batch(None, targets, weight, np.arange(len(targets)))
     return recipe.summarise(recipe.measure(outputs, batch, recipe.loss(outputs, targets)).tolist())
@@ -33,7 +38,11 @@ def test_the_default_run_is_resnet_shapes() -> None:
 
 def test_resnet_cifar10_composes_and_asks_for_its_data() -> None:
     settings = compose(["recipe=resnet_cifar10", "recipe.data.root=/no/such/place"]).settings
-    assert isinstance(settings.recipe, ResnetFolder) and settings.recipe.model.arch is Arch.resnet14 and settings.step.batch_size == 128
+    assert (
+        isinstance(settings.recipe, ResnetFolder)
+        and settings.recipe.model.arch is Arch.resnet14
+        and settings.step.batch_size == 128
+    )
     with pytest.raises(DataError, match=r"recipe.data.root=/no/such/place does not exist"):
         settings.recipe.check()
     with pytest.raises(ConfigError, match=r"recipe.data.root is not set"):
@@ -41,7 +50,9 @@ def test_resnet_cifar10_composes_and_asks_for_its_data() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["resnet_shapes", "resnet_cifar10"])
-@pytest.mark.parametrize("other", ["optimizer=adamw", "lr=cosine", "lr=constant", "sampler.tail=drop", "precision=bf16", "train.epochs=1"])
+@pytest.mark.parametrize(
+    "other", ["optimizer=adamw", "lr=cosine", "lr=constant", "sampler.tail=drop", "precision=bf16", "train.epochs=1"]
+)
 def test_what_a_recipe_sets_leaves_every_other_choice_open(recipe: str, other: str) -> None:
     group, _, choice = other.partition("=")
     composed = compose([f"recipe={recipe}", other])
@@ -83,7 +94,10 @@ def test_a_network_without_an_opinion_is_not_right(value: float) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ResnetShapes(data=ShapesOptions(pixels=24, crop_pad=24)), "recipe.data.crop_pad=24 must be less than recipe.data.pixels=24"),
+        (
+            lambda: ResnetShapes(data=ShapesOptions(pixels=24, crop_pad=24)),
+            "recipe.data.crop_pad=24 must be less than recipe.data.pixels=24",
+        ),
         (
             lambda: ResnetShapes(data=ShapesOptions(train_rows=10**12)),
             r"recipe.data.train_rows=10+ and .* must be at most \d+ together with recipe.data.pixels=32, to fit",
@@ -122,7 +136,9 @@ def one_thread() -> Iterator[None]:
 
 def test_drawn_shapes_can_be_learnt(one_thread: None) -> None:
     """A few steps on a few rows: the loss of rows never seen falls well below that of guessing."""
-    recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=3), data=ShapesOptions(pixels=16, train_rows=512, eval_rows=120))
+    recipe = ResnetShapes(
+        model=ModelOptions(arch=Arch.resnet8, classes=3), data=ShapesOptions(pixels=16, train_rows=512, eval_rows=120)
+    )
     torch.manual_seed(0)
     network = draw_model(recipe, seed=0).train()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)

@@ -16,7 +16,10 @@ from dtf.host.usage import Load, Process, cpu_load, process_tree
 from dtf.observers.resources import Resources
 from tests.test_observers import started
 
-_CHILD = "import sys; block = bytearray(50_000_000); print(flush=True); sys.stdin.readline(); sum(range(10_000_000)); print(flush=True); sys.stdin.readline()"
+_CHILD = (
+    "import sys; block = bytearray(50_000_000); print(flush=True); sys.stdin.readline(); sum(range(10_000_000)); "
+    "print(flush=True); sys.stdin.readline()"
+)
 
 
 def test_a_tree_has_children_their_memory_and_their_time():
@@ -88,8 +91,17 @@ def test_gpus_are_counted_as_torch_counts_them(visible, expected, monkeypatch):
 
 
 def test_samples_of_a_run_and_their_curves(run_dtf):
-    small = ("recipe.data.train_rows=256", "recipe.data.eval_rows=32", "step.batch_size=16", "train.epochs=1", "checkpoint=off", "launcher.threads=1")
-    done = run_dtf("launcher=inline", "observer=[jsonl,tensorboard,resources]", "observer.resources.every_s=0.05", *small)
+    small = (
+        "recipe.data.train_rows=256",
+        "recipe.data.eval_rows=32",
+        "step.batch_size=16",
+        "train.epochs=1",
+        "checkpoint=off",
+        "launcher.threads=1",
+    )
+    done = run_dtf(
+        "launcher=inline", "observer=[jsonl,tensorboard,resources]", "observer.resources.every_s=0.05", *small
+    )
     assert done.code == 0, done.err
     lines = [json.loads(line) for line in (done.folder / "resources.jsonl").read_text().splitlines()]
     assert len(lines) >= 2 and {line["device"] for line in lines} == {"cpu"}

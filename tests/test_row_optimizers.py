@@ -42,12 +42,16 @@ def train(table: SparseTable, steps: range = range(len(LRS))) -> np.ndarray:
     return table.lookup(np.arange(ROWS), create=False)
 
 
-def train_torch(build: Callable[[list], torch.optim.Optimizer], dtype: type, sparse: bool, width: int = 5) -> np.ndarray:
+def train_torch(
+    build: Callable[[list], torch.optim.Optimizer], dtype: type, sparse: bool, width: int = 5
+) -> np.ndarray:
     parameter = torch.nn.Parameter(torch.from_numpy(make(RowSgd(), dtype, width).lookup(np.arange(ROWS), create=False)))
     optimizer = build([parameter])
     for step, lr in enumerate(LRS):
         values = torch.from_numpy(gradients(step, width).astype(dtype))
-        gradient = torch.sparse_coo_tensor(torch.from_numpy(touched(step))[None], values, parameter.shape, check_invariants=True)
+        gradient = torch.sparse_coo_tensor(
+            torch.from_numpy(touched(step))[None], values, parameter.shape, check_invariants=True
+        )
         parameter.grad = gradient if sparse else gradient.to_dense()
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
@@ -64,7 +68,11 @@ TWINS: dict[str, tuple[RowOptimizer, Callable[[list], torch.optim.Optimizer], bo
         True,
     ),
     "lazy_adam": (LazyAdam(), lambda rows: torch.optim.SparseAdam(rows), True),
-    "lazy_adam-options": (LazyAdam(beta1=0.8, beta2=0.9, eps=1e-4), lambda rows: torch.optim.SparseAdam(rows, betas=(0.8, 0.9), eps=1e-4), True),
+    "lazy_adam-options": (
+        LazyAdam(beta1=0.8, beta2=0.9, eps=1e-4),
+        lambda rows: torch.optim.SparseAdam(rows, betas=(0.8, 0.9), eps=1e-4),
+        True,
+    ),
 }
 
 
@@ -100,7 +108,9 @@ def train_by_hand(rule: Any, first: np.ndarray, width: int) -> np.ndarray:
                 sigma = (np.sqrt(two[id] + g**2) - np.sqrt(two[id])) / rule.alpha
                 one[id] += g - sigma * w
                 two[id] += g**2
-                solved = -(one[id] - np.sign(one[id]) * rule.l1) / ((rule.beta + np.sqrt(two[id])) / rule.alpha + rule.l2)
+                solved = -(one[id] - np.sign(one[id]) * rule.l1) / (
+                    (rule.beta + np.sqrt(two[id])) / rule.alpha + rule.l2
+                )
                 rows[id] = np.where(np.abs(one[id]) <= rule.l1, 0.0, solved)
     return rows
 
@@ -123,7 +133,12 @@ def test_the_published_formula(rule: RowOptimizer, width: int, dtype: type) -> N
     scale = 0.0 if isinstance(rule, Ftrl) else 0.1  # FTRL as published starts from 0
     first = make(rule, dtype, width, scale).lookup(np.arange(ROWS), create=False)
     trained = train(make(rule, dtype, width, scale))
-    np.testing.assert_allclose(trained, train_by_hand(rule, first, width), rtol=2e-4 if dtype is np.float32 else 1e-11, atol=TOLERANCE[dtype]["atol"])
+    np.testing.assert_allclose(
+        trained,
+        train_by_hand(rule, first, width),
+        rtol=2e-4 if dtype is np.float32 else 1e-11,
+        atol=TOLERANCE[dtype]["atol"],
+    )
     assert not isinstance(rule, Ftrl) or not rule.l1 or (trained[: ROWS - 3] == 0).any(), "the penalty must bite"
 
 
@@ -136,7 +151,9 @@ def test_ftrl_starts_from_what_was_drawn() -> None:
     assert (moved < 0).all() and np.abs(moved).max() < 1e-6
 
 
-RULES = [cls(**({"weight_decay": 0.1} if hasattr(cls, "weight_decay") else {})) for cls in registered("sparse").values()]
+RULES = [
+    cls(**({"weight_decay": 0.1} if hasattr(cls, "weight_decay") else {})) for cls in registered("sparse").values()
+]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -153,7 +170,9 @@ def test_export_and_put_leave_no_trace(rule: RowOptimizer, dtype: type, cut: int
     for piece in np.array_split(np.random.default_rng(0).permutation(len(ids)), 3):
         fresh.put(ids[piece], rows[piece], {name: values[piece] for name, values in states.items()})
     again = fresh.export()
-    assert again.rows.tobytes() == rows.tobytes() and {k: v.tobytes() for k, v in again.states.items()} == {k: v.tobytes() for k, v in states.items()}
+    assert again.rows.tobytes() == rows.tobytes() and {k: v.tobytes() for k, v in again.states.items()} == {
+        k: v.tobytes() for k, v in states.items()
+    }
     rest = range(cut, len(LRS))
     assert train(fresh, rest).tobytes() == train(table, rest).tobytes()
 
@@ -181,7 +200,9 @@ def test_decay_goes_on_from_a_checkpoint_under_another_strength() -> None:
         after.put(*before.export())
         np.testing.assert_array_equal(after.lookup(np.arange(ROWS), create=False), wanted)
         after.update(np.zeros(0, np.int64), np.zeros((0, 5)), 0.5, 1.0, 5)
-        np.testing.assert_allclose(after.lookup(np.arange(ROWS), create=False), wanted * (1 - 0.5 * rule.weight_decay), rtol=1e-12)
+        np.testing.assert_allclose(
+            after.lookup(np.arange(ROWS), create=False), wanted * (1 - 0.5 * rule.weight_decay), rtol=1e-12
+        )
 
 
 @pytest.mark.parametrize("rates", [[0.01, 1.0], [0.1, 0.01, 0.001]], ids=["warm-up", "fall"])

@@ -27,8 +27,14 @@ from tests.answering import EPOCH, SOON_S, TOKEN, Handlers, after, client, echo,
 
 def listening() -> set[tuple[str, int]]:
     """Addresses, as /proc writes them, and ports of the sockets that this process listens on."""
-    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")}
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
+    own = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
+    }
+    rows = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+    ]
     found = (row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own)
     return {(address, int(port, 16)) for address, port in found}
 
@@ -78,10 +84,16 @@ def test_without_the_token_nothing_is_said(token: str) -> None:
 
 
 def test_the_unauthenticated_are_told_within_10_ms_and_their_body_is_not_taken() -> None:
-    """Also while every thread is busy, and with a body that would take longer than that, or be refused, if it were received."""
+    """Also while every thread is busy, and with a body that would take longer than that, or be refused, if it were
+    received.
+    """
     release = threading.Event()
     handlers: Handlers = {"wait": after(release)}
-    with service(handlers, threads=1, most_bytes=1 << 20) as server, client(server) as busy, client(server, "x", most_bytes=1 << 28) as caller:
+    with (
+        service(handlers, threads=1, most_bytes=1 << 20) as server,
+        client(server) as busy,
+        client(server, "x", most_bytes=1 << 28) as caller,
+    ):
         waiting = [busy.start("wait", b"", 60.0) for _ in range(2)]
         took = []
         for size in (0, 100 << 20, *[0] * 20):
@@ -184,7 +196,11 @@ def test_a_refusal_says_why_shortly() -> None:
 def test_messages_above_the_limit_are_refused_both_ways() -> None:
     called: list[int] = []
     handlers: Handlers = {"take": lambda data: called.append(len(data)) or b"", "give": lambda data: bytes(int(data))}
-    with service(handlers, most_bytes=1000) as server, client(server) as caller, client(server, most_bytes=500) as small:
+    with (
+        service(handlers, most_bytes=1000) as server,
+        client(server) as caller,
+        client(server, most_bytes=500) as small,
+    ):
         with pytest.raises(Refused):
             caller.call("take", bytes(1001), SOON_S)
         with pytest.raises(Refused):
@@ -200,8 +216,16 @@ def test_garbage_on_the_socket_leaves_the_server_unharmed() -> None:
     with service({"echo": echo}) as server, client(server) as caller:
         host, _, port = server.endpoint.rpartition(":")
         preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-        for data in (os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", preface + os.urandom(4096), preface + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01" + bytes(100)):
-            with socket.create_connection((host, int(port)), timeout=SOON_S) as raw, contextlib.suppress(ConnectionError):
+        for data in (
+            os.urandom(4096),
+            b"GET / HTTP/1.1\r\n\r\n",
+            preface + os.urandom(4096),
+            preface + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01" + bytes(100),
+        ):
+            with (
+                socket.create_connection((host, int(port)), timeout=SOON_S) as raw,
+                contextlib.suppress(ConnectionError),
+            ):
                 raw.sendall(data)
                 raw.shutdown(socket.SHUT_WR)
                 while raw.recv(4096):
@@ -236,7 +260,8 @@ def test_what_is_no_address(address: str) -> None:
 def test_beyond_loopback_needs_a_word() -> None:
     with pytest.raises(ConfigError, match="allow_insecure"):
         Service({}, TOKEN, EPOCH, "192.0.2.1:0")
-    with pytest.raises(ConfigError, match="cannot be listened on"):  # it is allowed, but of documentation and of no host
+    # it is allowed, but of documentation and of no host
+    with pytest.raises(ConfigError, match="cannot be listened on"):
         Service({}, TOKEN, EPOCH, "192.0.2.1:0", allow_insecure=True)
 
 
@@ -259,7 +284,20 @@ def certificate(folder: Path, name: str, hosts: str = "IP:127.0.0.1") -> tuple[P
     """A key and a certificate of its own."""
     key, cert = folder / f"{name}.key", folder / f"{name}.crt"
     extension = ["-addext", f"subjectAltName={hosts}"] if hosts else []
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", f"/CN={name}"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        f"/CN={name}",
+    ]
     subprocess.run([*command, "-keyout", str(key), "-out", str(cert), *extension], check=True, capture_output=True)
     return key, cert
 

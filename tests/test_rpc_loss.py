@@ -30,7 +30,8 @@ from tests.interposer import Interposer
 CHILD = f"""
 import sys, threading
 from dtf.pserver.net.rpc import Service
-server = Service({{"echo": lambda data: data, "hang": lambda data: threading.Event().wait() and b""}}, {TOKEN!r}, {EPOCH!r}, sys.argv[1])
+calls = {{"echo": lambda data: data, "hang": lambda data: threading.Event().wait() and b""}}
+server = Service(calls, {TOKEN!r}, {EPOCH!r}, sys.argv[1])
 server.start()
 print(server.endpoint, flush=True)
 threading.Event().wait()

@@ -79,7 +79,10 @@ def test_what_the_folder_says_of_the_run(here: Path) -> None:
 
 def test_versions_are_read_without_importing() -> None:
     assert set(versions()) == {"dtf", "python", "torch", "torchvision", "numpy"}
-    code = "import sys; from dtf.runs.run_folder import versions; assert versions()['torch']; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from dtf.runs.run_folder import versions; assert versions()['torch']; sys.exit('torch' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=False).returncode == 0
 
 
@@ -95,7 +98,10 @@ def test_a_live_run_keeps_its_folder(here: Path) -> None:
 
 def test_a_lock_dies_with_its_process(here: Path) -> None:
     """The next process must not be held up by the lock file of a killed one."""
-    code = "import os, sys; sys.path.insert(0, sys.argv[1]); from tests.test_run import *; opened(config(run__dir='runs/a')); os.kill(os.getpid(), 9)"
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[1]); from tests.test_run import *; "
+        "opened(config(run__dir='runs/a')); os.kill(os.getpid(), 9)"
+    )
     subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent.parent)], check=False)
     assert (here / "runs/a/run.json").exists()
     opened(config(run__dir="runs/a")).end(0)
@@ -123,7 +129,8 @@ def test_a_run_goes_on_in_its_folder(here: Path) -> None:
         ({"recipe__name": "other"}, "recipe.name=toy, this one has recipe.name=other"),
         (
             {"recipe__name": "other", "recipe__a": 1},
-            "recipe.name=other; choose another run.dir, or the same recipe: a run goes on under the command that started it, recipe=NAME",
+            "recipe.name=other; choose another run.dir, or the same recipe: a run goes on under the command that "
+            "started it, recipe=NAME",
         ),
         ({"checkpoint__resume": "never"}, "choose another run.dir or checkpoint.resume=auto"),
         ({"checkpoint": {"name": "off"}}, "checkpoint.resume=never"),
@@ -179,8 +186,22 @@ def test_a_folder_that_cannot_be_made_is_a_config_error(here: Path) -> None:
 
 
 def test_secrets_are_found_by_the_names_of_their_keys() -> None:
-    tree = {"api_key": "a", "Passwd": "b", "tokens": {"one": "c", "many": ["d", 4]}, "plain": "e", "secret": "", "key_count": 3}
-    assert redact(tree) == {"api_key": "***", "Passwd": "***", "tokens": {"one": "***", "many": ["***", 4]}, "plain": "e", "secret": "", "key_count": 3}
+    tree = {
+        "api_key": "a",
+        "Passwd": "b",
+        "tokens": {"one": "c", "many": ["d", 4]},
+        "plain": "e",
+        "secret": "",
+        "key_count": 3,
+    }
+    assert redact(tree) == {
+        "api_key": "***",
+        "Passwd": "***",
+        "tokens": {"one": "***", "many": ["***", 4]},
+        "plain": "e",
+        "secret": "",
+        "key_count": 3,
+    }
 
 
 def test_identity_says_what_makes_the_numbers() -> None:

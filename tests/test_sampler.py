@@ -56,7 +56,9 @@ def test_fill_completes_the_last_batch_with_other_rows(name: str, rows: int, bat
     assert sorted(visited[:rows]) == list(range(rows)), "every row once before any row twice"
     if batch <= rows:
         assert len(set(found[-1])) == batch, "no row twice within a batch while there are others"
-    assert max(np.bincount(visited, minlength=rows)) <= -(-len(visited) // rows) + (batch <= rows), "repeats are spread evenly"
+    assert max(np.bincount(visited, minlength=rows)) <= -(-len(visited) // rows) + (batch <= rows), (
+        "repeats are spread evenly"
+    )
 
 
 @given(rows=st.integers(40, 300), batch=st.integers(2, 40), seed=seeds)
@@ -79,7 +81,9 @@ def test_drop_leaves_out_the_incomplete_batch_only(name: str, rows: int, batch: 
 @pytest.mark.parametrize("tail", Tail)
 @pytest.mark.parametrize("name", NAMES)
 @given(rows=sizes, batch=batches, seed=seeds, data=st.data())
-def test_batches_are_a_pure_function_of_seed_epoch_and_index(name: str, tail: Tail, rows: int, batch: int, seed: int, data: st.DataObject) -> None:
+def test_batches_are_a_pure_function_of_seed_epoch_and_index(
+    name: str, tail: Tail, rows: int, batch: int, seed: int, data: st.DataObject
+) -> None:
     """Asked in any order and by a restarted run, a batch is the same."""
     groups = np.arange(rows) % 3
     plan = Epochs(make(name, tail), rows, batch, seed, groups)
@@ -94,7 +98,10 @@ def test_repeated_shows_each_chosen_row_in_so_many_views_one_after_the_other(row
     order = Repeated(times=times).order(rows, seed, 0, None)
     assert len(order) == rows == len(set(order))
     views = [list(order[i : i + times]) for i in range(0, rows, times)]
-    assert all([*np.array(view) % rows] == [view[0]] * len(view) and [*np.array(view) // rows] == list(range(len(view))) for view in views)
+    assert all(
+        [*np.array(view) % rows] == [view[0]] * len(view) and [*np.array(view) // rows] == list(range(len(view)))
+        for view in views
+    )
 
 
 @pytest.mark.parametrize(("balance", "share"), [(0.0, 0.1), (0.5, 0.25), (1.0, 0.5)])
@@ -165,7 +172,9 @@ def test_without_fixed_rows_a_shard_has_at_most_one_micro_batch(batch: int, coun
     rows = data.draw(st.integers(1, batch), "rows of a last batch")
     bounds = cut(rows, StepOptions(batch_size=batch).rows_each(count))
     assert len(bounds) - 1 <= count
-    assert all(last - first <= 1 for first, last in (share(len(bounds) - 1, Shard(index, count)) for index in range(count)))
+    assert all(
+        last - first <= 1 for first, last in (share(len(bounds) - 1, Shard(index, count)) for index in range(count))
+    )
 
 
 @given(micro_batches=st.integers(0, 500), count=st.integers(1, 33))

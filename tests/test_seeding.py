@@ -35,7 +35,10 @@ def test_seeds_are_the_same_on_every_machine() -> None:
 
 
 def test_draws_are_the_same_on_every_machine() -> None:
-    assert draws(0, 0, np.array([0, 7]), 2).tolist() == [[0.1460730252123189, 0.4380570128750265], [0.3321670425571658, 0.5233637594785671]]
+    assert draws(0, 0, np.array([0, 7]), 2).tolist() == [
+        [0.1460730252123189, 0.4380570128750265],
+        [0.3321670425571658, 0.5233637594785671],
+    ]
 
 
 @given(
@@ -45,7 +48,9 @@ def test_draws_are_the_same_on_every_machine() -> None:
     count=st.integers(1, 6),
     data=st.data(),
 )
-def test_a_draw_depends_on_its_row_and_column_alone(seed: int, epoch: int, ids: list[int], count: int, data: st.DataObject) -> None:
+def test_a_draw_depends_on_its_row_and_column_alone(
+    seed: int, epoch: int, ids: list[int], count: int, data: st.DataObject
+) -> None:
     """Whatever other rows are fetched beside it, and however many columns are asked for."""
     table = draws(seed, epoch, np.array(ids, dtype=np.int64), count)
     assert table.shape == (len(ids), count) and table.dtype == np.float64
@@ -67,7 +72,9 @@ def test_draws_of_one_row_are_uniform_over_columns_and_epochs() -> None:
 
 
 def test_draws_do_not_follow_each_other() -> None:
-    """Correlation of neighbouring rows, neighbouring columns, epochs and seeds: 5 standard deviations of independent draws."""
+    """Correlation of neighbouring rows, neighbouring columns, epochs and seeds: 5 standard deviations of independent
+    draws.
+    """
     table = draws(0, 0, IDS, 8)
     pairs = {
         "rows": (table[:-1], table[1:]),

@@ -1,4 +1,6 @@
-"""A server by itself: pushes that come twice, late, early and damaged; pulls that are too late; an end to which nobody comes."""
+"""A server by itself: pushes that come twice, late, early and damaged; pulls that are too late; an end to which nobody
+comes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ SOON_S = 20.0
 
 
 @contextmanager
-def server(mode: Mode = Mode.sync, trainers: int = 2, recipe: Recipe | None = None, **options: Any) -> Iterator[tuple[Serving, Desk, ThreadPoolExecutor]]:
+def server(
+    mode: Mode = Mode.sync, trainers: int = 2, recipe: Recipe | None = None, **options: Any
+) -> Iterator[tuple[Serving, Desk, ThreadPoolExecutor]]:
     """One server with its desk, and a thread for the engine."""
     recipe = recipe or Toy(batch_norm=False)
     task = Task(recipe, Sgd(), PRECISIONS["fp64"], StepOptions(batch_size=24, micro_batch_rows=6), 0, rows=RowAdagrad())
@@ -115,7 +119,9 @@ def test_pushes_in_any_order_and_number_are_applied_once_and_in_order() -> None:
         made.receive(push(made, 3, 0))
         assert made.holdings.applied == 4 and made.dropped == 7
         assert learnt(made) == in_order(4)
-        assert [(step, len(ids)) for step, ids in made.consumed()] == [(step, 12) for step in range(4) for _ in range(2)]
+        assert [(step, len(ids)) for step, ids in made.consumed()] == [
+            (step, 12) for step in range(4) for _ in range(2)
+        ]
 
 
 @pytest.mark.parametrize("mode", [Mode.async_, Mode.half_async])
@@ -131,7 +137,9 @@ def test_a_push_for_a_step_that_is_not_open_yet_keeps_nobody_waiting(mode: Mode)
 
 
 @pytest.mark.parametrize("mode", [Mode.sync, Mode.async_, Mode.half_async])
-def test_a_push_that_comes_again_while_it_is_applied_changes_nothing(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_comes_again_while_it_is_applied_changes_nothing(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with server(mode) as (made, _, engine):
         plain = made.holdings.apply
 
@@ -196,7 +204,9 @@ def lease(desk: Desk, trainer: int, **scalars: Any) -> Any:
 def greet(desk: Desk, trainer: int, starter: str, facts: dict[str, Any] | None = None) -> Any:
     request, reply = messages.hello_schemas()
     told = np.frombuffer(json.dumps(facts or {}).encode(), np.uint8)
-    return decode(reply, desk.handlers[HELLO](encode(request, {"trainer": trainer, "starter": starter}, {"facts": told})))
+    return decode(
+        reply, desk.handlers[HELLO](encode(request, {"trainer": trainer, "starter": starter}, {"facts": told}))
+    )
 
 
 def hello(desk: Desk, trainer: int, facts: dict[str, Any] | None = None) -> str:
@@ -230,15 +240,39 @@ def test_a_push_of_another_size_is_refused() -> None:
     with server() as (made, desk, engine):
         engine.submit(steps, made, 1)
         request, _ = messages.exchange_schemas(Toy())
-        scalars = {"trainer": 0, "push": 1, "step": 0, "part": 0, "epoch": 0, "unread": 0, "finite": 1, "norm": 0.0, "seen": 0, "skipped": 0}
+        scalars = {
+            "trainer": 0,
+            "push": 1,
+            "step": 0,
+            "part": 0,
+            "epoch": 0,
+            "unread": 0,
+            "finite": 1,
+            "norm": 0.0,
+            "seen": 0,
+            "skipped": 0,
+        }
         with pytest.raises(Refused, match="dense has 8 bytes"):
             desk.handlers[EXCHANGE](encode(request, scalars, {"dense": np.zeros(8, np.uint8)}))
         assert not made._basket
 
 
-def refused(made: Serving, desk: Desk, recipe: Recipe, statistics: np.ndarray, ids: list[int] | None = None, **scalars: int) -> str:
+def refused(
+    made: Serving, desk: Desk, recipe: Recipe, statistics: np.ndarray, ids: list[int] | None = None, **scalars: int
+) -> str:
     """Why a push is, or nothing."""
-    numbers = {"trainer": 0, "push": 1, "step": 0, "part": 0, "epoch": 0, "unread": 0, "finite": 1, "norm": 0.0, "seen": 0, "skipped": 0} | scalars
+    numbers = {
+        "trainer": 0,
+        "push": 1,
+        "step": 0,
+        "part": 0,
+        "epoch": 0,
+        "unread": 0,
+        "finite": 1,
+        "norm": 0.0,
+        "seen": 0,
+        "skipped": 0,
+    } | scalars
     arrays = {
         "dense": np.zeros(made.holdings.push_bytes, np.uint8),
         "sums": np.zeros(1 + len(recipe.measures)),
@@ -246,7 +280,10 @@ def refused(made: Serving, desk: Desk, recipe: Recipe, statistics: np.ndarray, i
         "rows": np.empty(0, np.int64),
     }
     if ids is not None:
-        arrays |= {"ids/ids": np.array(ids, np.int64), "gradients/ids": np.ones((len(ids), made.holdings.columns("ids")))}
+        arrays |= {
+            "ids/ids": np.array(ids, np.int64),
+            "gradients/ids": np.ones((len(ids), made.holdings.columns("ids"))),
+        }
     try:
         desk.handlers[EXCHANGE](encode(messages.exchange_schemas(recipe)[0], numbers, arrays))
     except Refused as error:
@@ -258,13 +295,21 @@ def refused(made: Serving, desk: Desk, recipe: Recipe, statistics: np.ndarray, i
 @pytest.mark.parametrize("mode", [Mode.sync, Mode.geo])
 def test_statistics_that_do_not_fit_are_refused(mode: Mode) -> None:
     recipe, tickets = Toy(), 1 if mode is Mode.sync else 2
-    with server(mode, recipe=recipe, geo_steps=2) if mode is Mode.geo else server(mode, recipe=recipe) as (made, desk, engine):
+    with (
+        server(mode, recipe=recipe, geo_steps=2) if mode is Mode.geo else server(mode, recipe=recipe) as (
+            made,
+            desk,
+            engine,
+        )
+    ):
         numbers = 2 * 16 * tickets
         assert refused(made, desk, recipe, np.zeros(numbers)) == "step 0 is not open"
         done = engine.submit(steps, made, 2)
         until(lambda: made._last >= tickets - 1)
         for length in (0, numbers - 1, numbers + 1, 2 * numbers):
-            assert f"statistics are {length} numbers, not {tickets} times 32" in refused(made, desk, recipe, np.zeros(length))
+            assert f"statistics are {length} numbers, not {tickets} times 32" in refused(
+                made, desk, recipe, np.zeros(length)
+            )
         spoilt = np.zeros(numbers)
         spoilt[-1] = np.inf
         assert "statistics are not" in refused(made, desk, recipe, spoilt, finite=tickets)
@@ -276,7 +321,11 @@ def test_a_push_whose_statistics_are_not_finite_is_a_skipped_step() -> None:
     with server(recipe=recipe) as (made, desk, engine):
         done, before = engine.submit(steps, made, 1), learnt(made)
         until(lambda: made._last == 0)
-        assert refused(made, desk, recipe, np.full(32, np.nan), finite=0) == refused(made, desk, recipe, np.zeros(32), part=1) == ""
+        assert (
+            refused(made, desk, recipe, np.full(32, np.nan), finite=0)
+            == refused(made, desk, recipe, np.zeros(32), part=1)
+            == ""
+        )
         done.result(SOON_S)
         assert made.skipped() == 1
         counted = {box.name: box.tensor for box in made.state().boxes if not box.name.endswith("num_batches_tracked")}
@@ -293,7 +342,9 @@ def test_a_push_of_rows_that_are_not_here_is_refused(ids: list[int]) -> None:
         assert refused(made, desk, recipe, statistics, ids) == "ids/ids has some that are not of this server"
         assert refused(made, desk, recipe, statistics, [3, 5]) == ""
         made.holdings._world.size = 2
-        assert [made.holdings.owns("ids", np.array([each])) for each in range(99)] == [each == 0 for each in dealt(np.arange(99), 2)]
+        assert [made.holdings.owns("ids", np.array([each])) for each in range(99)] == [
+            each == 0 for each in dealt(np.arange(99), 2)
+        ]
 
 
 def test_a_trainer_that_was_given_up_joins_again() -> None:
@@ -310,7 +361,9 @@ def test_a_trainer_that_was_given_up_joins_again() -> None:
 
 
 def test_a_number_is_of_one_trainer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another command that gives it is refused while the first one is heard, and gets in when that is silent or has left; a launcher's at once."""
+    """Another command that gives it is refused while the first one is heard, and gets in when that is silent or has
+    left; a launcher's at once.
+    """
     monkeypatch.setattr(desks, "LONGEST_WAIT_S", 0.05)
     with server() as (made, desk, _), ThreadPoolExecutor(1) as pool:
         made.begun = True
@@ -345,7 +398,9 @@ def test_the_end_waits_for_trainers_to_leave_but_not_for_ever(monkeypatch: pytes
         ended: Future[None] = engine.submit(made.end, "preempted")
         until(lambda: made.over)
         assert lease(desk, 0).scalars["reason"] == "preempted"
-        assert lease(desk, 0).scalars["state"] == OVER and lease(desk, 7).scalars["state"] == OVER and not closed.is_set()
+        assert (
+            lease(desk, 0).scalars["state"] == OVER and lease(desk, 7).scalars["state"] == OVER and not closed.is_set()
+        )
         lease(desk, 0, leaving=1)
         ended.result(SOON_S)
         assert closed.is_set()
@@ -398,5 +453,16 @@ def test_any_server_that_was_started_by_hand_knows_where_all_are(monkeypatch: py
     where, handlers = ["127.0.0.1:4000", "127.0.0.1:4001"], dict[str, Any]()
     monkeypatch.setattr(World, "gather", lambda self, value: None)  # of a rank other than 0
     service = cast(Any, SimpleNamespace(add=handlers.update))
-    session.serve(task, World(Place(rank=1, size=2, slots=1)), Pserver(endpoints=where, trainers=1), 1, session.Post(service, where[1]))
-    assert json.loads(decode(messages.status_schemas()[1], handlers[messages.STATUS](b"")).arrays["status"].tobytes())["endpoints"] == where
+    session.serve(
+        task,
+        World(Place(rank=1, size=2, slots=1)),
+        Pserver(endpoints=where, trainers=1),
+        1,
+        session.Post(service, where[1]),
+    )
+    assert (
+        json.loads(decode(messages.status_schemas()[1], handlers[messages.STATUS](b"")).arrays["status"].tobytes())[
+            "endpoints"
+        ]
+        == where
+    )

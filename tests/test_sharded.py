@@ -19,7 +19,13 @@ from tests.ranks import ranks
 
 
 def task() -> Task:
-    return Task(ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8)), AdamW(), Precision(), StepOptions(batch_size=8), 0)
+    return Task(
+        ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8)),
+        AdamW(),
+        Precision(),
+        StepOptions(batch_size=8),
+        0,
+    )
 
 
 def hold(rank: int, size: int, unit: str) -> dict[str, Any]:

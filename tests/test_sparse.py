@@ -22,7 +22,14 @@ LARGEST = 2**63 - 1
 WIDTH = 3
 
 
-def table(size: int = 0, rule: RowOptimizer | None = None, capacity: int = 1000, dtype: type = np.float64, width: int = WIDTH, seed: int = 1) -> SparseTable:
+def table(
+    size: int = 0,
+    rule: RowOptimizer | None = None,
+    capacity: int = 1000,
+    dtype: type = np.float64,
+    width: int = WIDTH,
+    seed: int = 1,
+) -> SparseTable:
     return SparseTable(Table(width, size, capacity, 0.1), rule or RowSgd(), seed, "t", dtype)
 
 
@@ -35,10 +42,14 @@ def drawn(key: int, ids: np.ndarray, width: int, scale: float) -> np.ndarray:
     golden, pairs = np.uint64(0x9E3779B97F4A7C15), np.arange((width + 1) // 2, dtype=np.uint64)
     with np.errstate(over="ignore"):
         start = mix(ids.astype(np.uint64) * golden + np.uint64(key))[:, None]
-        first, second = (mix(start + (np.uint64(2) * pairs + np.uint64(more)) * golden) >> np.uint64(11) for more in (1, 2))
+        first, second = (
+            mix(start + (np.uint64(2) * pairs + np.uint64(more)) * golden) >> np.uint64(11) for more in (1, 2)
+        )
     radius = scale * np.sqrt(-2.0 * np.log((first + np.uint64(1)) * 2.0**-53))
     turns = second * 2.0**-53 - 0.125
-    return np.stack([radius * np.cos(2 * np.pi * turns), radius * np.sin(2 * np.pi * turns)], -1).reshape(len(ids), -1)[:, :width]
+    return np.stack([radius * np.cos(2 * np.pi * turns), radius * np.sin(2 * np.pi * turns)], -1).reshape(len(ids), -1)[
+        :, :width
+    ]
 
 
 # ---------------------------------------------------------------- rows as they are drawn
@@ -75,7 +86,10 @@ HUGE = st.one_of(st.integers(-1, 12), st.integers(0, LARGEST), st.just(LARGEST))
 
 
 def calls(ids: st.SearchStrategy[int]) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
-    return st.lists(st.tuples(st.sampled_from(["train", "eval", "update", "reload"]), st.lists(ids, unique=True, max_size=30)), max_size=12)
+    return st.lists(
+        st.tuples(st.sampled_from(["train", "eval", "update", "reload"]), st.lists(ids, unique=True, max_size=30)),
+        max_size=12,
+    )
 
 
 def run_both(size: int, sequence: list[tuple[str, list[int]]]) -> None:
@@ -89,7 +103,9 @@ def run_both(size: int, sequence: list[tuple[str, list[int]]]) -> None:
             kept, held = held.export(), table(size, rule)
             held.put(*kept)
             continue
-        known = {id: reference.get(id, (drawn(key, ints(id), WIDTH, 0.1)[0], np.full(WIDTH, 0.25))) for id in some if id >= 0}
+        known = {
+            id: reference.get(id, (drawn(key, ints(id), WIDTH, 0.1)[0], np.full(WIDTH, 0.25))) for id in some if id >= 0
+        }
         if call != "eval":
             reference |= known
         if call == "update":
@@ -156,8 +172,13 @@ def test_a_full_table_says_so_and_stays_as_it_was(size: int) -> None:
     full = table(size, capacity=5)
     full.lookup(np.arange(4), create=True)
     before = full.export()
-    for attempt in (lambda: full.lookup(ints(9, 10), create=True), lambda: full.update(ints(9, 10), np.ones((2, WIDTH)), 0.1, 1.0, 0)):
-        with pytest.raises(ConfigError, match=re.escape("table t is full: capacity=5 rows, 6 are wanted; set a larger capacity")):
+    for attempt in (
+        lambda: full.lookup(ints(9, 10), create=True),
+        lambda: full.update(ints(9, 10), np.ones((2, WIDTH)), 0.1, 1.0, 0),
+    ):
+        with pytest.raises(
+            ConfigError, match=re.escape("table t is full: capacity=5 rows, 6 are wanted; set a larger capacity")
+        ):
             attempt()
     full.lookup(ints(9, 10), create=False)
     after = full.export()
@@ -166,7 +187,9 @@ def test_a_full_table_says_so_and_stays_as_it_was(size: int) -> None:
     assert len(full) == 5
 
 
-@pytest.mark.parametrize(("size", "id", "rule"), [(0, -2, "0 or more"), (10, 10, "0 to 9"), (10, -2, "0 to 9"), (10, LARGEST, "0 to 9")])
+@pytest.mark.parametrize(
+    ("size", "id", "rule"), [(0, -2, "0 or more"), (10, 10, "0 to 9"), (10, -2, "0 to 9"), (10, LARGEST, "0 to 9")]
+)
 def test_ids_that_cannot_be(size: int, id: int, rule: str) -> None:
     with pytest.raises(DataError, match=f"table t: id {id} must be {rule}"):
         table(size).lookup(ints(1, id), create=True)
@@ -206,7 +229,9 @@ def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
         ((1, 2), (2, WIDTH), {"z": (2, WIDTH), "n": (2, WIDTH)}),
     ],
 )
-def test_what_no_export_gave_is_refused(ids: tuple[int, ...], rows: tuple[int, ...], states: dict[str, tuple[int, ...]]) -> None:
+def test_what_no_export_gave_is_refused(
+    ids: tuple[int, ...], rows: tuple[int, ...], states: dict[str, tuple[int, ...]]
+) -> None:
     held = table(rule=RowAdagrad())
     with pytest.raises(DataError, match="table t"):
         held.put(ints(*ids), np.ones(rows), {name: np.ones(shape) for name, shape in states.items()})

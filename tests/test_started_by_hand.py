@@ -1,4 +1,6 @@
-"""Processes of a run that are started by hand, a command for each: in any order, joining, leaving, lost and started again; job=status meanwhile."""
+"""Processes of a run that are started by hand, a command for each: in any order, joining, leaving, lost and started
+again; job=status meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,16 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Underway]:
 
 
 def command(live: Underway, role: str, number: int, *more: str) -> list[str]:
-    return words(live.where, role, number, "strategy.mode=async", "strategy.trainers=2", "train.steps=1000000", "train.log_every=1000", *more)
+    return words(
+        live.where,
+        role,
+        number,
+        "strategy.mode=async",
+        "strategy.trainers=2",
+        "train.steps=1000000",
+        "train.log_every=1000",
+        *more,
+    )
 
 
 def test_status_of_a_live_run(live: Underway, run_dtf: Run) -> None:
@@ -70,13 +81,19 @@ def test_status_of_a_live_run(live: Underway, run_dtf: Run) -> None:
     text = run_dtf("job=status", f"job.run_folder={live.folder}", "job.seconds=0.3").out
     assert "mode async, serving" in text
     assert live.where[0] in text
-    found = json.loads(run_dtf("job=status", f"job.run_folder={live.folder}", "job.format=json", "job.seconds=0.3").out)["servers"]
+    found = json.loads(
+        run_dtf("job=status", f"job.run_folder={live.folder}", "job.format=json", "job.seconds=0.3").out
+    )["servers"]
     assert len(found) == 1
     server = found[0]
     assert server["pushes_per_s"] > 0
     assert run_dtf("job=status", f"job.run_folder={live.folder}", "job.seconds=1e-9").code == Exit.OK
     assert server["pushes"] == sum(server["staleness"].values()) == server["updates"]
-    assert server["leases"]["opened"] >= server["leases"]["granted"] - server["leases"]["granted_again"] >= server["leases"]["finished"]
+    assert (
+        server["leases"]["opened"]
+        >= server["leases"]["granted"] - server["leases"]["granted_again"]
+        >= server["leases"]["finished"]
+    )
     assert [each["trainer"] for each in server["trainers"]] == [0]
     assert server["blocks"]["bytes"] > 0
 
@@ -112,7 +129,10 @@ def test_who_is_refused(live: Underway, run_dtf: Run, monkeypatch: pytest.Monkey
     assert "has the number 0" in twice.err
     assert live.trainer.process.poll() is None
     more = [*live.where, endpoints(1)[0]]
-    assert "strategy.endpoints names 2 server(s), and 1 for server 0" in run_dtf(*words(more, "trainer", 1, "strategy.trainers=2", "train.steps=9")).err
+    assert (
+        "strategy.endpoints names 2 server(s), and 1 for server 0"
+        in run_dtf(*words(more, "trainer", 1, "strategy.trainers=2", "train.steps=9")).err
+    )
 
 
 def test_a_trainer_joins_and_leaves(live: Underway, run_dtf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,10 +157,20 @@ def test_a_trainer_joins_and_leaves(live: Underway, run_dtf: Run, monkeypatch: p
 def finished(folder: Path) -> dict[int, dict[str, float]]:
     """Metrics by step, those of the last launch."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {each["step"]: {key: each[key] for key in ("loss", "grad_norm")} for each in found if each.get("split") == "train"}
+    return {
+        each["step"]: {key: each[key] for key in ("loss", "grad_norm")}
+        for each in found
+        if each.get("split") == "train"
+    }
 
 
-SYNC = ("strategy.trainers=1", "strategy.min_block=16", "train.steps=40", "checkpoint.every_steps=10", "strategy.meet_timeout_s=60")
+SYNC = (
+    "strategy.trainers=1",
+    "strategy.min_block=16",
+    "train.steps=40",
+    "checkpoint.every_steps=10",
+    "strategy.meet_timeout_s=60",
+)
 
 
 @pytest.mark.slow
@@ -152,12 +182,23 @@ def test_two_servers_in_any_order_one_of_them_killed_and_started_again(tmp_path:
         trainer = start("trainer", words(where, "trainer", 0, *more))
         second = start("server1", words(where, "server", 1, *more))
         first = start("server0", words(where, "server", 0, *more, f"run.dir={folder}"))
-        until(lambda: (folder / "metrics.jsonl").exists() and max(finished(folder), default=0) > 15, first, second, trainer)
+        until(
+            lambda: (folder / "metrics.jsonl").exists() and max(finished(folder), default=0) > 15,
+            first,
+            second,
+            trainer,
+        )
         assert len(status(folder)) == 2
         second.kill()
         second = start("server1b", words(where, "server", 1, *more))
         assert (first.end(), second.end(), trainer.end()) == (0, 0, 0), (first.said(), second.said(), trainer.said())
-    whole = run_dtf(*words([], "server", 0)[:-3], *more, "strategy.servers=2", "strategy.meet_timeout_s=null", "launcher.processes=1")
+    whole = run_dtf(
+        *words([], "server", 0)[:-3],
+        *more,
+        "strategy.servers=2",
+        "strategy.meet_timeout_s=null",
+        "launcher.processes=1",
+    )
     assert whole.code == 0, whole.err
     assert finished(folder) == finished(whole.folder)
 
@@ -166,7 +207,13 @@ def test_two_servers_in_any_order_one_of_them_killed_and_started_again(tmp_path:
 def test_server_0_is_lost_with_its_host_and_started_again(tmp_path: Path) -> None:
     """Trainers wait for it, and go on where its last checkpoint is."""
     where, folder = endpoints(1), tmp_path / "run"
-    more = ("strategy.mode=half_async", "strategy.trainers=2", "train.steps=2000", "checkpoint.every_steps=20", "strategy.meet_timeout_s=60")
+    more = (
+        "strategy.mode=half_async",
+        "strategy.trainers=2",
+        "train.steps=2000",
+        "checkpoint.every_steps=20",
+        "strategy.meet_timeout_s=60",
+    )
     with commands(tmp_path) as start:
         trainers = [start(f"trainer{number}", words(where, "trainer", number, *more)) for number in range(2)]
         server = start("server", words(where, "server", 0, *more, f"run.dir={folder}"))
@@ -185,12 +232,25 @@ def test_server_0_is_lost_with_its_host_and_started_again(tmp_path: Path) -> Non
 def test_a_server_whose_rank_is_killed_in_a_mode_in_which_servers_rarely_meet(mode: str, tmp_path: Path) -> None:
     """Its launcher starts it again; server 0 hears of it, and all go back together."""
     where, folder = endpoints(2), tmp_path / "run"
-    more = (f"strategy.mode={mode}", *(["strategy.geo_steps=5"] if mode == "geo" else []), "strategy.min_block=16", "strategy.trainers=1", "train.steps=1500")
+    more = (
+        f"strategy.mode={mode}",
+        *(["strategy.geo_steps=5"] if mode == "geo" else []),
+        "strategy.min_block=16",
+        "strategy.trainers=1",
+        "train.steps=1500",
+    )
     more = (*more, "checkpoint.every_steps=50", "strategy.meet_timeout_s=60", "train.log_every=10")
     with commands(tmp_path) as start:
-        first, second = (start(f"server{number}", words(where, "server", number, *more, f"run.dir={folder}")) for number in range(2))
+        first, second = (
+            start(f"server{number}", words(where, "server", number, *more, f"run.dir={folder}")) for number in range(2)
+        )
         trainer = start("trainer", words(where, "trainer", 0, *more))
-        until(lambda: (folder / "metrics.jsonl").exists() and max(finished(folder), default=0) > 100, first, second, trainer)
+        until(
+            lambda: (folder / "metrics.jsonl").exists() and max(finished(folder), default=0) > 100,
+            first,
+            second,
+            trainer,
+        )
         os.kill(second.rank(), signal.SIGKILL)
         codes = [each.end() for each in (first, second, trainer)]
         assert codes == [0, 0, 0], [each.said() for each in (first, second, trainer)]
@@ -203,7 +263,13 @@ def test_a_server_whose_rank_is_killed_in_a_mode_in_which_servers_rarely_meet(mo
 def test_a_trainer_of_several_threads_comes_leaves_and_ends_with_all_of_them(tmp_path: Path) -> None:
     """At once: nobody waits for their silence."""
     where, folder = endpoints(1), tmp_path / "run"
-    more = ("strategy.mode=async", "strategy.hogwild_threads=2", "strategy.trainers=2", "train.steps=1000000", "train.log_every=1000")
+    more = (
+        "strategy.mode=async",
+        "strategy.hogwild_threads=2",
+        "strategy.trainers=2",
+        "train.steps=1000000",
+        "train.log_every=1000",
+    )
     with commands(tmp_path) as start:
         server = start("server", words(where, "server", 0, *more, f"run.dir={folder}"))
         trainer = start("trainer", words(where, "trainer", 1, *more))
@@ -222,8 +288,14 @@ def test_a_trainer_of_several_threads_comes_leaves_and_ends_with_all_of_them(tmp
 def test_nobody_waits_for_ever(tmp_path: Path, run_dtf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTF_TOKEN", TOKEN)
     where = endpoints(2)
-    for role, number, whom in (("trainer", 0, "UNAVAILABLE"), ("server", 1, "UNAVAILABLE"), ("server", 0, f"server 1 (at {where[1]}) did not come")):
-        alone = run_dtf(*words(where, role, number, "strategy.trainers=1", "train.steps=1", "strategy.meet_timeout_s=1"))
+    for role, number, whom in (
+        ("trainer", 0, "UNAVAILABLE"),
+        ("server", 1, "UNAVAILABLE"),
+        ("server", 0, f"server 1 (at {where[1]}) did not come"),
+    ):
+        alone = run_dtf(
+            *words(where, role, number, "strategy.trainers=1", "train.steps=1", "strategy.meet_timeout_s=1")
+        )
         assert alone.code == Exit.PEER
         assert whom in alone.err
     with commands(tmp_path) as start:
@@ -242,7 +314,10 @@ def test_certificates(mode: str, tmp_path: Path, run_dtf: Run, monkeypatch: pyte
     more = (*SYNC, f"strategy.tls.mode={mode}")
     own = (f"strategy.tls.ca={cert}", f"strategy.tls.cert={cert}", f"strategy.tls.key={key}")
     with commands(tmp_path) as start:
-        servers = [start(f"server{number}", words(where, "server", number, *more, *own, f"run.dir={folder}")) for number in range(2)]
+        servers = [
+            start(f"server{number}", words(where, "server", number, *more, *own, f"run.dir={folder}"))
+            for number in range(2)
+        ]
         until(lambda: (folder / "live.json").exists(), *servers)
         patience = "strategy.meet_timeout_s=2"
         wrong = run_dtf(*words(where, "trainer", 3, *more, *own, patience, f"strategy.tls.ca={stranger}"))
@@ -254,7 +329,14 @@ def test_certificates(mode: str, tmp_path: Path, run_dtf: Run, monkeypatch: pyte
             assert "strategy.tls.cert is not given" in nobody.err
         asked = run_dtf("job=status", f"job.run_folder={folder}", "job.seconds=0.1")
         assert asked.code == 0, asked.err
-        asked = run_dtf("job=status", f"job.endpoint={where[0]}", "job.seconds=0.1", "strategy=pserver", f"strategy.tls.mode={mode}", *own)
+        asked = run_dtf(
+            "job=status",
+            f"job.endpoint={where[0]}",
+            "job.seconds=0.1",
+            "strategy=pserver",
+            f"strategy.tls.mode={mode}",
+            *own,
+        )
         assert asked.code == 0, asked.err
         trainer = run_dtf(*words(where, "trainer", 0, *more, *(own if mode == "mtls" else own[:1])))
         assert trainer.code == 0, trainer.err
@@ -266,7 +348,10 @@ def test_launcher_inline_starts_one_too(tmp_path: Path) -> None:
     where = endpoints(2)
     more = (*SYNC, "launcher=inline")
     with commands(tmp_path) as start:
-        all_of_them = [start(f"server{number}", words(where, "server", number, *more, f"run.dir={tmp_path / 'run'}")) for number in range(2)]
+        all_of_them = [
+            start(f"server{number}", words(where, "server", number, *more, f"run.dir={tmp_path / 'run'}"))
+            for number in range(2)
+        ]
         all_of_them.append(start("trainer", words(where, "trainer", 0, *more)))
         assert [each.end() for each in all_of_them] == [0, 0, 0], [each.said() for each in all_of_them]
 
@@ -286,13 +371,22 @@ TWO = ["10.0.0.1:4000", "10.0.0.2:4000"]
 
 @pytest.mark.usefixtures("secret")
 def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ((manual_start.ENDPOINTS, ", ".join(TWO)), (manual_start.ROLE, "server"), (manual_start.SERVER_ID, "1"), (manual_start.TRAINER_ID, "5")):
+    for name, value in (
+        (manual_start.ENDPOINTS, ", ".join(TWO)),
+        (manual_start.ROLE, "server"),
+        (manual_start.SERVER_ID, "1"),
+        (manual_start.TRAINER_ID, "5"),
+    ):
         monkeypatch.setenv(name, value)
     alone = Pserver(trainers=3).alone()
     assert alone
     assert (alone.role, alone.rank, alone.towards, alone.token) == ("server", 1, ("10.0.0.1", 4000), TOKEN)
     assert TOKEN not in repr(alone)
-    cases: list[tuple[dict[str, Any], int]] = [({"role": Role.trainer}, 7), ({"server_id": 0}, 0), ({"role": Role.trainer, "trainer_id": 2}, 4)]
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"role": Role.trainer}, 7),
+        ({"server_id": 0}, 0),
+        ({"role": Role.trainer, "trainer_id": 2}, 4),
+    ]
     for options, rank in cases:
         alone = Pserver(trainers=3, **options).alone()
         assert alone
@@ -312,7 +406,10 @@ def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         ({"endpoints": TWO}, "strategy.role is not given"),
         ({"endpoints": TWO, "role": Role.server}, "strategy.server_id is not given"),
         ({"endpoints": TWO, "role": Role.server, "server_id": 2}, "must be less than the 2"),
-        ({"endpoints": TWO, "role": Role.trainer, "server_id": 1, "trainer_id": 1}, "strategy.server_id=1 is not for strategy.role=trainer"),
+        (
+            {"endpoints": TWO, "role": Role.trainer, "server_id": 1, "trainer_id": 1},
+            "strategy.server_id=1 is not for strategy.role=trainer",
+        ),
         ({"endpoints": TWO, "role": Role.trainer}, "strategy.trainer_id is not given"),
         ({"endpoints": TWO, "role": Role.trainer, "trainer_id": 0, "trainers": 0}, "strategy.trainers=0"),
         ({"endpoints": TWO, "role": Role.trainer, "trainer_id": 0, "servers": 3}, "strategy.servers=3"),
@@ -331,7 +428,8 @@ def test_what_is_for_those_started_by_hand_alone() -> None:
     from tests.toy import Toy
 
     task = Task(Toy(), Sgd(), PRECISIONS["fp32"], StepOptions(), 0)
-    cases: list[dict[str, Any]] = [{"meet_timeout_s": 600.0}, {"token_file": "x"}, {"geo_steps": 400}]  # whatever stands where nothing is given
+    # whatever stands where nothing is given
+    cases: list[dict[str, Any]] = [{"meet_timeout_s": 600.0}, {"token_file": "x"}, {"geo_steps": 400}]
     for options in cases:
         with pytest.raises(ConfigError, match=f"strategy.{next(iter(options))}.* is for strategy"):
             Pserver(**options).check(task, 1, "cpu")
@@ -369,7 +467,9 @@ def test_which_files_a_process_needs(tmp_path: Path) -> None:
     TlsOptions(mode=TlsMode.mtls, **paths).check(serves=True, asks=False)
     for options, serves in (({"ca"}, True), ({"cert", "key"}, False)):
         with pytest.raises(ConfigError, match="is not given"):
-            TlsOptions(mode=TlsMode.tls, **{name: paths[name] for name in options}).check(serves=serves, asks=not serves)
+            TlsOptions(mode=TlsMode.tls, **{name: paths[name] for name in options}).check(
+                serves=serves, asks=not serves
+            )
     with pytest.raises(ConfigError, match="uses no file"):
         TlsOptions(ca=str(file)).check(serves=False, asks=True)
     with pytest.raises(ConfigError, match="cannot be read"):

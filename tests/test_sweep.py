@@ -19,7 +19,15 @@ from dtf.cli.trials import NOT_STARTED, Trial, folder_name, table
 from dtf.core.errors import Exit
 
 SHOW = ("plugins=[tests.front_parts]", "job=front_show")
-SMALL = ["plugins=[tests.toy]", "recipe=toy", "launcher=inline", "launcher.devices=cpu", "strategy=dp", "strategy.replicas=1", "step.batch_size=48"]
+SMALL = [
+    "plugins=[tests.toy]",
+    "recipe=toy",
+    "launcher=inline",
+    "launcher.devices=cpu",
+    "strategy=dp",
+    "strategy.replicas=1",
+    "step.batch_size=48",
+]
 
 Capture = pytest.CaptureFixture[str]
 
@@ -54,7 +62,14 @@ def test_keys_of_options_that_the_experiments_swept_over_choose(configs, tmp_pat
 
 
 def test_new_entries_of_mappings_and_deletions_as_in_a_single_run(configs) -> None:
-    seen = configs("launcher.env.A=1", "~observer.console", "~experiment", "hydra.job.name=mine", "run.name=${hydra:job.name}", "seed=1,2")
+    seen = configs(
+        "launcher.env.A=1",
+        "~observer.console",
+        "~experiment",
+        "hydra.job.name=mine",
+        "run.name=${hydra:job.name}",
+        "seed=1,2",
+    )
     assert [(one["seed"], one["launcher"]["env"], sorted(one["observer"]), one["run"]["name"]) for one in seen] == [
         (1, {"A": "1"}, ["jsonl", "tensorboard"], "mine"),
         (2, {"A": "1"}, ["jsonl", "tensorboard"], "mine"),
@@ -64,11 +79,20 @@ def test_new_entries_of_mappings_and_deletions_as_in_a_single_run(configs) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["lr=cosine,constant", "lr.floor=0.1"], "trial 2 of 2 (lr=constant): lr.floor=0.1 is no known key; choices: peak, warmup; set on the command line"),
-        (["seed=1,2", "lr.peak=0.1,abc"], "trial 2 of 4 (seed=1 lr.peak=abc): lr.peak=abc is not of type float; set on the command line"),
+        (
+            ["lr=cosine,constant", "lr.floor=0.1"],
+            "trial 2 of 2 (lr=constant): lr.floor=0.1 is no known key; choices: peak, warmup; set on the command line",
+        ),
+        (
+            ["seed=1,2", "lr.peak=0.1,abc"],
+            "trial 2 of 4 (seed=1 lr.peak=abc): lr.peak=abc is not of type float; set on the command line",
+        ),
         (["seed=1,2", "~observer"], "trial 1 of 2 (seed=1): ~observer takes no observer away; "),
         (["seed=1", "sed=2"], "sed=2 is no known key; did you mean seed?"),
-        (["hydra.verbose=true,false"], "hydra.verbose=true,false sweeps over a setting of Hydra; give it one value; set on the command line"),
+        (
+            ["hydra.verbose=true,false"],
+            "hydra.verbose=true,false sweeps over a setting of Hydra; give it one value; set on the command line",
+        ),
         (["lr.peak=interval(0.1,0.2)"], "an interval has no list of values to run; list them, "),
     ],
 )
@@ -80,16 +104,24 @@ def test_errors_name_the_trial(capsys: Capture, words: list[str], message: str) 
 
 
 def test_the_table_of_a_sweep_says_where_each_run_is_and_how_good(capsys: Capture, elsewhere: Path) -> None:
-    assert main(["-m", *SMALL, "train.steps=4", "train.eval_every=2", "observer=[jsonl]", "seed=1,2", "lr.peak=0.1,0.2"]) == Exit.OK
+    assert (
+        main(["-m", *SMALL, "train.steps=4", "train.eval_every=2", "observer=[jsonl]", "seed=1,2", "lr.peak=0.1,0.2"])
+        == Exit.OK
+    )
     *lines, total = capsys.readouterr().out.splitlines()[-5:]
     values = []
     for number, (line, differs) in enumerate(zip(lines, [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)], strict=True), 1):
-        found = re.fullmatch(rf"dtf: trial {number}: ok  top1=(\S+)  (outputs/toy/sweep-\w{{8}}/seed={differs[0]},lr.peak={differs[1]})", line)
+        found = re.fullmatch(
+            rf"dtf: trial {number}: ok  top1=(\S+)  (outputs/toy/sweep-\w{{8}}/seed={differs[0]},lr.peak={differs[1]})",
+            line,
+        )
         assert found, line
         measured = [json.loads(text) for text in (elsewhere / found[2] / "metrics.jsonl").read_text().splitlines()]
         values.append(max(one["top1"] for one in measured if one["split"] == "eval"))
         assert float(found[1]) == pytest.approx(values[-1], abs=1e-4)
-    assert re.fullmatch(r"dtf: 4 of 4 trials finished, the best is trial (\d), \d\d:\d\d in all, in outputs/toy/sweep-\w{8}", total)
+    assert re.fullmatch(
+        r"dtf: 4 of 4 trials finished, the best is trial (\d), \d\d:\d\d in all, in outputs/toy/sweep-\w{8}", total
+    )
     assert values[int(total.split("trial ")[1][0]) - 1] == max(values)
 
 
@@ -104,10 +136,21 @@ def test_a_trial_that_fails_stops_no_other_and_is_named(capsys: Capture, elsewhe
 
 
 def test_a_table_says_what_a_name_of_a_folder_cannot(elsewhere: Path) -> None:
-    odd = Trial(title="recipe.data.root='/a b'", code=0, folder=elsewhere / "outputs" / "x" / folder_name(["recipe.data.root='/a b'"]), best=("top1", 0.5))
+    odd = Trial(
+        title="recipe.data.root='/a b'",
+        code=0,
+        folder=elsewhere / "outputs" / "x" / folder_name(["recipe.data.root='/a b'"]),
+        best=("top1", 0.5),
+    )
     lines = list(table([odd, Trial(title="seed=1", code=3), Trial(title="seed=2", code=NOT_STARTED)]))
-    assert re.fullmatch(r"dtf: trial 1: ok           top1=0.5000  outputs/x/recipe.data.root=__a_b_-\w{8}  recipe.data.root='/a b'", lines[0])
-    assert lines[1:] == ["dtf: trial 2: exit code 3               seed=1", "dtf: trial 3: not started               seed=2"]
+    assert re.fullmatch(
+        r"dtf: trial 1: ok           top1=0.5000  outputs/x/recipe.data.root=__a_b_-\w{8}  recipe.data.root='/a b'",
+        lines[0],
+    )
+    assert lines[1:] == [
+        "dtf: trial 2: exit code 3               seed=1",
+        "dtf: trial 3: not started               seed=2",
+    ]
 
 
 @given(st.lists(st.lists(st.text(max_size=60), max_size=4), min_size=2, max_size=2, unique_by=",".join))

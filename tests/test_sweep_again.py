@@ -1,4 +1,6 @@
-"""The same sweep started again does what is missing: after a kill, an interrupt, a failure, with more values, and where Optuna chooses them."""
+"""The same sweep started again does what is missing: after a kill, an interrupt, a failure, with more values, and where
+Optuna chooses them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from tests.holding import HELD
 ROOT = Path(__file__).parent.parent
 INLINE = ["launcher=inline", "launcher.devices=cpu", "launcher.threads=1", "strategy=dp", "strategy.replicas=1"]
 LOCAL = ["launcher=local", "launcher.devices=cpu", "launcher.threads=1", "launcher.processes=2", "strategy=ddp"]
-TOY = ["plugins=[tests.toy]", "recipe=toy", *INLINE, "step.batch_size=48", "train.steps=4", "train.eval_every=2", "checkpoint=off", "observer=[]"]
+TOY = [
+    "plugins=[tests.toy]",
+    "recipe=toy",
+    *INLINE,
+    "step.batch_size=48",
+    "train.steps=4",
+    "train.eval_every=2",
+    "checkpoint=off",
+    "observer=[]",
+]
 
 Capture = pytest.CaptureFixture[str]
 
@@ -40,11 +51,20 @@ def records(home: Path) -> dict[str, dict]:
         pytest.param(signal.SIGINT, LOCAL, id="interrupt of ranks", marks=pytest.mark.slow),
     ],
 )
-def test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing(number: int, launcher: list[str], capsys: Capture, elsewhere: Path) -> None:
+def test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing(
+    number: int, launcher: list[str], capsys: Capture, elsewhere: Path
+) -> None:
     hold = elsewhere / "hold"
     hold.touch()
-    after = 8 if number == signal.SIGKILL else 2  # behind the first checkpoint; before ranks first ask each other whether to stop
-    lengths = ["step.batch_size=48", "train.steps=12", "train.eval_every=4", "train.log_every=0", "checkpoint.every_steps=4"]
+    # behind the first checkpoint; before ranks first ask each other whether to stop
+    after = 8 if number == signal.SIGKILL else 2
+    lengths = [
+        "step.batch_size=48",
+        "train.steps=12",
+        "train.eval_every=4",
+        "train.log_every=0",
+        "checkpoint.every_steps=4",
+    ]
     words = [
         "-m",
         "plugins=[tests.holding]",
@@ -62,7 +82,8 @@ def test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing(number: int, la
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell that runs the tests in its background has it ignored
+        # a shell that runs the tests in its background has it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         while not (elsewhere / "hold.reached").exists():
@@ -85,14 +106,18 @@ def test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing(number: int, la
     assert sorted(after) == [f"seed={seed}" for seed in range(1, 7)]
     assert {name: after[name] for name in ("seed=1", "seed=2")} == {name: before[name] for name in ("seed=1", "seed=2")}
     starts = [int(step) for step in re.findall(r"^started step=(\d+)/12", out, re.MULTILINE)]
-    assert len(starts) == 4 and starts[0] > 0 and starts[1:] == [0, 0, 0], "the third goes on from its checkpoint, the rest begin"
+    assert len(starts) == 4 and starts[0] > 0 and starts[1:] == [0, 0, 0], (
+        "the third goes on from its checkpoint, the rest begin"
+    )
     assert len(re.findall(r"^dtf: trial \d: ok, before ", out, re.MULTILINE)) == 2
     assert len(after[f"seed={HELD}"]["earlier"]) == 1 and all(record["exit"] == Exit.OK for record in after.values())
     assert "dtf: 6 of 6 trials finished" in out
 
 
 @pytest.mark.slow
-def test_a_folder_of_ones_own_takes_more_values_and_longer_trials_but_no_other_config(capsys: Capture, elsewhere: Path) -> None:
+def test_a_folder_of_ones_own_takes_more_values_and_longer_trials_but_no_other_config(
+    capsys: Capture, elsewhere: Path
+) -> None:
     words = ["-m", *TOY, "run.dir=mine"]
     assert main([*words, "lr.peak=0.1,0.2"]) == Exit.OK
     assert main([*words, "lr.peak=0.1,0.2,0.3", "observer=[jsonl]", "launcher.threads=2"]) == Exit.OK
@@ -103,7 +128,10 @@ def test_a_folder_of_ones_own_takes_more_values_and_longer_trials_but_no_other_c
     assert [len(record.get("earlier", [])) for record in records(elsewhere / "mine").values()].count(1) == 2
     assert main([*words, "lr.peak=0.1,0.4", "optimizer.momentum=0.5"]) == Exit.BUSY, "the other trial runs"
     out, err = capsys.readouterr()
-    assert "lr.peak=0.1 holds a trial with optimizer.momentum=0.9, this one has optimizer.momentum=0.5; choose another run.dir" in err
+    assert (
+        "lr.peak=0.1 holds a trial with optimizer.momentum=0.9, this one has optimizer.momentum=0.5; choose another "
+        "run.dir" in err
+    )
     assert "dtf: trial 2: ok" in out
 
 
@@ -121,10 +149,15 @@ def test_what_failed_is_tried_again(capsys: Capture, elsewhere: Path) -> None:
         (["run.name=a,b"], "run.name=b is a in another trial; run.name belongs to the whole sweep, give one value"),
         (["seed=1,2", "run.dir=x${seed}"], "run.dir=x2 is x1 in another trial"),
         (["budget.hours=1,2"], "budget.hours=2.0 is 1.0 in another trial"),
-        (["launcher=env", "seed=1,2"], "launcher=env takes part as a rank that others started, for one run; a sweep starts its own ranks"),
+        (
+            ["launcher=env", "seed=1,2"],
+            "launcher=env takes part as a rank that others started, for one run; a sweep starts its own ranks",
+        ),
     ],
 )
-def test_what_belongs_to_the_sweep_is_one_for_all_its_trials(words: list[str], message: str, capsys: Capture, elsewhere: Path) -> None:
+def test_what_belongs_to_the_sweep_is_one_for_all_its_trials(
+    words: list[str], message: str, capsys: Capture, elsewhere: Path
+) -> None:
     given = [word for word in TOY if not (word.startswith("launcher") and "launcher=env" in words)]
     assert main(["-m", *given, *words]) == Exit.CONFIG
     assert message in capsys.readouterr().err
@@ -145,7 +178,15 @@ def test_a_sweep_keeps_its_folder_to_itself(capsys: Capture, elsewhere: Path) ->
 
 @pytest.mark.slow
 def test_eight_trials_of_optuna_improve_the_objective_and_more_go_on(capsys: Capture, elsewhere: Path) -> None:
-    words = ["-m", *TOY, "train.steps=24", "train.eval_every=24", "hydra/sweeper=optuna", "lr.peak=tag(log,interval(0.0001,0.3))", "run.objective=loss"]
+    words = [
+        "-m",
+        *TOY,
+        "train.steps=24",
+        "train.eval_every=24",
+        "hydra/sweeper=optuna",
+        "lr.peak=tag(log,interval(0.0001,0.3))",
+        "run.objective=loss",
+    ]
     assert main([*words, "hydra.sweeper.n_trials=8"]) == Exit.OK
     out = capsys.readouterr().out
     losses = [float(value) for value in re.findall(r"^dtf: trial \d: ok  loss=(\S+)", out, re.MULTILINE)]

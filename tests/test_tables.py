@@ -1,4 +1,6 @@
-"""Laws, for recipes with sparse tables: the same numbers under every strategy, one checkpoint, and a step that touches nothing but its rows."""
+"""Laws, for recipes with sparse tables: the same numbers under every strategy, one checkpoint, and a step that touches
+nothing but its rows.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,22 @@ RANGE: dict[str, Any] = {"name": "tabled", "rows": 100, "size": 150}
 
 
 def cases() -> list[Any]:
-    """All strategies, numbers of processes and kinds of ids; those on three processes, and ranges of ids under ddp, run by default."""
+    """All strategies, numbers of processes and kinds of ids; those on three processes, and ranges of ids under ddp, run
+    by default.
+    """
     strategies = sorted({name for name, _ in variants()})
     found = []
     for strategy, processes, kind in product(strategies, (1, 2, 3, 4), ("any", "range")):
         usual = processes == 3 and (kind == "any" or strategy == "ddp")
-        found.append(pytest.param(strategy, processes, ANY if kind == "any" else RANGE, id=f"{strategy}-{processes}-{kind}", marks=() if usual else slow))
+        found.append(
+            pytest.param(
+                strategy,
+                processes,
+                ANY if kind == "any" else RANGE,
+                id=f"{strategy}-{processes}-{kind}",
+                marks=() if usual else slow,
+            )
+        )
     return found
 
 
@@ -44,16 +56,22 @@ def test_every_strategy_follows_the_reference_in_fp64(strategy: str, processes: 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"), [*meshes(), ("pipeline", {"virtual": 2}), ("ddp", {"shard_optimizer": True}), ("dp", {"reduce": "all"})], ids=str
+    ("strategy", "options"),
+    [*meshes(), ("pipeline", {"virtual": 2}), ("ddp", {"shard_optimizer": True}), ("dp", {"reduce": "all"})],
+    ids=str,
 )
 def test_every_way_to_combine_strategies(strategy: str, options: dict) -> None:
     processes = 2 if "virtual" in options else 4
     assert difference(reference(recipe=ANY), spread(strategy, processes, options=options, recipe=ANY)) <= 1e-10
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("ddp", {}), ("tensor", {"degree": 2, "tables": "replicated"})], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("ddp", {}), ("tensor", {"degree": 2, "tables": "replicated"})], ids=str
+)
 def test_tables_so_small_that_all_rows_are_summed_as_one_tensor(strategy: str, options: dict) -> None:
-    """Twelve rows on four ranks; the last of them and missing ids are met, and three ranks of a tensor's four tell no gradient."""
+    """Twelve rows on four ranks; the last of them and missing ids are met, and three ranks of a tensor's four tell no
+    gradient.
+    """
     recipe = RANGE | {"size": 12}
     assert difference(reference(recipe=recipe), spread(strategy, 4, options=options, recipe=recipe)) <= 1e-10
 
@@ -73,15 +91,29 @@ def test_a_table_that_met_no_id_yet_is_saved(tmp_path: Path) -> None:
     recipe = ANY | {"unmet": True}
     spread("fsdp", 2, folder=str(tmp_path), save_every=3, halt=True, recipe=recipe)
     whole = reference(recipe=recipe)
-    assert difference(whole, whole | {"tensors": spread("ddp", 2, start=str(tmp_path / "step_000003"), recipe=recipe)["tensors"]}) <= 1e-10
+    assert (
+        difference(
+            whole, whole | {"tensors": spread("ddp", 2, start=str(tmp_path / "step_000003"), recipe=recipe)["tensors"]}
+        )
+        <= 1e-10
+    )
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"), [("fsdp", {}), pytest.param("pserver", {"servers": 2, "min_block": 1}, marks=slow), pytest.param("ddp", {}, marks=slow)], ids=str
+    ("strategy", "options"),
+    [
+        ("fsdp", {}),
+        pytest.param("pserver", {"servers": 2, "min_block": 1}, marks=slow),
+        pytest.param("ddp", {}, marks=slow),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("rule", sorted(registered("sparse")))
 def test_with_every_row_optimizer(strategy: str, options: dict, rule: str) -> None:
-    assert difference(reference(recipe=ANY, sparse=rule), spread(strategy, 3, options=options, recipe=ANY, sparse=rule)) <= 1e-10
+    assert (
+        difference(reference(recipe=ANY, sparse=rule), spread(strategy, 3, options=options, recipe=ANY, sparse=rule))
+        <= 1e-10
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params"])
@@ -99,29 +131,63 @@ def test_wherever_the_rows_lie(strategy: str, tables: str) -> None:
     assert difference(reference(recipe=ANY), spread(strategy, 2, options={"tables": tables}, recipe=ANY)) <= 1e-10
 
 
-TABLED, SINGLE = ("plugins=[tests.tabled]", "recipe=tabled", "train.steps=1"), ("recipe=ctr_clicks", "recipe.model.table=sparse")
+TABLED, SINGLE = (
+    ("plugins=[tests.tabled]", "recipe=tabled", "train.steps=1"),
+    ("recipe=ctr_clicks", "recipe.model.table=sparse"),
+)
 ROWS = ("strategy=pserver", "strategy.dense=allreduce")
 REFUSED: list[tuple[tuple[str, ...], str]] = [
-    ((*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=3"), "table who has 2 columns, too few for 3 ranks"),
-    ((*TABLED, "strategy=fsdp", "strategy.tables=columns", "sparse=rowwise_adagrad", "launcher.processes=2"), "RowwiseAdagrad keeps sum of whole ones"),
+    (
+        (*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=3"),
+        "table who has 2 columns, too few for 3 ranks",
+    ),
+    (
+        (*TABLED, "strategy=fsdp", "strategy.tables=columns", "sparse=rowwise_adagrad", "launcher.processes=2"),
+        "RowwiseAdagrad keeps sum of whole ones",
+    ),
     (
         (*SINGLE, "strategy=tensor", "strategy.tables=tables", "launcher.processes=2"),
         "strategy.tables=tables puts whole tables on ranks, and GeneratedClicks has one",
     ),
     ((*SINGLE, "strategy=pipeline", "strategy.tables=tables", "launcher.processes=2"), "use strategy.tables=rows"),
-    (("recipe=resnet_shapes", *ROWS), "strategy.dense=allreduce leaves sparse tables to servers, and resnet_shapes has none; use recipe=ctr_clicks_sparse"),
-    (("recipe=ctr_clicks", *ROWS), "this recipe has none as recipe.model.table is set; use recipe.model.table=sparse, or strategy=ddp"),
+    (
+        ("recipe=resnet_shapes", *ROWS),
+        "strategy.dense=allreduce leaves sparse tables to servers, and resnet_shapes has none; use "
+        "recipe=ctr_clicks_sparse",
+    ),
+    (
+        ("recipe=ctr_clicks", *ROWS),
+        "this recipe has none as recipe.model.table is set; use recipe.model.table=sparse, or strategy=ddp",
+    ),
     ((*TABLED, *ROWS, "strategy.mode=async"), "strategy.mode=sync, this is async"),
     ((*TABLED, *ROWS, "strategy.min_block=1"), "strategy.min_block is of no account with strategy.dense=allreduce"),
-    ((*TABLED, *ROWS, "strategy.server_device=cpu", "strategy.placement=hash_name"), "strategy.placement is of no account"),
+    (
+        (*TABLED, *ROWS, "strategy.server_device=cpu", "strategy.placement=hash_name"),
+        "strategy.placement is of no account",
+    ),
     ((*TABLED, *ROWS, "launcher.processes=2", "strategy.rpc_threads=2"), "each of 2 trainers waits in one"),
-    ((*TABLED, *ROWS, "strategy.endpoints=[127.0.0.1:4000]", "strategy.role=trainer"), "leave strategy.endpoints and DTF_ENDPOINTS out"),
+    (
+        (*TABLED, *ROWS, "strategy.endpoints=[127.0.0.1:4000]", "strategy.role=trainer"),
+        "leave strategy.endpoints and DTF_ENDPOINTS out",
+    ),
     ((*TABLED, "step.ema=0.9"), "step.ema=0.9 averages all weights"),
-    ((SINGLE[0], "sparse=ftrl"), "GeneratedClicks has none as recipe.model.table is set; leave sparse=... out; set on the command line"),
-    ((SINGLE[0], "recipe.model.table=dense", "sparse.lr_factor=2"), "GeneratedClicks has none as recipe.model.table is set"),
+    (
+        (SINGLE[0], "sparse=ftrl"),
+        "GeneratedClicks has none as recipe.model.table is set; leave sparse=... out; set on the command line",
+    ),
+    (
+        (SINGLE[0], "recipe.model.table=dense", "sparse.lr_factor=2"),
+        "GeneratedClicks has none as recipe.model.table is set",
+    ),
     (("sparse.lr_factor=2",), "ResnetShapes has none; leave sparse=... out"),
-    ((*TABLED, "sparse=sgd", "sparse.weight_decay=20", "lr.peak=0.1"), "sparse.weight_decay=20 times the learning rate 0.1 must be less than 1"),
-    ((*TABLED, "sparse=sgd", "sparse.weight_decay=10", "sparse.lr_factor=2", "lr.peak=0.1"), "times the learning rate 0.2 must be less than 1"),
+    (
+        (*TABLED, "sparse=sgd", "sparse.weight_decay=20", "lr.peak=0.1"),
+        "sparse.weight_decay=20 times the learning rate 0.1 must be less than 1",
+    ),
+    (
+        (*TABLED, "sparse=sgd", "sparse.weight_decay=10", "sparse.lr_factor=2", "lr.peak=0.1"),
+        "times the learning rate 0.2 must be less than 1",
+    ),
 ]
 
 FINE = [
@@ -176,7 +242,9 @@ def pairs() -> list[Any]:
 
 @pytest.mark.parametrize("rule", ["sgd", pytest.param("lazy_adam", marks=slow)])
 @pytest.mark.parametrize(("first", "second"), pairs())
-def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(first: str, second: str, rule: str, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(
+    first: str, second: str, rule: str, tmp_path: Path
+) -> None:
     """Six steps, the last three of them elsewhere, with weight decay that acts on rows nobody touches."""
     case: dict[str, Any] = {"recipe": ANY, "sparse": rule, "sparse_options": {"weight_decay": 0.1}}
     (one, processes, options), (other, more, others) = WAYS[first], WAYS[second]
@@ -192,12 +260,22 @@ def test_a_run_goes_on_in_another_precision(rule: str, tmp_path: Path) -> None:
     spread("fsdp", 2, folder=str(tmp_path), save_every=3, halt=True, precision="fp32", **case)
     found = spread("ddp", 2, start=str(tmp_path / "step_000003"), **case)["train"]
     expected = reference(**case)["train"]
-    assert [found[step]["loss"] for step in found] == pytest.approx([expected[step]["loss"] for step in found], rel=1e-4)
+    assert [found[step]["loss"] for step in found] == pytest.approx(
+        [expected[step]["loss"] for step in found], rel=1e-4
+    )
     assert len(found) == 3
 
 
 def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_only(run_dtf: Any) -> None:
-    run = ["plugins=[tests.tabled]", "recipe=tabled", "train.steps=4", "sparse=ftrl", "step.batch_size=24", "launcher.processes=1", "observer=[]"]
+    run = [
+        "plugins=[tests.tabled]",
+        "recipe=tabled",
+        "train.steps=4",
+        "sparse=ftrl",
+        "step.batch_size=24",
+        "launcher.processes=1",
+        "observer=[]",
+    ]
     cut = run_dtf(*run, "train.until=2")
     refused = run_dtf(*run, "sparse.alpha=0.2", folder=cut.folder)
     assert (cut.code, refused.code) == (0, 2), refused.err

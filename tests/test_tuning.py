@@ -1,4 +1,6 @@
-"""Optuna's proposals: within what was asked for, better than chance, and the same whether or not the sweep was interrupted."""
+"""Optuna's proposals: within what was asked for, better than chance, and the same whether or not the sweep was
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from dtf.cli.optuna_search import OptunaOptions, Tuner
 from dtf.config.messages import parse
 from dtf.core.errors import BusyError, ConfigError
 
-SPACE = ["lr.peak=tag(log,interval(0.001,10))", "optimizer=sgd,adamw", "seed=range(2,9,3)", "step.batch_size=int(interval(8,64))", "train.steps=4"]
+SPACE = [
+    "lr.peak=tag(log,interval(0.001,10))",
+    "optimizer=sgd,adamw",
+    "seed=range(2,9,3)",
+    "step.batch_size=int(interval(8,64))",
+    "train.steps=4",
+]
 
 
 def values(overrides: Sequence[str]) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Non-finite losses and gradients: found by all ranks before the update, counted, and the loss scale that lives with them."""
+"""Non-finite losses and gradients: found by all ranks before the update, counted, and the loss scale that lives with
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from tests.ranks import ranks
 BAD: dict[str, Any] = {"recipe": {"rows": 100, "bad_row": 17, "batch_norm": False}}
 
 
-@pytest.mark.parametrize("precision", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "bf16_params")), "bf16_master"])
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "bf16_params")), "bf16_master"],
+)
 @pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
 def test_a_non_finite_row_on_one_rank_updates_nobody(strategy: str, options: dict, precision: str) -> None:
     """The step with the bad row is skipped on every rank: the others go on as if it had not been there."""
@@ -30,7 +35,9 @@ def test_a_non_finite_row_on_one_rank_updates_nobody(strategy: str, options: dic
     bound = {"fp32": 1e-5, "bf16_params": 0.2}.get(precision, 0.05)
     assert all(np.allclose(alone["tensors"][name], t, rtol=bound, atol=bound) for name, t in result["tensors"].items())
     bad = next(int(step) for step, values in result["train"].items() if not np.isfinite(values["grad_norm"]))
-    before, after = (reference(steps=steps, precision=precision, skip_nonfinite=9, **BAD)["tensors"] for steps in (bad - 1, bad))
+    before, after = (
+        reference(steps=steps, precision=precision, skip_nonfinite=9, **BAD)["tensors"] for steps in (bad - 1, bad)
+    )
     assert before == after, "the step touched neither parameters nor the optimizer's state"
 
 
@@ -40,7 +47,9 @@ def test_a_skipped_step_leaves_running_averages_as_they_were(strategy: str, opti
     whole = reference(**case)
     found = spread(strategy, 2, options=options, **case)
     bad = [step for step, values in found["train"].items() if not np.isfinite(values["grad_norm"])]
-    assert len(bad) == 1 and all(np.isfinite(tensor).all() for run in (whole, found) for tensor in run["tensors"].values())
+    assert len(bad) == 1 and all(
+        np.isfinite(tensor).all() for run in (whole, found) for tensor in run["tensors"].values()
+    )
     for run in (whole, found):
         run["train"] = {step: values for step, values in run["train"].items() if step != bad[0]}
     assert difference(whole, found) <= 1e-10
@@ -77,7 +86,11 @@ def overflow(rank: int, size: int) -> dict[str, float]:
     Spmd.__init__ = keep  # type: ignore[method-assign]
     found = harness.train(rank, size, precision="fp16", steps=40, log_every=40)
     scalars = program[0].state().scalars
-    return {"skipped": scalars["skipped"], "scale": scalars["loss_scale"][0], "grad_norm": found["train"]["40"]["grad_norm"]}
+    return {
+        "skipped": scalars["skipped"],
+        "scale": scalars["loss_scale"][0],
+        "grad_norm": found["train"]["40"]["grad_norm"],
+    }
 
 
 class Counted:
@@ -128,5 +141,7 @@ class Stored:
 
 
 def test_half_precision_learns_what_fp32_learns() -> None:
-    losses = {p: reference(precision=p, steps=40)["eval"]["40"]["loss"] for p in ("fp32", "bf16", "fp16", "bf16_master")}
+    losses = {
+        p: reference(precision=p, steps=40)["eval"]["40"]["loss"] for p in ("fp32", "bf16", "fp16", "bf16_master")
+    }
     assert all(abs(value - losses["fp32"]) < 0.1 for value in losses.values()), losses

@@ -20,7 +20,13 @@ from tests.conftest import Result
 
 Run = Callable[..., Result]
 
-MODEL = ("recipe.model.width=8", "recipe.model.arch=resnet8", "recipe.data.pixels=16", "recipe.data.train_rows=64", "recipe.data.eval_rows=50")
+MODEL = (
+    "recipe.model.width=8",
+    "recipe.model.arch=resnet8",
+    "recipe.data.pixels=16",
+    "recipe.data.train_rows=64",
+    "recipe.data.eval_rows=50",
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     from dtf.cli.main import main
 
     folder = tmp_path_factory.mktemp("trained") / "run"
-    assert not main([*MODEL, "train.steps=4", "step.batch_size=32", "step.ema=0.9", "observer=[jsonl]", f"run.dir={folder}"])
+    assert not main(
+        [*MODEL, "train.steps=4", "step.batch_size=32", "step.ema=0.9", "observer=[jsonl]", f"run.dir={folder}"]
+    )
     yield folder
 
 
@@ -71,7 +79,8 @@ def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained
     from dtf.api.registry import registered
 
     load_parts([])
-    own = {name for name, kind in registered("strategy").items() if kind.__module__.startswith("dtf.")}  # other tests bring some of theirs
+    # other tests bring some of theirs
+    own = {name for name, kind in registered("strategy").items() if kind.__module__.startswith("dtf.")}
     refused = own - {"ddp", "dp", "fsdp", "tensor", "pipeline"}
     assert refused == {"pserver"}
     for job, name in product(("evaluate", "predict", "export"), sorted(refused)):
@@ -83,20 +92,30 @@ def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained
 @pytest.mark.parametrize("strategy", ["ddp", "dp", pytest.param("fsdp", marks=pytest.mark.slow), "tensor", "pipeline"])
 def test_an_evaluation_repeats_what_training_saw(strategy: str, trained: Path, run_dtf: Run) -> None:
     """The same metrics, from the averages of the weights; a batch size and number of ranks that divide nothing."""
-    result = run_dtf("job=evaluate", f"job.model={trained}", f"strategy={strategy}", "step.batch_size=7", "launcher.processes=2")
+    result = run_dtf(
+        "job=evaluate", f"job.model={trained}", f"strategy={strategy}", "step.batch_size=7", "launcher.processes=2"
+    )
     assert result.code == 0, result.err
     found = json.loads((result.folder / "evaluation.json").read_text())
     for name, value in found["metrics"].items():
         assert value == pytest.approx(last_evaluation(trained)[name], rel=1e-5)
     assert [each["class"] for each in found["classes"]][:2] == ["disc", "ring"]
-    assert sum(each["rows"] for each in found["classes"]) == sum(each["predicted"] for each in found["classes"]) == found["rows"] == 50
+    assert (
+        sum(each["rows"] for each in found["classes"])
+        == sum(each["predicted"] for each in found["classes"])
+        == found["rows"]
+        == 50
+    )
     right = sum(each["rows"] * each["recall"] for each in found["classes"])
     assert right / 50 == pytest.approx(found["metrics"]["top1"])
     assert "50 rows: loss=" in result.out and "crescent" in result.out and "averaged weights" in result.out
 
 
 def test_predictions_are_in_order_and_go_on_where_they_stopped(trained: Path, images: Path, run_dtf: Run) -> None:
-    """Under another strategy too. What was written stays, a line cut short is written anew, and each row is there once."""
+    """Under another strategy too.
+
+    What was written stays, a line cut short is written anew, and each row is there once.
+    """
     command = ("job=predict", f"job.model={trained}", f"job.input={images}", "job.top=3", "step.batch_size=4")
     result = run_dtf(*command, "strategy=ddp")
     assert result.code == 0, result.err
@@ -104,7 +123,11 @@ def test_predictions_are_in_order_and_go_on_where_they_stopped(trained: Path, im
     whole = lines(file)
     names = sorted(path.relative_to(images).as_posix() for path in images.rglob("*.*") if path.suffix != ".txt")
     assert [row["row"] for row in whole] == list(range(11)) and [row["input"] for row in whole] == names
-    assert all(row["probability"] == row["top"][0][1] >= row["top"][1][1] >= row["top"][2][1] and row["class"] == row["top"][0][0] for row in whole)
+    assert all(
+        row["probability"] == row["top"][0][1] >= row["top"][1][1] >= row["top"][2][1]
+        and row["class"] == row["top"][0][0]
+        for row in whole
+    )
     text = file.read_bytes()
     kept = b"".join(text.splitlines(keepends=True)[:5])
     file.write_bytes(kept + text.splitlines()[5][:20])
@@ -120,36 +143,69 @@ def test_predictions_are_in_order_and_go_on_where_they_stopped(trained: Path, im
     for damage in ("{", "3", '["rows"]'):
         (result.folder / "predictions.json").write_text(damage)
         damaged = run_dtf(*command, folder=result.folder)
-        assert damaged.code == 65 and f"{result.folder / 'predictions.json'} cannot be read" in damaged.err and "choose another run.dir" in damaged.err
+        assert (
+            damaged.code == 65
+            and f"{result.folder / 'predictions.json'} cannot be read" in damaged.err
+            and "choose another run.dir" in damaged.err
+        )
 
 
 def test_the_config_of_the_run_stands_behind_the_command_line(trained: Path, tmp_path: Path, run_dtf: Run) -> None:
-    """Its recipe's keys need no recipe=NAME beside them, wherever the job and the model are named; what is shown is what is done."""
+    """Its recipe's keys need no recipe=NAME beside them, wherever the job and the model are named; what is shown is
+    what is done.
+    """
     from dtf.config.compose import compose
 
     given = [f"job.model={trained}", "recipe.data.eval_rows=20"]
     composed = compose(["job=evaluate", *given])
-    assert composed.config["recipe"]["data"] | {"eval_rows": 50} == compose(["job=evaluate", f"job.model={trained}"]).config["recipe"]["data"]
-    assert (composed.config["recipe"]["model"]["width"], composed.config["step"]["ema"], composed.config["recipe"]["data"]["eval_rows"]) == (8, 0.9, 20)
+    assert (
+        composed.config["recipe"]["data"] | {"eval_rows": 50}
+        == compose(["job=evaluate", f"job.model={trained}"]).config["recipe"]["data"]
+    )
+    assert (
+        composed.config["recipe"]["model"]["width"],
+        composed.config["step"]["ema"],
+        composed.config["recipe"]["data"]["eval_rows"],
+    ) == (8, 0.9, 20)
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "judge.yaml").write_text(f"# @package _global_\ndefaults:\n  - override /job: evaluate\njob:\n  model: {trained}\n")
-    assert compose([f"--config-dir={tmp_path}", "experiment=judge", "recipe.data.eval_rows=20"]).config["recipe"] == composed.config["recipe"]
+    (tmp_path / "experiment" / "judge.yaml").write_text(
+        f"# @package _global_\ndefaults:\n  - override /job: evaluate\njob:\n  model: {trained}\n"
+    )
+    assert (
+        compose([f"--config-dir={tmp_path}", "experiment=judge", "recipe.data.eval_rows=20"]).config["recipe"]
+        == composed.config["recipe"]
+    )
     assert "\n    eval_rows: 20\n" in run_dtf("job=evaluate", *given, "--cfg", "job").out
     with pytest.raises(ConfigError, match="job.model=.* holds an interpolation"):
         compose(["job=evaluate", "job.model=${run.dir}"])
-    swept = run_dtf("-m", "job=evaluate", f"job.model={trained}", "recipe.data.eval_rows=3", "launcher=inline", folder=Path(f"{tmp_path}/a,{tmp_path}/b"))
-    assert (swept.code, swept.out.count("eval split, 3 rows"), f"trial 1 of 2: run.dir={tmp_path}/a\n" in swept.out) == (0, 2, True), swept.out + swept.err
+    swept = run_dtf(
+        "-m",
+        "job=evaluate",
+        f"job.model={trained}",
+        "recipe.data.eval_rows=3",
+        "launcher=inline",
+        folder=Path(f"{tmp_path}/a,{tmp_path}/b"),
+    )
+    assert (
+        swept.code,
+        swept.out.count("eval split, 3 rows"),
+        f"trial 1 of 2: run.dir={tmp_path}/a\n" in swept.out,
+    ) == (0, 2, True), swept.out + swept.err
 
 
 def test_predictions_as_a_table(trained: Path, run_dtf: Run) -> None:
     """Of the evaluation split: the share of right answers is the accuracy that training saw."""
-    result = run_dtf("job=predict", f"job.model={trained}", "job.format=csv", "job.top=2", "strategy=dp", "launcher.processes=3")
+    result = run_dtf(
+        "job=predict", f"job.model={trained}", "job.format=csv", "job.top=2", "strategy=dp", "launcher.processes=3"
+    )
     assert result.code == 0, result.err
     with (result.folder / "predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["row"] for row in rows] == [str(i) for i in range(50)]
     kinds = ("disc", "ring", "square", "triangle", "plus", "star", "crescent", "bar")
-    assert sum(row["class"] == kinds[i % 8] for i, row in enumerate(rows)) / 50 == pytest.approx(last_evaluation(trained)["top1"])
+    assert sum(row["class"] == kinds[i % 8] for i, row in enumerate(rows)) / 50 == pytest.approx(
+        last_evaluation(trained)["top1"]
+    )
     assert float(rows[0]["probability"]) >= float(rows[0]["probability_2"])
 
 
@@ -176,10 +232,14 @@ def test_exported_files_say_what_the_model_says(trained: Path, images: Path, run
     with safe_open(result.folder / "model.safetensors", framework="pt") as file:
         assert json.loads(file.metadata()["dtf.json"])["classes"] == told["classes"]
         assert {"conv1.weight", "bn1.running_var", "layer3.0.conv2.weight", "fc.bias"} <= set(file.keys())
-    predicted = run_dtf("job=predict", f"job.model={result.folder / 'model.safetensors'}", f"job.input={images}", *MODEL)
+    predicted = run_dtf(
+        "job=predict", f"job.model={result.folder / 'model.safetensors'}", f"job.input={images}", *MODEL
+    )
     assert predicted.code == 0, predicted.err
     names = image_names(images)
-    inputs, _ = Unlabelled(images, names, told["preprocessing"]["pixels"], told["preprocessing"]["mean"], told["preprocessing"]["std"]).fetch(np.arange(11), 0)
+    inputs, _ = Unlabelled(
+        images, names, told["preprocessing"]["pixels"], told["preprocessing"]["mean"], told["preprocessing"]["std"]
+    ).fetch(np.arange(11), 0)
     chances = program(inputs).softmax(-1).detach()
     for row, chance in zip(lines(predicted.folder / "predictions.jsonl"), chances, strict=True):
         assert row["class"] == told["classes"][int(chance.argmax())]

@@ -11,7 +11,14 @@ import pytest
 from dtf.api.registry import registered
 from dtf.config.settings import load_parts
 
-SMALL = ["recipe=resnet_shapes", "recipe.data.pixels=8", "job.steps=3", "job.batch_size=14", "job.precisions=[fp64]", "job.micro_batches=[2]"]
+SMALL = [
+    "recipe=resnet_shapes",
+    "recipe.data.pixels=8",
+    "job.steps=3",
+    "job.batch_size=14",
+    "job.precisions=[fp64]",
+    "job.micro_batches=[2]",
+]
 
 
 @pytest.fixture
@@ -25,7 +32,8 @@ def verify(run_dtf: Any, tmp_path: Path) -> Any:
 
 def test_clean_for_every_strategy_there_is(verify: Any) -> None:
     load_parts([])
-    own = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]  # other tests register faulty ones
+    # other tests register faulty ones
+    own = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]
     code, report, out = verify("job.processes=[1,3]", f"job.strategies=[{','.join([*own, 'zero1'])}]")
     assert code == 0 and report["ok"], out
     assert {row["strategy"] for row in report["runs"]} >= {"dp", "ddp", "zero1"}
@@ -39,7 +47,14 @@ def test_fp32_is_judged_by_all_parameters_together(verify: Any) -> None:
 
 
 def test_rounding_that_a_recipe_amplifies_is_told_from_a_fault(verify: Any) -> None:
-    violent = ["job.precisions=[fp64,fp32]", "job.processes=[3]", "job.strategies=[ddp]", "job.steps=8", "lr=constant", "lr.peak=0.5"]
+    violent = [
+        "job.precisions=[fp64,fp32]",
+        "job.processes=[3]",
+        "job.strategies=[ddp]",
+        "job.steps=8",
+        "lr=constant",
+        "lr.peak=0.5",
+    ]
     code, report, _ = verify(*violent)
     exact, rounded = report["runs"]
     assert code == 1 and exact["ok"] and not rounded["ok"]
@@ -76,12 +91,20 @@ def test_a_planted_fault_is_found_and_named(verify: Any, fault: str, named: str)
         ("nope", "job.strategies names 'nope'; choices: "),
         ("tensor 2", "job.strategies has 'tensor 2'; after the strategy's name come options as key=value"),
         ("tensor degree=2 degree=1", "job.strategies has 'tensor degree=2 degree=1', which gives degree twice"),
-        ("tensor degre=2", "job.strategies has 'tensor degre=2', but degre is no option of tensor; did you mean degree?"),
+        (
+            "tensor degre=2",
+            "job.strategies has 'tensor degre=2', but degre is no option of tensor; did you mean degree?",
+        ),
         ("fsdp replicate=x", "job.strategies has 'fsdp replicate=x': strategy.replicate=x is not of type int"),
-        ("tensor launcher.processes=3", "launcher.processes is no option of tensor; choices: degree, tables; numbers of processes are in job.processes"),
+        (
+            "tensor launcher.processes=3",
+            "launcher.processes is no option of tensor; choices: degree, tables; numbers of processes are in "
+            "job.processes",
+        ),
         (
             "tensor degree=3",
-            "nothing to compare: none of job.strategies=['tensor degree=3'] runs on job.processes=[2, 4]: strategy.degree=3 does not divide job.",
+            "nothing to compare: none of job.strategies=['tensor degree=3'] runs on job.processes=[2, 4]: "
+            "strategy.degree=3 does not divide job.",
         ),
     ],
 )

@@ -17,23 +17,42 @@ INPUTS = ("pyproject.toml", "README.md", "LICENSE", "dtf", "recipes", "conf")
 
 
 def call(*command: str | Path, cwd: Path, timeout_s: float = 120.0) -> str:
-    """Standard output of a command that must succeed; it sees neither the checkout nor this process's Python settings."""
+    """Standard output of a command that must succeed; it sees neither the checkout nor this process's Python
+    settings.
+    """
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "COV_", "PYTEST"))}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=timeout_s)
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=timeout_s
+    )
     assert done.returncode == 0, f"{command} -> {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools leaves a build folder behind, and would put last time's files into this time's wheel."""
+    """Built from a copy: setuptools leaves a build folder behind, and would put last time's files into this time's
+    wheel.
+    """
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in INPUTS:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, source / name)
-    call(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", out, source, cwd=out)
+    call(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        out,
+        source,
+        cwd=out,
+    )
     (built,) = out.glob("dtf-*.whl")
     return built
 
@@ -42,14 +61,27 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh environment with the wheel in it. It borrows torch and the rest from this one, but not this one's dtf.
 
-    A path in a `.pth` file is searched, while `.pth` files found there are not read: an editable dtf stays out of sight.
+    A path in a `.pth` file is searched, while `.pth` files found there are not read: an editable dtf stays out of
+    sight.
     """
     home = tmp_path_factory.mktemp("environment")
     call(sys.executable, "-m", "venv", "--without-pip", home, cwd=home)
     python = home / "bin" / "python"
     site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
     (site / "borrowed.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
-    call(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=home)
+    call(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=home,
+    )
     return python
 
 

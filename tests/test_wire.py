@@ -18,7 +18,12 @@ from dtf.pserver.net.codec import Array, Message, Schema, WireError, decode, enc
 
 SCHEMA = Schema(
     {"step": int, "lr": float, "table": str},
-    {"ids": Array(1, ("i64",)), "rows/user": Array(2, ("f32", "f16", "bf16")), "one": Array(0, ("f64",)), "mask": Array(3, ("u8", "u16"))},
+    {
+        "ids": Array(1, ("i64",)),
+        "rows/user": Array(2, ("f32", "f16", "bf16")),
+        "one": Array(0, ("f64",)),
+        "mask": Array(3, ("u8", "u16")),
+    },
 )
 NUMPY = {"f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8", "i64": "<i8", "u8": "u1", "u16": "<u2"}
 SCALARS: dict[str, st.SearchStrategy[Any]] = {
@@ -29,25 +34,45 @@ SCALARS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def array(kind: Array) -> st.SearchStrategy[np.ndarray]:
-    shape = arrays_of.array_shapes(min_dims=kind.ndim, max_dims=kind.ndim, min_side=0, max_side=5) if kind.ndim else st.just(())
+    shape = (
+        arrays_of.array_shapes(min_dims=kind.ndim, max_dims=kind.ndim, min_side=0, max_side=5)
+        if kind.ndim
+        else st.just(())
+    )
     return st.sampled_from(kind.dtypes).flatmap(lambda name: arrays_of.arrays(NUMPY[name], shape))
 
 
-SOME = st.tuples(st.fixed_dictionaries({}, optional=SCALARS), st.fixed_dictionaries({}, optional={name: array(kind) for name, kind in SCHEMA.arrays.items()}))
-FULL = encode(SCHEMA, {"step": 7, "lr": 0.5, "table": "user"}, {"ids": np.arange(5), "rows/user": np.ones((5, 4), "f4"), "one": np.array(2.0)})
+SOME = st.tuples(
+    st.fixed_dictionaries({}, optional=SCALARS),
+    st.fixed_dictionaries({}, optional={name: array(kind) for name, kind in SCHEMA.arrays.items()}),
+)
+FULL = encode(
+    SCHEMA,
+    {"step": 7, "lr": 0.5, "table": "user"},
+    {"ids": np.arange(5), "rows/user": np.ones((5, 4), "f4"), "one": np.array(2.0)},
+)
 
 
 def payload(data: bytes) -> set[int]:
     """Places of the bytes that lie in an array."""
     start = np.frombuffer(data, np.uint8).ctypes.data
     views = decode(SCHEMA, data).arrays.values()
-    return {at for view in views for at in range(view.ctypes.data - start, view.ctypes.data - start + view.nbytes) if view.nbytes}
+    return {
+        at
+        for view in views
+        for at in range(view.ctypes.data - start, view.ctypes.data - start + view.nbytes)
+        if view.nbytes
+    }
 
 
 def same(one: Message, scalars: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     assert one.scalars == scalars and list(one.arrays) == list(arrays)
     for name, found in one.arrays.items():
-        assert found.dtype == arrays[name].dtype and found.shape == arrays[name].shape and found.tobytes() == arrays[name].tobytes()
+        assert (
+            found.dtype == arrays[name].dtype
+            and found.shape == arrays[name].shape
+            and found.tobytes() == arrays[name].tobytes()
+        )
 
 
 @given(SOME)
@@ -136,7 +161,9 @@ def test_what_is_no_schema(scalars: dict[str, type], arrays: dict[str, Array]) -
 
 
 @given(SOME, st.data())
-def test_shorter_and_longer_messages_are_refused(parts: tuple[dict[str, Any], dict[str, np.ndarray]], data: st.DataObject) -> None:
+def test_shorter_and_longer_messages_are_refused(
+    parts: tuple[dict[str, Any], dict[str, np.ndarray]], data: st.DataObject
+) -> None:
     good = encode(SCHEMA, *parts)
     for bad in (good[: data.draw(st.integers(0, len(good) - 1))], good + data.draw(st.binary(min_size=1, max_size=70))):
         with pytest.raises(WireError):
@@ -150,7 +177,11 @@ def test_every_flip_outside_the_arrays_is_refused() -> None:
         for bit in range(8):
             bad = FULL[:at] + bytes([FULL[at] ^ 1 << bit]) + FULL[at + 1 :]
             if at in inside:
-                assert {name: view.shape for name, view in decode(SCHEMA, bad).arrays.items()} == {"ids": (5,), "rows/user": (5, 4), "one": ()}
+                assert {name: view.shape for name, view in decode(SCHEMA, bad).arrays.items()} == {
+                    "ids": (5,),
+                    "rows/user": (5, 4),
+                    "one": (),
+                }
             else:
                 with pytest.raises(WireError):
                     decode(SCHEMA, bad)
@@ -166,7 +197,9 @@ def sealed(data: bytes) -> bytes:
 
 
 def fuzz_one(data: bytes) -> None:
-    """For a fuzzer of bytes: WireError or a message that is laid out as `encode` would; no other exception, no memory beyond the bytes."""
+    """For a fuzzer of bytes: WireError or a message that is laid out as `encode` would; no other exception, no memory
+    beyond the bytes.
+    """
     for each in (data, sealed(data)):
         try:
             message = decode(SCHEMA, each)
@@ -187,7 +220,9 @@ def test_random_bytes(data: bytes) -> None:
 
 @given(SOME, st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4))
 @settings(max_examples=300)
-def test_changed_messages_with_a_fitting_checksum(parts: tuple[dict[str, Any], dict[str, np.ndarray]], changes: list[tuple[int, int]]) -> None:
+def test_changed_messages_with_a_fitting_checksum(
+    parts: tuple[dict[str, Any], dict[str, np.ndarray]], changes: list[tuple[int, int]]
+) -> None:
     data = bytearray(encode(SCHEMA, *parts))
     for at, value in changes:
         data[at % len(data)] = value
@@ -215,7 +250,10 @@ I64 = codec._DTYPES["i64"][0]
         (message(entry(b"ids", I64, (1 << 61,), 128), arrays=1), "larger than memory"),
         (message(entry(b"ids", I64, (1 << 63,), 128), arrays=1), "larger than memory"),
         (message(entry(b"rows/user", codec._DTYPES["f32"][0], (0, 1 << 63), 128), arrays=1), "larger than memory"),
-        (message(entry(b"rows/user", codec._DTYPES["f32"][0], (1 << 32, 1 << 32), 128), arrays=1), "larger than memory"),
+        (
+            message(entry(b"rows/user", codec._DTYPES["f32"][0], (1 << 32, 1 << 32), 128), arrays=1),
+            "larger than memory",
+        ),
         (message(entry(b"ids", I64, (1,), 0), arrays=1, tail=bytes(100)), "does not lie"),
         (message(entry(b"ids", I64, (1,), 64), arrays=1, tail=bytes(16 + 8 + 1)), "longer than its arrays"),
         (message(entry(b"ids", I64, (1, 1), 64), arrays=1), "another dtype or number"),

@@ -1,4 +1,6 @@
-"""A recipe small enough to run in milliseconds that has what breaks strategies: batch statistics, dropout, a norm without running averages."""
+"""A recipe small enough to run in milliseconds that has what breaks strategies: batch statistics, dropout, a norm
+without running averages.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +58,16 @@ class Toy(Recipe):
         )
 
     def layout(self, model: nn.Module) -> Layout:
-        first, second, third, last = (name for name, module in model.named_children() if type(module).__name__ == "Linear")
+        first, second, third, last = (
+            name for name, module in model.named_children() if type(module).__name__ == "Linear"
+        )
         norm, drop = (("1",), "3") if self.batch_norm else ((), "2")
-        splits = {first: Split.column, **dict.fromkeys([*norm, drop], Split.local), second: Split.row, last: Split.classes}
+        splits = {
+            first: Split.column,
+            **dict.fromkeys([*norm, drop], Split.local),
+            second: Split.row,
+            last: Split.classes,
+        }
         return Layout(((first, *norm, drop), (second, str(int(second) + 1)), (third,), (last,)), splits)
 
     def open_data(self, split: str, seed: int) -> Dataset:

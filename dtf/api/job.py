@@ -16,7 +16,9 @@ class Job(ABC):
     """Whether it needs the length of a run."""
 
     uses_model = False
-    """Whether it has a key `model` that may name a run, whose config then stands behind the command line; see `dtf.config.inherit`."""
+    """Whether it has a key `model` that may name a run, whose config then stands behind the command line; see
+    `dtf.config.inherit`.
+    """
 
     @abstractmethod
     def run(self, composed: Composed) -> int:

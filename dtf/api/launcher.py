@@ -43,7 +43,8 @@ class Place:
     prefix: str = ""  # "<run id>/<attempt>": keys of an earlier attempt are never met
     attempt: int = 0
     again: int = 0  # how often this place alone was started again within the attempt
-    token: str = field(default="", repr=False)  # of the run, a secret: travels through inherited descriptors only; "" where there is one role
+    # of the run, a secret: travels through inherited descriptors only; "" where there is one role
+    token: str = field(default="", repr=False)
     hang_timeout_s: float = 60.0  # silence that means that another process hangs
     start_timeout_s: float = 600.0  # the same while it starts
 
@@ -61,30 +62,42 @@ class Launcher(ABC):
 
     @abstractmethod
     def devices_kind(self) -> str:
-        """`cuda` or `cpu`: what the ranks will run on. Torch-free (CUDA_VISIBLE_DEVICES, NVML). ConfigError when asked for and absent."""
+        """`cuda` or `cpu`: what the ranks will run on. Torch-free (CUDA_VISIBLE_DEVICES, NVML).
+
+        ConfigError when asked for and absent.
+        """
 
     @abstractmethod
     def count(self) -> int:
         """`launcher.processes` with `auto` resolved: one per GPU, else 2. Torch-free."""
 
     def check(self, strategy: Strategy) -> None:
-        """Raise ConfigError when it cannot start the processes that the strategy needs. Torch-free: called before the run folder is made."""
+        """Raise ConfigError when it cannot start the processes that the strategy needs.
+
+        Torch-free: called before the run folder is made.
+        """
 
     def meeting_point(self) -> tuple[str, int, bool] | None:
-        """Host and port where this process is to meet those of other hosts, and whether it serves them there. Default: nowhere."""
+        """Host and port where this process is to meet those of other hosts, and whether it serves them there.
+
+        Default: nowhere.
+        """
         return None
 
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
-        """The run this process takes part in: `make("")`, but for launchers whose ranks exist already, where one process makes it for all.
+        """The run this process takes part in: `make("")`, but for launchers whose ranks exist already, where one
+        process makes it for all.
 
         `make(folder)` goes on in the folder of an earlier attempt of the same run; "" lets the config decide.
-        `command`: the arguments of the command line that composed this config, for launchers that start others to do so too.
+        `command`: the arguments of the command line that composed this config, for launchers that start others to do so
+        too.
         """
         return make("")
 
     @abstractmethod
     def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
-        """Run ranks of the function `entry` to their end, restarting as configured; feed every event of the run to `see`. Returns an exit code.
+        """Run ranks of the function `entry` to their end, restarting as configured; feed every event of the run to
+        `see`. Returns an exit code.
 
         A failure of the ranks is also printed, see `report`; one of the launcher itself is raised as a DtfError.
         """
@@ -93,22 +106,32 @@ class Launcher(ABC):
 def check_one_role(launcher: str, strategy: Strategy, processes: int) -> None:
     """Raise ConfigError for a strategy of several roles, for launchers that start ranks of one."""
     if strategy.alone():
-        raise ConfigError(f"launcher={launcher} finds ranks that exist already, and strategy.endpoints is for processes started by hand; use launcher=local")
+        raise ConfigError(
+            f"launcher={launcher} finds ranks that exist already, and strategy.endpoints is for processes started by "
+            "hand; use launcher=local"
+        )
     roles = strategy.roles(processes)
     if len(roles) > 1:
         parts = " and ".join(f"{number} {role}{'s' * (number != 1)}" for role, number in roles.items())
-        raise ConfigError(f"launcher={launcher} starts ranks of one role, and this strategy needs {parts}; use launcher=local")
+        raise ConfigError(
+            f"launcher={launcher} starts ranks of one role, and this strategy needs {parts}; use launcher=local"
+        )
 
 
 def check_environment(env: dict[str, str]) -> None:
     """ConfigError unless `launcher.env` holds names and values of environment variables."""
     for name, value in env.items():
         if not name or "=" in name:
-            raise KeyProblem("launcher.env", f"launcher.env.{show(name)}={show(value)} must be a name without '=', and its value")
+            raise KeyProblem(
+                "launcher.env", f"launcher.env.{show(name)}={show(value)} must be a name without '=', and its value"
+            )
 
 
 def log_folder(log_dir: str, run_folder: Path) -> Path:
-    """Where the logs of a run's ranks go: the run folder, or one of the same name in `launcher.log_dir`, made here. ConfigError when it cannot be."""
+    """Where the logs of a run's ranks go: the run folder, or one of the same name in `launcher.log_dir`, made here.
+
+    ConfigError when it cannot be.
+    """
     if not log_dir:
         return run_folder
     folder = Path(log_dir, run_folder.name).absolute()
@@ -120,7 +143,9 @@ def log_folder(log_dir: str, run_folder: Path) -> Path:
 
 
 def report(failure: Failed) -> None:
-    """Print a rank's last words on standard error: the one line, and before it where it failed unless the message says all there is to know."""
+    """Print a rank's last words on standard error: the one line, and before it where it failed unless the message says
+    all there is to know.
+    """
     if failure.traceback and failure.exit in (Exit.BUG, Exit.PEER, Exit.NO_PROGRESS):
         print(failure.traceback.rstrip(), file=sys.stderr)
     print(error_line(Exit(failure.exit), failure.message, failure.rank, failure.step), file=sys.stderr, flush=True)

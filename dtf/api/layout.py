@@ -1,4 +1,7 @@
-"""How a model falls into parts, as data: what a recipe says once, for every strategy that divides models. Torch-free."""
+"""How a model falls into parts, as data: what a recipe says once, for every strategy that divides models.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ from enum import Enum
 
 
 class Split(Enum):
-    """How a module is divided among n ranks. Channels are axis 1 of convolutions and their norms, the last axis of Linear and Embedding."""
+    """How a module is divided among n ranks.
+
+    Channels are axis 1 of convolutions and their norms, the last axis of Linear and Embedding.
+    """
 
     column = "column"  # by output channels: all inputs -> a slice of the outputs
     row = "row"  # by input channels: a slice of the inputs -> all outputs, summed over the ranks; an Embedding by ids
     row_scatter = "row_scatter"  # by input channels, the sum divided: a slice of the inputs -> a slice of the outputs
     local = "local"  # every channel (or group of channels) for itself: normalisation, dropout, grouped convolutions
-    classes = "classes"  # as column, for the last layer: the recipe's loss and metrics get a DTensor, see `dtf.model.losses`
+    # as column, for the last layer: the recipe's loss and metrics get a DTensor, see `dtf.model.losses`
+    classes = "classes"
 
 
 @dataclass(frozen=True)
@@ -22,10 +29,15 @@ class Layout:
     """Names as in `model.named_modules()`."""
 
     blocks: tuple[tuple[str, ...], ...] = ()
-    """The modules with parameters in the order in which data flows, those that belong together as one block; empty: unknown."""
+    """The modules with parameters in the order in which data flows, those that belong together as one block; empty:
+    unknown.
+    """
 
     splits: Mapping[str, Split] = field(default_factory=dict)
-    """What tensor parallelism divides, in the order in which data flows; all other modules are computed alike by all. Empty: nothing."""
+    """What tensor parallelism divides, in the order in which data flows; all other modules are computed alike by all.
+
+    Empty: nothing.
+    """
 
     def stages(self) -> tuple[tuple[str, ...], ...]:
         """Neighbouring blocks that lie in the same child of the model, as one."""

@@ -1,4 +1,7 @@
-"""Learning rate as a pure function of the step, and of evaluations that the clock remembers. No state: a schedule resumes by being asked."""
+"""Learning rate as a pure function of the step, and of evaluations that the clock remembers.
+
+No state: a schedule resumes by being asked.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ class Schedule(ABC):
         """Learning rate of the step after `step` finished ones, of `total`."""
 
     def fall(self, waited: int) -> float:
-        """What the rate is multiplied by from here on, after `waited` evaluations in a row without a new best. Default: 1."""
+        """What the rate is multiplied by from here on, after `waited` evaluations in a row without a new best.
+
+        Default: 1.
+        """
         return 1.0
 
     def check(self) -> None:
@@ -60,7 +66,8 @@ class Constant(Schedule):
 
 @register("lr", "plateau")
 class Plateau(Schedule):
-    """Warm up linearly to `peak`, then stay there until evaluations find no new best: the rate is multiplied by `factor` each time that happens.
+    """Warm up linearly to `peak`, then stay there until evaluations find no new best: the rate is multiplied by
+    `factor` each time that happens.
 
     The best is that of the run's objective, as for train.early_stop.
     """
@@ -68,7 +75,12 @@ class Plateau(Schedule):
     peak: float = option(default=0.1, doc="learning rate after warm-up")
     warmup: int = option(default=0, doc="linear warm-up", unit="steps")
     factor: float = option(default=0.1, doc="what the rate is multiplied by")
-    patience: int = option(default=1, least=1, doc="evaluations in a row without a new best that make the rate fall, and fall again", unit="evaluations")
+    patience: int = option(
+        default=1,
+        least=1,
+        doc="evaluations in a row without a new best that make the rate fall, and fall again",
+        unit="evaluations",
+    )
 
     def check(self) -> None:
         check_peak(self.peak)
@@ -84,7 +96,8 @@ class Plateau(Schedule):
 
 @register("lr", "cosine")
 class Cosine(Schedule):
-    """Warm up linearly to `peak`, then follow half a cosine to `floor`, which would be the rate of the step after the last.
+    """Warm up linearly to `peak`, then follow half a cosine to `floor`, which would be the rate of the step after the
+    last.
 
     Source: Loshchilov & Hutter 2017, eq. 5 (arXiv:1608.03983).
     """
@@ -109,20 +122,27 @@ class Cosine(Schedule):
 class Step(Schedule):
     """Warm up linearly to `peak`, then multiply by `factor` at each boundary.
 
-    Boundaries are shares of the run, not steps or epochs, so that they stay where they belong when the length of the run or the
-    global batch changes: He et al. 2016 cut at 32k and 48k of 64k steps, here 0.5 and 0.75 (arXiv:1512.03385, section 4.2).
+    Boundaries are shares of the run, not steps or epochs, so that they stay where they belong when the length of the
+    run or the global batch changes: He et al. 2016 cut at 32k and 48k of 64k steps, here 0.5 and 0.75
+    (arXiv:1512.03385, section 4.2).
     """
 
     peak: float = option(default=0.1, doc="learning rate after warm-up")
     warmup: int = option(default=0, doc="linear warm-up", unit="steps")
-    boundaries: list[float] = option(factory=lambda: [0.5, 0.75], doc="where the rate falls, ascending, each between 0 and 1", unit="share of the run")
+    boundaries: list[float] = option(
+        factory=lambda: [0.5, 0.75],
+        doc="where the rate falls, ascending, each between 0 and 1",
+        unit="share of the run",
+    )
     factor: float = option(default=0.1, doc="what the rate is multiplied by at each boundary")
 
     def check(self) -> None:
         check_peak(self.peak)
         check_warmup(self.warmup)
         ascending = all(low < high for low, high in zip([0.0, *self.boundaries], [*self.boundaries, 1.0], strict=True))
-        require(ascending, "boundaries", self.boundaries, "ascending shares of the run between 0 and 1, e.g. [0.5,0.75]")
+        require(
+            ascending, "boundaries", self.boundaries, "ascending shares of the run between 0 and 1, e.g. [0.5,0.75]"
+        )
         require(0.0 < self.factor <= 1.0, "factor", self.factor, "greater than 0 and at most 1, e.g. 0.1")
 
     def __call__(self, step: int, total: int) -> float:
@@ -132,10 +152,12 @@ class Step(Schedule):
 
 @register("lr", "onecycle")
 class OneCycle(Schedule):
-    """Rise in a line from `peak * start` to `peak` during the share `rise` of the run, then fall in a line to `peak * final`.
+    """Rise in a line from `peak * start` to `peak` during the share `rise` of the run, then fall in a line to `peak *
+    final`.
 
-    The first step has the start rate, the last of several the final one. Equals torch's OneCycleLR with `anneal_strategy="linear"`, whose
-    `final_div_factor` counts from the start rate. Source: Smith & Topin 2017, section 3 (arXiv:1708.07120).
+    The first step has the start rate, the last of several the final one. Equals torch's OneCycleLR with
+    `anneal_strategy="linear"`, whose `final_div_factor` counts from the start rate. Source: Smith & Topin 2017, section
+    3 (arXiv:1708.07120).
     """
 
     peak: float = option(default=0.1, doc="largest learning rate")

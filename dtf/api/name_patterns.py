@@ -10,7 +10,8 @@ from dtf.core.errors import ConfigError
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Whether `name` is what the pattern names, or lies in it: `layer*` covers `layer1` and `layer1.0.conv1.weight`, `*.bn1` only `layer1.bn1`.
+    """Whether `name` is what the pattern names, or lies in it: `layer*` covers `layer1` and `layer1.0.conv1.weight`,
+    `*.bn1` only `layer1.bn1`.
 
     `*`, `?` and `[...]` stand for characters of one part; a dot is never among them.
     """
@@ -39,16 +40,20 @@ def longest(values: Mapping[str, float], name: str) -> float | None:
 
 
 def check_used(key: str, patterns: Iterable[str], names: Iterable[str], frozen: Collection[str] = ()) -> None:
-    """Raise ConfigError for a pattern of the config key `key` that covers none of a model's parameters, or only `frozen` ones."""
+    """Raise ConfigError for a pattern of the config key `key` that covers none of a model's parameters, or only
+    `frozen` ones.
+    """
     known = list(names)
     for pattern in patterns:
         found = [name for name in known if covers(pattern, name)]
         if found and all(name in frozen for name in found):
             raise ConfigError(
-                f"{key} names {pattern!r}, which covers only parameters that recipe.model.freeze keeps from learning; leave it out of one of them"
+                f"{key} names {pattern!r}, which covers only parameters that recipe.model.freeze keeps from learning; "
+                "leave it out of one of them"
             )
         if not found:
             heads = {".".join(name.split(".")[: pattern.count(".") + 1]) for name in known}
             raise ConfigError(
-                f"{key} names {pattern!r}, which covers no parameter of the model; {suggest(pattern, heads)}; where a config file names it: '~{key}.{pattern}'"
+                f"{key} names {pattern!r}, which covers no parameter of the model; {suggest(pattern, heads)}; where a "
+                f"config file names it: '~{key}.{pattern}'"
             )

@@ -1,4 +1,7 @@
-"""Observers look at the events of a run and touch nothing. They live in the launching process, which has no torch; a probe is their eye in a rank."""
+"""Observers look at the events of a run and touch nothing.
+
+They live in the launching process, which has no torch; a probe is their eye in a rank.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ class Probe(ABC):
 
     @abstractmethod
     def enter(self, phase: str, step: int) -> None:
-        """The rank enters one of `heartbeat.PHASES` after `step` finished optimizer steps; the phase before has ended. Called very often."""
+        """The rank enters one of `heartbeat.PHASES` after `step` finished optimizer steps; the phase before has ended.
+
+        Called very often.
+        """
 
     def close(self) -> None:
         """After the last phase, also when the run failed, and after an exception of this probe."""
@@ -39,14 +45,16 @@ class Observer(ABC):
     def see(self, event: Event) -> None:
         """One event; quick, since ranks may wait for the launching process to read.
 
-        After a restart a second Started comes, with `attempt` > 0: what was measured after its `step` will be measured again.
+        After a restart a second Started comes, with `attempt` > 0: what was measured after its `step` will be measured
+        again.
         """
 
     def close(self) -> None:
         """After the last event, also when the run failed, and after an exception of this observer."""
 
     def probe(self, place: Place, folder: Path, say: Callable[[str], None]) -> Probe | None:
-        """For what cannot be seen from outside: called in every rank before its first step. `say` shows a line to whoever watches.
+        """For what cannot be seen from outside: called in every rank before its first step. `say` shows a line to
+        whoever watches.
 
         ConfigError for values that do not fit these ranks. Default: nothing.
         """

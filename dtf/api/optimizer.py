@@ -1,8 +1,8 @@
 """Optimizers as functions on named parameters; their state lives in a dict by name, ready for a checkpoint.
 
-They do not clip, scale, reduce or decide which rank owns what: that is `update.py`. The options in `dtf/optimizers/` call the
-functional kernels of `torch.optim`, never its classes: those keep state by position, need a conversion for every checkpoint,
-and constructing one imports `torch._dynamo` (about a second).
+They do not clip, scale, reduce or decide which rank owns what: that is `update.py`. The options in `dtf/optimizers/`
+call the functional kernels of `torch.optim`, never its classes: those keep state by position, need a conversion for
+every checkpoint, and constructing one imports `torch._dynamo` (about a second).
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ class Optimizer(ABC):
         factory=dict,
         above=0,
         most=1_000_000,
-        doc="factors of the learning rate by name of a module or parameter, for all that lies in it: {fc:10,layer*:0.1}; `*` stands for characters "
+        doc="factors of the learning rate by name of a module or parameter, for all that lies in it: "
+        "{fc:10,layer*:0.1}; `*` stands for characters "
         "between two dots, and factors of all patterns that cover a parameter are multiplied",
     )
     weight_decays: dict[str, float] = option(
         factory=dict,
         least=0,
-        doc="weight decay of parts of the model in place of `weight_decay`, by name as in `lr_factors`: {table:0.05}; of all patterns that cover a parameter "
+        doc="weight decay of parts of the model in place of `weight_decay`, by name as in `lr_factors`: {table:0.05}; "
+        "of all patterns that cover a parameter "
         "the longest decides, whatever `decay_norm_and_bias` says",
     )
     weight_decay = 0.0
@@ -72,7 +74,10 @@ class Optimizer(ABC):
         """One step in place over a non-empty group, fused, without host synchronisation; `skip` as in `Bound.apply`."""
 
     def decays(self, shape: Sequence[int]) -> bool:
-        """Whether weight decay acts on a parameter of this global shape. Biases and normalisation scales have one axis."""
+        """Whether weight decay acts on a parameter of this global shape.
+
+        Biases and normalisation scales have one axis.
+        """
         return self.decay_norm_and_bias or len(shape) > 1
 
     def decay_of(self, name: str, shape: Sequence[int]) -> float | None:
@@ -89,10 +94,11 @@ class Optimizer(ABC):
     ) -> Bound:
         """Give the parameters fresh state and prepare the lists that the kernels take.
 
-        `shapes`: global shapes where the parameters are parts of tensors. Then `combine` adds up per-tensor sums, (2, n), over the ranks
-        that hold the other parts, which bind parts of the same parameters in the same order; element-wise optimizers never call it.
-        `counts`: False for a parameter held in whole by several of these ranks, when another one counts for it.
-        ValueError for a parameter with gaps in memory, e.g. a slice of columns: bind a contiguous copy.
+        `shapes`: global shapes where the parameters are parts of tensors. Then `combine` adds up per-tensor sums, (2,
+        n), over the ranks that hold the other parts, which bind parts of the same parameters in the same order;
+        element-wise optimizers never call it. `counts`: False for a parameter held in whole by several of these ranks,
+        when another one counts for it. ValueError for a parameter with gaps in memory, e.g. a slice of columns: bind a
+        contiguous copy.
         """
         return Bound(self, parameters, shapes or {}, combine, counts or {})
 
@@ -112,14 +118,20 @@ class Bound:
 
         for name, parameter in parameters.items():
             if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-                raise ValueError(f"{name} has shape {tuple(parameter.shape)}, strides {parameter.stride()} and so gaps in memory; bind a contiguous copy")
+                raise ValueError(
+                    f"{name} has shape {tuple(parameter.shape)}, strides {parameter.stride()} and so gaps in memory; "
+                    "bind a contiguous copy"
+                )
         self.states = {name: optimizer.init(parameter) for name, parameter in parameters.items()}
         self._optimizer, self._parameters = optimizer, list(parameters.values())
         self._strides = [parameter.stride() for parameter in self._parameters]
         decays = [optimizer.decay_of(name, shapes.get(name, parameter.shape)) for name, parameter in parameters.items()]
         counted = [float(counts.get(name, True)) for name in parameters]
         states = list(self.states.values())
-        kinds = [(decay, name_patterns.factor(optimizer.lr_factors, name)) for name, decay in zip(parameters, decays, strict=True)]
+        kinds = [
+            (decay, name_patterns.factor(optimizer.lr_factors, name))
+            for name, decay in zip(parameters, decays, strict=True)
+        ]
         self._groups: list[tuple[list[int], Group, float]] = []
         for kind in sorted(set(kinds), key=lambda kind: (kind[0] is None, kind)):
             chosen = [index for index, each in enumerate(kinds) if each == kind]
@@ -134,8 +146,8 @@ class Bound:
     def apply(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
         """One step in place, gradients in the order of the bound parameters; they may be overwritten.
 
-        `skip`, float32 shape () on the parameters' device: 1 leaves parameters and state bit for bit as they are, whatever the gradients
-        hold (NaN included), 0 steps; None: never skip. No host synchronisation.
+        `skip`, float32 shape () on the parameters' device: 1 leaves parameters and state bit for bit as they are,
+        whatever the gradients hold (NaN included), 0 steps; None: never skip. No host synchronisation.
         """
         import torch
 
@@ -161,12 +173,15 @@ class _Counting:
 def _aligned(gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
     """The gradients in the memory layout of their parameters.
 
-    torch's fused CPU kernels pair elements by memory position and do not look at strides: a `channels_last` gradient of a
-    contiguous weight would silently update the wrong elements.
+    torch's fused CPU kernels pair elements by memory position and do not look at strides: a `channels_last` gradient of
+    a contiguous weight would silently update the wrong elements.
     """
     import torch
 
-    return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for g, p in zip(gradients, parameters, strict=True)]
+    return [
+        g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+        for g, p in zip(gradients, parameters, strict=True)
+    ]
 
 
 @dataclass(kw_only=True)
@@ -181,7 +196,9 @@ class AdamMoments(Optimizer):
     beta1: float = option(default=0.9, least=0, below=1, doc="decay of the running mean of gradients")
     beta2: float = option(default=0.999, least=0, below=1, doc="decay of the running mean of squared gradients")
     eps: float = option(default=1e-8, above=0, doc="added to the denominator")
-    decay_norm_and_bias: bool = option(default=True, doc="let weight decay act on biases and normalisation scales (parameters with one axis) too")
+    decay_norm_and_bias: bool = option(
+        default=True, doc="let weight decay act on biases and normalisation scales (parameters with one axis) too"
+    )
 
     def init(self, parameter: Tensor) -> dict[str, Tensor]:
         import torch
@@ -232,7 +249,9 @@ def sgd_step(
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> None:
-    """Torch's SGD on lists, in place, fused where that kernel is right; `skip` as in `Bound.apply`, `momenta` None without momentum."""
+    """Torch's SGD on lists, in place, fused where that kernel is right; `skip` as in `Bound.apply`, `momenta` None
+    without momentum.
+    """
     from torch.optim.sgd import sgd
 
     fused = all(_fused_sgd_is_right(parameter.device.type, parameter.dtype) for parameter in parameters)
@@ -241,7 +260,14 @@ def sgd_step(
             return
         skip = None
     kept: list[Tensor | None] = [*momenta] if momenta is not None else [None] * len(parameters)
-    more = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "dampening": 0.0, "nesterov": nesterov, "maximize": False}
+    more = {
+        "lr": lr,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "dampening": 0.0,
+        "nesterov": nesterov,
+        "maximize": False,
+    }
     sgd(parameters, gradients, kept, fused=fused, found_inf=skip, **more)
 
 
@@ -254,5 +280,16 @@ def _fused_sgd_is_right(device: str, dtype: torch.dtype) -> bool:
     if device != "cpu" or dtype.itemsize >= 4:
         return True
     parameter, gradient, momentum = (torch.full((64,), value, dtype=dtype) for value in (1.0, 0.5, 0.0))
-    sgd([parameter], [gradient], [momentum], fused=True, weight_decay=0.0, momentum=0.5, lr=0.5, dampening=0.0, nesterov=False, maximize=False)
+    sgd(
+        [parameter],
+        [gradient],
+        [momentum],
+        fused=True,
+        weight_decay=0.0,
+        momentum=0.5,
+        lr=0.5,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
     return bool((parameter == 0.75).all() and (momentum == 0.5).all())

@@ -37,13 +37,17 @@ class Dataset(ABC):
     """Batches worth fetching ahead in a thread; 0 when a fetch costs less than handing it over (data in memory)."""
 
     queue_rows: int = 0
-    """Rows, of this rank, that may be in memory ahead of the model: as many batches are fetched ahead, two at least, 65 at most. 0: `prefetch` batches are."""
+    """Rows, of this rank, that may be in memory ahead of the model: as many batches are fetched ahead, two at least, 65
+    at most. 0: `prefetch` batches are.
+    """
 
     threads: int = 1
     """Batches that are fetched at the same time, each in a thread of its own; `fetch` must allow it."""
 
     repeats: bool = False
-    """Whether `fetch` also takes ids from len(self) on: id k * len(self) + row is the k-th further view of a row, augmented differently."""
+    """Whether `fetch` also takes ids from len(self) on: id k * len(self) + row is the k-th further view of a row,
+    augmented differently.
+    """
 
     bad: Mapping[int, str] = MappingProxyType({})
     """Rows that could not be read so far -> why. `fetch` delivers something for them, and they count for nothing."""
@@ -58,12 +62,15 @@ class Dataset(ABC):
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
         """Inputs (a tensor or dict of tensors with leading axis B) and targets (B, ...) of the rows `ids` (B,) int64.
 
-        On CPU. A pure function: randomness (augmentation) comes from hash(seed, epoch, sample id), see `dtf.core.seeding.draws`,
-        so that the same row has the same pixels on whichever rank and after whatever restart.
+        On CPU. A pure function: randomness (augmentation) comes from hash(seed, epoch, sample id), see
+        `dtf.core.seeding.draws`, so that the same row has the same pixels on whichever rank and after whatever restart.
         """
 
     def unaugmented(self) -> Dataset:
-        """The same rows, each as an evaluation sees it, with its plain target. Default: self, for data that training sees no other way."""
+        """The same rows, each as an evaluation sees it, with its plain target.
+
+        Default: self, for data that training sees no other way.
+        """
         return self
 
     def groups(self) -> np.ndarray | None:
@@ -71,7 +78,10 @@ class Dataset(ABC):
         return None
 
     def runs(self) -> np.ndarray | None:
-        """Bounds (R + 1,) int64 of runs of rows that are read one after the other, as a log's blocks are. Default: None, in any order."""
+        """Bounds (R + 1,) int64 of runs of rows that are read one after the other, as a log's blocks are.
+
+        Default: None, in any order.
+        """
         return None
 
     def ceiling(self) -> dict[str, float]:
@@ -104,7 +114,8 @@ class Judge(ABC):
 
 
 class Recipe(ABC):
-    """A model, its loss, its data and its metrics. Fields are the config node `recipe`; `recipe.model.*` and `recipe.data.*` are nested nodes.
+    """A model, its loss, its data and its metrics. Fields are the config node `recipe`; `recipe.model.*` and
+    `recipe.data.*` are nested nodes.
 
     Modules must import without torch at the top level; methods import what they need.
     """
@@ -112,7 +123,10 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def measures(self) -> tuple[str, ...]:
-        """Names of `measure`'s sums after the first, in their order; `loss` is one of them. They name metrics, unless `summarise` makes others of them."""
+        """Names of `measure`'s sums after the first, in their order; `loss` is one of them.
+
+        They name metrics, unless `summarise` makes others of them.
+        """
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -126,7 +140,10 @@ class Recipe(ABC):
 
     @property
     def fine_tuning(self) -> FineTuning:
-        """Where the model's numbers come from, and which of them learn. Default: the node `model`, where it is a FineTuning; else nothing."""
+        """Where the model's numbers come from, and which of them learn.
+
+        Default: the node `model`, where it is a FineTuning; else nothing.
+        """
         node = getattr(self, "model", None)
         return node if isinstance(node, FineTuning) else FineTuning()
 
@@ -136,7 +153,10 @@ class Recipe(ABC):
 
     @property
     def pairs(self) -> bool:
-        """Whether rows 2k and 2k + 1 of a global batch of training belong together, and must be in one micro-batch. Default: False."""
+        """Whether rows 2k and 2k + 1 of a global batch of training belong together, and must be in one micro-batch.
+
+        Default: False.
+        """
         return False
 
     def direction(self, metric: str) -> str:
@@ -147,9 +167,11 @@ class Recipe(ABC):
         return "min" if metric == "loss" else self.objective[1] if metric == self.objective[0] else "max"
 
     def idle(self) -> dict[str, str]:
-        """Keys of the config, of any group, that have no effect as this recipe is set -> the key that makes it so. Torch-free, quick. Default: none.
+        """Keys of the config, of any group, that have no effect as this recipe is set -> the key that makes it so.
+        Torch-free, quick. Default: none.
 
-        A value that a file gives to such a key falls back to its default when the command line sets the key that makes it so.
+        A value that a file gives to such a key falls back to its default when the command line sets the key that makes
+        it so.
         """
         return {}
 
@@ -164,8 +186,8 @@ class Recipe(ABC):
     def initialise(self, name: str, module: nn.Module) -> None:
         """Draw the parameters and buffers that `module` itself owns (not its children's), on CPU.
 
-        `name` is the module's full dotted name ("" for the root). The global generator is seeded from hash(seed, name) before
-        the call. Default: the module's `reset_parameters`.
+        `name` is the module's full dotted name ("" for the root). The global generator is seeded from hash(seed, name)
+        before the call. Default: the module's `reset_parameters`.
         """
         reset = getattr(module, "reset_parameters", None)
         if reset is not None:
@@ -180,7 +202,10 @@ class Recipe(ABC):
         return {}
 
     def table_widths(self) -> dict[str, int]:
-        """Numbers in a row of each sparse table, by name. Asked before launch: torch-free, quick. Default: as `tables` says, which may read data."""
+        """Numbers in a row of each sparse table, by name. Asked before launch: torch-free, quick.
+
+        Default: as `tables` says, which may read data.
+        """
         return {name: table.width for name, table in self.tables().items()}
 
     splits: tuple[Split, ...] = (Split.train, Split.eval)
@@ -191,7 +216,8 @@ class Recipe(ABC):
         """One of `splits`. `seed` is the run's, for augmentation. DataError when it cannot be read."""
 
     def receive(self, inputs: Any) -> Any:
-        """The model's inputs from what the data set delivered, on the device: for what is cheaper there, as normalisation. Default: the same.
+        """The model's inputs from what the data set delivered, on the device: for what is cheaper there, as
+        normalisation. Default: the same.
 
         No host synchronisation. Also called on meta.
         """
@@ -203,27 +229,31 @@ class Recipe(ABC):
 
     @abstractmethod
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
-        """Additive metric state, shape (M,): [0] the sum of weights, [i] as `measures[i - 1]`; see `dtf.model.metrics.weighted_sums`.
+        """Additive metric state, shape (M,): [0] the sum of weights, [i] as `measures[i - 1]`; see
+        `dtf.model.metrics.weighted_sums`.
 
         `loss` (B,) is `self.loss(outputs, batch.targets)`, detached. No host synchronisation.
         """
 
     def judged(self, outputs: Any, batch: Batch) -> Tensor | None:
-        """What `judge` needs to know of each row of an evaluation, (B, K), `batch.weight` among it. Default: None, for there is no judge.
+        """What `judge` needs to know of each row of an evaluation, (B, K), `batch.weight` among it. Default: None, for
+        there is no judge.
 
         No host synchronisation.
         """
         return None
 
     def judge(self, rows: int) -> Judge | None:
-        """For metrics that no sums give, as the area under a curve: what makes them of the rows of one evaluation, so many over all ranks.
+        """For metrics that no sums give, as the area under a curve: what makes them of the rows of one evaluation, so
+        many over all ranks.
 
         Default: None, there are no such metrics.
         """
         return None
 
     def probabilities(self, outputs: Any) -> Tensor:
-        """What the model says of each row: the probability of each class, (B, C), or of the one event that happens or not, (B,).
+        """What the model says of each row: the probability of each class, (B, C), or of the one event that happens or
+        not, (B,).
 
         `outputs` are whole tensors in fp32 at least. Default: softmax over the last axis.
         """
@@ -232,25 +262,39 @@ class Recipe(ABC):
     def class_names(self) -> tuple[str, ...]:
         """The classes in the order of the outputs; asked once the data are open. Default: none, numbers stand for them.
 
-        Of an event two names, of its absence and of itself, where it is to be judged by how often p >= 0.5 is right; none where it is rare or a rate.
+        Of an event two names, of its absence and of itself, where it is to be judged by how often p >= 0.5 is right;
+        none where it is rare or a rate.
         """
         return ()
 
     def preprocessing(self) -> dict[str, Any]:
-        """How an input of the outside world becomes what the model takes, as JSON, for users of an exported model. Default: nothing is said."""
+        """How an input of the outside world becomes what the model takes, as JSON, for users of an exported model.
+
+        Default: nothing is said.
+        """
         return {}
 
     def preprocessing_arrays(self) -> dict[str, np.ndarray]:
-        """Arrays that `preprocessing` speaks of by their names, such as a vocabulary; an export writes them to a file. Default: none."""
+        """Arrays that `preprocessing` speaks of by their names, such as a vocabulary; an export writes them to a file.
+
+        Default: none.
+        """
         return {}
 
     def open_inputs(self, path: Path) -> tuple[Names, Dataset]:
-        """Inputs without labels, for `job=predict`: the name of each row, and the rows, prepared as for evaluation; targets mean nothing.
+        """Inputs without labels, for `job=predict`: the name of each row, and the rows, prepared as for evaluation;
+        targets mean nothing.
 
         Default: ConfigError. DataError when they cannot be read.
         """
-        raise ConfigError(f"job.input={path}: {type(self).__name__} has no open_inputs() that reads inputs without labels; use job.split")
+        raise ConfigError(
+            f"job.input={path}: {type(self).__name__} has no open_inputs() that reads inputs without labels; use "
+            "job.split"
+        )
 
     def summarise(self, sums: list[float]) -> dict[str, float]:
         """Metric values from summed state (M,). Default: weighted means."""
-        return {name: value / sums[0] if sums[0] else float("nan") for name, value in zip(self.measures, sums[1:], strict=True)}
+        return {
+            name: value / sums[0] if sums[0] else float("nan")
+            for name, value in zip(self.measures, sums[1:], strict=True)
+        }

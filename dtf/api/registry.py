@@ -19,7 +19,10 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `least` to `most`, both included, or beyond `above` and before `below`, which are not. None: no end."""
+    """Numbers from `least` to `most`, both included, or beyond `above` and before `below`, which are not.
+
+    None: no end.
+    """
 
     least: float | None = None
     above: float | None = None
@@ -34,7 +37,12 @@ class Range:
         """As it follows `must be`: `0 or more`, `1 to 8`, `more than 0 and less than 1`; empty for all numbers."""
         if self.least is not None and self.most is not None:
             return f"{self.least} to {self.most}"
-        ends = [("{} or more", self.least), ("more than {}", self.above), ("at most {}", self.most), ("less than {}", self.below)]
+        ends = [
+            ("{} or more", self.least),
+            ("more than {}", self.above),
+            ("at most {}", self.most),
+            ("less than {}", self.below),
+        ]
         return " and ".join(text.format(end) for text, end in ends if end is not None)
 
 
@@ -51,18 +59,22 @@ def option(
 ) -> Any:
     """A dataclass field that is also a config key: `doc`, `unit` and the range of its numbers appear in `job=describe`.
 
-    A number outside the range (see `Range`) is refused before anything starts; in a list, each of them. Lists and nested nodes are given by
-    `factory`. A field without default is mandatory (`???` in the config).
+    A number outside the range (see `Range`) is refused before anything starts; in a list, each of them. Lists and
+    nested nodes are given by `factory`. A field without default is mandatory (`???` in the config).
     """
-    return dataclasses.field(default=default, default_factory=factory, metadata={"doc": doc, "unit": unit, "range": Range(least, above, most, below)})
+    return dataclasses.field(
+        default=default,
+        default_factory=factory,
+        metadata={"doc": doc, "unit": unit, "range": Range(least, above, most, below)},
+    )
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(option,))
 def register(group: str, name: str) -> Callable[[T], T]:
     """Class decorator: make the class a keyword-only dataclass and an option `name` of the config group `group`.
 
-    Its module must import without torch: the class is read by the command line. Raises ConfigError when another class already holds
-    the name, or when the class lacks methods of its contract.
+    Its module must import without torch: the class is read by the command line. Raises ConfigError when another class
+    already holds the name, or when the class lacks methods of its contract.
     """
 
     def decorate(cls: T) -> T:
@@ -75,7 +87,9 @@ def register(group: str, name: str) -> Callable[[T], T]:
         known = _CLASSES.setdefault(group, {})
         other = known.get(name)
         if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ConfigError(f"{group}={name} is registered twice, by {other.__module__} and {cls.__module__}; rename one")
+            raise ConfigError(
+                f"{group}={name} is registered twice, by {other.__module__} and {cls.__module__}; rename one"
+            )
         known[name] = made
         return made
 

@@ -51,16 +51,22 @@ class Key:
 
 @cache
 def keys(cls: type) -> tuple[Key, ...]:
-    """Config keys of a dataclass, in the order they are written. ConfigError for a class that no config can describe."""
+    """Config keys of a dataclass, in the order they are written.
+
+    ConfigError for a class that no config can describe.
+    """
     try:
         hints = get_type_hints(cls)
     except NameError as error:
-        raise ConfigError(f"{cls.__module__}.{cls.__qualname__}: {error}; types of config keys must be importable at run time") from error
+        raise ConfigError(
+            f"{cls.__module__}.{cls.__qualname__}: {error}; types of config keys must be importable at run time"
+        ) from error
     found = []
     for field in dataclasses.fields(cls):
         if not _describable(hints[field.name]):
             raise ConfigError(
-                f"{cls.__module__}.{cls.__qualname__}.{field.name}: no config can hold a {hints[field.name]}; use bool, int, float, str, Enum, "
+                f"{cls.__module__}.{cls.__qualname__}.{field.name}: no config can hold a {hints[field.name]}; use "
+                "bool, int, float, str, Enum, "
                 "Literal, list, dict, a dataclass, or a union of them"
             )
         if is_node(field.default_factory):
@@ -69,13 +75,25 @@ def keys(cls: type) -> tuple[Key, ...]:
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             plain = UNSET if default is MISSING else to_plain(default)
         told = field.metadata
-        found.append(Key(field.name, hints[field.name], plain, told.get("doc", ""), told.get("unit", ""), told.get("range", Range())))
+        found.append(
+            Key(
+                field.name,
+                hints[field.name],
+                plain,
+                told.get("doc", ""),
+                told.get("unit", ""),
+                told.get("range", Range()),
+            )
+        )
     return tuple(found)
 
 
 def node(cls: type) -> dict[str, Any]:
     """The default config node of a dataclass; plain, and a new one each time."""
-    return {key.name: node(key.hint) if is_node(key.hint) and key.default == UNSET else _copy(key.default) for key in keys(cls)}
+    return {
+        key.name: node(key.hint) if is_node(key.hint) and key.default == UNSET else _copy(key.default)
+        for key in keys(cls)
+    }
 
 
 def is_node(hint: Any) -> TypeIs[type]:
@@ -87,7 +105,10 @@ def option_node(group: str, name: str) -> dict[str, Any]:
     """The default config node of a registered class, with its `name`."""
     cls = lookup(group, name)
     if any(key.name == "name" for key in keys(cls)):
-        raise ConfigError(f"{cls.__module__}.{cls.__qualname__}.name: the key `name` holds the option's name in every group; rename the field")
+        raise ConfigError(
+            f"{cls.__module__}.{cls.__qualname__}.name: the key `name` holds the option's name in every group; rename "
+            "the field"
+        )
     return {"name": name, **node(cls)}
 
 
@@ -105,7 +126,10 @@ def to_plain(value: Any) -> Any:
 
 
 def fit(hint: Any, value: Any, key: str) -> Any:
-    """`value` as plain JSON of type `hint`, UNSET left standing. KeyProblem when it does not fit, whatever `value` holds."""
+    """`value` as plain JSON of type `hint`, UNSET left standing.
+
+    KeyProblem when it does not fit, whatever `value` holds.
+    """
     if isinstance(value, str) and value == UNSET:
         return UNSET
     if type(value) is float and not math.isfinite(value) and (hint is Any or float in (hint, *get_args(hint))):
@@ -123,7 +147,10 @@ def fit(hint: Any, value: Any, key: str) -> Any:
         item = arguments[0] if arguments else Any
         return [fit(item, entry, f"{key}[{index}]") for index, entry in enumerate(value)]
     if (origin or hint) is dict and isinstance(value, dict):
-        return {_text_key(name, key): fit(arguments[1] if arguments else Any, entry, f"{key}.{name}") for name, entry in value.items()}
+        return {
+            _text_key(name, key): fit(arguments[1] if arguments else Any, entry, f"{key}.{name}")
+            for name, entry in value.items()
+        }
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if isinstance(value, str) and value in _members(hint):
             return value
@@ -131,7 +158,9 @@ def fit(hint: Any, value: Any, key: str) -> Any:
             return str(hint[value].value)
         if isinstance(value, dict) and value:
             inner = f"{key}.{show(next(iter(value)))}"
-            raise KeyProblem(inner, f"{inner} is no known key; choices: none, as {key} is one of {', '.join(sorted(_members(hint)))}")
+            raise KeyProblem(
+                inner, f"{inner} is no known key; choices: none, as {key} is one of {', '.join(sorted(_members(hint)))}"
+            )
         raise KeyProblem(key, f"{key}={show(value)} is no choice; {suggest(show(value), _members(hint))}")
     if hint is type(None) and value is None:
         return None
@@ -172,7 +201,11 @@ def fit_option(group: str, value: Any, key: str) -> dict[str, Any]:
     rest = dict(value)
     name = rest.pop("name", None)
     if not isinstance(name, str):
-        raise KeyProblem(key, f"{key}.name={show(name)} names no registered class; a {group} file starts from one: defaults: [schema/NAME@_here_, _self_]")
+        raise KeyProblem(
+            key,
+            f"{key}.name={show(name)} names no registered class; a {group} file starts from one: defaults: "
+            "[schema/NAME@_here_, _self_]",
+        )
     try:
         cls = lookup(group, name)
     except ConfigError as error:
@@ -218,7 +251,13 @@ def show(value: Any) -> str:
     """A value as it is typed on the command line, cut at 80 characters; control characters are escaped."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = f"[{', '.join(map(show, value[:8]))}]" if isinstance(value, list) else "{...}" if isinstance(value, dict) else str(value)
+    text = (
+        f"[{', '.join(map(show, value[:8]))}]"
+        if isinstance(value, list)
+        else "{...}"
+        if isinstance(value, dict)
+        else str(value)
+    )
     text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -10,7 +10,8 @@ NO_NUMBA = "sparse tables need numba, which is not installed: python -m pip inst
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Lives beside the model, which gets rows in place of their ids: (B, F, width) floating for (B, F) int64. Id -1 stands for zeros that learn nothing.
+    """Lives beside the model, which gets rows in place of their ids: (B, F, width) floating for (B, F) int64. Id -1
+    stands for zeros that learn nothing.
 
     A row is drawn from hash(seed, table, id) when it is first trained: normal, mean 0, standard deviation `scale`.
     """

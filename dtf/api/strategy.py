@@ -37,7 +37,10 @@ class Weights(Protocol):
         ...
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The part at `offset` of `shape` (default: all), on CPU, in the format it is stored in; memory of its own. DataError when it cannot be read."""
+        """The part at `offset` of `shape` (default: all), on CPU, in the format it is stored in; memory of its own.
+
+        DataError when it cannot be read.
+        """
         ...
 
     def source(self) -> Source | None:
@@ -60,7 +63,9 @@ class Task:
     step: StepOptions
     seed: int
     sample: Callable[[int], Any] | None = None
-    """Inputs of so many training rows, for strategies that look how a model computes before they divide it; only some ranks need to read data for it."""
+    """Inputs of so many training rows, for strategies that look how a model computes before they divide it; only some
+    ranks need to read data for it.
+    """
 
     weights: Weights | None = None
     """Numbers to start from, in place of drawn ones."""
@@ -81,7 +86,10 @@ class Source(Protocol):
         ...
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The part at `offset` of `shape` (default: all) of a global tensor, on CPU. DataError when absent or of another shape."""
+        """The part at `offset` of `shape` (default: all) of a global tensor, on CPU.
+
+        DataError when absent or of another shape.
+        """
         ...
 
 
@@ -92,7 +100,9 @@ class Program(ABC):
     """Which part of each global batch this rank reads; None: it reads nothing and gets `None` for a batch."""
 
     shares: int
-    """Into how many shares a global batch is divided: ranks, replicas within them, or groups of ranks that are one replica."""
+    """Into how many shares a global batch is divided: ranks, replicas within them, or groups of ranks that are one
+    replica.
+    """
 
     micro_batch_rows: int
     """Into micro-batches of how many rows a global batch is cut; see `StepOptions.rows_each`."""
@@ -102,12 +112,16 @@ class Program(ABC):
         return {}
 
     def prepare(self, batch: Batch | None) -> Batch | None:
-        """Called one batch ahead of `step` and `eval_step`: copy to the device, send for parameters. Default: nothing."""
+        """Called one batch ahead of `step` and `eval_step`: copy to the device, send for parameters.
+
+        Default: nothing.
+        """
         return batch
 
     def rehearse(self, batch: Batch | None) -> None:
-        """Called once, before `load`, with some prepared rows: let effects of a first step happen that would make the step after a resume
-        differ from the same step of an unbroken run, and find out what cannot run. Leaves the state as it was. May be collective.
+        """Called once, before `load`, with some prepared rows: let effects of a first step happen that would make the
+        step after a resume differ from the same step of an unbroken run, and find out what cannot run. Leaves the state
+        as it was. May be collective.
 
         ConfigError for a model that this strategy cannot run. Default: nothing.
         """
@@ -118,7 +132,8 @@ class Program(ABC):
         """One whole optimizer step over this rank's rows of the global batch. Collective; no host synchronisation."""
 
     def rest(self) -> StepOutput | None:
-        """What steps leave behind that were begun and have not been told of, finished first where the numbers of a step are to be exact.
+        """What steps leave behind that were begun and have not been told of, finished first where the numbers of a step
+        are to be exact.
 
         Called before measurements are reported, and after `settle` before a save. Default: None, `step` tells all.
         """
@@ -133,7 +148,10 @@ class Program(ABC):
         return None
 
     def consumed(self) -> list[tuple[int, np.ndarray]]:
-        """(step, sample ids) of rows that other processes read for finished steps; each is told once. Default: none, this rank reads its own."""
+        """(step, sample ids) of rows that other processes read for finished steps; each is told once.
+
+        Default: none, this rank reads its own.
+        """
         return []
 
     def unread(self, split: str, epoch: int) -> int:
@@ -145,17 +163,24 @@ class Program(ABC):
         return False
 
     def end(self, reason: str = "finished") -> None:
-        """The run has ended, for the `reason` of the clock's Stop: let go of whoever works for this rank. Default: nothing."""
+        """The run has ended, for the `reason` of the clock's Stop: let go of whoever works for this rank.
+
+        Default: nothing.
+        """
 
     def use_averages(self, on: bool) -> None:
-        """Let the averages of the weights (`step.ema`) stand in for them until called again with False. After `settle`. May be collective.
+        """Let the averages of the weights (`step.ema`) stand in for them until called again with False. After `settle`.
+        May be collective.
 
         ConfigError where a strategy keeps none.
         """
         raise ConfigError(f"{type(self).__name__} cannot evaluate averaged weights; use step.ema=0")
 
     def settle(self) -> None:
-        """Make this rank's state the run's state before evaluating or saving (average running statistics). Collective."""
+        """Make this rank's state the run's state before evaluating or saving (average running statistics).
+
+        Collective.
+        """
 
     @abstractmethod
     def state(self) -> State:
@@ -166,7 +191,10 @@ class Program(ABC):
         """Take this rank's part from a checkpoint written under any strategy and world size."""
 
     def replicated(self) -> list[dict[str, Tensor]]:
-        """The copies of the parameters on this rank, by name; all copies on all ranks must be alike bit for bit. Default: none."""
+        """The copies of the parameters on this rank, by name; all copies on all ranks must be alike bit for bit.
+
+        Default: none.
+        """
         return []
 
     def memory(self) -> Memory | None:
@@ -175,7 +203,10 @@ class Program(ABC):
 
     @abstractmethod
     def skipped(self) -> int:
-        """Updates skipped so far because loss or gradient was not finite, the same number on all ranks. May synchronise."""
+        """Updates skipped so far because loss or gradient was not finite, the same number on all ranks.
+
+        May synchronise.
+        """
 
 
 @dataclass(frozen=True)
@@ -242,8 +273,8 @@ class Update(ABC):
 
     @abstractmethod
     def apply(self, step: int, lr: float) -> Tensor:
-        """Clip, step and zero, or push. Returns the global gradient norm before clipping and after unscaling, shape (2,) [norm, 1], the same
-        on all ranks; [0, 0] when an overflow hid it.
+        """Clip, step and zero, or push. Returns the global gradient norm before clipping and after unscaling, shape
+        (2,) [norm, 1], the same on all ranks; [0, 0] when an overflow hid it.
 
         A non-finite norm changes no parameter: the step is skipped on every rank alike and counted.
         """
@@ -267,7 +298,10 @@ class Update(ABC):
 
     @abstractmethod
     def held(self) -> dict[str, Tensor]:
-        """The parameters on this rank, by name; slices by name and place. Whoever holds one of the same name holds the same bits."""
+        """The parameters on this rank, by name; slices by name and place.
+
+        Whoever holds one of the same name holds the same bits.
+        """
 
 
 class Strategy(ABC):
@@ -275,28 +309,37 @@ class Strategy(ABC):
 
     @property
     def replaceable(self) -> frozenset[str]:
-        """Roles whose processes hold nothing: a lost one is started again alone while the others go on, and none outlives the others. Not the first role.
+        """Roles whose processes hold nothing: a lost one is started again alone while the others go on, and none
+        outlives the others. Not the first role.
 
         Default: none.
         """
         return frozenset()
 
     def roles(self, processes: int) -> dict[str, int]:
-        """How many processes of which role to start for `launcher.processes`, in order of their ranks. Default: all trainers.
+        """How many processes of which role to start for `launcher.processes`, in order of their ranks. Default: all
+        trainers.
 
         Those of the first role run the engine, the others `assist` them.
         """
         return {"trainer": processes}
 
     def check_processes(self, given: int) -> None:
-        """Raise ConfigError where options say something else of the processes than the `launcher.processes` that was given. Default: none do."""
+        """Raise ConfigError where options say something else of the processes than the `launcher.processes` that was
+        given. Default: none do.
+        """
 
     def computes_on_device(self, role: str) -> bool:
-        """Whether each process of this role is given a GPU where there are some, which other roles may share; else it has the CPU. Default: trainers."""
+        """Whether each process of this role is given a GPU where there are some, which other roles may share; else it
+        has the CPU. Default: trainers.
+        """
         return role == "trainer"
 
     def alone(self) -> Alone | None:
-        """The one process that this command is to start, the others being started elsewhere by hand. ConfigError. Default: None, it starts all."""
+        """The one process that this command is to start, the others being started elsewhere by hand. ConfigError.
+
+        Default: None, it starts all.
+        """
         return None
 
     def hints(self, processes: int) -> list[str]:
@@ -304,12 +347,18 @@ class Strategy(ABC):
         return []
 
     def meet(self, standing: Standing) -> Standing:
-        """Called first of all in processes of the first role: where this one really stands, once all of them are there. Default: as the launcher says."""
+        """Called first of all in processes of the first role: where this one really stands, once all of them are there.
+
+        Default: as the launcher says.
+        """
         return standing
 
     @abstractmethod
     def check(self, task: Task, processes: int, devices: str) -> None:
-        """Raise ConfigError for what cannot run. `devices`: `cpu` or `cuda`. Pure and torch-free: called before any launch."""
+        """Raise ConfigError for what cannot run. `devices`: `cpu` or `cuda`.
+
+        Pure and torch-free: called before any launch.
+        """
 
     @abstractmethod
     def communication(self, devices: str) -> str | None:
@@ -335,7 +384,8 @@ def check_layout(strategy: str, recipe: Recipe, what: str) -> None:
     """Raise ConfigError for a recipe that says nothing of `what` its model is made of."""
     if type(recipe).layout is Recipe.layout:
         raise ConfigError(
-            f"strategy={strategy}: {type(recipe).__name__} has no layout() that says {what}; add one, or use strategy=fsdp, which divides any model"
+            f"strategy={strategy}: {type(recipe).__name__} has no layout() that says {what}; add one, or use "
+            "strategy=fsdp, which divides any model"
         )
 
 
@@ -345,12 +395,25 @@ def check_tables(task: Task, placement: Placement, processes: int) -> None:
     if processes == 1 or not widths:
         return
     if placement is Placement.tables and len(widths) == 1:
-        raise ConfigError(f"strategy.tables=tables puts whole tables on ranks, and {type(task.recipe).__name__} has one; use strategy.tables=rows")
+        raise ConfigError(
+            f"strategy.tables=tables puts whole tables on ranks, and {type(task.recipe).__name__} has one; use "
+            "strategy.tables=rows"
+        )
     if placement is not Placement.columns:
         return
     for name, width in widths.items():
         if bounds(width, processes, processes - 1)[0] == width:  # nothing is left for the last
-            raise ConfigError(f"strategy.tables=columns: table {name} has {width} columns, too few for {processes} ranks; use strategy.tables=rows")
-        whole = [state for state, (count, _) in task.rows.states(width).items() if count != width] if task.rows is not None else []
+            raise ConfigError(
+                f"strategy.tables=columns: table {name} has {width} columns, too few for {processes} ranks; use "
+                "strategy.tables=rows"
+            )
+        whole = (
+            [state for state, (count, _) in task.rows.states(width).items() if count != width]
+            if task.rows is not None
+            else []
+        )
         if whole:
-            raise ConfigError(f"strategy.tables=columns divides rows, and {type(task.rows).__name__} keeps {whole[0]} of whole ones; use strategy.tables=rows")
+            raise ConfigError(
+                f"strategy.tables=columns divides rows, and {type(task.rows).__name__} keeps {whole[0]} of whole "
+                "ones; use strategy.tables=rows"
+            )

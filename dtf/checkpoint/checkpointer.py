@@ -1,6 +1,7 @@
 """Checkpoints as a run uses them: every rank writes the boxes it owns, any other set of ranks reads the boxes it wants.
 
-How files become a checkpoint, and when one may be trusted, is `dtf.checkpoint.storage`. Torch is imported by what touches tensors only.
+How files become a checkpoint, and when one may be trusted, is `dtf.checkpoint.storage`. Torch is imported by what
+touches tensors only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dtf.api.registry import option, register
 from dtf.api.schema import KeyProblem
 from dtf.checkpoint import storage
-from dtf.checkpoint.manifest import ITEM_BYTES, Manifest, Objective, StoredBox, StoredFile, StoredTensor, exact_json, intersect, parse_json, volume
+from dtf.checkpoint.manifest import (
+    ITEM_BYTES,
+    Manifest,
+    Objective,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    exact_json,
+    intersect,
+    parse_json,
+    volume,
+)
 from dtf.checkpoint.resolve_path import located
 from dtf.checkpoint.safetensors_format import Slot, header, slots
 from dtf.core.errors import BusyError, DataError, DtfError, Exit, SaveError
@@ -25,8 +37,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STATE = "state.json"
-TORCH_DTYPES = {"BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32"}
-TORCH_DTYPES |= {"U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+TORCH_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+}
+TORCH_DTYPES |= {
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+}
 TORCH_DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _STORED_DTYPES = {f"torch.{name}": stored for stored, name in TORCH_DTYPES.items()}
 _ERRORS: dict[int, type[DtfError]] = {cls.exit: cls for cls in (DtfError, DataError, BusyError, SaveError)}
@@ -37,20 +64,32 @@ class Every:
     """Save so often, keep the newest and the best, and go on from the newest."""
 
     every_steps: int | None = option(
-        default=None, least=0, doc="save so often, and at the end; null: at each end of an epoch; 0: never, not even at the end", unit="steps"
+        default=None,
+        least=0,
+        doc="save so often, and at the end; null: at each end of an epoch; 0: never, not even at the end",
+        unit="steps",
     )
     keep_last: int = option(default=3, least=1, doc="newest checkpoints to keep")
-    keep_best: int = option(default=1, least=0, doc="best checkpoints to keep beside them; not 0: each new best evaluation is saved")
+    keep_best: int = option(
+        default=1, least=0, doc="best checkpoints to keep beside them; not 0: each new best evaluation is saved"
+    )
     resume: str = option(
         default="auto",
-        doc="`auto`: from the newest loadable checkpoint of the run folder, if any; `never`: from step 0, refused when the run folder holds checkpoints; "
+        doc="`auto`: from the newest loadable checkpoint of the run folder, if any; `never`: from step 0, refused "
+        "when the run folder holds checkpoints; "
         "or a path, of a checkpoint or another run folder: from there, until the run folder has checkpoints of its own",
     )
 
     def check(self) -> None:
-        """Raise ConfigError for values that make no sense, DataError when there is nothing to resume from. Torch-free."""
+        """Raise ConfigError for values that make no sense, DataError when there is nothing to resume from.
+
+        Torch-free.
+        """
         if not self.resume:
-            raise KeyProblem("checkpoint.resume", "checkpoint.resume is empty; use auto, never or the path of a checkpoint or run folder")
+            raise KeyProblem(
+                "checkpoint.resume",
+                "checkpoint.resume is empty; use auto, never or the path of a checkpoint or run folder",
+            )
         if self.resume not in ("auto", "never"):
             located(self.resume, "checkpoint.resume")
 
@@ -70,13 +109,22 @@ def _warn(text: str) -> None:
 
 
 class Checkpointer:
-    """Saves and finds the checkpoints of one run in `folder`, one object on every rank. A failure on one rank is raised on all.
+    """Saves and finds the checkpoints of one run in `folder`, one object on every rank. A failure on one rank is raised
+    on all.
 
-    `objective`: the metric and `max` or `min` that ranks checkpoints; `strategy`: its name, for readers; `note` hears on rank 0 what a person should know.
+    `objective`: the metric and `max` or `min` that ranks checkpoints; `strategy`: its name, for readers; `note` hears
+    on rank 0 what a person should know.
     """
 
     def __init__(
-        self, folder: Path, options: Every, world: Peers, run_id: str, objective: tuple[str, str], strategy: str, note: Callable[[str], None] = _warn
+        self,
+        folder: Path,
+        options: Every,
+        world: Peers,
+        run_id: str,
+        objective: tuple[str, str],
+        strategy: str,
+        note: Callable[[str], None] = _warn,
     ) -> None:
         self._folder, self._options, self._world, self._run_id = folder, options, world, run_id
         self._objective, self._strategy, self._note = objective, strategy, note
@@ -86,25 +134,33 @@ class Checkpointer:
     # ------------------------------------------------------------ save
 
     def save(self, step: int, state: State, scalars: dict[str, Any], value: float | None = None) -> str:
-        """Write the boxes of all ranks and rank 0's `scalars` (JSON) as the checkpoint of `step`; returns its folder. Collective.
+        """Write the boxes of all ranks and rank 0's `scalars` (JSON) as the checkpoint of `step`; returns its folder.
+        Collective.
 
-        `value`: the objective, if it was evaluated at this very step. SaveError on all ranks alike when any could not write;
-        nothing but the half-written checkpoint is lost then. A complete checkpoint of this step is left as it is.
+        `value`: the objective, if it was evaluated at this very step. SaveError on all ranks alike when any could not
+        write; nothing but the half-written checkpoint is lost then. A complete checkpoint of this step is left as it
+        is.
         """
         name = storage.step_name(step)
-        begun = self._lead(lambda: _text(storage.begin(self._folder, step, self._run_id, self._note)), SaveError, f"checkpoint {name}")
+        begun = self._lead(
+            lambda: _text(storage.begin(self._folder, step, self._run_id, self._note)), SaveError, f"checkpoint {name}"
+        )
         if begun is None:
             return str(self._folder / name)
         draft = Path(begun)
         parts = self._world.gather(self._attempt(lambda: self._write(draft, state)))
-        return self._lead(lambda: self._finish(draft, step, parts or [], scalars, value), SaveError, f"checkpoint {name}")
+        return self._lead(
+            lambda: self._finish(draft, step, parts or [], scalars, value), SaveError, f"checkpoint {name}"
+        )
 
     def _write(self, draft: Path, state: State) -> list[dict[str, Any]]:
         """What this rank, and others for it, wrote."""
         own = [write_boxes(draft / f"rank_{self._world.rank}.safetensors", state.boxes)] if state.boxes else []
         return own + (state.others(draft) if state.others else [])
 
-    def _finish(self, draft: Path, step: int, parts: list[dict[str, Any]], scalars: dict[str, Any], value: float | None) -> str:
+    def _finish(
+        self, draft: Path, step: int, parts: list[dict[str, Any]], scalars: dict[str, Any], value: float | None
+    ) -> str:
         """Rank 0's part: what all ranks wrote becomes one checkpoint, and old ones go."""
         try:
             failed = [(rank, part["error"], part["exit"]) for rank, part in enumerate(parts) if "error" in part]
@@ -114,7 +170,9 @@ class Checkpointer:
             files, tensors = _merge([written for part in parts for written in part["result"]])
             files[STATE] = storage.write(draft / STATE, [exact_json(scalars)])
             goal = Objective(*self._objective, value) if value is not None else None
-            final = storage.commit(draft, Manifest(step, self._run_id, self._strategy, self._world.size, goal, files, tensors))
+            final = storage.commit(
+                draft, Manifest(step, self._run_id, self._strategy, self._world.size, goal, files, tensors)
+            )
         except Exception:
             try:  # give the space of a full disk back
                 if draft.exists():
@@ -131,7 +189,8 @@ class Checkpointer:
         return path.parent == self._folder
 
     def retain(self) -> None:
-        """Remove what the options do not keep, after each save and once a run goes on: a crash may have come between. On rank 0; not collective.
+        """Remove what the options do not keep, after each save and once a run goes on: a crash may have come between.
+        On rank 0; not collective.
 
         A failure costs space and nothing else.
         """
@@ -139,23 +198,28 @@ class Checkpointer:
             return
         options = self._options
         try:
-            storage.retain(self._folder, self._run_id, options.keep_last, options.keep_best, self._objective, self._damaged)
+            storage.retain(
+                self._folder, self._run_id, options.keep_last, options.keep_best, self._objective, self._damaged
+            )
         except OSError as error:
             self._note(f"old checkpoints in {self._folder} could not be removed: {error}")
 
     # ------------------------------------------------------------ find and load
 
     def find(self, attempt: int = 0) -> Path | None:
-        """The checkpoint to go on from, every digest compared; None: start at step 0. Collective; called once, before the first save.
+        """The checkpoint to go on from, every digest compared; None: start at step 0. Collective; called once, before
+        the first save.
 
-        `attempt`: restarts of this run so far; a restarted run goes on from its own checkpoints whatever `resume` says. What cannot
-        be loaded is noted and skipped. BusyError when `resume` would start a second line of
-        descent in the folder; DataError when there are checkpoints and none can be loaded, or when a rank cannot read what others can.
+        `attempt`: restarts of this run so far; a restarted run goes on from its own checkpoints whatever `resume` says.
+        What cannot be loaded is noted and skipped. BusyError when `resume` would start a second line of descent in the
+        folder; DataError when there are checkpoints and none can be loaded, or when a rank cannot read what others can.
         """
         newest_fault = ""
         candidates = [Path(path) for path in self._lead(lambda: self._candidates(attempt), DataError, "checkpoints")]
         for path in candidates:
-            reports = self._world.gather(self._attempt(lambda path=path: storage.first_fault(path, self._world.rank, self._world.size)))
+            reports = self._world.gather(
+                self._attempt(lambda path=path: storage.first_fault(path, self._world.rank, self._world.size))
+            )
             fault = self._lead(lambda reports=reports: _verdict(reports or []), DataError, f"checkpoint {path}")
             if fault is None:
                 return path
@@ -168,14 +232,19 @@ class Checkpointer:
         mine = candidates[0].parent == self._folder
         where = self._folder if mine else f"checkpoint.resume={self._options.resume}"
         cure = "move them away to start anew, or use another run.dir" if mine else "give another"
-        raise DataError(f"{where} holds no checkpoint that can be loaded ({newest_fault}); `dtf job=checkpoint job.action=verify` says more; {cure}")
+        raise DataError(
+            f"{where} holds no checkpoint that can be loaded ({newest_fault}); `dtf job=checkpoint job.action=verify` "
+            f"says more; {cure}"
+        )
 
     def load(self, path: Path) -> Stored:
         """A checkpoint to read from. Not collective."""
         return Stored(path)
 
     def _candidates(self, attempt: int) -> list[str]:
-        """Rank 0's part of `find`: checkpoints of this run folder, or without any those of the path given; newest first."""
+        """Rank 0's part of `find`: checkpoints of this run folder, or without any those of the path given; newest
+        first.
+        """
         try:
             storage.clean(self._folder)
         except OSError as error:
@@ -192,7 +261,8 @@ class Checkpointer:
                 )
             if given and given[0].resolve() in [path.resolve() for path in own[1:]]:
                 raise BusyError(
-                    f"checkpoint.resume={resume} is older than {own[0].name} in the same run folder; a run folder is one run: "
+                    f"checkpoint.resume={resume} is older than {own[0].name} in the same run folder; a run folder is "
+                    "one run: "
                     "use another run.dir to start from there"
                 )
         return [str(path) for path in own or given]
@@ -213,14 +283,20 @@ class Checkpointer:
             return {"error": f"{type(error).__name__}: {error}; please report this", "exit": int(Exit.BUG)}
 
     def _lead(self, work: Callable[[], Any], failure: type[DtfError], what: str) -> Any:
-        """Rank 0's result of `work` on every rank, or its failure: `failure` for what the machine refused. Collective."""
+        """Rank 0's result of `work` on every rank, or its failure: `failure` for what the machine refused.
+
+        Collective.
+        """
         answer = self._world.broadcast(self._attempt(work) if self._world.rank == 0 else None)
         if "error" not in answer:
             return answer["result"]
         kind = failure if answer["exit"] is None else _ERRORS.get(answer["exit"], DtfError)
         text = answer["error"]
         if kind is SaveError:
-            text = f"{what} could not be written: {text}; the last complete one is kept; make room or mend the disk, then start again"
+            text = (
+                f"{what} could not be written: {text}; the last complete one is kept; make room or mend the disk, "
+                "then start again"
+            )
         elif kind is DtfError or answer["exit"] is None:
             text = f"{what}: {text}"
         raise kind(text) from self._cause
@@ -266,7 +342,10 @@ def write_boxes(path: Path, boxes: list[Box]) -> dict[str, Any]:
         number = counts[box.name] = counts.get(box.name, -1) + 1
         dtype = _STORED_DTYPES.get(str(box.tensor.dtype))
         if dtype is None:
-            raise TypeError(f"{box.name} is {box.tensor.dtype}, which checkpoints cannot hold; use {', '.join(TORCH_DTYPES.values())}")
+            raise TypeError(
+                f"{box.name} is {box.tensor.dtype}, which checkpoints cannot hold; use "
+                f"{', '.join(TORCH_DTYPES.values())}"
+            )
         entries.append((f"{box.name}#{number}" if number else box.name, dtype, box))
 
     def pieces() -> Iterator[bytes | memoryview]:
@@ -300,9 +379,11 @@ def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 class Stored:
-    """A checkpoint on disk as programs read it (`strategy.Source`). Bytes are compared with their digests as they are read.
+    """A checkpoint on disk as programs read it (`strategy.Source`). Bytes are compared with their digests as they are
+    read.
 
-    DataError from any method when they differ. `scalars`: what `save` was given. Reads whole rows of the stored boxes it needs.
+    DataError from any method when they differ. `scalars`: what `save` was given. Reads whole rows of the stored boxes
+    it needs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -320,24 +401,37 @@ class Stored:
         return set(self.manifest.tensors)
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The part at `offset` of `shape` of a global tensor, on CPU. Without `offset`: all of it, which must have `shape`, if given."""
+        """The part at `offset` of `shape` of a global tensor, on CPU.
+
+        Without `offset`: all of it, which must have `shape`, if given.
+        """
         import torch
 
         stored = self.manifest.tensors.get(name)
         if stored is None:
             near = difflib.get_close_matches(name, self.manifest.tensors, n=1)
-            raise DataError(f"checkpoint {self.folder} has no tensor {name}{f', but {near[0]}' if near else ''}; was it written by another model?")
+            raise DataError(
+                f"checkpoint {self.folder} has no tensor {name}{f', but {near[0]}' if near else ''}; was it written "
+                "by another model?"
+            )
         if offset is None:
             offset = (0,) * len(stored.shape)
             shape = stored.shape if shape is None else tuple(shape)
             fits = shape == stored.shape
         else:
-            shape = tuple(whole - at for whole, at in zip(stored.shape, offset, strict=True)) if shape is None else tuple(shape)
+            shape = (
+                tuple(whole - at for whole, at in zip(stored.shape, offset, strict=True))
+                if shape is None
+                else tuple(shape)
+            )
             fits = len(offset) == len(shape) == len(stored.shape) and all(
                 min(at, n) >= 0 and at + n <= whole for at, n, whole in zip(offset, shape, stored.shape, strict=True)
             )
         if not fits:
-            raise DataError(f"checkpoint {self.folder}: {name} has shape {stored.shape}, wanted is {shape} at {offset}; was it written by another model?")
+            raise DataError(
+                f"checkpoint {self.folder}: {name} has shape {stored.shape}, wanted is {shape} at {offset}; was it "
+                "written by another model?"
+            )
         out = torch.empty(shape, dtype=getattr(torch, TORCH_DTYPES[stored.dtype]))
         for box in stored.boxes:
             common = intersect(offset, shape, box.offset, box.shape)
@@ -357,7 +451,10 @@ class Stored:
 
         slot = self._slot(box)
         if (slot.dtype, slot.shape) != (dtype, box.shape):
-            raise DataError(f"checkpoint {self.folder}: {box.file} holds {slot.dtype} {slot.shape} under {box.key!a}, not what the manifest says")
+            raise DataError(
+                f"checkpoint {self.folder}: {box.file} holds {slot.dtype} {slot.shape} under {box.key!a}, not what "
+                "the manifest says"
+            )
         row = volume(box.shape[1:]) * ITEM_BYTES[dtype]
         start = slot.start + first * row
         try:
@@ -366,7 +463,9 @@ class Stored:
             raise DataError(f"checkpoint {self.folder}: {error}") from None
         except DataError as error:
             raise DataError(f"checkpoint {self.folder} is damaged: {error}") from None
-        return torch.frombuffer(data, dtype=getattr(torch, TORCH_DTYPES[dtype])).reshape((count, *box.shape[1:]) if box.shape else ())
+        return torch.frombuffer(data, dtype=getattr(torch, TORCH_DTYPES[dtype])).reshape(
+            (count, *box.shape[1:]) if box.shape else ()
+        )
 
     def _slot(self, box: StoredBox) -> Slot:
         if box.file not in self._slots:

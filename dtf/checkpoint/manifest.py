@@ -102,11 +102,17 @@ def _encodable(value: Any, where: str) -> Any:
         if any(not isinstance(key, str) or key == _FLOAT for key in value):
             raise TypeError(f"{where} has a key that JSON cannot hold; use text, but not {_FLOAT!r}")
         return {key: _encodable(item, f"{where}.{key}") for key, item in value.items()}
-    raise TypeError(f"{where} is a {type(value).__name__}, which does not survive JSON; use numbers, text, lists and dicts")
+    raise TypeError(
+        f"{where} is a {type(value).__name__}, which does not survive JSON; use numbers, text, lists and dicts"
+    )
 
 
 def _decoded(item: dict[str, Any]) -> Any:
-    return struct.unpack(">d", bytes.fromhex(item[_FLOAT]))[0] if isinstance(item.get(_FLOAT), str) and len(item[_FLOAT]) == 16 else item
+    return (
+        struct.unpack(">d", bytes.fromhex(item[_FLOAT]))[0]
+        if isinstance(item.get(_FLOAT), str) and len(item[_FLOAT]) == 16
+        else item
+    )
 
 
 def _no_constant(word: str) -> float:
@@ -161,7 +167,10 @@ def _seal(body: bytes) -> bytes:
 
 def _parse(data: dict[str, Any]) -> Manifest:
     if data["format"] != FORMAT:
-        raise DataError(f"manifest.json has format {_short(data['format'])}, this version of dtf reads format {FORMAT}; use the version that wrote it")
+        raise DataError(
+            f"manifest.json has format {_short(data['format'])}, this version of dtf reads format {FORMAT}; use the "
+            "version that wrote it"
+        )
     goal = data["objective"]
     manifest = Manifest(
         step=_count(data["step"]),
@@ -174,7 +183,10 @@ def _parse(data: dict[str, Any]) -> Manifest:
             name: StoredTensor(
                 _text(tensor["dtype"]),
                 _counts(tensor["shape"]),
-                tuple(StoredBox(_text(file), _text(key), _counts(offset), _counts(shape)) for file, key, offset, shape in tensor["boxes"]),
+                tuple(
+                    StoredBox(_text(file), _text(key), _counts(offset), _counts(shape))
+                    for file, key, offset, shape in tensor["boxes"]
+                ),
             )
             for name, tensor in data["tensors"].items()
         },
@@ -184,7 +196,9 @@ def _parse(data: dict[str, Any]) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """ValueError unless every name, size and box fits the others; afterwards the files bound what a reader allocates."""
+    """ValueError unless every name, size and box fits the others; afterwards the files bound what a reader
+    allocates.
+    """
     if not NAME.fullmatch(manifest.run_id) or not NAME.fullmatch(manifest.strategy):
         raise ValueError("the run id or the name of the strategy is no usable name")
     if manifest.objective is not None and manifest.objective.mode not in ("max", "min"):
@@ -263,7 +277,9 @@ def intersect(
 def partition_fault(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
     """Why boxes (offset, shape) do not cover a tensor exactly once; "" when they do."""
     for offset, size in boxes:
-        if not len(offset) == len(size) == len(shape) or any(a + n > whole for a, n, whole in zip(offset, size, shape, strict=True)):
+        if not len(offset) == len(size) == len(shape) or any(
+            a + n > whole for a, n, whole in zip(offset, size, shape, strict=True)
+        ):
             return f"box {size} at {offset} does not lie in shape {shape}"
     held = sum(volume(size) for _, size in boxes)
     if held != volume(shape) or not boxes:
@@ -271,7 +287,8 @@ def partition_fault(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], t
     full = [box for box in boxes if volume(box[1])]
     if len(full) < 2:
         return ""
-    # Equal volume and no overlap make a partition. Sweep along the axis with most cuts: only boxes that are open there can overlap.
+    # Equal volume and no overlap make a partition. Sweep along the axis with most cuts: only boxes that are open there
+    # can overlap.
     axis = max(range(len(shape)), key=lambda i: len({offset[i] for offset, _ in full}))
     open_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for offset, size in sorted(full, key=lambda box: box[0][axis]):

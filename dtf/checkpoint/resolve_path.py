@@ -1,4 +1,7 @@
-"""What a path holds that a key gives as numbers to start from: a checkpoint, a run folder, a file of weights. Reads no numbers, needs no torch."""
+"""What a path holds that a key gives as numbers to start from: a checkpoint, a run folder, a file of weights.
+
+Reads no numbers, needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def located(path: str | Path, key: str) -> list[Path]:
-    """Checkpoints that `path` means, newest first: itself, those of a run folder, or its best one alone. Looks at names only, but for the best.
+    """Checkpoints that `path` means, newest first: itself, those of a run folder, or its best one alone. Looks at names
+    only, but for the best.
 
     DataError when there is none.
     """
@@ -35,28 +39,45 @@ def located(path: str | Path, key: str) -> list[Path]:
     else:
         found = storage.checkpoints(folder / "checkpoints") or storage.checkpoints(folder)
     if not found:
-        raise DataError(f"{key}={path} holds no checkpoint; give a folder like RUN/checkpoints/step_000120, or a run folder that has one")
+        raise DataError(
+            f"{key}={path} holds no checkpoint; give a folder like RUN/checkpoints/step_000120, or a run folder that "
+            "has one"
+        )
     return found
 
 
 def check_place(place: str, key: str) -> None:
-    """Raise DataError for what can be seen, without reading it, to hold no weights. `key` gave the place; empty: nothing is to be read."""
+    """Raise DataError for what can be seen, without reading it, to hold no weights.
+
+    `key` gave the place; empty: nothing is to be read.
+    """
     path = Path(place).expanduser()
     if not place:
         return
     if is_checkpoint(path):
         located(path, key)
     elif not path.exists():
-        raise DataError(f"{key}={place} does not exist; give a {', '.join(SUFFIXES)} file, a checkpoint or a run folder")
+        raise DataError(
+            f"{key}={place} does not exist; give a {', '.join(SUFFIXES)} file, a checkpoint or a run folder"
+        )
     elif path.suffix not in SUFFIXES:
-        raise DataError(f"{key}={place} is no file of weights; give a {', '.join(SUFFIXES)} file, a checkpoint or a run folder")
+        raise DataError(
+            f"{key}={place} is no file of weights; give a {', '.join(SUFFIXES)} file, a checkpoint or a run folder"
+        )
     elif not os.access(path, os.R_OK):
         raise DataError(f"{key}={place} cannot be read: Permission denied")
 
 
 def _best(found: list[Path], given: str) -> Path:
     """The one with the best value of the objective, the earliest of equals."""
-    goals = [(folder, goal) for folder in reversed(found) if (goal := storage.read_manifest(folder).objective) is not None and math.isfinite(goal.value)]
+    goals = [
+        (folder, goal)
+        for folder in reversed(found)
+        if (goal := storage.read_manifest(folder).objective) is not None and math.isfinite(goal.value)
+    ]
     if not goals:
-        raise DataError(f"{given}: none of these checkpoints was made right after an evaluation, so none is known to be the best; name one")
+        raise DataError(
+            f"{given}: none of these checkpoints was made right after an evaluation, so none is known to be the best; "
+            "name one"
+        )
     return max(goals, key=lambda each: each[1].value if each[1].mode == "max" else -each[1].value)[0]

@@ -1,8 +1,8 @@
 """The safetensors layout, to stream tensors into a file and to find them again. No torch; opens no file.
 
-The safetensors library wants all bytes of a file in memory at once, and reads what it likes from a mapped file. Here a tensor is
-written while its digest is taken, and a reader hands out only bytes whose digest was compared. Files are ordinary safetensors files.
-Source: the format section of https://github.com/huggingface/safetensors.
+The safetensors library wants all bytes of a file in memory at once, and reads what it likes from a mapped file. Here a
+tensor is written while its digest is taken, and a reader hands out only bytes whose digest was compared. Files are
+ordinary safetensors files. Source: the format section of https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
 
 def slots(read: Callable[[int, int], bytes | memoryview], size: int) -> dict[str, Slot]:
-    """Tensors of a file of `size` bytes by key; `read(start, stop)` gives its bytes. DataError when the header is not what it should be."""
+    """Tensors of a file of `size` bytes by key; `read(start, stop)` gives its bytes.
+
+    DataError when the header is not what it should be.
+    """
     try:
         length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
         if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):

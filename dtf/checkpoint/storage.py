@@ -1,6 +1,8 @@
-"""Checkpoint folders on disk: written so that a crash at any moment leaves the last good one, read only after their digests agree.
+"""Checkpoint folders on disk: written so that a crash at any moment leaves the last good one, read only after their
+digests agree.
 
-Knows files, not tensors, and imports no torch, so that a test can stop it at every system call. One live run per folder is the run folder's lock.
+Knows files, not tensors, and imports no torch, so that a test can stop it at every system call. One live run per folder
+is the run folder's lock.
 """
 
 from __future__ import annotations
@@ -92,10 +94,12 @@ def _in_blocks(pieces: Iterable[bytes | bytearray | memoryview]) -> Iterator[byt
 
 
 def begin(parent: Path, step: int, run_id: str, note: Callable[[str], None]) -> Path | None:
-    """A new empty folder to write the checkpoint of `step` into; None when that checkpoint exists, complete and undamaged.
+    """A new empty folder to write the checkpoint of `step` into; None when that checkpoint exists, complete and
+    undamaged.
 
-    A name is never written over. A checkpoint of the same step that cannot be loaded is moved aside, to `step_000120.bad-<run id>`,
-    for a person to look at. The complete one is kept: a run folder holds one line of descent, so it holds the same training.
+    A name is never written over. A checkpoint of the same step that cannot be loaded is moved aside, to
+    `step_000120.bad-<run id>`, for a person to look at. The complete one is kept: a run folder holds one line of
+    descent, so it holds the same training.
     """
     if not parent.is_dir():
         parent.mkdir()
@@ -106,7 +110,11 @@ def begin(parent: Path, step: int, run_id: str, note: Callable[[str], None]) -> 
         if fault is None:
             point_latest(parent, final.name, run_id)
             return None
-        aside = next(path for i in range(1, 1 << 30) if not os.path.lexists(path := parent / f"{final.name}.bad-{run_id}{f'.{i}' if i > 1 else ''}"))
+        aside = next(
+            path
+            for i in range(1, 1 << 30)
+            if not os.path.lexists(path := parent / f"{final.name}.bad-{run_id}{f'.{i}' if i > 1 else ''}")
+        )
         os.rename(final, aside)
         _sync_folder(parent)
         note(f"checkpoint {final} cannot be loaded ({fault}); moved to {aside.name}")
@@ -120,7 +128,8 @@ def begin(parent: Path, step: int, run_id: str, note: Callable[[str], None]) -> 
 def commit(draft: Path, manifest: Manifest) -> Path:
     """Make a written draft the checkpoint of its step, in one rename, and `latest` point to it.
 
-    ValueError when the manifest contradicts itself; OSError when the files are not there as it says (a folder that ranks do not share).
+    ValueError when the manifest contradicts itself; OSError when the files are not there as it says (a folder that
+    ranks do not share).
     """
     data = encode(manifest)
     _check_files(draft, manifest.files)
@@ -198,7 +207,10 @@ def _check_files(folder: Path, files: dict[str, StoredFile]) -> None:
 
 
 def faults(folder: Path, manifest: Manifest, index: int = 0, count: int = 1) -> Iterator[str]:
-    """Compare the digests of a checkpoint; yields one text per damaged stretch of a file. Rank `index` of `count` reads its share."""
+    """Compare the digests of a checkpoint; yields one text per damaged stretch of a file.
+
+    Rank `index` of `count` reads its share.
+    """
     total = sum(len(file.crc32) for file in manifest.files.values())
     first, last = total * index // count, total * (index + 1) // count
     for name, stored in manifest.files.items():
@@ -234,7 +246,10 @@ def first_fault(folder: Path, index: int = 0, count: int = 1) -> str | None:
 
 
 class Blocks:
-    """Reads one file of a checkpoint. Every byte handed out belongs to a block whose digest was compared, after it was read."""
+    """Reads one file of a checkpoint.
+
+    Every byte handed out belongs to a block whose digest was compared, after it was read.
+    """
 
     def __init__(self, folder: Path, name: str, stored: StoredFile) -> None:
         if not NAME.fullmatch(name):
@@ -257,7 +272,10 @@ class Blocks:
 
     def damage(self, first: int, last: int) -> str:
         """Text for damage in blocks [first, last)."""
-        return f"{self._path.name}: bytes {first * BLOCK_BYTES} to {min(last * BLOCK_BYTES, self._stored.size)} are damaged or unreadable"
+        return (
+            f"{self._path.name}: bytes {first * BLOCK_BYTES} to {min(last * BLOCK_BYTES, self._stored.size)} are "
+            "damaged or unreadable"
+        )
 
     def _read(self, first: int, last: int) -> memoryview:
         start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._stored.size)
@@ -268,7 +286,10 @@ class Blocks:
             data = memoryview(bytearray(stop - start))
             for number in range(first, last):
                 block = data[(number - first) * BLOCK_BYTES : (number - first + 1) * BLOCK_BYTES]
-                if _fill(file, block, number * BLOCK_BYTES) < len(block) or zlib.crc32(block) != self._stored.crc32[number]:
+                if (
+                    _fill(file, block, number * BLOCK_BYTES) < len(block)
+                    or zlib.crc32(block) != self._stored.crc32[number]
+                ):
                     raise DataError(self.damage(number, number + 1))
         finally:
             os.close(file)
@@ -310,19 +331,30 @@ def _fill(file: int, data: memoryview, offset: int) -> int:
 
 
 def clean(parent: Path) -> None:
-    """Remove what dead runs left half written or half removed. Only under the run folder's lock, with no save under way."""
+    """Remove what dead runs left half written or half removed.
+
+    Only under the run folder's lock, with no save under way.
+    """
     if parent.is_dir():
         for name in os.listdir(parent):
             if _LEFTOVER.fullmatch(name):
                 _remove(parent / name)
 
 
-def retain(parent: Path, run_id: str, keep_last: int, keep_best: int, objective: tuple[str, str], damaged: Collection[Path] = frozenset()) -> list[Path]:
-    """Remove checkpoints beyond the `keep_last` newest and the `keep_best` best by `objective` (metric, `max` or `min`); returns those removed.
+def retain(
+    parent: Path,
+    run_id: str,
+    keep_last: int,
+    keep_best: int,
+    objective: tuple[str, str],
+    damaged: Collection[Path] = frozenset(),
+) -> list[Path]:
+    """Remove checkpoints beyond the `keep_last` newest and the `keep_best` best by `objective` (metric, `max` or
+    `min`); returns those removed.
 
-    Counts only complete ones, and touches only those: what cannot be read, or is known to be `damaged`, is left for a person. The newest is
-    always kept. Of equals the older is better, as for the run itself.
-    A checkpoint leaves by a rename first, so that a half removed one is never met.
+    Counts only complete ones, and touches only those: what cannot be read, or is known to be `damaged`, is left for a
+    person. The newest is always kept. Of equals the older is better, as for the run itself. A checkpoint leaves by a
+    rename first, so that a half removed one is never met.
     """
     complete: list[tuple[Path, Objective | None]] = []
     for folder in checkpoints(parent):

@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = _reported(lambda: _dispatch(given))
     if leaving and code:
         _cool()
-    if leaving and "torch.distributed" in sys.modules:  # it was a rank itself: gloo's threads may not outlive the interpreter
+    # it was a rank itself: gloo's threads may not outlive the interpreter
+    if leaving and "torch.distributed" in sys.modules:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
@@ -35,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Give what the caller closed (`dtf 1>&-`) to /dev/null: otherwise a lock file or a socket would become standard output."""
+    """Give what the caller closed (`dtf 1>&-`) to /dev/null: otherwise a lock file or a socket would become standard
+    output.
+    """
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -46,7 +49,8 @@ def _open_streams() -> None:
 
 
 def will_launch(argv: Sequence[str]) -> bool:
-    """Whether the command line looks as if ranks will be needed: it asks for no answer and has no typo that can be seen without composing.
+    """Whether the command line looks as if ranks will be needed: it asks for no answer and has no typo that can be seen
+    without composing.
 
     A guess: wrong either way costs time only. Imports the parts, which composing needs too, but not Hydra.
     """
@@ -56,7 +60,9 @@ def will_launch(argv: Sequence[str]) -> bool:
     from dtf.config.settings import is_known, load_parts
 
     load_parts([])
-    elsewhere = any("plugins=" in word or "hydra." in word for word in argv) or any(flag not in ("-m", "--multirun", "-r", "--run") for flag in flags)
+    elsewhere = any("plugins=" in word or "hydra." in word for word in argv) or any(
+        flag not in ("-m", "--multirun", "-r", "--run") for flag in flags
+    )
     return elsewhere or all(is_known(word) for word in argv if not word.startswith("-"))
 
 
@@ -68,7 +74,8 @@ def _dispatch(argv: list[str]) -> int:
     if will_launch(argv):
         from dtf.launch.forkserver_cache import prestart
 
-        prestart(argv)  # torch is imported over there while the config is composed here; only now, since it slows every answer down
+        # torch is imported over there while the config is composed here; only now, since it slows every answer down
+        prestart(argv)
     if "--version" in argv:
         from dtf import __version__
 
@@ -114,7 +121,12 @@ def _reported(action: Callable[[], int]) -> int:
 
         traceback.print_exc()
         print(
-            error_line(Exit.BUG, f"{type(error).__name__}: {' '.join(str(error).split())}; this is a mistake in dtf or in a plugin, see above"), file=sys.stderr
+            error_line(
+                Exit.BUG,
+                f"{type(error).__name__}: {' '.join(str(error).split())}; this is a mistake in dtf or in a plugin, "
+                "see above",
+            ),
+            file=sys.stderr,
         )
         return Exit.BUG
 
@@ -141,7 +153,11 @@ def _show(composed: Composed, flags: argparse.Namespace) -> int:
 
     tree = composed.tree
     if flags.cfg == "job":
-        tree = OmegaConf.create(composed.config) if flags.resolve else OmegaConf.masked_copy(tree, [str(name) for name in tree if name != "hydra"])
+        tree = (
+            OmegaConf.create(composed.config)
+            if flags.resolve
+            else OmegaConf.masked_copy(tree, [str(name) for name in tree if name != "hydra"])
+        )
     elif flags.cfg == "hydra":
         tree = OmegaConf.masked_copy(tree, ["hydra"])
     part = OmegaConf.select(tree, flags.package) if flags.package and flags.package != "_global_" else tree
@@ -152,7 +168,8 @@ def _show(composed: Composed, flags: argparse.Namespace) -> int:
         return Exit.OK
     if part is not tree:
         print(f"# @package {flags.package}")
-    print(OmegaConf.to_yaml(part, resolve=flags.resolve and flags.cfg != "job"), end="")  # a resolved job holds text that only looks like one
+    # a resolved job holds text that only looks like one
+    print(OmegaConf.to_yaml(part, resolve=flags.resolve and flags.cfg != "job"), end="")
     return Exit.OK
 
 
@@ -172,7 +189,9 @@ def _info(composed: Composed, what: str) -> int:
 
 
 def _complete(overrides: list[str]) -> int:
-    """Tab completion, by Hydra; the line to complete is in COMP_LINE and may name a config dir and plugins of its own."""
+    """Tab completion, by Hydra; the line to complete is in COMP_LINE and may name a config dir and plugins of its
+    own.
+    """
     import shlex
 
     from hydra._internal.hydra import Hydra
@@ -180,7 +199,9 @@ def _complete(overrides: list[str]) -> int:
     from dtf.config.compose import Composer, arguments
 
     if sys.argv[0].endswith(".py") and "query=bash" not in overrides:
-        raise ConfigError("tab completion is for the console script; use dtf -sc install=bash in place of python -m dtf")
+        raise ConfigError(
+            "tab completion is for the console script; use dtf -sc install=bash in place of python -m dtf"
+        )
     try:
         words = shlex.split(os.environ.get("COMP_LINE", ""))[1:]
         flags = arguments(words[:-1])

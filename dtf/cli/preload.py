@@ -1,4 +1,7 @@
-"""Everything a rank needs before its first step, imported once by the fork server. Must not touch CUDA: a forked process cannot use it after that."""
+"""Everything a rank needs before its first step, imported once by the fork server.
+
+Must not touch CUDA: a forked process cannot use it after that.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""`-m`: one run per combination of values. Hydra's sweeper and launcher decide which and when; each trial starts fresh ranks.
+"""`-m`: one run per combination of values. Hydra's sweeper and launcher decide which and when; each trial starts fresh
+ranks.
 
-This process stays without torch, so any number of trials may follow each other in it. What a sweep has done already it sees in the folders of its
-trials, which are named by what sets them apart.
+This process stays without torch, so any number of trials may follow each other in it. What a sweep has done already it
+sees in the folders of its trials, which are named by what sets them apart.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class _Stopped(BaseException):
 
 
 class _Told:
-    """True once SIGINT, SIGTERM or SIGHUP came, whoever handles them: a launcher that has to kill its ranks reports lost ranks, not a request."""
+    """True once SIGINT, SIGTERM or SIGHUP came, whoever handles them: a launcher that has to kill its ranks reports
+    lost ranks, not a request.
+    """
 
     def __enter__(self) -> Self:
         self._heard, self._waker = socket.socketpair()
@@ -92,27 +95,44 @@ class _TrialLoader(Loader):
         self.reads: dict[str, Read] = {}  # of the latest trial
 
     def load_configuration(
-        self, config_name: str | None, overrides: list[str], run_mode: RunMode, from_shell: bool = True, validate_sweep_overrides: bool = True
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         config, self.reads = self._composer.load(overrides)
         return config
 
 
 def sweep(composer: Composer, overrides: Sequence[str], run: Callable[[Callable[[], int]], int]) -> int:
-    """Check every trial, then run those that are not finished. `run` calls, reports what is raised and returns an exit code.
+    """Check every trial, then run those that are not finished. `run` calls, reports what is raised and returns an exit
+    code.
 
-    The exit code: that of the trial which stopped the sweep, else the first that is not 0. ConfigError before the first trial starts when one of
-    them cannot be composed.
+    The exit code: that of the trial which stopped the sweep, else the first that is not 0. ConfigError before the first
+    trial starts when one of them cannot be composed.
     """
     parsed = parse(overrides, composer.loader)
-    shared = {_typed(f"{each.get_key_element()}={each.get_value_element_as_str()}") for each in parsed if not each.is_sweep_override()}
+    shared = {
+        _typed(f"{each.get_key_element()}={each.get_value_element_as_str()}")
+        for each in parsed
+        if not each.is_sweep_override()
+    }
     planned, complete = _combinations(parsed)
     of = f" of {len(planned)}" if complete and len(planned) > 1 else ""
-    composed = [_composed(composer, trial, f"trial {number}{of} ({_title(trial, shared)}): " if of else "") for number, trial in enumerate(planned, 1)]
+    composed = [
+        _composed(composer, trial, f"trial {number}{of} ({_title(trial, shared)}): " if of else "")
+        for number, trial in enumerate(planned, 1)
+    ]
     first = composed[0]
     for each in composed:
         _check_trial(first, each)
-    home = _home([str(each.input_line) for each in parsed if each.is_sweep_override()], composed) if isinstance(first.job, Kept) else None
+    home = (
+        _home([str(each.input_line) for each in parsed if each.is_sweep_override()], composed)
+        if isinstance(first.job, Kept)
+        else None
+    )
     loader = _TrialLoader(composer)
     done: list[Trial] = []
     stopped = 0
@@ -140,8 +160,10 @@ def sweep(composer: Composer, overrides: Sequence[str], run: Callable[[Callable[
         return trial.code if home is None else trial.best[1] if trial.code == Exit.OK and trial.best else math.nan
 
     with tempfile.TemporaryDirectory(prefix="dtf-sweep-") as scratch, _Locked(home), _Told() as told:
-        own = [] if first.tree.hydra.sweep.dir else [f"hydra.sweep.dir={scratch}"]  # Hydra insists on a folder for its copy of the config
-        # Hydra's own multirun composes without the options swept over, so that keys which only those have would be unknown.
+        # Hydra insists on a folder for its copy of the config
+        own = [] if first.tree.hydra.sweep.dir else [f"hydra.sweep.dir={scratch}"]
+        # Hydra's own multirun composes without the options swept over, so that keys which only those have would be
+        # unknown.
         config, _ = composer.load([*planned[0], *own])
         arguments = [each for each in parsed if not each.is_hydra_override()]
         config.hydra.overrides.task = [str(each.input_line) for each in arguments]
@@ -158,20 +180,33 @@ def sweep(composer: Composer, overrides: Sequence[str], run: Callable[[Callable[
         print(_total(done, first, home))
     failed = [f"{trial.title} ({trial.outcome})" for trial in done if trial.code > 0 and trial.code not in _ENDS]
     if failed:
-        print(f"dtf: {len(failed)} of {len(done)} trials failed: {', '.join(failed)}; the same sweep started again runs them once more", file=sys.stderr)
+        print(
+            f"dtf: {len(failed)} of {len(done)} trials failed: {', '.join(failed)}; the same sweep started again runs "
+            "them once more",
+            file=sys.stderr,
+        )
     return stopped or next((trial.code for trial in done if trial.code > 0), 0)
 
 
 def _drive(
-    config: DictConfig, context: HydraContext, start: Callable[[DictConfig], float], arguments: list[Override], first: Composed, home: Path | None
+    config: DictConfig,
+    context: HydraContext,
+    start: Callable[[DictConfig], float],
+    arguments: list[Override],
+    first: Composed,
+    home: Path | None,
 ) -> None:
     """Let the chosen sweeper launch trials. Optuna's is ours, any other a plugin of Hydra."""
     plugins = Plugins.instance()
     if first.tree.hydra.runtime.choices.get("hydra/sweeper") != OPTUNA:
-        plugins.instantiate_sweeper(config=config, hydra_context=context, task_function=start).sweep([str(each.input_line) for each in arguments])
+        plugins.instantiate_sweeper(config=config, hydra_context=context, task_function=start).sweep(
+            [str(each.input_line) for each in arguments]
+        )
         return
     if home is None or first.settings.train.eval_every == 0:
-        raise ConfigError(f"hydra/sweeper={OPTUNA} needs an objective: a job that trains, with evaluations (train.eval_every)")
+        raise ConfigError(
+            f"hydra/sweeper={OPTUNA} needs an objective: a job that trains, with evaluations (train.eval_every)"
+        )
     options = OptunaOptions(**OmegaConf.to_container(config.hydra.sweeper))  # type: ignore[arg-type]
     launcher = plugins.instantiate_launcher(config=config, hydra_context=context, task_function=start)
 
@@ -188,7 +223,10 @@ def _run(composed: Composed, trial: Trial, folder: Path | None) -> int:
     trial.folder = folder
     record = finished(folder, composed.config)
     if record is not None:
-        trial.before, trial.best = True, (str(record["best"][0]), float(record["best"][1])) if record.get("best") else None
+        trial.before, trial.best = (
+            True,
+            (str(record["best"][0]), float(record["best"][1])) if record.get("best") else None,
+        )
         print("dtf: it was finished before", flush=True)
         return Exit.OK
     job.folder, job.elsewhere_s = folder, seconds(folder.parent, but=folder)
@@ -210,10 +248,14 @@ class _Locked:
         try:
             self._home.mkdir(parents=True, exist_ok=True, mode=0o700)
             if (self._home / "run.json").exists():
-                raise BusyError(f"{self._home} is the folder of one run, a sweep needs one of its own; choose another run.dir")
+                raise BusyError(
+                    f"{self._home} is the folder of one run, a sweep needs one of its own; choose another run.dir"
+                )
             self._lock = take_lock(self._home)
         except OSError as error:
-            raise ConfigError(f"the sweep's folder {self._home} cannot be used: {error.strerror}; choose another run.dir") from error
+            raise ConfigError(
+                f"the sweep's folder {self._home} cannot be used: {error.strerror}; choose another run.dir"
+            ) from error
 
     def __exit__(self, *exception: object) -> None:
         if self._home is not None:
@@ -227,21 +269,31 @@ def _home(swept: list[str], composed: Sequence[Composed]) -> Path:
     assert isinstance(options, dict)
     options.pop("n_trials", None)  # more trials go on
     same = digest([*swept, str(sorted(options.items(), key=str))], [each.config for each in composed])
-    return Path(config["run"]["dir"] or Path("outputs", config["run"]["name"] or config["recipe"]["name"], f"sweep-{same}")).absolute()
+    return Path(
+        config["run"]["dir"] or Path("outputs", config["run"]["name"] or config["recipe"]["name"], f"sweep-{same}")
+    ).absolute()
 
 
 def _check_trial(first: Composed, other: Composed) -> None:
-    """Refuse ranks that cannot be started again, and trials that do not agree on what names or bounds the whole sweep."""
+    """Refuse ranks that cannot be started again, and trials that do not agree on what names or bounds the whole
+    sweep.
+    """
     if not isinstance(other.job, Kept):
         return
     if not other.settings.launcher.starts_ranks:
         name = other.config["launcher"]["name"]
-        raise ConfigError(f"launcher={name} takes part as a rank that others started, for one run; a sweep starts its own ranks: use launcher=local")
+        raise ConfigError(
+            f"launcher={name} takes part as a rank that others started, for one run; a sweep starts its own ranks: "
+            "use launcher=local"
+        )
     for group, names in (("run", ("dir", "name")), ("budget", tuple(first.config["budget"]))):
         for name in names:
             here, there = first.config[group][name], other.config[group][name]
             if here != there:
-                raise ConfigError(f"{group}.{name}={show(there)} is {show(here)} in another trial; {group}.{name} belongs to the whole sweep, give one value")
+                raise ConfigError(
+                    f"{group}.{name}={show(there)} is {show(here)} in another trial; {group}.{name} belongs to the "
+                    "whole sweep, give one value"
+                )
 
 
 def _objective(composed: Composed) -> tuple[str, str]:
@@ -270,14 +322,24 @@ def _composed(composer: Composer, overrides: list[str], name: str) -> Composed:
 
 
 def _combinations(overrides: Sequence[Override]) -> tuple[list[list[str]], bool]:
-    """The overrides of each trial, and whether these are all: where a sweeper chooses values as it goes, one possible trial."""
+    """The overrides of each trial, and whether these are all: where a sweeper chooses values as it goes, one possible
+    trial.
+    """
     for each in overrides:
         if each.is_sweep_override() and each.is_hydra_override():
-            raise ConfigError(f"{show(each.input_line)} sweeps over a setting of Hydra; give it one value; set {COMMAND_LINE}")
+            raise ConfigError(
+                f"{show(each.input_line)} sweeps over a setting of Hydra; give it one value; set {COMMAND_LINE}"
+            )
     fixed = [each for each in overrides if not each.is_sweep_override() or each.is_discrete_sweep()]
-    ends = [f"{each.get_key_element()}={value.start}" for each in overrides if isinstance(value := each.value(), IntervalSweep)]
+    ends = [
+        f"{each.get_key_element()}={value.start}"
+        for each in overrides
+        if isinstance(value := each.value(), IntervalSweep)
+    ]
     trials: list[list[Any]] = BasicSweeper.split_arguments(fixed, max_batch_size=None)[0]
-    usual = len(fixed) == len(overrides) and not any(each.key_or_group.startswith("hydra/sweeper") for each in overrides)
+    usual = len(fixed) == len(overrides) and not any(
+        each.key_or_group.startswith("hydra/sweeper") for each in overrides
+    )
     return [[_typed(text) for text in [*trial, *ends]] for trial in (trials if usual else trials[:1])], usual
 
 
@@ -294,4 +356,8 @@ def _apart(overrides: Sequence[str], shared: set[str]) -> list[str]:
 
 def _title(overrides: Sequence[str], shared: set[str]) -> str:
     """What sets a trial apart; all of it where nothing does."""
-    return " ".join(_apart(overrides, shared)) or " ".join(_typed(text).lstrip("+") for text in overrides) or "(no overrides)"
+    return (
+        " ".join(_apart(overrides, shared))
+        or " ".join(_typed(text).lstrip("+") for text in overrides)
+        or "(no overrides)"
+    )

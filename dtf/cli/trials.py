@@ -1,4 +1,7 @@
-"""Trials of a sweep and the folder they share: which of them are finished already, and the table at the end. Starts nothing."""
+"""Trials of a sweep and the folder they share: which of them are finished already, and the table at the end.
+
+Starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ class Trial:
     @property
     def outcome(self) -> str:
         known = {NOT_STARTED: "not started", Exit.OK: "ok, before" if self.before else "ok"}
-        return known.get(self.code) or (code_name(Exit(self.code)) if self.code in set(Exit) else f"exit code {self.code}")
+        return known.get(self.code) or (
+            code_name(Exit(self.code)) if self.code in set(Exit) else f"exit code {self.code}"
+        )
 
 
 def digest(swept: Iterable[str], configs: Iterable[dict[str, Any]]) -> str:
@@ -46,17 +51,22 @@ def digest(swept: Iterable[str], configs: Iterable[dict[str, Any]]) -> str:
 
 
 def folder_name(overrides: Sequence[str]) -> str:
-    """The overrides that set a trial apart as the name of its folder: `lr.peak=0.1,strategy=dp`; a digest stands for what no name can hold."""
+    """The overrides that set a trial apart as the name of its folder: `lr.peak=0.1,strategy=dp`; a digest stands for
+    what no name can hold.
+    """
     text = ",".join(overrides) or "trial"
     if _NAME.fullmatch(text):
         return text
-    return f"{re.sub(r'[^A-Za-z0-9_.,=+-]', '_', text).lstrip('.,=+-')[:91]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    readable = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", text).lstrip(".,=+-")[:91]
+    return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The record (run.json) of the trial in `folder`, once it has nothing left to do; None for one to start or to go on with.
+    """The record (run.json) of the trial in `folder`, once it has nothing left to do; None for one to start or to go on
+    with.
 
-    BusyError when the folder holds a trial of another config: only its length may change (train.*), and what makes no other trial of it.
+    BusyError when the folder holds a trial of another config: only its length may change (train.*), and what makes no
+    other trial of it.
     """
     import yaml
 
@@ -68,12 +78,17 @@ def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise BusyError(f"{folder} holds what is no trial ({type(error).__name__}: {error}); choose another run.dir") from error
+        raise BusyError(
+            f"{folder} holds what is no trial ({type(error).__name__}: {error}); choose another run.dir"
+        ) from error
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     for key in changed:
         if not key.startswith("train."):
             was, now = show(old.get(key)), show(new.get(key))
-            raise BusyError(f"{folder} holds a trial with {key}={was}, this one has {key}={now}; choose another run.dir, or the same {key}")
+            raise BusyError(
+                f"{folder} holds a trial with {key}={was}, this one has {key}={now}; choose another run.dir, or the "
+                f"same {key}"
+            )
     return record if exit == Exit.OK and not changed else None
 
 
@@ -91,7 +106,10 @@ def best_of(trials: Sequence[Trial], direction: str) -> int | None:
 
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:
-    """A line for each trial: outcome, best value, run folder. The folder's name says what set the trial apart; where it cannot, the overrides follow."""
+    """A line for each trial: outcome, best value, run folder.
+
+    The folder's name says what set the trial apart; where it cannot, the overrides follow.
+    """
     rows = []
     for number, trial in enumerate(trials, 1):
         best = f"{trial.best[0]}={number_text(trial.best[1])}" if trial.best else ""

@@ -1,4 +1,5 @@
-"""From a command line to a finished config: Hydra composes, dtf checks every key of it. The only file that drives Hydra.
+"""From a command line to a finished config: Hydra composes, dtf checks every key of it. The only file that drives
+Hydra.
 
 Nothing below gets a DictConfig, an interpolation or a key that no class knows.
 """
@@ -40,7 +41,10 @@ ROOT = "config"
 
 
 def compose(argv: Sequence[str]) -> Composed:
-    """The config that a command line asks for. ConfigError for anything in it, or in the files it names, that fits no class."""
+    """The config that a command line asks for.
+
+    ConfigError for anything in it, or in the files it names, that fits no class.
+    """
     flags = arguments(argv)
     return Composer(flags.config_dir, flags.config_name).compose(flags.overrides)
 
@@ -52,7 +56,8 @@ class Composed:
     config: dict[str, Any]  # plain; may hold "???" where a mandatory key was not given, `settings` refuses that
     choices: dict[str, Any]  # group -> option as it was chosen; options that are YAML files have names of their own
     overrides: tuple[str, ...]
-    tree: DictConfig = field(repr=False, compare=False)  # as Hydra composed it, with its own node and interpolations as written
+    # as Hydra composed it, with its own node and interpolations as written
+    tree: DictConfig = field(repr=False, compare=False)
     composer: Composer = field(repr=False, compare=False)
     reads: dict[str, Read] = field(repr=False, compare=False)
 
@@ -77,7 +82,8 @@ class Composed:
         return [*self.composer.flags, *self.overrides]
 
     def check(self, data: bool = True) -> Settings:
-        """The settings, once every part has agreed to them. For jobs that start ranks, before they do. ConfigError or DataError.
+        """The settings, once every part has agreed to them. For jobs that start ranks, before they do. ConfigError or
+        DataError.
 
         `data=False`: not the recipe, whose data need not be there.
         """
@@ -96,16 +102,27 @@ class Composed:
                 observer.check()
             devices, processes = settings.launcher.devices_kind(), settings.launcher.count()
             settings.precision.check(devices)
-            task = Task(settings.recipe, settings.optimizer, settings.precision, settings.step, settings.seed, rows=settings.sparse)
+            task = Task(
+                settings.recipe,
+                settings.optimizer,
+                settings.precision,
+                settings.step,
+                settings.seed,
+                rows=settings.sparse,
+            )
             settings.strategy.check(task, processes, devices)
             if settings.strategy.alone() and self.config["job"]["name"] != "train":
-                raise ConfigError("strategy.endpoints is for processes of a run that are started by hand, and this job starts its own; leave it out")
+                raise ConfigError(
+                    "strategy.endpoints is for processes of a run that are started by hand, and this job starts its "
+                    "own; leave it out"
+                )
         return settings
 
     def recompose(self, overrides: Sequence[str]) -> Composed:
         """The same command line with more overrides behind it.
 
-        A group chosen anew forgets the earlier choice; when it is another option, also earlier `<group>.key=value`, which spoke of the other one.
+        A group chosen anew forgets the earlier choice; when it is another option, also earlier `<group>.key=value`,
+        which spoke of the other one.
         """
         new = parse(overrides, self.composer.loader)
         chosen = {each.key_or_group: each.value() for each in new if self.composer.is_group(each.key_or_group)}
@@ -119,7 +136,11 @@ class Composed:
 
     def chosen(self) -> dict[str, list[str]]:
         """The options that the command line itself chooses, by group."""
-        named = [each for each in parse(self.overrides, self.composer.loader) if self.composer.is_group(each.key_or_group) and not each.is_delete()]
+        named = [
+            each
+            for each in parse(self.overrides, self.composer.loader)
+            if self.composer.is_group(each.key_or_group) and not each.is_delete()
+        ]
         values = {each.key_or_group: each.value() for each in named}
         return {group: value if isinstance(value, list) else [value] for group, value in values.items() if value}  # type: ignore[dict-item]
 
@@ -140,7 +161,9 @@ class Composer:
         JobRuntime.instance().set("name", "dtf")
         load_parts([])
         self.config_name = config_name or ROOT
-        self.flags = [f"--{key}={value}" for key, value in (("config-dir", config_dir), ("config-name", config_name)) if value]
+        self.flags = [
+            f"--{key}={value}" for key, value in (("config-dir", config_dir), ("config-name", config_name)) if value
+        ]
         self.loader = loader(config_dir)
         self._plugins: list[str] = []
 
@@ -152,26 +175,45 @@ class Composer:
             if not group:
                 raise ConfigError(f"{show(each.input_line)} is no override; write key=value")
             if each.is_delete() and each.key_or_group in GROUPS:
-                raise ConfigError(f"{show(each.input_line)} {self._instead_of_deletion(group)}; set on the command line")
+                raise ConfigError(
+                    f"{show(each.input_line)} {self._instead_of_deletion(group)}; set on the command line"
+                )
             chooses = self.is_group(each.key_or_group) and not each.is_delete() and not each.is_sweep_override()
             if chooses and not _may_choose(each.value()):
                 drop = f", or ~{group} for none" if group == EXPERIMENT else ""
                 choices = key_for_number(each.key_or_group, each.value()) + suggest("", self.options(each.key_or_group))
                 raise ConfigError(f"{show(each.input_line)} is no option; {choices}{drop}; set on the command line")
             if RESERVED in each.key_or_group:
-                raise ConfigError(f"{each.key_or_group} is refused, a config names no code; register a class and choose it by name; set on the command line")
+                raise ConfigError(
+                    f"{each.key_or_group} is refused, a config names no code; register a class and choose it by name; "
+                    "set on the command line"
+                )
             if key == "name" and group in GROUPS:
-                raise ConfigError(f"{each.key_or_group} says which class the other keys belong to; choose with {group}=NAME; set on the command line")
+                raise ConfigError(
+                    f"{each.key_or_group} says which class the other keys belong to; choose with {group}=NAME; set on "
+                    "the command line"
+                )
         config, reads = self.load(given)
         return self.finish(config, given, reads)
 
     def load(self, overrides: list[str]) -> tuple[DictConfig, dict[str, Read]]:
-        """What Hydra composes, not yet checked, and the files it read for it: where the job uses a run's model, over what that run's config says."""
+        """What Hydra composes, not yet checked, and the files it read for it: where the job uses a run's model, over
+        what that run's config says.
+        """
         parsed = parse(overrides, self.loader)
-        chosen = {each.key_or_group: str(each.value()) for each in parsed if not each.is_delete() and not each.is_sweep_override()}
+        chosen = {
+            each.key_or_group: str(each.value())
+            for each in parsed
+            if not each.is_delete() and not each.is_sweep_override()
+        }
         first = overrides
-        if _uses_model(chosen.get("job")):  # which run it is must be found without keys that only the run's recipe may have
-            first = [text for text, each in zip(overrides, parsed, strict=True) if "." not in each.key_or_group or each.key_or_group.startswith("job.")]
+        # which run it is must be found without keys that only the run's recipe may have
+        if _uses_model(chosen.get("job")):
+            first = [
+                text
+                for text, each in zip(overrides, parsed, strict=True)
+                if "." not in each.key_or_group or each.key_or_group.startswith("job.")
+            ]
         config, reads = self.with_plugins(overrides, lambda: self._load(first))
         job = OmegaConf.to_container(config.job) if OmegaConf.is_dict(config.get("job")) else {}
         if not isinstance(job, dict) or not _uses_model(job.get("name")):
@@ -181,13 +223,16 @@ class Composer:
         behind = inherited(str(job.get("model", "")), chosen, self._plugins)
         config, reads = self.with_plugins(overrides, lambda: self._load([*behind, *overrides]))
         with read_write(config.hydra.overrides):
-            config.hydra.overrides.task = list(config.hydra.overrides.task)[len(behind) :]  # what was typed, for titles of trials
+            # what was typed, for titles of trials
+            config.hydra.overrides.task = list(config.hydra.overrides.task)[len(behind) :]
         return config, reads
 
     def with_plugins(self, overrides: Sequence[str], action: Callable[[], T]) -> tuple[T, dict[str, Read]]:
-        """The result of `action` and the files Hydra read for it, once every plugin that they or `overrides` name is imported.
+        """The result of `action` and the files Hydra read for it, once every plugin that they or `overrides` name is
+        imported.
 
-        A file that names a plugin may choose options that exist only after the import, so a failed action may name plugins too.
+        A file that names a plugin may choose options that exist only after the import, so a failed action may name
+        plugins too.
         """
         named = _plugins_in_overrides(overrides)
         while True:
@@ -209,7 +254,11 @@ class Composer:
 
     def finish(self, composed: DictConfig, overrides: Sequence[str], reads: dict[str, Read]) -> Composed:
         """Resolve and validate what Hydra composed."""
-        choices = {group: choice for group, choice in composed.hydra.runtime.choices.items() if group in GROUPS or group == EXPERIMENT}
+        choices = {
+            group: choice
+            for group, choice in composed.hydra.runtime.choices.items()
+            if group in GROUPS or group == EXPERIMENT
+        }
         self._refuse_shadows(composed, choices)
         state = HydraConfig.instance()
         before, state.cfg = state.cfg, None
@@ -222,16 +271,24 @@ class Composer:
             except (ConfigError, KeyboardInterrupt):
                 raise
             except OmegaConfBaseException as error:  # an interpolation that leads nowhere
-                raise KeyProblem(str(error.full_key or ""), f"{error.full_key}: {str(error).splitlines()[0]}") from error
+                raise KeyProblem(
+                    str(error.full_key or ""), f"{error.full_key}: {str(error).splitlines()[0]}"
+                ) from error
             except Exception as error:
                 raise explain(error, overrides, self.loader, reads) from error
             finally:
                 state.cfg = before
         config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
-        return Composed(config, OmegaConf.to_container(OmegaConf.create(choices)), tuple(overrides), composed, self, reads)  # type: ignore[arg-type]
+        return Composed(
+            config, OmegaConf.to_container(OmegaConf.create(choices)), tuple(overrides), composed, self, reads
+        )  # type: ignore[arg-type]
 
-    def _without_overtaken(self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-        """The config and, in place, what it was made of, without values of files that the command line made meaningless; see `Recipe.idle`."""
+    def _without_overtaken(
+        self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str]
+    ) -> dict[str, Any]:
+        """The config and, in place, what it was made of, without values of files that the command line made
+        meaningless; see `Recipe.idle`.
+        """
         for key in overtaken(config, lambda key: typed_in(key, overrides, self.loader)):
             reset(config, key)
             with flag_override(composed, ["readonly", "struct"], False):
@@ -257,14 +314,21 @@ class Composer:
 
     def is_file(self, group: str, option: str) -> bool:
         """Whether an option is a YAML file, not a registered class as it is."""
-        return any(source.is_config(f"{group}/{option}") for source in self.loader.repository.get_sources() if source.scheme() == "file")
+        return any(
+            source.is_config(f"{group}/{option}")
+            for source in self.loader.repository.get_sources()
+            if source.scheme() == "file"
+        )
 
     def is_group(self, key: str) -> bool:
         return self.loader.repository.group_exists(key)
 
     def _instead_of_deletion(self, group: str) -> str:
         if group == "observer":
-            return f"takes no observer away; write observer=[NAME,...], observer=[] for none, or ~observer.NAME; {suggest('', self.options(group))}"
+            return (
+                "takes no observer away; write observer=[NAME,...], observer=[] for none, or ~observer.NAME; "
+                f"{suggest('', self.options(group))}"
+            )
         return f"leaves no {group}; choose with {group}=NAME"
 
     def _load(self, overrides: list[str]) -> DictConfig:
@@ -274,25 +338,42 @@ class Composer:
             if not str(error).startswith("Could not override"):
                 raise
         # An unknown key, or a new entry of a mapping. Let it in, so that it is judged like a key of a file.
-        forced = [f"++{text}" if self._is_plain(each) else text for text, each in zip(overrides, parse(overrides, self.loader), strict=True)]
+        forced = [
+            f"++{text}" if self._is_plain(each) else text
+            for text, each in zip(overrides, parse(overrides, self.loader), strict=True)
+        ]
         return self.loader.load_configuration(self.config_name, forced, RunMode.RUN)
 
     def _is_plain(self, override: Any) -> bool:
         marked = override.is_add() or override.is_force_add() or override.is_delete()
-        return not marked and not override.is_hydra_override() and override.package is None and not self.is_group(override.key_or_group)
+        return (
+            not marked
+            and not override.is_hydra_override()
+            and override.package is None
+            and not self.is_group(override.key_or_group)
+        )
 
     def _refuse_shadows(self, composed: DictConfig, choices: dict[str, Any]) -> None:
-        """Hydra takes the first of two options with one name, and a root config before the user's; nobody would notice."""
+        """Hydra takes the first of two options with one name, and a root config before the user's; nobody would
+        notice.
+        """
         for source in composed.hydra.runtime.config_sources:
             if source.schema != "file" or source.provider == "main":
                 continue
             if os.path.isfile(os.path.join(source.path, f"{ROOT}.yaml")):
-                raise ConfigError(f"{os.path.join(source.path, ROOT)}.yaml has the name of dtf's own root config; rename it and give --config-name=NAME")
+                raise ConfigError(
+                    f"{os.path.join(source.path, ROOT)}.yaml has the name of dtf's own root config; rename it and "
+                    "give --config-name=NAME"
+                )
             for group, choice in choices.items():
                 for name in choice if OmegaConf.is_list(choice) else [choice]:
                     file = os.path.join(source.path, group, f"{name}.yaml")
-                    if os.path.isfile(file) and (name in registered(group) or (CONF / group / f"{name}.yaml").is_file()):
-                        raise ConfigError(f"{group}={name} is an option of dtf and also a file, {file}; rename the file")
+                    if os.path.isfile(file) and (
+                        name in registered(group) or (CONF / group / f"{name}.yaml").is_file()
+                    ):
+                        raise ConfigError(
+                            f"{group}={name} is an option of dtf and also a file, {file}; rename the file"
+                        )
 
 
 class _Located:
@@ -319,13 +400,26 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Flags and overrides, in any order. ConfigError for an unknown flag."""
     parser = _Parser(prog="dtf", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    for names in (["--help", "-h"], ["--version"], ["--run", "-r"], ["--multirun", "-m"], ["--resolve"], ["--shell-completion", "-sc"]):
+    for names in (
+        ["--help", "-h"],
+        ["--version"],
+        ["--run", "-r"],
+        ["--multirun", "-m"],
+        ["--resolve"],
+        ["--shell-completion", "-sc"],
+    ):
         parser.add_argument(*names, action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--package", "-p")
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--info", "-i", nargs="?", const="all", choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"])
+    parser.add_argument(
+        "--info",
+        "-i",
+        nargs="?",
+        const="all",
+        choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"],
+    )
     flags = parser.parse_intermixed_args(list(argv))
     if (flags.resolve or flags.package) and not flags.cfg:
         parser.error("--resolve and --package go with --cfg")
@@ -354,7 +448,9 @@ def _fit(plain: dict[Any, Any]) -> dict[str, Any]:
 
 def _plugins_in_overrides(overrides: Sequence[str]) -> list[str]:
     named = [text for text in overrides if text.lstrip("+").startswith("plugins=")]
-    return [name for each in parse(named) if not each.is_sweep_override() for name in _plugins_in({"plugins": each.value()})]
+    return [
+        name for each in parse(named) if not each.is_sweep_override() for name in _plugins_in({"plugins": each.value()})
+    ]
 
 
 def _plugins_in(content: dict[str, Any]) -> list[str]:
@@ -363,8 +459,12 @@ def _plugins_in(content: dict[str, Any]) -> list[str]:
 
 
 def _refuse_targets(value: Any, key: str) -> None:
-    for name, entry in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for name, entry in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
         inner = f"{key}.{name}" if key else str(name)
         if name == RESERVED:
-            raise KeyProblem(inner, f"{inner} is refused, a config names no code; register a class and choose it by name")
+            raise KeyProblem(
+                inner, f"{inner} is refused, a config names no code; register a class and choose it by name"
+            )
         _refuse_targets(entry, inner)

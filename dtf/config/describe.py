@@ -1,4 +1,7 @@
-"""What exists: every option of every group with its keys, as data and as text for a terminal. Chooses nothing and runs nothing."""
+"""What exists: every option of every group with its keys, as data and as text for a terminal.
+
+Chooses nothing and runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,11 @@ if TYPE_CHECKING:
 WHAT = {**GROUPS, EXPERIMENT: "complete named runs"}
 
 
-def catalogue(composer: Composer, group: str = "", option: str = "", chosen: Mapping[str, Sequence[str]] = MappingProxyType({})) -> dict[str, Any]:
-    """`{"root": [key...], "groups": {group: {"help", "options": {option: {"help", "keys", "sets"}}}}}`, narrowed when asked.
+def catalogue(
+    composer: Composer, group: str = "", option: str = "", chosen: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> dict[str, Any]:
+    """`{"root": [key...], "groups": {group: {"help", "options": {option: {"help", "keys", "sets"}}}}}`, narrowed when
+    asked.
 
     `chosen`: only these options, by group.
 
@@ -36,7 +42,12 @@ def catalogue(composer: Composer, group: str = "", option: str = "", chosen: Map
         known = composer.options(name)
         if option and option not in known:
             raise ConfigError(f"job.option={show(option)} is no option of {name}; {suggest(option, known)}")
-        groups[name] = {"help": WHAT[name], "options": {each: _option(composer, name, each) for each in chosen.get(name) or ([option] if option else known)}}
+        groups[name] = {
+            "help": WHAT[name],
+            "options": {
+                each: _option(composer, name, each) for each in chosen.get(name) or ([option] if option else known)
+            },
+        }
     return {**({} if group or chosen else {"root": _keys(Root, to_plain(Root()), "")}), "groups": groups}
 
 
@@ -53,7 +64,11 @@ def as_text(found: dict[str, Any], width: int) -> str:
             lines += [choice, *_wrapped(option["help"], width, "  ")]
             lines += _key_lines(option["keys"], width)
             if option["sets"]:
-                lines += _wrapped("also sets " + " ".join(f"{key}={show(value)}" for key, value in option["sets"].items()), width, "  ")
+                lines += _wrapped(
+                    "also sets " + " ".join(f"{key}={show(value)}" for key, value in option["sets"].items()),
+                    width,
+                    "  ",
+                )
             lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -70,7 +85,13 @@ def help_text(composer: Composer, width: int) -> str:
     for group, what in WHAT.items():
         chosen_here = chosen.get(group) or []
         names = [f"*{name}" if name in chosen_here else name for name in composer.options(group)]
-        lines += textwrap.wrap(" ".join(names) or "(none yet)", width - 14, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14, break_on_hyphens=False)
+        lines += textwrap.wrap(
+            " ".join(names) or "(none yet)",
+            width - 14,
+            initial_indent=f"  {group:<12}",
+            subsequent_indent=" " * 14,
+            break_on_hyphens=False,
+        )
         lines += [f"{'':14}{what}"]
     lines += ["", "Keys outside groups (key=value):", ""]
     for key in _keys(Root, to_plain(Root()), ""):
@@ -105,7 +126,13 @@ def _keys(cls: type, values: dict[str, Any], prefix: str) -> list[dict[str, Any]
             found += _keys(key.hint, value, f"{name}.")
         else:
             nested = [arm for arm in get_args(key.hint) if is_node(arm)]
-            told = {"type": type_text(key.hint), "range": str(key.range), "default": value, "unit": key.unit, "help": " ".join(key.doc.split())}
+            told = {
+                "type": type_text(key.hint),
+                "range": str(key.range),
+                "default": value,
+                "unit": key.unit,
+                "help": " ".join(key.doc.split()),
+            }
             found.append({"key": name, **told})
             if len(nested) == 1 and not isinstance(value, dict):  # an optional group of keys
                 found += _keys(nested[0], {each.name: each.default for each in keys(nested[0])}, f"{name}.")
@@ -139,7 +166,11 @@ def _chosen(defaults: list[Any]) -> dict[str, Any]:
 
 def _flat(value: Any, key: str) -> dict[str, Any]:
     if isinstance(value, dict) and value:
-        return {inner: leaf for name, entry in value.items() for inner, leaf in _flat(entry, f"{key}.{name}" if key else str(name)).items()}
+        return {
+            inner: leaf
+            for name, entry in value.items()
+            for inner, leaf in _flat(entry, f"{key}.{name}" if key else str(name)).items()
+        }
     return {key: value} if key else {}
 
 
@@ -154,7 +185,14 @@ def _key_lines(found: list[dict[str, Any]], width: int) -> list[str]:
 
 
 def _wrapped(text: str, width: int, indent: str, rest: str | None = None) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent if rest is None else rest, break_on_hyphens=False, break_long_words=False)
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent if rest is None else rest,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 _HEAD = """\
@@ -182,4 +220,5 @@ Flags:
   -sc install=bash      tab completion: eval "$(dtf -sc install=bash)"
   --version, --help
 
-job=describe lists every key of every option with type, default and unit. plugins=[my.module] adds options of your own."""
+job=describe lists every key of every option with type, default and unit.
+plugins=[my.module] adds options of your own."""

@@ -1,6 +1,7 @@
 """Where Hydra finds options: the registry itself, dtf's own YAML files, and guarded folders of the user's.
 
-Every registered class is an option `<group>/<name>` and a base `<group>/schema/<name>` for YAML files, without being stored anywhere.
+Every registered class is an option `<group>/<name>` and a base `<group>/schema/<name>` for YAML files, without being
+stored anywhere.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ _reads: ContextVar[dict[str, Read] | None] = ContextVar("reads", default=None)
 
 @contextmanager
 def recording() -> Iterator[dict[str, Read]]:
-    """Note every YAML file that Hydra reads inside, by its path as an option (`recipe/mine`); also what a failed composition read."""
+    """Note every YAML file that Hydra reads inside, by its path as an option (`recipe/mine`); also what a failed
+    composition read.
+    """
     reads: dict[str, Read] = {}
     token = _reads.set(reads)
     try:
@@ -82,7 +85,9 @@ class PartsSource(ConfigSource):
         else:
             node = option_node(group, name)
             package = f"observer.{name}" if group == "observer" and SCHEMA not in config_path else None
-        return ConfigResult(provider=self.provider, path="dtf://", config=OmegaConf.create(node), header={"package": package})
+        return ConfigResult(
+            provider=self.provider, path="dtf://", config=OmegaConf.create(node), header={"package": package}
+        )
 
     def available(self) -> bool:
         return True
@@ -128,19 +133,31 @@ class GuardedFiles(FileConfigSource):
         if not isinstance(content, dict):
             raise ConfigError(f"{file} must be a YAML mapping of keys to values")
         if "hydra" in content and not isinstance(content["hydra"], dict):
-            raise ConfigError(f"{file}: hydra={content['hydra']} takes Hydra's own settings away; it must be a mapping, or left out")
+            raise ConfigError(
+                f"{file}: hydra={content['hydra']} takes Hydra's own settings away; it must be a mapping, or left out"
+            )
         defaults = content.pop("defaults", None)
         reads = _reads.get()
         if reads is not None:
-            reads[config_path.removesuffix(".yaml")] = Read(file, content, defaults if isinstance(defaults, list) else [], result.header)
+            reads[config_path.removesuffix(".yaml")] = Read(
+                file, content, defaults if isinstance(defaults, list) else [], result.header
+            )
         return result
 
 
 class Loader(ConfigLoaderImpl):
-    """Hydra's composer over dtf's sources. Refuses settings of Hydra that would start code, however a config is asked for."""
+    """Hydra's composer over dtf's sources.
+
+    Refuses settings of Hydra that would start code, however a config is asked for.
+    """
 
     def load_configuration(
-        self, config_name: str | None, overrides: list[str], run_mode: RunMode, from_shell: bool = True, validate_sweep_overrides: bool = True
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # Hydra warns of a searchpath that does not exist, and goes on
@@ -166,7 +183,9 @@ def loader(config_dir: str | None) -> Loader:
     if config_dir is not None:
         folder = os.path.abspath(config_dir)
         if not os.path.isdir(folder):
-            raise ConfigError(f"--config-dir={config_dir} is no folder; give one that holds <group>/<option>.yaml files")
+            raise ConfigError(
+                f"--config-dir={config_dir} is no folder; give one that holds <group>/<option>.yaml files"
+            )
         path.append("command-line", f"file://{folder}")
     path.append("dtf", "dtf://")
     path.append("schema", "structured://")

@@ -29,12 +29,16 @@ def config_of(checkpoint: Path) -> Path | None:
 
 
 def inherited(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -> list[str]:
-    """What the config of the run says which `model`, a checkpoint or a run folder, belongs to: overrides to stand before those of the command line.
+    """What the config of the run says which `model`, a checkpoint or a run folder, belongs to: overrides to stand
+    before those of the command line.
 
-    None for a file of weights, and for a checkpoint away from its run folder. `chosen`: the command line, key to value; `plugins`: those it trusts.
+    None for a file of weights, and for a checkpoint away from its run folder. `chosen`: the command line, key to value;
+    `plugins`: those it trusts.
     """
     if "${" in model:
-        raise ConfigError(f"job.model={model} holds an interpolation, and a config cannot be read from there; write the path")
+        raise ConfigError(
+            f"job.model={model} holds an interpolation, and a config cannot be read from there; write the path"
+        )
     path = Path(model).expanduser()
     file = config_of(located(path, "job.model")[0]) if model and is_checkpoint(path) else None
     if file is None:
@@ -43,24 +47,36 @@ def inherited(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -
 
 
 def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, Any]:
-    """The config of a run from its file. DataError when it is none, ConfigError when it needs plugins that are not among those trusted."""
+    """The config of a run from its file.
+
+    DataError when it is none, ConfigError when it needs plugins that are not among those trusted.
+    """
     if not file.exists():
-        raise DataError(f"{given} {f'holds no {file.name}' if file.parent.is_dir() else 'does not exist'}; give the folder of a run")
+        raise DataError(
+            f"{given} {f'holds no {file.name}' if file.parent.is_dir() else 'does not exist'}; give the folder of a run"
+        )
     try:
         scan(file)
         saved = yaml.safe_load(file.read_text())
     except OSError as error:
         raise DataError(f"{given}: {file} cannot be read: {error.strerror}") from None
     if not isinstance(saved, dict):
-        raise DataError(f"{file} is no config; give the checkpoint with a recipe on the command line, away from this folder")
+        raise DataError(
+            f"{file} is no config; give the checkpoint with a recipe on the command line, away from this folder"
+        )
     other = [name for name in saved.get("plugins") or [] if name not in plugins]
     if other:  # a folder from elsewhere must not make this process import what it names
-        raise ConfigError(f"the run of {given} used plugins=[{','.join(map(str, other))}]; give them on the command line if you trust them")
+        raise ConfigError(
+            f"the run of {given} used plugins=[{','.join(map(str, other))}]; give them on the command line if you "
+            "trust them"
+        )
     return saved
 
 
 def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:
-    """What a saved config says of the keys in KEYS, as overrides, but for groups that the command line chooses otherwise."""
+    """What a saved config says of the keys in KEYS, as overrides, but for groups that the command line chooses
+    otherwise.
+    """
     found = []
     for key in KEYS:
         value = saved.get(key)
@@ -79,7 +95,9 @@ def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:
 def _leaves(node: dict[str, Any], key: str) -> list[tuple[str, Any]]:
     """As `run_folder.flat`, but that an empty mapping, and one whose keys are no names of options, is a value."""
     return [
-        pair for name, value in node.items() for pair in (flat(value, f"{key}.{name}") if isinstance(value, dict) and value else [(f"{key}.{name}", value)])
+        pair
+        for name, value in node.items()
+        for pair in (flat(value, f"{key}.{name}") if isinstance(value, dict) and value else [(f"{key}.{name}", value)])
     ]
 
 
@@ -91,7 +109,9 @@ def _written(value: Any) -> str:
         return "'" + value.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
     if isinstance(value, dict):
         if not all(isinstance(name, str) and _PLAIN_KEY.fullmatch(name) for name in value):
-            raise ConfigError("the run's config.yaml has keys that the command line cannot write; give the recipe on the command line")
+            raise ConfigError(
+                "the run's config.yaml has keys that the command line cannot write; give the recipe on the command line"
+            )
         return "{" + ",".join(f"{name}:{_written(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_written, value)) + "]"

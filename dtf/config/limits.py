@@ -44,7 +44,10 @@ def scan(path: Path) -> str:
 
 
 def check_hydra(hydra: DictConfig) -> None:
-    """Refuse settings of Hydra that start code: callbacks, logging factories, environment variables, classes by path. ConfigError."""
+    """Refuse settings of Hydra that start code: callbacks, logging factories, environment variables, classes by path.
+
+    ConfigError.
+    """
     from omegaconf import OmegaConf
 
     plain = OmegaConf.to_container(hydra, resolve=False)
@@ -61,11 +64,15 @@ def check_hydra(hydra: DictConfig) -> None:
             raise ConfigError(f"{key} is not used here; use {instead} instead")
     named = _targets_in([plain["launcher"], plain["sweeper"]])
     if not named <= _registered_targets():
-        raise ConfigError(f"hydra: {RESERVED}={sorted(named - _registered_targets())[0]} is no class of an installed Hydra plugin; a config names no code")
+        raise ConfigError(
+            f"hydra: {RESERVED}={sorted(named - _registered_targets())[0]} is no class of an installed Hydra plugin; "
+            "a config names no code"
+        )
 
 
 def resolve(config: DictConfig) -> dict[Any, Any]:
-    """The config as plain values with every interpolation replaced, each worked out once, so that no chain of them can explode.
+    """The config as plain values with every interpolation replaced, each worked out once, so that no chain of them can
+    explode.
 
     OmegaConf's errors pass; KeyProblem for what grows too large.
     """
@@ -92,7 +99,10 @@ def resolve(config: DictConfig) -> dict[Any, Any]:
         for target in _targets(name, text):
             for other in [each for each in pending if each[: len(target)] == target or target[: len(each)] == each]:
                 if waiting == _CHAIN:
-                    raise KeyProblem(".".join(name), f"{'.'.join(name)}: a chain of more than {_CHAIN} interpolations; write the value")
+                    raise KeyProblem(
+                        ".".join(name),
+                        f"{'.'.join(name)}: a chain of more than {_CHAIN} interpolations; write the value",
+                    )
                 if other in pending:
                     settle(other, waiting + 1)
         parent, out = work, plain
@@ -126,7 +136,10 @@ def _count(path: Path, events: Any) -> None:
     nodes = depth = 0
     for event in events:
         if isinstance(event, yaml.AliasEvent):
-            raise ConfigError(f"{path}, line {event.start_mark.line + 1}: the alias *{event.anchor} is refused; write the value, or ${{key}}")
+            raise ConfigError(
+                f"{path}, line {event.start_mark.line + 1}: the alias *{event.anchor} is refused; write the value, or "
+                "${key}"
+            )
         if isinstance(event, yaml.NodeEvent):
             nodes += 1
         if isinstance(event, yaml.CollectionStartEvent):
@@ -135,10 +148,14 @@ def _count(path: Path, events: Any) -> None:
             depth -= 1
         elif isinstance(event, yaml.ScalarEvent) and event.value == RESERVED:
             raise ConfigError(
-                f"{path}, line {event.start_mark.line + 1}: {RESERVED} is refused, a config names no code; register a class and choose it by name"
+                f"{path}, line {event.start_mark.line + 1}: {RESERVED} is refused, a config names no code; register a "
+                "class and choose it by name"
             )
         if nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise ConfigError(f"{path}, line {event.start_mark.line + 1}: more than {MAX_NODES} values or {MAX_DEPTH} levels; a config file is smaller")
+            raise ConfigError(
+                f"{path}, line {event.start_mark.line + 1}: more than {MAX_NODES} values or {MAX_DEPTH} levels; a "
+                "config file is smaller"
+            )
 
 
 def _interpolations(value: Any, path: tuple) -> list[tuple[tuple, str]]:
@@ -156,7 +173,11 @@ def _targets_in(value: Any) -> set[str]:
         return own.union(*map(_targets_in, value.values()))
     if isinstance(value, list):
         return set().union(*map(_targets_in, value))
-    return {value} if isinstance(value, str) and ("oc.create" in value or "oc.decode" in value or "${${" in value) else set()
+    return (
+        {value}
+        if isinstance(value, str) and ("oc.create" in value or "oc.decode" in value or "${${" in value)
+        else set()
+    )
 
 
 def _registered_targets() -> set[str]:

@@ -31,7 +31,15 @@ _FEW = 3  # keys that an error may offer; more are no help
 
 # What people type who come from elsewhere, by the last part of the key.
 _KEYS_ELSEWHERE = {"lr": "lr.peak", "learning_rate": "lr.peak"}
-_OPTIONS_ELSEWHERE = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
+_OPTIONS_ELSEWHERE = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+}
 
 
 def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Override]:
@@ -49,7 +57,9 @@ def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Overri
 
 
 def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> Exception:
-    """The ConfigError that says what the person who typed or wrote it has to change; an error of another kind as it is."""
+    """The ConfigError that says what the person who typed or wrote it has to change; an error of another kind as it
+    is.
+    """
     if isinstance(error, ConfigError) or not isinstance(error, _THEIRS):
         return error
     text = str(error)
@@ -59,7 +69,10 @@ def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: d
         return _no_option(error.missing_cfg_file, overrides, loader, reads)
     if ambiguous := re.match(r"Ambiguous value for argument '(.*?)'\n", text, re.DOTALL):
         key, _, value = ambiguous[1].partition("=")
-        return ConfigError(f"{show(ambiguous[1])} gives several values; a list is {key}=[{value}], a sweep over them needs -m; set {COMMAND_LINE}")
+        return ConfigError(
+            f"{show(ambiguous[1])} gives several values; a list is {key}=[{value}], a sweep over them needs -m; set "
+            f"{COMMAND_LINE}"
+        )
     if sweep := re.match(r"Sweep parameters '(.*?)' requires --multirun", text, re.DOTALL):
         return ConfigError(f"{show(sweep[1])} is a sweep and needs -m; set {COMMAND_LINE}")
     if several := re.match(r"Multiple values for (\S+?)\.", text):
@@ -67,13 +80,26 @@ def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: d
     if unknown := re.match(r"Could not override '(.*?)'\.\nTo append", text):
         return ConfigError(f"{show(unknown[1])} is no known key; see dtf job=describe; set {COMMAND_LINE}")
     if gone := re.match(r"Could not delete (?:from config\. )?'(.*?)'", text):
-        return ConfigError(f"~{show(gone[1])} has nothing to take away: no such key or option is set; see dtf --cfg job; set {COMMAND_LINE}")
-    if other := re.match(r"Could not delete from config\. The value of '(.*?)' is (.*) and not (.*)\.", text, re.DOTALL):
-        return ConfigError(f"~{other[1]}={show(other[3])} has nothing to take away: {other[1]}={show(other[2])}; write ~{other[1]}; set {COMMAND_LINE}")
+        return ConfigError(
+            f"~{show(gone[1])} has nothing to take away: no such key or option is set; see dtf --cfg job; set "
+            f"{COMMAND_LINE}"
+        )
+    if other := re.match(
+        r"Could not delete from config\. The value of '(.*?)' is (.*) and not (.*)\.", text, re.DOTALL
+    ):
+        return ConfigError(
+            f"~{other[1]}={show(other[3])} has nothing to take away: {other[1]}={show(other[2])}; write ~{other[1]}; "
+            f"set {COMMAND_LINE}"
+        )
     if re.match(r"BasicSweeper does not support sweep type", text):
-        return ConfigError(f"an interval has no list of values to run; list them, or let Optuna choose: hydra/sweeper=optuna; set {COMMAND_LINE}")
+        return ConfigError(
+            "an interval has no list of values to run; list them, or let Optuna choose: hydra/sweeper=optuna; set "
+            f"{COMMAND_LINE}"
+        )
     if re.match(r"(Error merging override )?hydra.searchpath", text):
-        return ConfigError("hydra.searchpath must be a list of folders and packages: hydra.searchpath=[file:///folder,pkg://package]")
+        return ConfigError(
+            "hydra.searchpath must be a list of folders and packages: hydra.searchpath=[file:///folder,pkg://package]"
+        )
     if unfit := re.match(r"Error merging override (.*)", text, re.DOTALL):
         return ConfigError(f"{show(unfit[1])} does not fit its key; see dtf --cfg hydra; set {COMMAND_LINE}")
     if path := re.match(r"provider=.*?, path=(.*) is not available", text):
@@ -90,7 +116,9 @@ def hinted(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
         return problem
     last = problem.key.rpartition(".")[2]
     known = list(_known_keys(config))
-    meant = [key for key in known if key.rpartition(".")[2] == last] or [key for key in known if key == _KEYS_ELSEWHERE.get(last)]
+    meant = [key for key in known if key.rpartition(".")[2] == last] or [
+        key for key in known if key == _KEYS_ELSEWHERE.get(last)
+    ]
     if not 1 <= len(meant) <= _FEW:
         return problem
     return KeyProblem(problem.key, f"{head}{unknown}did you mean {' or '.join(meant)}? {choices.rpartition('? ')[2]}")
@@ -107,7 +135,9 @@ def typed_in(key: str, overrides: Sequence[str], loader: Loader) -> bool:
 
     def gives(override: Override) -> bool:
         given = override.key_or_group.replace("/", ".")
-        within = key.startswith((f"{given}.", f"{given}[")) and not loader.repository.group_exists(override.key_or_group)
+        within = key.startswith((f"{given}.", f"{given}[")) and not loader.repository.group_exists(
+            override.key_or_group
+        )
         return key == given or within or given.startswith(f"{key}.")
 
     return any(gives(override) for override in parse(overrides, loader))
@@ -169,10 +199,18 @@ def _holds(content: Any, parts: list[str]) -> bool:
 
 def _chooses(entry: Any, group: str, name: str) -> bool:
     """Whether a line of a defaults list chooses this option; relative groups count when their last part fits."""
-    pairs = entry.items() if isinstance(entry, dict) else [tuple(entry.rpartition("/")[::2])] if isinstance(entry, str) else []
+    pairs = (
+        entry.items()
+        if isinstance(entry, dict)
+        else [tuple(entry.rpartition("/")[::2])]
+        if isinstance(entry, str)
+        else []
+    )
     for key, value in pairs:
         path = str(key).split(" ")[-1].split("@")[0].strip("/")
-        if f"/{group}".endswith(f"/{path}") and name in (value if isinstance(value, list) else [str(value).split("@")[0]]):
+        if f"/{group}".endswith(f"/{path}") and name in (
+            value if isinstance(value, list) else [str(value).split("@")[0]]
+        ):
             return True
     return False
 
@@ -180,7 +218,13 @@ def _chooses(entry: Any, group: str, name: str) -> bool:
 def _no_override(text: str) -> str:
     if "=" not in text and not text.startswith("~"):
         jobs = registered("job")
-        meant = f"job={text}" if text in jobs else f"key=value, or -{'-' * (len(text) > 1)}{text}" if text in ("help", "h") else "key=value"
+        meant = (
+            f"job={text}"
+            if text in jobs
+            else f"key=value, or -{'-' * (len(text) > 1)}{text}"
+            if text in ("help", "h")
+            else "key=value"
+        )
         return f"{show(text)} is no override; write {meant}"
     example = '["a, b"]' if text.partition("=")[2].startswith("[") else '"a, b"'
     return f"{show(text)} cannot be read; quote a value with special characters: 'key={example}'; set {COMMAND_LINE}"
@@ -189,7 +233,9 @@ def _no_override(text: str) -> str:
 def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> ConfigError:
     group, _, name = path.rpartition("/")
     if not group:
-        return ConfigError(f"--config-name={name} is not found; give the name of a YAML file in --config-dir, without .yaml")
+        return ConfigError(
+            f"--config-name={name} is not found; give the name of a YAML file in --config-dir, without .yaml"
+        )
     base, _, tail = group.rpartition("/")
     if tail == "schema" and base in GROUPS:
         choices, what = registered(base), f"{base}: schema/{show(name)} is no registered class"

@@ -1,4 +1,6 @@
-"""What a config file sets for one choice of a recipe where the command line makes another: `dim` of a factorization machine for a logistic regression."""
+"""What a config file sets for one choice of a recipe where the command line makes another: `dim` of a factorization
+machine for a logistic regression.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from dtf.api.schema import make_option, option_node, unset
 
 
 def overtaken(config: Mapping[str, Any], typed: Callable[[str], bool]) -> list[str]:
-    """Keys that files set, or nobody, and that have no effect because of what is `typed`: what was typed itself is refused by whom it concerns."""
+    """Keys that files set, or nobody, and that have no effect because of what is `typed`: what was typed itself is
+    refused by whom it concerns.
+    """
     node = config["recipe"]
     if lookup("recipe", node["name"]).idle is Recipe.idle or unset(node):  # type: ignore[attr-defined]
         return []

@@ -82,7 +82,10 @@ class Root:
     run: RunOptions = option(factory=RunOptions, doc="where the run is kept and what it aims at")
     step: StepOptions = option(factory=StepOptions, doc="one optimizer step")
     train: TrainOptions = option(factory=TrainOptions, doc="length of the run and what happens on the way")
-    budget: BudgetOptions = option(factory=BudgetOptions, doc="what the run, or a sweep, may take; at its end the state is saved and the ranks stop")
+    budget: BudgetOptions = option(
+        factory=BudgetOptions,
+        doc="what the run, or a sweep, may take; at its end the state is saved and the ranks stop",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +109,16 @@ class Settings(Root):
         _check_root(self)
 
     def check_tables(self) -> None:
-        """Raise ConfigError for sparse tables that cannot be trained so, and for a say in how rows learn where there are none. After the recipe's check."""
+        """Raise ConfigError for sparse tables that cannot be trained so, and for a say in how rows learn where there
+        are none. After the recipe's check.
+        """
         if not self.recipe.table_widths():
             if self.job.trains and self.sparse != lookup("sparse", DEFAULT)():
                 name, because = type(self.recipe).__name__, self.recipe.idle().get("sparse")
                 raise KeyProblem(
                     "sparse",
-                    f"sparse says how rows of sparse tables learn, and {name} has none{f' as {because} is set' if because else ''}; leave sparse=... out",
+                    f"sparse says how rows of sparse tables learn, and {name} has "
+                    f"none{f' as {because} is set' if because else ''}; leave sparse=... out",
                 )
             return
         if importlib.util.find_spec("numba") is None:
@@ -122,17 +128,24 @@ class Settings(Root):
         if self.step.ema:
             raise KeyProblem(
                 "step.ema",
-                f"step.ema={self.step.ema:g} averages all weights, and the rows of a sparse table are too many for that; use step.ema=0, or a dense table",
+                f"step.ema={self.step.ema:g} averages all weights, and the rows of a sparse table are too many for "
+                "that; use step.ema=0, or a dense table",
             )
-        self.sparse.shrinkage(self.sparse.rate(getattr(self.lr, "peak", 0.0)))  # schedules of other people may have none: then ranks find out
+        # schedules of other people may have none: then ranks find out
+        self.sparse.shrinkage(self.sparse.rate(getattr(self.lr, "peak", 0.0)))
 
 
 def fit_config(config: dict[Any, Any]) -> dict[str, Any]:
-    """`config` with every value of its key's type and every default filled in; UNSET stays. KeyProblem for the first thing wrong."""
+    """`config` with every value of its key's type and every default filled in; UNSET stays.
+
+    KeyProblem for the first thing wrong.
+    """
     root = {field.name for field in fields(Root)}
     for name, value in config.items():
         if name not in root | set(GROUPS):
-            raise KeyProblem(str(name), f"{show(name)}={show(value)} is no known key; {suggest(str(name), root | set(GROUPS))}")
+            raise KeyProblem(
+                str(name), f"{show(name)}={show(value)} is no known key; {suggest(str(name), root | set(GROUPS))}"
+            )
     fitted: dict[str, Any] = fit(Root, {name: value for name, value in config.items() if name in root}, "")
     for group in GROUPS:
         if group == "observer":
@@ -145,7 +158,10 @@ def fit_config(config: dict[Any, Any]) -> dict[str, Any]:
 
 
 def typed(config: dict[str, Any]) -> Settings:
-    """Objects of the registered classes from a plain, resolved config; imports the plugins it names. ConfigError when it is no config."""
+    """Objects of the registered classes from a plain, resolved config; imports the plugins it names.
+
+    ConfigError when it is no config.
+    """
     load_parts(fit(list[str], config.get("plugins", []), "plugins"))
     return typed_fitted(fit_config(config))
 
@@ -163,7 +179,9 @@ def typed_fitted(config: dict[str, Any]) -> Settings:
 
 
 def load_parts(plugins: list[str]) -> None:
-    """Import every module that registers classes: dtf's own, those of installed packages (entry points), and `plugins`."""
+    """Import every module that registers classes: dtf's own, those of installed packages (entry points), and
+    `plugins`.
+    """
     found = [f"dtf.{package}.{module}" for package, modules in _PARTS.items() for module in modules.split()]
     recipes = importlib.import_module("dtf.recipes")
     for family in pkgutil.iter_modules(recipes.__path__):
@@ -176,11 +194,16 @@ def load_parts(plugins: list[str]) -> None:
     for name in plugins:
         load_plugin(name)
         if not _brings(name):
-            raise ConfigError(f"plugins=[{name}] names a module that registers nothing; name one whose classes carry @register")
+            raise ConfigError(
+                f"plugins=[{name}] names a module that registers nothing; name one whose classes carry @register"
+            )
     for group in groups():
         if group not in GROUPS:
             part, cls = next(iter(registered(group).items()))
-            raise ConfigError(f"{cls.__module__}: @register({group!r}, {part!r}): {group} is no config group; {suggest(group, GROUPS)}")
+            raise ConfigError(
+                f"{cls.__module__}: @register({group!r}, {part!r}): {group} is no config group; "
+                f"{suggest(group, GROUPS)}"
+            )
 
 
 def _brings(plugin: str) -> bool:
@@ -193,7 +216,10 @@ def _brings(plugin: str) -> bool:
 
 
 def load_plugin(name: str) -> None:
-    """Import one module of somebody else's. The current directory counts as a place to look. ConfigError when it cannot be imported."""
+    """Import one module of somebody else's. The current directory counts as a place to look.
+
+    ConfigError when it cannot be imported.
+    """
     if name in sys.modules:
         return
     if not _MODULE.fullmatch(name):
@@ -205,11 +231,17 @@ def load_plugin(name: str) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"plugins=[{name}] cannot be imported: {type(error).__name__}: {error}; install it, or run where it can be found") from error
+        raise ConfigError(
+            f"plugins=[{name}] cannot be imported: {type(error).__name__}: {error}; install it, or run where it can "
+            "be found"
+        ) from error
 
 
 def is_known(override: str) -> bool:
-    """Whether a `key=value` names a key, or an option, that dtf's own parts have. Says nothing about other people's, nor about values."""
+    """Whether a `key=value` names a key, or an option, that dtf's own parts have.
+
+    Says nothing about other people's, nor about values.
+    """
     name, equals, value = override.partition("=")
     head, *rest = name.lstrip("+~").split(".")
     if not equals or (head not in GROUPS and head != EXPERIMENT and head not in {field.name for field in fields(Root)}):
@@ -218,7 +250,10 @@ def is_known(override: str) -> bool:
         return not rest or head == EXPERIMENT or _has(get_type_hints(Root)[head], rest)
     if not rest:
         options = [option for option in value.strip("[]").split(",") if option]
-        return all(option in registered(head) or Path(__file__).parents[1].joinpath("conf", head, f"{option}.yaml").is_file() for option in options)
+        return all(
+            option in registered(head) or Path(__file__).parents[1].joinpath("conf", head, f"{option}.yaml").is_file()
+            for option in options
+        )
     return head == "observer" or any(_has(cls, rest) for cls in registered(head).values())
 
 
@@ -233,46 +268,74 @@ def _fit_observers(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise KeyProblem("observer", f"observer={show(value)} is no group of keys; choose with observer=[console,jsonl]")
+        raise KeyProblem(
+            "observer", f"observer={show(value)} is no group of keys; choose with observer=[console,jsonl]"
+        )
     return {str(name): fit_option("observer", part, f"observer.{name}") for name, part in value.items()}
 
 
 def _check_root(settings: Settings) -> None:
     step, train, run = settings.step, settings.train, settings.run
     if settings.job.trains and train.steps is None and train.epochs is None:
-        raise KeyProblem("train.steps", "train.steps=null and train.epochs=null leave the run without a length; give train.steps=N or train.epochs=N")
+        raise KeyProblem(
+            "train.steps",
+            "train.steps=null and train.epochs=null leave the run without a length; give train.steps=N or "
+            "train.epochs=N",
+        )
     if step.micro_batch_rows > step.batch_size:
-        raise KeyProblem("step.micro_batch_rows", f"step.micro_batch_rows={step.micro_batch_rows} must be 0 to step.batch_size={step.batch_size}")
+        raise KeyProblem(
+            "step.micro_batch_rows",
+            f"step.micro_batch_rows={step.micro_batch_rows} must be 0 to step.batch_size={step.batch_size}",
+        )
     if settings.job.trains and settings.recipe.pairs and step.parts_pairs(step.micro_batch_rows):
         raise KeyProblem(
             "step.micro_batch_rows",
-            f"step.micro_batch_rows={step.micro_batch_rows} parts the pairs of rows that the recipe mixes; use an even number, or the whole batch of "
+            f"step.micro_batch_rows={step.micro_batch_rows} parts the pairs of rows that the recipe mixes; use an "
+            "even number, or the whole batch of "
             f"{step.batch_size} rows",
         )
     rows = settings.recipe.training_rows()
     if settings.sampler.tail is Tail.drop and rows and rows < step.batch_size:
         raise KeyProblem(
-            "step.batch_size", f"step.batch_size={step.batch_size} must be at most the {rows} training rows: sampler.tail=drop leaves no batch of them"
+            "step.batch_size",
+            f"step.batch_size={step.batch_size} must be at most the {rows} training rows: sampler.tail=drop leaves no "
+            "batch of them",
         )
     if step.remat is not Remat.none and type(settings.recipe).layout is Recipe.layout:
         name = type(settings.recipe).__name__
         raise KeyProblem(
-            "step.remat", f"step.remat={step.remat.value} needs blocks to compute again, and {name} has no layout() that names them; use step.remat=none"
+            "step.remat",
+            f"step.remat={step.remat.value} needs blocks to compute again, and {name} has no layout() that names "
+            "them; use step.remat=none",
         )
     if train.early_stop and train.eval_every == 0:
         raise KeyProblem(
-            "train.early_stop", f"train.early_stop={train.early_stop} needs evaluations, train.eval_every=0 turns them off; use null or a number of steps"
+            "train.early_stop",
+            f"train.early_stop={train.early_stop} needs evaluations, train.eval_every=0 turns them off; use null or a "
+            "number of steps",
         )
     if type(settings.lr).fall is not Schedule.fall and train.eval_every == 0:
-        raise KeyProblem("lr", "lr=plateau falls when evaluations find no new best, train.eval_every=0 turns them off; use null or a number of steps")
+        raise KeyProblem(
+            "lr",
+            "lr=plateau falls when evaluations find no new best, train.eval_every=0 turns them off; use null or a "
+            "number of steps",
+        )
     budget = settings.budget
     if budget.cost is not None and budget.cost_per_hour is None:
-        raise KeyProblem("budget.cost", f"budget.cost={budget.cost:g} buys hours of a known price only; give budget.cost_per_hour=PRICE")
+        raise KeyProblem(
+            "budget.cost",
+            f"budget.cost={budget.cost:g} buys hours of a known price only; give budget.cost_per_hour=PRICE",
+        )
     if not _FOLDER.fullmatch(run.name) or run.name in (".", ".."):
-        raise KeyProblem("run.name", f"run.name={show(run.name)} is no folder name; at most 128 letters, digits, '.', '_' and '-'")
+        raise KeyProblem(
+            "run.name", f"run.name={show(run.name)} is no folder name; at most 128 letters, digits, '.', '_' and '-'"
+        )
     metrics = settings.recipe.metrics
     if run.objective and run.objective not in metrics:
-        raise KeyProblem("run.objective", f"run.objective={show(run.objective)} is no metric of the recipe; {suggest(run.objective, metrics)}")
+        raise KeyProblem(
+            "run.objective",
+            f"run.objective={show(run.objective)} is no metric of the recipe; {suggest(run.objective, metrics)}",
+        )
     if run.objective:
         try:
             settings.recipe.direction(run.objective)
@@ -281,7 +344,9 @@ def _check_root(settings: Settings) -> None:
 
 
 def _entry_point_modules() -> list[str]:
-    """Modules that installed packages offer. importlib.metadata costs 25 ms to import, so it is only asked when a package says it offers one."""
+    """Modules that installed packages offer. importlib.metadata costs 25 ms to import, so it is only asked when a
+    package says it offers one.
+    """
     marker = f"[{_ENTRY_POINTS}]".encode()
     for folder in sys.path:
         try:

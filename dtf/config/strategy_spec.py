@@ -1,4 +1,6 @@
-"""Entries of lists that name a strategy with options behind it, such as `tensor degree=2`: read, and refused before anything runs."""
+"""Entries of lists that name a strategy with options behind it, such as `tensor degree=2`: read, and refused before
+anything runs.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,13 @@ class Entry:
         return {"strategy": self.strategy, **{f"strategy.{key}": value for key, value in self.options.items()}}
 
 
-def read_entry(composed: Composed, place: str, text: str, own: tuple[str, ...] = (), elsewhere: Mapping[str, str] | None = None) -> Entry:
-    """An entry of the key `place`. `own`: keys that are no options of a strategy; `elsewhere`: what to say of keys that are told otherwise."""
+def read_entry(
+    composed: Composed, place: str, text: str, own: tuple[str, ...] = (), elsewhere: Mapping[str, str] | None = None
+) -> Entry:
+    """An entry of the key `place`.
+
+    `own`: keys that are no options of a strategy; `elsewhere`: what to say of keys that are told otherwise.
+    """
     known = composed.composer.options("strategy")
     has = f"{place} has '{text}'"
     try:
@@ -52,7 +59,12 @@ def read_entry(composed: Composed, place: str, text: str, own: tuple[str, ...] =
             more = (elsewhere or {}).get(key, "")
             raise ConfigError(f"{has}, but {key} is no option of {name}; {suggest(key, keys)}{more and f'; {more}'}")
         given[key] = value
-    entry = Entry(text, name, {key: value for key, value in given.items() if key not in own}, {key: given[key] for key in own if key in given})
+    entry = Entry(
+        text,
+        name,
+        {key: value for key, value in given.items() if key not in own},
+        {key: given[key] for key in own if key in given},
+    )
     try:
         composed.recompose(["job=train", *(f"{key}={value}" for key, value in entry.overrides.items())])
     except ConfigError as error:

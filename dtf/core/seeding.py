@@ -1,4 +1,6 @@
-"""Randomness as a function of names: no generator state to save, the same draw wherever and whenever it is asked for."""
+"""Randomness as a function of names: no generator state to save, the same draw wherever and whenever it is asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def seed_of(*parts: int | str) -> int:
 
 
 def draws(seed: int, epoch: int, ids: np.ndarray, count: int) -> np.ndarray:
-    """Uniform draws in [0, 1) for augmentation: float64 (len(ids), count), a function of (seed, epoch, id, column) alone.
+    """Uniform draws in [0, 1) for augmentation: float64 (len(ids), count), a function of (seed, epoch, id, column)
+    alone.
 
     Source: the output function of SplitMix64 (Steele, Lea & Flood 2014, doi:10.1145/2714064.2660195), applied twice.
     """

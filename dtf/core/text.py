@@ -9,7 +9,9 @@ from collections.abc import Mapping
 
 
 class Pace:
-    """Seconds per step over the last measurements; evaluations and saves between them count, since they will come again."""
+    """Seconds per step over the last measurements; evaluations and saves between them count, since they will come
+    again.
+    """
 
     def __init__(self, memory: int = 16) -> None:
         self._marks: deque[tuple[int, float]] = deque(maxlen=memory)
@@ -72,7 +74,9 @@ class Course:
 
 
 def number_text(value: object) -> str:
-    """Four decimals between 0.01 and 1000, so that a column keeps its width; else few digits: `0.4123`, `1.2e-05`, `5120`."""
+    """Four decimals between 0.01 and 1000, so that a column keeps its width; else few digits: `0.4123`, `1.2e-05`,
+    `5120`.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return plain_text(str(value))
     if isinstance(value, int) or not math.isfinite(value):

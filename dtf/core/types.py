@@ -94,14 +94,16 @@ class StepOutput(NamedTuple):
     """What one optimizer step leaves behind, on the device: nothing here was synchronised with the host."""
 
     sums: Tensor  # (M,) additive metric state; zeros on a rank that owns no outputs
-    grad_norm: Tensor  # (2,) [global norm before clipping, 1] on one rank; [0, 0] on the others, and on all when an overflow hid it
+    # (2,) [global norm before clipping, 1] on one rank; [0, 0] on the others, and on all when an overflow hid it
+    grad_norm: Tensor
 
 
 class Evaluated(NamedTuple):
     """What one batch of an evaluation leaves behind, on the device."""
 
     sums: Tensor  # (M,) additive metric state; zeros on a rank that owns no outputs
-    rows: Tensor | None  # (R, K) as Recipe.judged gives them, of rows that no other rank tells of; None: there are none, or none here
+    # (R, K) as Recipe.judged gives them, of rows that no other rank tells of; None: there are none, or none here
+    rows: Tensor | None
 
 
 class Box(NamedTuple):
@@ -114,12 +116,16 @@ class Box(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a program contributes to a checkpoint on this rank: only the boxes it owns, and JSON scalars (rank 0's count)."""
+    """What a program contributes to a checkpoint on this rank: only the boxes it owns, and JSON scalars (rank 0's
+    count).
+    """
 
     boxes: list[Box]
     scalars: dict[str, Any]
     others: Callable[[Path], list[dict[str, Any]]] | None = None
-    """Has processes that work for this rank write boxes of their own into a checkpoint's folder; what they wrote, see `checkpointer.write_boxes`."""
+    """Has processes that work for this rank write boxes of their own into a checkpoint's folder; what they wrote, see
+    `checkpointer.write_boxes`.
+    """
 
 
 # ---------------------------------------------------------------- events: what observers see
@@ -127,7 +133,11 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`split`: `train` or `eval`. `values`: metric name -> value over all ranks; train adds `lr`, `grad_norm`, `rows_per_s`, rank 0 its `Loader.reading`."""
+    """`split`: `train` or `eval`.
+
+    `values`: metric name -> value over all ranks; train adds `lr`, `grad_norm`, `rows_per_s`, rank 0 its
+    `Loader.reading`.
+    """
 
     split: str
     step: int
@@ -146,7 +156,8 @@ class Started:
     steps_per_epoch: int
     table: dict[str, Any]  # what the start-up table shows: name -> text or number
     attempt: int = 0
-    recent: tuple[Measured, ...] = ()  # the last ones up to `step`, of this run: an observer killed with its launcher may not have heard them
+    # the last ones up to `step`, of this run: an observer killed with its launcher may not have heard them
+    recent: tuple[Measured, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

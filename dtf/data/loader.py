@@ -1,4 +1,7 @@
-"""Batches for tickets: which rows this rank reads of a global batch, fetched early where that pays. Knows no training."""
+"""Batches for tickets: which rows this rank reads of a global batch, fetched early where that pays.
+
+Knows no training.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,46 @@ class Reading:
     def got(self, rows: int, ready: int, waited_s: float) -> None:
         """A batch was asked for: `ready` were there, it among them, and it came after so long."""
         self._started = self._started or time.perf_counter() - waited_s  # what comes before the first one is no reading
-        self._rows, self._batches, self._ready, self._waited = self._rows + rows, self._batches + 1, self._ready + ready, self._waited + waited_s
+        self._rows, self._batches, self._ready, self._waited = (
+            self._rows + rows,
+            self._batches + 1,
+            self._ready + ready,
+            self._waited + waited_s,
+        )
 
     def close(self) -> dict[str, float]:
-        """`read_rows_per_s`, `queue_batches` that were ready on average when one was wanted, and `stalled`, the share of time spent waiting for one."""
+        """`read_rows_per_s`, `queue_batches` that were ready on average when one was wanted, and `stalled`, the share
+        of time spent waiting for one.
+        """
         passed = max(time.perf_counter() - self._started, 1e-9)
-        return {"read_rows_per_s": self._rows / passed, "queue_batches": self._ready / max(1, self._batches), "stalled": self._waited / passed}
+        return {
+            "read_rows_per_s": self._rows / passed,
+            "queue_batches": self._ready / max(1, self._batches),
+            "stalled": self._waited / passed,
+        }
 
 
 class Loader:
     """This rank's rows of global batches. `shard=None`: a rank that reads nothing gets None."""
 
-    def __init__(self, dataset: Dataset, epochs: Epochs, shard: Shard | None, micro_batch_rows: int, pin: bool = False) -> None:
-        self._dataset, self._epochs, self._shard, self._micro_batch_rows, self._pin = dataset, epochs, shard, micro_batch_rows, pin
-        self.prefetch = 0 if shard is None else self._batches_of(dataset.queue_rows) if dataset.queue_rows else dataset.prefetch
-        self._pool = ThreadPoolExecutor(dataset.threads, "loader", initializer=torch.set_num_threads, initargs=(1,)) if self.prefetch else None
+    def __init__(
+        self, dataset: Dataset, epochs: Epochs, shard: Shard | None, micro_batch_rows: int, pin: bool = False
+    ) -> None:
+        self._dataset, self._epochs, self._shard, self._micro_batch_rows, self._pin = (
+            dataset,
+            epochs,
+            shard,
+            micro_batch_rows,
+            pin,
+        )
+        self.prefetch = (
+            0 if shard is None else self._batches_of(dataset.queue_rows) if dataset.queue_rows else dataset.prefetch
+        )
+        self._pool = (
+            ThreadPoolExecutor(dataset.threads, "loader", initializer=torch.set_num_threads, initargs=(1,))
+            if self.prefetch
+            else None
+        )
         self._pending: dict[tuple[int, int], Future[Batch]] = {}
         self._unread: dict[int, set[int]] = {}  # epoch -> rows
         self.batches = epochs.batches
@@ -50,7 +78,8 @@ class Loader:
         if self._shard is None:
             return None
         future = self._pending.pop((epoch, index), None)
-        ready = sum(other.done() for other in self._pending.values()) + (future is not None and future.done())  # of at most MOST_AHEAD
+        # of at most MOST_AHEAD
+        ready = sum(other.done() for other in self._pending.values()) + (future is not None and future.done())
         started = time.perf_counter()
         batch = future.result() if future is not None else self._fetch(self._ids(epoch, index), epoch)
         self._reading.got(len(batch.ids), ready, time.perf_counter() - started)
@@ -69,12 +98,17 @@ class Loader:
                 self._pending[key] = self._pool.submit(self._fetch, self._ids(*key), key[0])
 
     def reading(self) -> dict[str, float]:
-        """How reading went on this rank since it was asked last: see `Reading.close`. Empty without a queue or rows to read."""
+        """How reading went on this rank since it was asked last: see `Reading.close`.
+
+        Empty without a queue or rows to read.
+        """
         reading, self._reading = self._reading, Reading()
         return reading.close() if self._dataset.queue_rows and self._shard is not None else {}
 
     def bad(self, epoch: int) -> int:
-        """Rows of an epoch that this rank could not read so far, each counted once: ranks share out the rows of an epoch, so theirs add up."""
+        """Rows of an epoch that this rank could not read so far, each counted once: ranks share out the rows of an
+        epoch, so theirs add up.
+        """
         return len(self._unread.get(epoch, ()))
 
     @property

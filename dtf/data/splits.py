@@ -21,17 +21,29 @@ class Rows:
         self._settings, self._recipe, self._sampler, self._pin = settings, recipe, sampler, pin
         self.train, self.eval = (settings.recipe.open_data(split, settings.seed) for split in ("train", "eval"))
         if not len(self.train) or not len(self.eval):
-            raise DataError(f"recipe={recipe}: {len(self.train)} training and {len(self.eval)} evaluation rows; both need at least one")
+            raise DataError(
+                f"recipe={recipe}: {len(self.train)} training and {len(self.eval)} evaluation rows; both need at "
+                "least one"
+            )
         self.fingerprint = self.train.fingerprint() + settings.sampler.fingerprint()
 
     def cut(self) -> Epochs:
-        """Into global batches, before `loader`; those of the training split. ConfigError or DataError where the options leave none."""
+        """Into global batches, before `loader`; those of the training split.
+
+        ConfigError or DataError where the options leave none.
+        """
         settings, batch = self._settings, self._settings.step.batch_size
         if settings.sampler.repeats and not self.train.repeats:
-            raise ConfigError(f"sampler={self._sampler} shows rows several times, and the data of recipe={self._recipe} has one view of each")
+            raise ConfigError(
+                f"sampler={self._sampler} shows rows several times, and the data of recipe={self._recipe} has one "
+                "view of each"
+            )
         epochs = Epochs(settings.sampler, len(self.train), batch, settings.seed, self.train.groups(), self.train.runs())
         if not epochs.batches:
-            raise DataError(f"step.batch_size={batch} is more than the {len(self.train)} training rows, sampler.tail=drop leaves none; lower it")
+            raise DataError(
+                f"step.batch_size={batch} is more than the {len(self.train)} training rows, sampler.tail=drop leaves "
+                "none; lower it"
+            )
         eval_epochs = Epochs(Sequential(), len(self.eval), batch, settings.seed, runs=self.eval.runs())
         self._splits = {"train": (self.train, epochs), "eval": (self.eval, eval_epochs)}
         return epochs

@@ -35,14 +35,22 @@ class Feed:
         tensors = _dense(batch) if batch is not None else {}
         header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
         if self.reads:
-            text = json.dumps([[name, [*t.shape], axes(t), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]).encode()
+            text = json.dumps(
+                [[name, [*t.shape], axes(t), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
+            ).encode()
             if len(text) > HEADER_BYTES:
-                raise ConfigError(f"a batch of {len(tensors)} tensors is described by {len(text)} bytes, more than {HEADER_BYTES}; put them into fewer tensors")
+                raise ConfigError(
+                    f"a batch of {len(tensors)} tensors is described by {len(text)} bytes, more than {HEADER_BYTES}; "
+                    "put them into fewer tensors"
+                )
             header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         dist.broadcast(header, group=self._group, group_src=0)
         if not self.reads:
             described = json.loads(bytes(header.numpy().tobytes()).rstrip(b"\0"))
-            tensors = {name: empty(shape, order, getattr(torch, dtype), self._place(name)) for name, shape, order, dtype in described}
+            tensors = {
+                name: empty(shape, order, getattr(torch, dtype), self._place(name))
+                for name, shape, order, dtype in described
+            }
         for name, tensor in tensors.items():
             if self._inputs or not name.startswith(_INPUT):
                 dist.broadcast(message(tensor), group=self._group, group_src=0)
@@ -56,7 +64,11 @@ class Feed:
 
 def _dense(batch: Batch) -> dict[str, Tensor]:
     """The tensors of a batch by name, without gaps in memory."""
-    named = {f"{_INPUT}.{key}": value for key, value in batch.inputs.items()} if isinstance(batch.inputs, dict) else {_INPUT: batch.inputs}
+    named = (
+        {f"{_INPUT}.{key}": value for key, value in batch.inputs.items()}
+        if isinstance(batch.inputs, dict)
+        else {_INPUT: batch.inputs}
+    )
     named |= {"targets": batch.targets, "weight": batch.weight, "ids": torch.from_numpy(batch.ids)}
     return {name: dense(tensor) for name, tensor in named.items()}
 

@@ -1,7 +1,9 @@
-"""Collectives inside a model's passes: what forward does, and its counterpart in backward. Gradients of what all ranks compute alike are alike.
+"""Collectives inside a model's passes: what forward does, and its counterpart in backward. Gradients of what all ranks
+compute alike are alike.
 
-Each is collective over the group, in forward, in backward, or in both. Ring algorithms move 2 (n - 1) / n of a tensor per rank for an
-all-reduce and (n - 1) / n for a reduce-scatter or an all-gather. Source: Shoeybi et al. 2019, section 3 (arXiv:1909.08053).
+Each is collective over the group, in forward, in backward, or in both. Ring algorithms move 2 (n - 1) / n of a tensor
+per rank for an all-reduce and (n - 1) / n for a reduce-scatter or an all-gather. Source: Shoeybi et al. 2019, section 3
+(arXiv:1909.08053).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from dtf.distributed.sharding import bounds
 
-_ops = torch.ops._c10d_functional  # they return what they compute, which step.remat=selective can keep; those of torch.distributed write into a tensor
+# they return what they compute, which step.remat=selective can keep; those of torch.distributed write into a tensor
+_ops = torch.ops._c10d_functional
 
 PARTIAL: ContextVar[bool] = ContextVar("partial", default=False)
 """Whether what is computed now is read by nobody but a collective: to keep what that gives is to keep both."""
@@ -59,7 +62,11 @@ class _SumScatter(torch.autograd.Function):
         size = dist.get_world_size(ctx.group)
         front = gradient.movedim(ctx.axis, 0)
         chunk = -(-ctx.width // size)
-        part = torch.cat([front, front.new_zeros(chunk - front.shape[0], *front.shape[1:])]) if front.shape[0] < chunk else front.contiguous()
+        part = (
+            torch.cat([front, front.new_zeros(chunk - front.shape[0], *front.shape[1:])])
+            if front.shape[0] < chunk
+            else front.contiguous()
+        )
         whole = _ops.wait_tensor(_ops.all_gather_into_tensor(part, size, ctx.group.group_name))
         return whole[: ctx.width].movedim(0, ctx.axis).contiguous(), None, None
 

@@ -39,7 +39,10 @@ class Seat:
         flat.div_(self.share.count)
 
     def check_alike(self, norms: dict[str, torch.Tensor]) -> None:
-        """Raise ConfigError on all ranks when what they compute alike, norms by name, differs between them. Collective; waits for the device."""
+        """Raise ConfigError on all ranks when what they compute alike, norms by name, differs between them.
+
+        Collective; waits for the device.
+        """
         if not norms:
             return
         mine = torch.stack([norm.double() for norm in norms.values()])
@@ -49,7 +52,8 @@ class Seat:
         apart = [name for name, differs in zip(norms, (most - least > APART * most).tolist(), strict=True) if differs]
         if apart:
             raise ConfigError(
-                f"strategy.degree={self.mesh.size()}: ranks that should agree have different {apart[0]}: it works on slices, or on what was made of them; "
+                f"strategy.degree={self.mesh.size()}: ranks that should agree have different {apart[0]}: it works on "
+                "slices, or on what was made of them; "
                 "name its module, and dropouts beside it, in the splits of the recipe's layout"
             )
 

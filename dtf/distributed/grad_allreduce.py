@@ -1,4 +1,6 @@
-"""Sums of gradients over ranks that computed different rows of the same parameters, in flat buckets after the backward pass."""
+"""Sums of gradients over ranks that computed different rows of the same parameters, in flat buckets after the backward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET_BYTES = 25 * 2**20
-"""As in torch's DDP: large enough for full bandwidth, small enough that copying out overlaps with the next one's way."""
+"""As in torch's DDP: large enough for full bandwidth, small enough that copying out overlaps with the next one's way.
+"""
 
 
 class GradientSum:

@@ -32,27 +32,36 @@ class Form(NamedTuple):
 
 
 class Link:
-    """One way from a rank to another, with a communicator of its own: messages of other ways cannot come between. Built by all ranks of the world alike.
+    """One way from a rank to another, with a communicator of its own: messages of other ways cannot come between. Built
+    by all ranks of the world alike.
 
-    Tensors arrive in the order in which they were sent. What a message looks like travels once for each `key`, by the CPU channel.
+    Tensors arrive in the order in which they were sent. What a message looks like travels once for each `key`, by the
+    CPU channel.
     """
 
     def __init__(self, source: int, target: int, tag: int, device: torch.device) -> None:
         self.source, self.target, self._tag, self._device = source, target, tag, device
         self._group: Any = dist.new_group([source, target])
         self._forms: dict[Any, list[Form]] = {}
-        self._under_way: deque[list[tuple[dist.Work | None, Tensor]]] = deque()  # a message each, from the first; the memory must stay until it is sent
+        # a message each, from the first; the memory must stay until it is sent
+        self._under_way: deque[list[tuple[dist.Work | None, Tensor]]] = deque()
         self._freed = 0  # messages
         self.byte_count = 0  # of the last message
 
     def send(self, key: Any, tensors: Sequence[Tensor]) -> None:
-        """Send tensors without gaps in memory, and do not wait; tell the form of messages of this key when it is new. `key=None`: the receiver knows."""
+        """Send tensors without gaps in memory, and do not wait; tell the form of messages of this key when it is new.
+
+        `key=None`: the receiver knows.
+        """
         parts = []
         if key is not None and key not in self._forms:
             self._forms[key] = [Form.of(tensor) for tensor in tensors]
             text = json.dumps(self._forms[key]).encode()
             if len(text) > HEADER_BYTES:
-                raise ConfigError(f"{len(tensors)} tensors cross a cut of the pipeline, more than a message describes; cut elsewhere with strategy.cuts")
+                raise ConfigError(
+                    f"{len(tensors)} tensors cross a cut of the pipeline, more than a message describes; cut "
+                    "elsewhere with strategy.cuts"
+                )
             header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
             header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             parts.append((dist.isend(header, self.target, tag=self._tag), header))
@@ -81,7 +90,10 @@ class Link:
         return Arrival(tensors, [dist.irecv(message(tensor), self.source, group=self._group) for tensor in tensors])
 
     def free(self, count: int) -> None:
-        """Let go of the first `count` messages since all was settled, which the receiver has shown to have. Gloo tells nobody but who waits."""
+        """Let go of the first `count` messages since all was settled, which the receiver has shown to have.
+
+        Gloo tells nobody but who waits.
+        """
         while self._freed < count:
             for work, _ in self._under_way.popleft():
                 assert work is not None

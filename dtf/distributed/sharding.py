@@ -1,4 +1,7 @@
-"""Where this rank's part of a tensor lies in the whole. Works without importing DTensor, which would delay the first step of those who use none."""
+"""Where this rank's part of a tensor lies in the whole.
+
+Works without importing DTensor, which would delay the first step of those who use none.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def bounds(width: int, size: int, rank: int) -> tuple[int, int]:
-    """First and last + 1 of a rank's slice of `width` elements: `torch.chunk`'s rule, which is DTensor's; the last slices may be smaller or empty."""
+    """First and last + 1 of a rank's slice of `width` elements: `torch.chunk`'s rule, which is DTensor's; the last
+    slices may be smaller or empty.
+    """
     chunk = -(-width // size)
     return min(width, rank * chunk), min(width, (rank + 1) * chunk)
 
@@ -31,7 +36,9 @@ def offset(tensor: Tensor) -> tuple[int, ...]:
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
         for axis, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
             if placement.is_shard():
-                start[placement.dim] = bounds(tensor.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))[0]
+                start[placement.dim] = bounds(tensor.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))[
+                    0
+                ]
     return tuple(start)
 
 

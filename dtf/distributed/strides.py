@@ -1,4 +1,6 @@
-"""Tensors as messages that arrive with the strides they left with: kernels choose by strides, and the last bits with them."""
+"""Tensors as messages that arrive with the strides they left with: kernels choose by strides, and the last bits with
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,17 @@ def axes(tensor: Tensor) -> list[int]:
 
 
 def dense(tensor: Tensor, order: Sequence[int] | None = None) -> Tensor:
-    """The tensor itself if it has no gaps in memory, and its axes there are in this `order` (default: any); else a copy of which that is true."""
+    """The tensor itself if it has no gaps in memory, and its axes there are in this `order` (default: any); else a copy
+    of which that is true.
+    """
     own = axes(tensor) if order is None else [*order]
     view = tensor.permute(own)
     return (
-        tensor if view.is_contiguous() else empty(tensor.shape, own if order is not None else [*range(tensor.dim())], tensor.dtype, tensor.device).copy_(tensor)
+        tensor
+        if view.is_contiguous()
+        else empty(
+            tensor.shape, own if order is not None else [*range(tensor.dim())], tensor.dtype, tensor.device
+        ).copy_(tensor)
     )
 
 

@@ -1,4 +1,6 @@
-"""The processes of a run as one rank sees them: who am I, who else is there, and a CPU channel to agree on small things."""
+"""The processes of a run as one rank sees them: who am I, who else is there, and a CPU channel to agree on small
+things.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ if TYPE_CHECKING:
 
 
 _left: list[Any] = []
-"""Groups that were closed, kept until the process ends. The last to let go of one waits for gloo's threads; DDP's reducer would do so, up to torch 2.11 at
-least, while it holds the interpreter, for which those threads may be waiting to free what they sent."""
+"""Groups that were closed, kept until the process ends. The last to let go of one waits for gloo's threads; DDP's
+reducer would do so, up to torch 2.11 at least, while it holds the interpreter, for which those threads may be waiting
+to free what they sent."""
 
 
 class World:
@@ -31,7 +34,8 @@ class World:
     def __init__(self, place: Place) -> None:
         self.place, self.rank, self.size, self.slots = place, place.rank, place.size, place.slots
         self.device = torch.device(place.device)
-        self.facts: dict[str, Any] = {}  # what all processes of the run must have alike, once known: see `dtf.core.consistency`
+        # what all processes of the run must have alike, once known: see `dtf.core.consistency`
+        self.facts: dict[str, Any] = {}
         self.folder = Path()  # of the run, once known
 
     @classmethod
@@ -43,7 +47,10 @@ class World:
             if backend == "nccl":
                 backend = "cpu:gloo,cuda:nccl"
             if backend == "mpi" and not dist.is_mpi_available():
-                raise ConfigError("strategy.backend=mpi: this torch was built without MPI; use strategy.backend=gloo, or build torch from source with MPI")
+                raise ConfigError(
+                    "strategy.backend=mpi: this torch was built without MPI; use strategy.backend=gloo, or build "
+                    "torch from source with MPI"
+                )
             options: dict[str, Any] = {}
             if backend != "mpi":  # MPI ranks know each other already
                 host, _, port = place.store.rpartition(":")
@@ -52,7 +59,8 @@ class World:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
             if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
                 raise ConfigError(
-                    f"strategy.backend={backend}: this is rank {dist.get_rank()} of {dist.get_world_size()} there and {place.rank} of {place.size} here; "
+                    f"strategy.backend={backend}: this is rank {dist.get_rank()} of {dist.get_world_size()} there and "
+                    f"{place.rank} of {place.size} here; "
                     "start the ranks with mpirun and launcher=env"
                 )
         return cls(place)
@@ -110,10 +118,17 @@ class World:
         padded[: data.numel()] = data
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(parts, padded)
-        return [_decode(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)] if self.rank == 0 else None
+        return (
+            [_decode(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)]
+            if self.rank == 0
+            else None
+        )
 
     def collect(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """The rows of all ranks, CPU tensors (R, ...) of any R each, in order of rank on rank 0; None elsewhere. Collective."""
+        """The rows of all ranks, CPU tensors (R, ...) of any R each, in order of rank on rank 0; None elsewhere.
+
+        Collective.
+        """
         if self.size == 1:
             return rows
         counts = torch.zeros(self.size, dtype=torch.int64)
@@ -124,7 +139,11 @@ class World:
         padded[: len(rows)] = rows
         parts = [torch.empty_like(padded) for _ in counts] if self.rank == 0 else None
         dist.gather(padded, parts)
-        return torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)]) if parts is not None else None
+        return (
+            torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
+            if parts is not None
+            else None
+        )
 
 
 def _encode(value: Any) -> torch.Tensor:

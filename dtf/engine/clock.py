@@ -26,7 +26,10 @@ class Clock(ABC):
 
     @abstractmethod
     def ahead(self, count: int) -> list[Train]:
-        """Up to `count` train tickets that are known to follow, for fetching their rows early. Never waits; may be empty, may be wrong."""
+        """Up to `count` train tickets that are known to follow, for fetching their rows early.
+
+        Never waits; may be empty, may be wrong.
+        """
 
     @abstractmethod
     def done(self, ticket: Ticket, values: Mapping[str, float]) -> None:
@@ -78,15 +81,18 @@ class Progress:
 
 
 STOP_REQUESTS, OVER_BUDGET, STEP_SECONDS = "stop_requests", "over_budget", "step_seconds"
-"""Keys of a Poll's values: how many ranks were told to stop, how many know that the budget is spent, and the mean time of a step since
-the last Poll, infinite where there was none."""
+"""Keys of a Poll's values: how many ranks were told to stop, how many know that the budget is spent, and the mean time
+of a step since the last Poll, infinite where there was none."""
 
 POLL_S = 2.0
-"""Ranks ask each other so often whether to stop: a small part of the grace that schedulers give, and no cost per step."""
+"""Ranks ask each other so often whether to stop: a small part of the grace that schedulers give, and no cost per step.
+"""
 
 
 class PlannedClock(Clock):
-    """The clock of collective strategies: a pure function of the plan and of the metrics all ranks agree on, so no rank asks another."""
+    """The clock of collective strategies: a pure function of the plan and of the metrics all ranks agree on, so no rank
+    asks another.
+    """
 
     def __init__(self, plan: Plan, epochs: Epochs, schedule: Schedule, state: Mapping | None = None) -> None:
         self._plan, self._epochs, self._schedule = plan, epochs, schedule
@@ -133,12 +139,15 @@ class PlannedClock(Clock):
 
     def _train(self, step: int) -> Train:
         epoch, index = divmod(step, self._epochs.batches)
-        return Train(step, epoch, index, self._epochs.size(index), self._schedule(step, self._plan.total) * self._at.fallen)
+        return Train(
+            step, epoch, index, self._epochs.size(index), self._schedule(step, self._plan.total) * self._at.fallen
+        )
 
     def _course(self) -> Iterator[Ticket]:
         """Every rank yields the same: `values` handed to `done` are the same bits on all."""
         plan, at = self._plan, self._at
-        if plan.patience and at.since_best >= plan.patience and at.step < plan.end:  # it was saved when it stopped early
+        # it was saved when it stopped early
+        if plan.patience and at.since_best >= plan.patience and at.step < plan.end:
             yield Stop(at.step, "early_stop")
             return
         if at.step < plan.end:
@@ -148,8 +157,10 @@ class PlannedClock(Clock):
                 return
         while at.step < plan.end:
             yield self._train(at.step)
-            step, last, whole = at.step, at.step == plan.end, at.step == plan.total  # stopping short of the whole leaves no trace but a checkpoint
-            if step >= self._poll_at or last or not step % self._epochs.batches:  # unreadable rows are judged by the epoch
+            # stopping short of the whole leaves no trace but a checkpoint
+            step, last, whole = at.step, at.step == plan.end, at.step == plan.total
+            # unreadable rows are judged by the epoch
+            if step >= self._poll_at or last or not step % self._epochs.batches:
                 yield Poll(step)
             if _due(step, plan.log_every) or (whole and plan.log_every):
                 yield Log(step)
@@ -157,7 +168,9 @@ class PlannedClock(Clock):
             if evaluated:
                 yield Evaluate(step)
             improved = evaluated and at.best_step == step and at.best is not None
-            stopping = self._told or ("early_stop" if plan.patience and evaluated and at.since_best >= plan.patience else "")
+            stopping = self._told or (
+                "early_stop" if plan.patience and evaluated and at.since_best >= plan.patience else ""
+            )
             if plan.save_every and (_due(step, plan.save_every) or last or stopping or (improved and plan.save_best)):
                 yield Save(step)
             if stopping and not last:

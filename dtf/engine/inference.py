@@ -1,4 +1,6 @@
-"""What a rank does when a model that exists is used: rows in order through any strategy's program, their answers to rank 0. Trains nothing."""
+"""What a rank does when a model that exists is used: rows in order through any strategy's program, their answers to
+rank 0. Trains nothing.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class Rest(Dataset):
     def __init__(self, rows: Dataset, first: int, whole: bool) -> None:
         self._rows, self._first, self._whole = rows, first, whole
         self.prefetch, self.queue_rows, self.threads = rows.prefetch, rows.queue_rows, rows.threads
-        self.bad, self.allowed = rows.bad, rows.allowed  # by numbers of all rows; `first` is 0 where bad rows are counted
+        # by numbers of all rows; `first` is 0 where bad rows are counted
+        self.bad, self.allowed = rows.bad, rows.allowed
 
     def __len__(self) -> int:
         return len(self._rows) - self._first
@@ -57,13 +60,19 @@ class Rest(Dataset):
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
         found = self._rows.fetch(ids + self._first, epoch)
         if self._whole and self.bad:
-            raise DataError(f"{next(iter(self.bad.values()))}; there is a prediction for every row or none; repair or remove this one")
+            raise DataError(
+                f"{next(iter(self.bad.values()))}; there is a prediction for every row or none; repair or remove this "
+                "one"
+            )
         return found
 
 
 @dataclass
 class _Record:
-    """The answers of this rank since they were last taken. Its `measure` is the recipe's, and takes down what the model says of each row."""
+    """The answers of this rank since they were last taken.
+
+    Its `measure` is the recipe's, and takes down what the model says of each row.
+    """
 
     recipe: Recipe
     top: int  # how many classes to keep of each row
@@ -78,9 +87,12 @@ class _Record:
             best, order = chances.topk(min(self.top, chances.shape[1]), dim=1)
         labels = batch.targets.tolist() if batch.targets.dim() == 1 else [None] * len(batch.ids)
         width = chances.shape[1] if chances.dim() > 1 else 0
-        for id, weight, label, classes, chance in zip(batch.ids.tolist(), batch.weight.tolist(), labels, order.tolist(), best.tolist(), strict=True):
+        for id, weight, label, classes, chance in zip(
+            batch.ids.tolist(), batch.weight.tolist(), labels, order.tolist(), best.tolist(), strict=True
+        ):
             if id >= 0:
-                self.rows.append([id, label if weight else None, classes, chance, width])  # what could not be read has no place in a table
+                # what could not be read has no place in a table
+                self.rows.append([id, label if weight else None, classes, chance, width])
         return self.recipe.measure(outputs, batch, loss)
 
     def take(self) -> list[list[Any]]:
@@ -91,7 +103,9 @@ class _Record:
 class Inference:
     """A model with its numbers on a world of ranks, and the rows to put through it. Collective."""
 
-    def __init__(self, settings: Settings, place: Place, model: str, data: Callable[[Recipe], Dataset], top: int, whole: bool) -> None:
+    def __init__(
+        self, settings: Settings, place: Place, model: str, data: Callable[[Recipe], Dataset], top: int, whole: bool
+    ) -> None:
         """`whole`: a row that cannot be read is an error, whatever the recipe allows."""
         torch.set_num_threads(place.threads)
         set_switches(settings.precision)
@@ -111,17 +125,27 @@ class Inference:
         vars(recipe)["measure"] = self._record.measure  # type: ignore[index]
         step = replace(settings.step, ema=0.0, micro_batch_rows=0, remat=Remat.none)
         unmoved = lookup("optimizer", "sgd")(momentum=0.0)  # without state
-        task = Task(recipe, unmoved, settings.precision, step, settings.seed, self._sample, self.weights, settings.sparse)
+        task = Task(
+            recipe, unmoved, settings.precision, step, settings.seed, self._sample, self.weights, settings.sparse
+        )
         self.program: Program = settings.strategy.setup(task, self.world)
 
-    def batches(self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]) -> Iterator[tuple[int, Evaluated, list[Row]]]:
-        """Batch by batch from row `first` on: how many rows are done, what this rank measured, and on rank 0 the answers in order. Collective.
+    def batches(
+        self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]
+    ) -> Iterator[tuple[int, Evaluated, list[Row]]]:
+        """Batch by batch from row `first` on: how many rows are done, what this rank measured, and on rank 0 the
+        answers in order. Collective.
 
-        Preempted on all ranks alike, after the batch that is under way, when one was asked to stop. DtfError when a row is lost.
+        Preempted on all ranks alike, after the batch that is under way, when one was asked to stop. DtfError when a row
+        is lost.
         """
         rows = Rest(self.rows, first, self._whole)
         loader = Loader(
-            rows, Epochs(Sequential(), len(rows), self._batch, 0), self.program.shard, -(-self._batch // self.program.shares), pin=self._kind == "cuda"
+            rows,
+            Epochs(Sequential(), len(rows), self._batch, 0),
+            self.program.shard,
+            -(-self._batch // self.program.shares),
+            pin=self._kind == "cuda",
         )
         done = first
         try:
@@ -135,7 +159,10 @@ class Inference:
                     yield expected.stop, measured, self._gathered(expected, first)
                     done = expected.stop
                     if self.world.reduce(torch.tensor([float(stop())])).item() and done < len(self.rows):
-                        raise Preempted(f"asked to stop after {done} of {len(self.rows)} rows; start again with the same run.dir to go on")
+                        raise Preempted(
+                            f"asked to stop after {done} of {len(self.rows)} rows; start again with the same run.dir "
+                            "to go on"
+                        )
         finally:
             loader.close()
 
@@ -143,13 +170,19 @@ class Inference:
         parts = self.world.gather(self._record.take())
         if parts is None:
             return []
-        found = {first + id: Row(first + id, *rest) for part in parts for id, *rest in part}  # ranks that compute a row together all tell it
+        # ranks that compute a row together all tell it
+        found = {first + id: Row(first + id, *rest) for part in parts for id, *rest in part}
         if sorted(found) != list(expected):
-            raise DtfError(f"rows {expected.start} to {expected.stop - 1} gave {len(found)} answers; a row was lost or counted twice; please report this")
+            raise DtfError(
+                f"rows {expected.start} to {expected.stop - 1} gave {len(found)} answers; a row was lost or counted "
+                "twice; please report this"
+            )
         return [found[id] for id in expected]
 
     def _sample(self, rows: int) -> Any:
-        return stand_ins(self.recipe.receive(self.rows.fetch(np.arange(rows) % len(self.rows), 0)[0]), self.recipe.tables())
+        return stand_ins(
+            self.recipe.receive(self.rows.fetch(np.arange(rows) % len(self.rows), 0)[0]), self.recipe.tables()
+        )
 
 
 def weights_of(settings: Settings, model: str) -> Weights:
@@ -163,10 +196,24 @@ def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:
     return tuple(map(str, weights.scalars.get("classes") or recipe.class_names()))
 
 
-def evaluate(settings: Settings, folder: Path, place: Place, send: Callable[[Event], None], beat: Callable[[str, int], None], stop: Callable[[], bool]) -> None:
+def evaluate(
+    settings: Settings,
+    folder: Path,
+    place: Place,
+    send: Callable[[Event], None],
+    beat: Callable[[str, int], None],
+    stop: Callable[[], bool],
+) -> None:
     """Write evaluation.json: metrics over a split, each row once, and a table of classes."""
     job: EvaluateJob = settings.job  # type: ignore[assignment]
-    used = Inference(settings, place, job.model, lambda recipe: recipe.open_data(job.split.value, settings.seed).unaugmented(), top=1, whole=False)
+    used = Inference(
+        settings,
+        place,
+        job.model,
+        lambda recipe: recipe.open_data(job.split.value, settings.seed).unaugmented(),
+        top=1,
+        whole=False,
+    )
     pace, total, table = Pace(send, "rows", len(used.rows)), None, Answers(used.names)
     judge = used.recipe.judge(len(used.rows))
     for done, (sums, judged), rows in used.batches(0, beat, stop):
@@ -180,13 +227,29 @@ def evaluate(settings: Settings, folder: Path, place: Place, send: Callable[[Eve
     values = counted(used.world, total, used.recipe, len(used.rows), used.unread, used.rows.allowed)
     values |= judge.values(used.world) if judge is not None else {}
     if used.world.rank == 0:
-        found = {"model": used.weights.about, "digest": used.digest, "split": job.split.value, "rows": len(used.rows), "unread": unread, "metrics": values}
+        found = {
+            "model": used.weights.about,
+            "digest": used.digest,
+            "split": job.split.value,
+            "rows": len(used.rows),
+            "unread": unread,
+            "metrics": values,
+        }
         replace_text(folder / "evaluation.json", json.dumps(found | {"classes": table.classes()}, indent=1) + "\n")
     used.world.leave()
 
 
-def predict(settings: Settings, folder: Path, place: Place, send: Callable[[Event], None], beat: Callable[[str, int], None], stop: Callable[[], bool]) -> None:
-    """Append what the model says of each row to a file in the run folder, in order, from the first row that is not in it yet."""
+def predict(
+    settings: Settings,
+    folder: Path,
+    place: Place,
+    send: Callable[[Event], None],
+    beat: Callable[[str, int], None],
+    stop: Callable[[], bool],
+) -> None:
+    """Append what the model says of each row to a file in the run folder, in order, from the first row that is not in
+    it yet.
+    """
     job: PredictJob = settings.job  # type: ignore[assignment]
     inputs: Names | None = None
 
@@ -219,7 +282,10 @@ def _begin(path: Path, file: Any, begun: dict[str, Any]) -> tuple[int, str]:
         try:
             before = dict(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise DataError(f"{path} cannot be read, so what {file.path.name} answers is not known; move both away, or choose another run.dir") from error
+            raise DataError(
+                f"{path} cannot be read, so what {file.path.name} answers is not known; move both away, or choose "
+                "another run.dir"
+            ) from error
         other = [key for key in begun if before.get(key) != begun[key]]
         if other:
             return 0, f"other {' and '.join(other)}"
@@ -242,5 +308,8 @@ class Pace:
             self._before, self._started = done, now  # the first batch is slower than those to come
         elif now - self._told >= REPORT_S:
             self._told = now
-            values = {self._what: float(self._count), f"{self._what}_per_s": (done - self._before) / (now - self._started)}
+            values = {
+                self._what: float(self._count),
+                f"{self._what}_per_s": (done - self._before) / (now - self._started),
+            }
             self._send(Measured(self._what, done, done / self._count, now - self._started, values))

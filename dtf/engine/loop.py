@@ -1,4 +1,7 @@
-"""The loop: steps a program when the clock says so, measures, evaluates, saves. Names no strategy and imports contracts only."""
+"""The loop: steps a program when the clock says so, measures, evaluates, saves.
+
+Names no strategy and imports contracts only.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,10 @@ class Window:
 
 @dataclass
 class Loop:
-    """Everything one rank needs to follow a clock. `beat(phase, step)` marks that the rank is alive; `record(step, ids)` keeps sample ids."""
+    """Everything one rank needs to follow a clock.
+
+    `beat(phase, step)` marks that the rank is alive; `record(step, ids)` keeps sample ids.
+    """
 
     program: Program
     clock: Clock
@@ -95,7 +101,9 @@ class Loop:
     recent: deque[Measured] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def report(self, measured: Measured) -> None:
-        """To the observers, and into the checkpoints to come: a launcher killed just after a save may not have read it yet."""
+        """To the observers, and into the checkpoints to come: a launcher killed just after a save may not have read it
+        yet.
+        """
         self.recent.append(measured)
         self.see(measured)
 
@@ -103,7 +111,8 @@ class Loop:
 def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
     """Follow the clock to its Stop; returns it with the last evaluation's values. Collective.
 
-    Raises DivergedError on all ranks alike: before a save, when more updates were skipped than allowed; at the end, when a loss scale let none be made.
+    Raises DivergedError on all ranks alike: before a save, when more updates were skipped than allowed; at the end,
+    when a loss scale let none be made.
     """
     program, clock, train = loop.program, loop.clock, loop.train
     width = 1 + len(loop.recipe.measures)
@@ -186,7 +195,13 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                     best = clock.best
                     new = best is not None and evaluated_at == step and best[1] == step
                     if loop.saver is not None:
-                        scalars = {**loop.scalars, "program": state.scalars, "clock": clock.state(), "window": carried, "updated": updated}
+                        scalars = {
+                            **loop.scalars,
+                            "program": state.scalars,
+                            "clock": clock.state(),
+                            "window": carried,
+                            "updated": updated,
+                        }
                         scalars["recent"] = [asdict(measured) for measured in loop.recent]
                         value = evaluated.get(clock.objective) if evaluated_at == step else None
                         path = loop.saver.save(step, state, scalars, value)
@@ -195,9 +210,15 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 program.settle()
                 _take_rest(loop, window)
                 _refuse_divergence(loop, ticket.step)
-                if ticket.step and ticket.reason in ("finished", "early_stop") and not updated and not window.total(loop.world, width)[-1]:
+                if (
+                    ticket.step
+                    and ticket.reason in ("finished", "early_stop")
+                    and not updated
+                    and not window.total(loop.world, width)[-1]
+                ):
                     raise DivergedError(
-                        f"gradients overflowed in each of the {ticket.step} steps, which halved precision.loss_scale every time, and no update was made; "
+                        f"gradients overflowed in each of the {ticket.step} steps, which halved precision.loss_scale "
+                        "every time, and no update was made; "
                         "set a smaller precision.loss_scale, train longer or use precision=bf16"
                     )
                 return ticket, evaluated
@@ -231,19 +252,30 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
         total += sums.cpu()
     if loop.averages:
         loop.program.use_averages(False)
-    values = counted(loop.world, total, loop.recipe, loop.evaluation_rows, loop.evaluation.bad(0) + loop.program.unread("eval", 0), loop.evaluation.allowed)
+    values = counted(
+        loop.world,
+        total,
+        loop.recipe,
+        loop.evaluation_rows,
+        loop.evaluation.bad(0) + loop.program.unread("eval", 0),
+        loop.evaluation.allowed,
+    )
     return values | (judge.values(loop.world) if judge is not None else {})
 
 
 def counted(world: Peers, sums: Tensor, recipe: Recipe, rows: int, bad: int, allowed: int) -> dict[str, float]:
-    """Metric values from this rank's sums (M,), once it is sure that the ranks together saw each of the rows once. Collective.
+    """Metric values from this rank's sums (M,), once it is sure that the ranks together saw each of the rows once.
+    Collective.
 
     `bad`: rows that this rank could not read; `allowed`: how many all ranks may.
     """
     *values, unread = world.reduce(torch.cat([sums.cpu().double(), torch.tensor([bad], dtype=torch.float64)])).tolist()
     _refuse_bad(unread, allowed, "evaluation")
     if values[0] + unread != rows:
-        raise DtfError(f"evaluation counted {values[0]:g} of {rows - unread:g} rows; a row was lost or counted twice; please report this")
+        raise DtfError(
+            f"evaluation counted {values[0]:g} of {rows - unread:g} rows; a row was lost or counted twice; please "
+            "report this"
+        )
     return recipe.summarise(values)
 
 
@@ -265,7 +297,8 @@ def _refuse_divergence(loop: Loop, step: int) -> None:
     skipped = loop.program.skipped()
     if skipped > loop.skip_nonfinite:
         raise DivergedError(
-            f"loss or gradient was not finite in {skipped} of the first {step} steps, train.skip_nonfinite={loop.skip_nonfinite} allows no more; "
+            f"loss or gradient was not finite in {skipped} of the first {step} steps, "
+            f"train.skip_nonfinite={loop.skip_nonfinite} allows no more; "
             "no such update was made; lower lr.peak, set step.clip_norm or use a wider precision"
         )
 
@@ -273,7 +306,10 @@ def _refuse_divergence(loop: Loop, step: int) -> None:
 def _refuse_bad(bad: float, allowed: int, split: str) -> None:
     """Raise DataError on all ranks alike when more rows are unreadable than allowed."""
     if bad > allowed:
-        raise DataError(f"{bad:g} {split} rows cannot be read, recipe.data.bad_share allows {allowed}; the logs of the ranks name them; repair the data")
+        raise DataError(
+            f"{bad:g} {split} rows cannot be read, recipe.data.bad_share allows {allowed}; the logs of the ranks name "
+            "them; repair the data"
+        )
 
 
 def _ratio(total: float, count: float) -> float:

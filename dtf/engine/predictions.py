@@ -1,4 +1,7 @@
-"""What a model said of rows: files of predictions that grow in order and can be gone on with, and a table of classes. Torch-free."""
+"""What a model said of rows: files of predictions that grow in order and can be gone on with, and a table of classes.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ def named(names: Sequence[str], index: int) -> str:
 
 
 class Answers:
-    """How often rows of each class were taken for it, and for others; nothing of an event whose two sides have no names."""
+    """How often rows of each class were taken for it, and for others; nothing of an event whose two sides have no
+    names.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -61,7 +66,9 @@ class Answers:
             self._right[label] += guess == label
 
     def classes(self) -> list[dict[str, Any]]:
-        """For each class: rows, how many were taken for it, recall and precision; None where there is nothing to divide by."""
+        """For each class: rows, how many were taken for it, recall and precision; None where there is nothing to divide
+        by.
+        """
 
         def share(part: int, whole: int) -> float | None:
             return part / whole if whole else None
@@ -69,7 +76,15 @@ class Answers:
         found = []
         for c in range(self._width):
             rows, guessed, right = self._rows[c], self._guessed[c], self._right[c]
-            found.append({"class": named(self._names, c), "rows": rows, "predicted": guessed, "recall": share(right, rows), "precision": share(right, guessed)})
+            found.append(
+                {
+                    "class": named(self._names, c),
+                    "rows": rows,
+                    "predicted": guessed,
+                    "recall": share(right, rows),
+                    "precision": share(right, guessed),
+                }
+            )
         return found
 
 
@@ -95,7 +110,9 @@ class Predictions(ABC):
             file.truncate(size)
         rows = lines - self.header
         if rows > 0 and self._row(last.decode(errors="replace")) != rows - 1:
-            raise DataError(f"{self.path} ends with another row than its number of lines says; move it away to start anew")
+            raise DataError(
+                f"{self.path} ends with another row than its number of lines says; move it away to start anew"
+            )
         return max(rows, 0)
 
     def append(self, rows: Sequence[Row], inputs: Names | None) -> None:
@@ -161,7 +178,9 @@ class Csv(Predictions):
 def _csv(cells: Sequence[str]) -> str:
     """One line; what would not stay on it is escaped."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow([cell if cell.isprintable() else cell.encode("unicode_escape").decode() for cell in cells])
+    csv.writer(text, lineterminator="\n").writerow(
+        [cell if cell.isprintable() else cell.encode("unicode_escape").decode() for cell in cells]
+    )
     return text.getvalue()
 
 

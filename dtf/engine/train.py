@@ -1,4 +1,7 @@
-"""The life of one rank: typed settings from the resolved config, a world, a program, the loop. The other end of every launcher."""
+"""The life of one rank: typed settings from the resolved config, a world, a program, the loop.
+
+The other end of every launcher.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,9 @@ RECENT_BYTES = 65536
 
 
 def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
-    """Train as one rank, or do what another job is for; returns the exit code and never raises: failures are sent as a Failed event."""
+    """Train as one rank, or do what another job is for; returns the exit code and never raises: failures are sent as a
+    Failed event.
+    """
     last = {"step": 0}
 
     def beat(phase: str, step: int) -> None:
@@ -71,13 +76,24 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
         return Exit.OK
     except BaseException as error:  # noqa: BLE001 (the last words of a rank)
         if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):
-            error = Preempted("interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint")
+            error = Preempted(
+                "interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint"
+            )
         if _peer_is_gone(error):
             error = PeerError(f"lost another rank: {error}")
         exit = error.exit if isinstance(error, DtfError) else Exit.BUG
         patient = isinstance(error, DtfError) and error.patient
         message = str(error) if isinstance(error, DtfError) else f"{type(error).__name__}: {error}"
-        send(Failed(place.rank, last["step"], int(exit), message, "" if patient or isinstance(error, Preempted) else traceback.format_exc(), patient))
+        send(
+            Failed(
+                place.rank,
+                last["step"],
+                int(exit),
+                message,
+                "" if patient or isinstance(error, Preempted) else traceback.format_exc(),
+                patient,
+            )
+        )
         return exit
 
 
@@ -101,18 +117,25 @@ def _train(
     leading, count = next(iter(strategy.roles(place.slots).items()))
     leads = place.role == leading
     alone = strategy.alone() is not None
-    # Who composed a config of its own is told in which key it differs; ranks of one launching process have the same one.
+    # Who composed a config of its own is told in which key it differs; ranks of one launching process have the same
+    # one.
     config_facts = {"config": redact(common(config))} if alone else {"digest of the config": digest(config)}
     if leads:
 
         def wait() -> None:
             beat("start", 0)
             if stop_requested():
-                raise Preempted("asked to stop before the others were there; nothing is lost; start again with the same command")
+                raise Preempted(
+                    "asked to stop before the others were there; nothing is lost; start again with the same command"
+                )
 
-        standing = strategy.meet(Standing(place, folder, run_id, config_facts, wait, lambda text: send(Note("info", text))))
+        standing = strategy.meet(
+            Standing(place, folder, run_id, config_facts, wait, lambda text: send(Note("info", text)))
+        )
         place, folder, run_id = standing.place, standing.folder, standing.run_id
-    world = World.join(replace(place, size=count), strategy.communication(kind)) if leads else World(replace(place, size=1))
+    world = (
+        World.join(replace(place, size=count), strategy.communication(kind)) if leads else World(replace(place, size=1))
+    )
     rows = Rows(settings, config["recipe"]["name"], config["sampler"]["name"], pin=kind == "cuda")
     facts = {"versions": _versions(strategy.communication(kind) == "nccl"), **config_facts}
     facts |= {"training data": rows.fingerprint, "evaluation data": rows.eval.fingerprint()}
@@ -129,17 +152,25 @@ def _train(
     check_used("optimizer.weight_decays", settings.optimizer.weight_decays, parameters, frozen)
     weights, weights_digest, found = _weights(recipe, model, world)
     optimizer = averaged(settings.optimizer, settings.step.ema)
-    task = Task(recipe, optimizer, settings.precision, settings.step, settings.seed, rows.sample, weights, settings.sparse)
+    task = Task(
+        recipe, optimizer, settings.precision, settings.step, settings.seed, rows.sample, weights, settings.sparse
+    )
     if not leads:
-        strategy.assist(task, Errand(place, facts, rows.loader, beat, stop_requested, lambda text: send(Note("info", text)), folder))
+        strategy.assist(
+            task, Errand(place, facts, rows.loader, beat, stop_requested, lambda text: send(Note("info", text)), folder)
+        )
         return
     program = strategy.setup(task, world)
     if recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
         raise ConfigError(
-            f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} rows, as strategy="
+            f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} "
+            "rows, as strategy="
             f"{config['strategy']['name']} chooses them, part them; set step.micro_batch_rows to an even number"
         )
-    loaders = [rows.loader("train", program.shard, program.micro_batch_rows), rows.loader("eval", program.shard, -(-batch // program.shares))]
+    loaders = [
+        rows.loader("train", program.shard, program.micro_batch_rows),
+        rows.loader("eval", program.shard, -(-batch // program.shares)),
+    ]
     plan = _plan(settings, epochs.batches)
     identity = {
         "recipe": config["recipe"]["name"],
@@ -155,10 +186,12 @@ def _train(
         "sparse": config["sparse"]["name"] if recipe.tables() else "",
         **{f"sparse.{key}": config["sparse"][key] for key in (settings.sparse.bound if recipe.tables() else ())},
     }
-    course = {group: config[group] for group in ("precision", "optimizer", "lr", "step", *(("sparse",) if recipe.tables() else ()))} | {
-        "train": {"steps": plan.total}
-    }  # may change on the way
-    course["step"] = course["step"] | {"micro_batch_rows": program.micro_batch_rows}  # 0 is another number under another strategy
+    course = {
+        group: config[group]
+        for group in ("precision", "optimizer", "lr", "step", *(("sparse",) if recipe.tables() else ()))
+    } | {"train": {"steps": plan.total}}  # may change on the way
+    # 0 is another number under another strategy
+    course["step"] = course["step"] | {"micro_batch_rows": program.micro_batch_rows}
     see = send if world.rank == 0 else _progress(send) if alone else _nobody
     checkpointer = Checkpointer(
         folder / "checkpoints",
@@ -170,13 +203,17 @@ def _train(
         note=lambda text: see(Note("warning", text)),
     )
     # The last global batch of an epoch may be a single row, which not every model can compute: better to know it now.
-    program.rehearse(program.prepare(loaders[0].get(0, epochs.batches - 1 if epochs.size(epochs.batches - 1) == 1 else 0)))
+    program.rehearse(
+        program.prepare(loaders[0].get(0, epochs.batches - 1 if epochs.size(epochs.batches - 1) == 1 else 0))
+    )
     state, carried, updated, recent = _resume(checkpointer, program, identity, course, place.attempt, see)
     clock = PlannedClock(plan, epochs, settings.lr, state)
     start = state["step"] if state else 0
     if start > plan.end:
         key = f"train.until={plan.until}" if plan.end < plan.total else f"a run of {plan.total} steps"
-        raise ConfigError(f"{key} ends before step {start}, where the checkpoint is; train on, or go to another run.dir")
+        raise ConfigError(
+            f"{key} ends before step {start}, where the checkpoint is; train on, or go to another run.dir"
+        )
     if state:
         checkpointer.retain()  # now that this run is known to go on from here
     planned = [Memory(*needs) for needs in world.gather(program.memory() or ()) or () if needs]
@@ -230,15 +267,27 @@ def _train(
     beat("stop", ended.step)
     program.end(ended.reason)
     world.leave()
-    kept = "nothing is lost" if ended.step == start else "the state is saved" if plan.save_every else "checkpoint.every_steps=0, so nothing was saved"
+    kept = (
+        "nothing is lost"
+        if ended.step == start
+        else "the state is saved"
+        if plan.save_every
+        else "checkpoint.every_steps=0, so nothing was saved"
+    )
     if ended.reason == "budget":
-        raise BudgetError(f"the budget is spent after step {ended.step}; {kept}; raise {budget.key(settings.budget)} and start again to go on")
+        raise BudgetError(
+            f"the budget is spent after step {ended.step}; {kept}; raise {budget.key(settings.budget)} and start "
+            "again to go on"
+        )
     if ended.reason == "preempted":
         raise Preempted(f"asked to stop after step {ended.step}; {kept}; start again with the same run.dir to go on")
 
 
 def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | None, str, Fit | None]:
-    """The numbers to start from, if any, and their digest; the same on all hosts, else DataError on all ranks alike. Collective."""
+    """The numbers to start from, if any, and their digest; the same on all hosts, else DataError on all ranks alike.
+
+    Collective.
+    """
     place, key = recipe.fine_tuning.weights, "recipe.model.weights"
     if not place:
         return None, "", None
@@ -264,7 +313,9 @@ def _versions(nccl_is_used: bool) -> dict[str, str]:
 
 
 def _finds(folder: Path, run_id: str) -> bool:
-    """Whether this rank sees the folder that the launching process made: on several hosts it has to be on shared storage."""
+    """Whether this rank sees the folder that the launching process made: on several hosts it has to be on shared
+    storage.
+    """
     try:
         return json.loads((folder / "run.json").read_text())["id"] == run_id
     except (OSError, ValueError, KeyError, TypeError):
@@ -281,7 +332,11 @@ def _peer_is_gone(error: BaseException) -> bool:
 def _plan(settings: Settings, batches: int) -> Plan:
     """The course of the run in steps; `None` means each end of an epoch."""
     options, recipe = settings.train, settings.recipe
-    objective = (settings.run.objective, recipe.direction(settings.run.objective)) if settings.run.objective else recipe.objective
+    objective = (
+        (settings.run.objective, recipe.direction(settings.run.objective))
+        if settings.run.objective
+        else recipe.objective
+    )
     total = options.steps if options.steps is not None else max(1, round((options.epochs or 0) * batches))
     return Plan(
         total=total,
@@ -296,7 +351,12 @@ def _plan(settings: Settings, batches: int) -> Plan:
 
 
 def _resume(
-    checkpointer: Checkpointer, program: Program, identity: dict[str, Any], course: dict[str, Any], attempt: int, see: Callable[[Event], None]
+    checkpointer: Checkpointer,
+    program: Program,
+    identity: dict[str, Any],
+    course: dict[str, Any],
+    attempt: int,
+    see: Callable[[Event], None],
 ) -> tuple[dict[str, Any] | None, list[float] | None, bool, tuple[Measured, ...]]:
     """Load the newest checkpoint, if there is one to go on from.
 
@@ -309,12 +369,18 @@ def _resume(
     for key, value in identity.items():
         if source.scalars.get(key) != value:
             raise ConfigError(
-                f"checkpoint {path} was written with {key}={source.scalars.get(key)!r}, this run has {key}={value!r}; data position and "
-                f"numbers would not continue; use the same{', or start anew in another run.dir' if checkpointer.owns(path) else ''}"
+                f"checkpoint {path} was written with {key}={source.scalars.get(key)!r}, this run has {key}={value!r}; "
+                "data position and "
+                "numbers would not continue; use the "
+                f"same{', or start anew in another run.dir' if checkpointer.owns(path) else ''}"
             )
     scalars = source.scalars
     now, then = dict(flat(course, "")), dict(flat(scalars["course"], ""))  # what makes the numbers and yet may change
-    changed = [f"{key}={now.get(key)} (was {then.get(key)})" for key in sorted(now.keys() | then.keys()) if now.get(key) != then.get(key)]
+    changed = [
+        f"{key}={now.get(key)} (was {then.get(key)})"
+        for key in sorted(now.keys() | then.keys())
+        if now.get(key) != then.get(key)
+    ]
     if changed:
         see(Note("warning", f"from step {scalars['clock']['step']} on with {', '.join(changed)}"))
     source.scalars = scalars["program"]
@@ -327,7 +393,8 @@ def _resume(
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Filled by SIGTERM and SIGINT: the rank then stops with the others within a few seconds, its state saved. A second SIGINT stops at once.
+    """Filled by SIGTERM and SIGINT: the rank then stops with the others within a few seconds, its state saved. A second
+    SIGINT stops at once.
 
     Not a second SIGTERM: a scheduler that signals a whole process group reaches a rank twice, through its launcher too.
     """
@@ -353,8 +420,13 @@ def stop_signals() -> Iterator[list[int]]:
 
 def _probes(settings: Settings, place: Place, folder: Path, send: Callable[[Event], None]) -> Probes:
     """What the observers want to see from inside this rank."""
-    found = {name: observer.probe(place, folder, lambda text: send(Note("info", text))) for name, observer in settings.observer.items()}
-    return Probes({name: probe for name, probe in found.items() if probe is not None}, lambda text: send(Note("warning", text)))
+    found = {
+        name: observer.probe(place, folder, lambda text: send(Note("info", text)))
+        for name, observer in settings.observer.items()
+    }
+    return Probes(
+        {name: probe for name, probe in found.items() if probe is not None}, lambda text: send(Note("warning", text))
+    )
 
 
 def _both(first: Callable[[str, int], None], second: Callable[[str, int], None]) -> Callable[[str, int], None]:
@@ -366,7 +438,9 @@ def _both(first: Callable[[str, int], None], second: Callable[[str, int], None])
 
 
 def _progress(send: Callable[[Event], None]) -> Callable[[Event], None]:
-    """Of a rank other than 0 whose launching process has no other: only what tells it whether starting again may help."""
+    """Of a rank other than 0 whose launching process has no other: only what tells it whether starting again may
+    help.
+    """
     return lambda event: send(event) if isinstance(event, Saved | Started) else None
 
 

@@ -35,7 +35,10 @@ def choose(devices: str) -> Devices:
             raise ConfigError(f"launcher.devices=cuda finds no GPU: {_why_none()}; use launcher.devices=cpu")
         return Devices("cuda", tuple(range(count))) if count else Devices("cpu", ())
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", devices):
-        raise ConfigError(f"launcher.devices={devices} is no choice; use auto, cpu, cuda or numbers of GPUs such as launcher.devices='\"0,2\"'")
+        raise ConfigError(
+            f"launcher.devices={devices} is no choice; use auto, cpu, cuda or numbers of GPUs such as "
+            "launcher.devices='\"0,2\"'"
+        )
     indices = tuple(int(part) for part in devices.split(","))
     if len(set(indices)) != len(indices):
         raise ConfigError(f"launcher.devices={devices} names a GPU twice")
@@ -51,16 +54,24 @@ def processes(asked: int | Literal["auto"], devices: Devices) -> int:
 
 
 def device_of(local_rank: int, local_size: int, devices: Devices, key: str = "launcher.processes") -> str:
-    """`cpu` or `cuda:<index>`, one GPU per rank. ConfigError when ranks, of which `key` says how many, outnumber GPUs."""
+    """`cpu` or `cuda:<index>`, one GPU per rank.
+
+    ConfigError when ranks, of which `key` says how many, outnumber GPUs.
+    """
     if devices.kind == "cpu":
         return "cpu"
     if local_size > len(devices.indices):
-        raise ConfigError(f"{key}={local_size} needs as many GPUs, there are {len(devices.indices)}; lower it or use launcher.devices=cpu")
+        raise ConfigError(
+            f"{key}={local_size} needs as many GPUs, there are {len(devices.indices)}; lower it or use "
+            "launcher.devices=cpu"
+        )
     return f"cuda:{devices.indices[local_rank]}"
 
 
 def allow_files(count: int) -> int:
-    """Let this process, and those it starts from now on, open `count` files; returns how many it may, fewer where the host's hard limit says so."""
+    """Let this process, and those it starts from now on, open `count` files; returns how many it may, fewer where the
+    host's hard limit says so.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < count:  # -1: no limit
         soft = count if hard < 0 else min(count, hard)
@@ -69,7 +80,9 @@ def allow_files(count: int) -> int:
 
 
 def gpus() -> int:
-    """CUDA devices that torch would count: those of CUDA_VISIBLE_DEVICES, or all that NVML knows; 0 for a torch without CUDA."""
+    """CUDA devices that torch would count: those of CUDA_VISIBLE_DEVICES, or all that NVML knows; 0 for a torch without
+    CUDA.
+    """
     present = _nvml_count() if _torch_has_cuda() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:

@@ -1,4 +1,7 @@
-"""Signs of life: where a rank is, in memory it shares with the launching process. The last beat counts; there is no history."""
+"""Signs of life: where a rank is, in memory it shares with the launching process.
+
+The last beat counts; there is no history.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ _cell = memoryview(bytearray(_BYTES)).cast("d")  # of this rank; nobody reads it
 
 
 class Beat(NamedTuple):
-    """What a rank said last. `at`: time.monotonic(), which all processes of a host share. `steps`: steps it began since it was started."""
+    """What a rank said last. `at`: time.monotonic(), which all processes of a host share.
+
+    `steps`: steps it began since it was started.
+    """
 
     at: float
     phase: str

@@ -17,10 +17,15 @@ _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def endpoint(text: str, key: str, least: int = 1) -> tuple[str, int]:
-    """`host:port` or `[v6]:port`; ConfigError naming the key otherwise. `least`: 0 where a port may be left to the kernel."""
+    """`host:port` or `[v6]:port`; ConfigError naming the key otherwise.
+
+    `least`: 0 where a port may be left to the kernel.
+    """
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]|([^:\[\]\s]+)):([0-9]{1,5})", text)
     if not found or not least <= int(found[3]) < 65536:
-        raise ConfigError(f"{key}={text} must be HOST:PORT, such as 10.0.0.1:29500, or [ADDRESS]:PORT with an IPv6 address")
+        raise ConfigError(
+            f"{key}={text} must be HOST:PORT, such as 10.0.0.1:29500, or [ADDRESS]:PORT with an IPv6 address"
+        )
     return found[1] or found[2], int(found[3])
 
 
@@ -37,9 +42,11 @@ def check_interface(name: str) -> None:
 
 
 def socket_variables(interface: str, towards: tuple[str, int], environment: Mapping[str, str]) -> dict[str, str]:
-    """What tells gloo and NCCL their interface: `launcher.interface`; else, for gloo, the one towards rank 0, unless the environment has another.
+    """What tells gloo and NCCL their interface: `launcher.interface`; else, for gloo, the one towards rank 0, unless
+    the environment has another.
 
-    By itself gloo takes the one of the host's name, which is often loopback or unknown. NCCL looks for the fastest, so it is left alone.
+    By itself gloo takes the one of the host's name, which is often loopback or unknown. NCCL looks for the fastest, so
+    it is left alone.
     """
     if interface:
         return {_GLOO: interface, _NCCL: interface}
@@ -58,7 +65,10 @@ def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this host that packets to `host` leave from. OSError where there is no way there, or no such name."""
+    """The address of this host that packets to `host` leave from.
+
+    OSError where there is no way there, or no such name.
+    """
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)  # of a datagram socket: chooses the way, sends nothing

@@ -16,7 +16,10 @@ _ONE_SIGNAL_S = 0.2
 
 
 class Stop:
-    """Counts SIGTERM, SIGINT and SIGHUP while it is open. `socket` becomes readable at each. Outside the main thread it hears nothing."""
+    """Counts SIGTERM, SIGINT and SIGHUP while it is open. `socket` becomes readable at each.
+
+    Outside the main thread it hears nothing.
+    """
 
     def __init__(self) -> None:
         self.count, self._last = 0, -_ONE_SIGNAL_S
@@ -53,7 +56,9 @@ class Stop:
 
 @contextlib.contextmanager
 def preempting(message: str) -> Iterator[None]:
-    """SIGTERM and SIGHUP raise Preempted here, as SIGINT raises KeyboardInterrupt, but for the time in which a Stop is open."""
+    """SIGTERM and SIGHUP raise Preempted here, as SIGINT raises KeyboardInterrupt, but for the time in which a Stop is
+    open.
+    """
 
     def heard(number: int, frame: object) -> NoReturn:
         raise Preempted(message)

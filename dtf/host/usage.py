@@ -1,4 +1,7 @@
-"""What this host's devices do at a moment: CPU time and memory of a tree of processes from /proc, GPUs from NVML. Keeps no history, needs no torch."""
+"""What this host's devices do at a moment: CPU time and memory of a tree of processes from /proc, GPUs from NVML.
+
+Keeps no history, needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,11 @@ def process_tree(root: int) -> dict[int, Process]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with suppress(OSError, ValueError, IndexError):  # it ended while it was read
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()  # behind the name; the first is field 3 of proc(5)
-                known[int(entry)] = Process(int(fields[1]), (int(fields[11]) + int(fields[12])) * _TICK_S, int(fields[21]) * _PAGE_BYTES)
+                # behind the name; the first is field 3 of proc(5)
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                known[int(entry)] = Process(
+                    int(fields[1]), (int(fields[11]) + int(fields[12])) * _TICK_S, int(fields[21]) * _PAGE_BYTES
+                )
     children: dict[int, list[int]] = {}
     for number, process in known.items():
         children.setdefault(process.parent, []).append(number)
@@ -48,8 +54,12 @@ def process_tree(root: int) -> dict[int, Process]:
 
 
 def cpu_load(before: dict[int, Process], now: dict[int, Process], seconds: float, cores: int) -> Load:
-    """Between two looks at a tree: its CPU time as a share of `cores`, and the memory it has now (what processes share counts for each)."""
-    used = sum(max(0.0, process.cpu_s - (before[number].cpu_s if number in before else 0.0)) for number, process in now.items())
+    """Between two looks at a tree: its CPU time as a share of `cores`, and the memory it has now (what processes share
+    counts for each).
+    """
+    used = sum(
+        max(0.0, process.cpu_s - (before[number].cpu_s if number in before else 0.0)) for number, process in now.items()
+    )
     return Load("cpu", 100 * used / (seconds * cores), sum(process.memory for process in now.values()))
 
 

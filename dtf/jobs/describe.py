@@ -26,10 +26,14 @@ class Describe(Job):
     Options chosen beside it are described alone: `job=describe recipe=ctr_clicks optimizer=adam`.
     """
 
-    group: str = option(default="", doc="only this group, e.g. strategy; empty: those that the command line chooses options of, else all")
+    group: str = option(
+        default="",
+        doc="only this group, e.g. strategy; empty: those that the command line chooses options of, else all",
+    )
     format: Output = option(default=Output.text, doc="`text` to read, `json` for programs")
     option: str = option(
-        default="", doc="only this option of the group, e.g. ddp; empty: the one that the command line chooses, else all"
+        default="",
+        doc="only this option of the group, e.g. ddp; empty: the one that the command line chooses, else all",
     )  # last: the name hides the function
 
     def run(self, composed: Composed) -> int:

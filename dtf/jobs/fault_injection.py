@@ -19,7 +19,9 @@ from dtf.core.types import Event, Measured, Note, Started
 
 @dataclass
 class Killed:
-    """Who was, after how many reported steps, and from which step on the run was done again: `at`, where nothing was."""
+    """Who was, after how many reported steps, and from which step on the run was done again: `at`, where nothing
+    was.
+    """
 
     who: str
     at: int
@@ -27,7 +29,10 @@ class Killed:
 
 
 class Witness:
-    """Hears the events of a run. Calls `kill` once, when `after` steps were reported; with `at` somebody was killed already, after that step."""
+    """Hears the events of a run.
+
+    Calls `kill` once, when `after` steps were reported; with `at` somebody was killed already, after that step.
+    """
 
     def __init__(self, after: int = 0, kill: Callable[[], None] = lambda: None, at: int = -1) -> None:
         self._after, self._kill, self._at = after, kill, at
@@ -57,20 +62,26 @@ class Witness:
 
 
 _CHILD = (
-    "import json, sys; order = json.loads(sys.argv[1]); sys.path[:] = order['path']; from dtf.launch.forkserver import die_with; die_with(order['parent']); "
+    "import json, sys; order = json.loads(sys.argv[1]); sys.path[:] = order['path']; from dtf.launch.forkserver "
+    "import die_with; die_with(order['parent']); "
     "sys.argv = ['dtf', *order['command']]; from dtf.cli.main import main; sys.exit(main())"
 )
 
 
 def kill_launcher(command: Sequence[str], folder: Path, after: int) -> int:
-    """Run a dtf command in a process of its own, and kill that when `after` steps were reported in the run folder; returns how many were.
+    """Run a dtf command in a process of its own, and kill that when `after` steps were reported in the run folder;
+    returns how many were.
 
     DtfError when it ended before.
     """
     log = folder.with_name("launcher.log")
-    order = json.dumps({"path": [os.path.abspath(part) for part in sys.path], "parent": os.getpid(), "command": list(command)})
+    order = json.dumps(
+        {"path": [os.path.abspath(part) for part in sys.path], "parent": os.getpid(), "command": list(command)}
+    )
     with log.open("wb") as file:
-        child = subprocess.Popen([sys.executable, "-c", _CHILD, order], stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, order], stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
         try:
             while child.poll() is None and _reported(folder) < after:
                 time.sleep(0.01)

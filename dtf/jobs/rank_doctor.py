@@ -1,4 +1,7 @@
-"""What the ranks of `job=doctor` do: measure the network between them and their clocks. Rank 0 writes what all found into the run folder."""
+"""What the ranks of `job=doctor` do: measure the network between them and their clocks.
+
+Rank 0 writes what all found into the run folder.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,9 @@ def examine(config: dict[str, Any], folder: str, run_id: str, place: Place, send
 
 
 def _clock(world: World, other: int) -> dict[str, Any]:
-    """How far the clock of `other` is ahead of rank 0's: from the quickest of many exchanges, half of which is the uncertainty. Rank 0 knows."""
+    """How far the clock of `other` is ahead of rank 0's: from the quickest of many exchanges, half of which is the
+    uncertainty. Rank 0 knows.
+    """
     best = (float("inf"), 0.0)
     buffer = torch.zeros(1, dtype=torch.float64)
     for _ in range(_PINGS):
@@ -106,7 +111,9 @@ def _link(world: World, source: int, target: int, megabytes: int) -> dict[str, A
 
 
 def _all_reduce(world: World, megabytes: int) -> float:
-    """MB/s at which a gradient of this size is summed over all ranks, by the way that gradients take; 0 for one rank."""
+    """MB/s at which a gradient of this size is summed over all ranks, by the way that gradients take; 0 for one
+    rank.
+    """
     if world.size == 1:
         return 0.0
     data = torch.zeros(megabytes * 250_000, device=world.device)

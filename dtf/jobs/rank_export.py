@@ -1,4 +1,6 @@
-"""What the rank does that writes a trained model for use without dtf, and checks that the files say what the model says."""
+"""What the rank does that writes a trained model for use without dtf, and checks that the files say what the model
+says.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,18 @@ METADATA = "dtf.json"
 """Name of the metadata in both files."""
 
 
-def export(settings: Settings, folder: Path, place: Place, send: Callable[[Event], None], beat: Callable[[str, int], None], stop: Callable[[], bool]) -> None:
-    """Write the files into the run folder. DtfError when what is read back from one says something else than the model."""
+def export(
+    settings: Settings,
+    folder: Path,
+    place: Place,
+    send: Callable[[Event], None],
+    beat: Callable[[str, int], None],
+    stop: Callable[[], bool],
+) -> None:
+    """Write the files into the run folder.
+
+    DtfError when what is read back from one says something else than the model.
+    """
     job: ExportJob = settings.job  # type: ignore[assignment]
     recipe = settings.recipe
     torch.set_num_threads(place.threads)
@@ -59,7 +71,9 @@ def export(settings: Settings, folder: Path, place: Place, send: Callable[[Event
     weights = weights_of(settings, job.model)
     model = draw_model(recipe, settings.seed, weights)
     cast_model(model, settings.precision, device)
-    task = Task(recipe, settings.optimizer, settings.precision, settings.step, settings.seed, None, weights, settings.sparse)
+    task = Task(
+        recipe, settings.optimizer, settings.precision, settings.step, settings.seed, None, weights, settings.sparse
+    )
     tables = tables_of(task, World(place), Placement.replicated)
     if tables is not None:
         from dtf.sparse.inference_module import Served
@@ -69,7 +83,10 @@ def export(settings: Settings, folder: Path, place: Place, send: Callable[[Event
     dtype = next(t.dtype for t in model.parameters() if t.dtype.is_floating_point)
     inputs = cast_floating(recipe.receive(rows.fetch(np.arange(ROWS) % len(rows), 0)[0]), dtype)
     if rows.bad:
-        raise DataError(f"no trial without all of its rows: {next(iter(rows.bad.values()))}; repair it, or give others with job.input")
+        raise DataError(
+            f"no trial without all of its rows: {next(iter(rows.bad.values()))}; repair it, or give others with "
+            "job.input"
+        )
     inputs = tree_map(lambda t: t.contiguous(), inputs)
     with torch.no_grad():
         expected = model(inputs)
@@ -79,7 +96,9 @@ def export(settings: Settings, folder: Path, place: Place, send: Callable[[Event
         "preprocessing": recipe.preprocessing(),
         "call": _call(inputs),
         "inputs": _described(inputs),
-        "outputs": _described(expected) | _meaning(recipe, expected) if isinstance(expected, Tensor) else _described(expected),
+        "outputs": _described(expected) | _meaning(recipe, expected)
+        if isinstance(expected, Tensor)
+        else _described(expected),
         "weights": {"from": weights.about, "digest": weights.digest()},
         "versions": {"dtf": __version__, "torch": torch.__version__},
     }
@@ -97,7 +116,10 @@ def export(settings: Settings, folder: Path, place: Place, send: Callable[[Event
         again = work(folder / f".{name}.new", model, inputs, text, lambda: _bare(settings, model))
         found[name] = max(_difference(expected, again(inputs)), _difference(_first(expected), again(_first(inputs))))
         if not found[name] <= BOUND:
-            raise DtfError(f"{name} says something else than the model, by {found[name]:.1e} relative to the largest output; please report this")
+            raise DtfError(
+                f"{name} says something else than the model, by {found[name]:.1e} relative to the largest output; "
+                "please report this"
+            )
         os.replace(folder / f".{name}.new", folder / name)
     metadata |= {"largest_difference": found, "tried_rows": ROWS}
     replace_text(folder / "model.json", json.dumps(metadata, indent=1) + "\n")
@@ -159,11 +181,17 @@ def _difference(a: Any, b: Any) -> float:
 
 def _call(inputs: Any) -> str:
     """How the program is called: with one tensor, or one dict of them."""
-    return f"program({{{', '.join(f'{json.dumps(name)}: {name}' for name in inputs)}}})" if isinstance(inputs, dict) else "program(inputs)"
+    return (
+        f"program({{{', '.join(f'{json.dumps(name)}: {name}' for name in inputs)}}})"
+        if isinstance(inputs, dict)
+        else "program(inputs)"
+    )
 
 
 def _meaning(recipe: Recipe, outputs: Tensor) -> dict[str, str]:
-    """What probabilities the recipe makes of outputs, told by trying; nothing where it is none of the usual functions."""
+    """What probabilities the recipe makes of outputs, told by trying; nothing where it is none of the usual
+    functions.
+    """
     usual = {"sigmoid": Tensor.sigmoid, "softmax over the last axis": lambda values: values.softmax(-1)}
     trial = torch.linspace(-2, 3, outputs.numel(), dtype=torch.float64).view(outputs.shape)
     found = recipe.probabilities(trial)

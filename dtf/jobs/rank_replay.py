@@ -1,4 +1,6 @@
-"""What the rank of `job=verify job.replay=RUN` does: a recorded run of parameter servers once more, and how far it ends from the original."""
+"""What the rank of `job=verify job.replay=RUN` does: a recorded run of parameter servers once more, and how far it ends
+from the original.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ RESULT = "replay.json"
 
 
 def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
-    """An entry, see `rank_process.Entry`. `config`: the recorded run's, with `run.dir` its folder. Writes RESULT into `folder`."""
+    """An entry, see `rank_process.Entry`. `config`: the recorded run's, with `run.dir` its folder.
+
+    Writes RESULT into `folder`.
+    """
     with stop_signals() as told:
         try:
             _replay(config, Path(folder), place, send, lambda: bool(told))
@@ -47,7 +52,9 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
     return Exit.OK
 
 
-def _replay(config: dict[str, Any], folder: Path, place: Place, send: Callable[[Event], None], stop: Callable[[], bool]) -> None:
+def _replay(
+    config: dict[str, Any], folder: Path, place: Place, send: Callable[[Event], None], stop: Callable[[], bool]
+) -> None:
     run, settings = Path(config["run"]["dir"]), typed(config)
     strategy = settings.strategy
     if not isinstance(strategy, Pserver) or not strategy.record:
@@ -71,26 +78,47 @@ def _replay(config: dict[str, Any], folder: Path, place: Place, send: Callable[[
     trainers = strategy.count_trainers(json.loads((run / "run.json").read_text())["world"]["processes"])
     replay = Replay(task, strategy, strategy.merging(), trainers, rows.loader, _began(run, start))
     pace, total = Pace(send, "updates", min(recorded)), max(recorded)
-    send(Note("info", f"replay of {count_text(total, 'update')} from step {start} in one process of {count_text(place.threads, 'thread')}"))
+    send(
+        Note(
+            "info",
+            f"replay of {count_text(total, 'update')} from step {start} in one process of "
+            f"{count_text(place.threads, 'thread')}",
+        )
+    )
 
     def under_way(updates: int) -> None:
         beat("step", updates)
         if stop():
-            raise Preempted(f"asked to stop after {updates:,} of {total:,} updates; a replay keeps nothing; start again to do all of it")
+            raise Preempted(
+                f"asked to stop after {updates:,} of {total:,} updates; a replay keeps nothing; start again to do all "
+                "of it"
+            )
         pace.tell(updates)
 
     replay.run(events, under_way)
     expected, found = checkpoint_tensors(final), _together(replay.boxes())
     if expected.keys() != found.keys():
-        raise DataError(f"{final} and its replay hold other tensors: {', '.join(sorted(expected.keys() ^ found.keys())[:5])}")
+        raise DataError(
+            f"{final} and its replay hold other tensors: {', '.join(sorted(expected.keys() ^ found.keys())[:5])}"
+        )
     apart = {name: relative(expected[name], found[name]) for name in expected}
     worst = max(sorted(apart), key=lambda name: apart[name])
     updates = [holdings.applied for holdings in replay.holdings]
     bound = FP64_BOUND if settings.precision.param is Format.fp64 else FP32_BOUND
     beyond = sum(not value <= bound for value in apart.values())
-    metrics = lines(run / Path(config["observer"].get("jsonl", {}).get("path", "metrics.jsonl")).name, ("split", "step"))
+    metrics = lines(
+        run / Path(config["observer"].get("jsonl", {}).get("path", "metrics.jsonl")).name, ("split", "step")
+    )
     losses = [row["loss"] for row in metrics if row["split"] == "train" and row.get("loss") is not None]
-    found = {"checkpoint": str(final), "start": start, "updates": updates, "tensor": apart[worst], "worst": worst, "beyond": beyond, "tensors": len(apart)}
+    found = {
+        "checkpoint": str(final),
+        "start": start,
+        "updates": updates,
+        "tensor": apart[worst],
+        "worst": worst,
+        "beyond": beyond,
+        "tensors": len(apart),
+    }
     found |= {"bound": bound, "ok": not beyond, "losses": [losses[0], losses[-1]] if losses else []}
     (folder / RESULT).write_text(json.dumps(found))
 
@@ -112,7 +140,9 @@ def _began(run: Path, start: int) -> Source | None:
         return None
     path = run / "checkpoints" / f"step_{start:06d}"
     if not path.is_dir():
-        raise DataError(f"the recorded attempt began with {path}, which is gone; keep more of them with checkpoint.keep_last")
+        raise DataError(
+            f"the recorded attempt began with {path}, which is gone; keep more of them with checkpoint.keep_last"
+        )
     reader = Checkpointer(run / "checkpoints", Every(), _Nobody(), "", ("loss", "min"), "pserver").load(path)
     reader.scalars = reader.scalars["program"]
     return reader
@@ -144,6 +174,7 @@ def _together(boxes: list[Box]) -> dict[str, np.ndarray]:
         whole[tuple(slice(at, at + n) for at, n in zip(box.offset, array.shape, strict=True))] = array
     for name, parts in tables.items():
         found[name] = np.concatenate(parts) if parts[0].ndim else parts[0]
-    for name in [name for name in found if name.startswith("table/") and name.endswith("/count")]:  # the first server told its own
+    # the first server told its own
+    for name in [name for name in found if name.startswith("table/") and name.endswith("/count")]:
         found[name] = np.asarray(float(len(found[name.removesuffix("count") + "ids"])))
     return in_order(found)

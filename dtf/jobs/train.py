@@ -77,7 +77,11 @@ class TrainJob(Job):
                 print(f"dtf: {event.text}", file=sys.stderr, flush=True)
             self.watch(event)
 
-        meter = Meter(run.folder, settings.budget, self.elsewhere_s, lambda text: see(Note("warning", text))) if run.leader else None
+        meter = (
+            Meter(run.folder, settings.budget, self.elsewhere_s, lambda text: see(Note("warning", text)))
+            if run.leader
+            else None
+        )
         try:
             observers.open(run.folder, run.redacted())
             for hint in settings.strategy.hints(processes) if run.leader else ():

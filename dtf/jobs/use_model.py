@@ -16,8 +16,8 @@ from dtf.runs.run_folder import Run
 def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path | None:
     """Start ranks for the config's job in a run folder; returns it once they have ended well, else raises `Ended`.
 
-    None in a process that another one reports for. `data`: whether the recipe's own data are needed; `alone`: one rank is to do it.
-    ConfigError when there is no model.
+    None in a process that another one reports for. `data`: whether the recipe's own data are needed; `alone`: one rank
+    is to do it. ConfigError when there is no model.
     """
     model, weights = composed.config["job"]["model"], composed.settings.recipe.fine_tuning.weights
     if not model and not weights:
@@ -25,14 +25,22 @@ def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path |
     check_place(model, "job.model")
     if alone:
         if composed.config["launcher"].get("processes", 1) not in ("auto", 1):
-            raise ConfigError(f"job={composed.config['job']['name']} is the work of one process; use launcher.processes=1")
-        composed = composed.recompose(["launcher.processes=1"]) if "processes" in composed.config["launcher"] else composed
+            raise ConfigError(
+                f"job={composed.config['job']['name']} is the work of one process; use launcher.processes=1"
+            )
+        composed = (
+            composed.recompose(["launcher.processes=1"]) if "processes" in composed.config["launcher"] else composed
+        )
     _check_one_role(composed)
     settings = composed.check(data)
     launcher = settings.launcher
     launcher.check(settings.strategy)
     processes, devices = launcher.count(), launcher.devices_kind()
-    run = launcher.open(composed.config, lambda folder: Run.open(composed.config, settings, processes, devices, folder), composed.command)
+    run = launcher.open(
+        composed.config,
+        lambda folder: Run.open(composed.config, settings, processes, devices, folder),
+        composed.command,
+    )
     exit, cause = Exit.BUG, "an exception in the launching process"
 
     def see(event: Event) -> None:
@@ -61,8 +69,10 @@ def _check_one_role(composed: Composed) -> None:
     if len(roles) > 1:
         name, choices = config["strategy"]["name"], composed.composer.options("strategy")
         raise ConfigError(
-            f"strategy={name} has {' and '.join(f'{role}s' for role in roles)}, who train, and job={config['job']['name']} uses a model that exists, in "
-            f"processes that are all alike; whatever trained it, use {', '.join(each for each in choices if each != name)}"
+            f"strategy={name} has {' and '.join(f'{role}s' for role in roles)}, who train, and "
+            f"job={config['job']['name']} uses a model that exists, in "
+            "processes that are all alike; whatever trained it, use "
+            f"{', '.join(each for each in choices if each != name)}"
         )
 
 
@@ -73,13 +83,20 @@ def tell(event: Event) -> None:
             print(f"dtf: {level}: {text}", file=sys.stderr, flush=True)
         case Measured(what, done, _, _, values):
             rate = values[f"{what}_per_s"]
-            print(f"dtf: {done:,} of {values[what]:,.0f} {what}, {rate:,.{0 if rate >= 10 else 1}f} {what}/s", file=sys.stderr, flush=True)
+            print(
+                f"dtf: {done:,} of {values[what]:,.0f} {what}, {rate:,.{0 if rate >= 10 else 1}f} {what}/s",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def check_split(recipe: Recipe, split: Split) -> None:
     """Raise ConfigError for a split that the recipe's data do not have."""
     if split not in recipe.splits:
-        raise ConfigError(f"job.split={split.value}: {type(recipe).__name__} has no such rows; use {' or '.join(each.value for each in recipe.splits)}")
+        raise ConfigError(
+            f"job.split={split.value}: {type(recipe).__name__} has no such rows; use "
+            f"{' or '.join(each.value for each in recipe.splits)}"
+        )
 
 
 class Ended(Exception):

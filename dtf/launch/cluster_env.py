@@ -1,4 +1,7 @@
-"""Which rank this process is, from the variables that torchrun, Kubernetes, Open MPI, MPICH and Slurm set. Pure: a mapping in, a value out."""
+"""Which rank this process is, from the variables that torchrun, Kubernetes, Open MPI, MPICH and Slurm set.
+
+Pure: a mapping in, a value out.
+"""
 
 from __future__ import annotations
 
@@ -39,41 +42,70 @@ class _Starter:
 _STARTERS = (
     _Starter("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Starter("Kubernetes", "JOB_COMPLETION_INDEX", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    _Starter("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _Starter(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     _Starter("MPICH", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Starter("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    _Starter(
+        "Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
+    ),
 )
-"""The nearest to the process first: mpirun may have started its daemons with srun, torchrun may have been started by either."""
+"""The nearest to the process first: mpirun may have started its daemons with srun, torchrun may have been started by
+either.
+"""
 
 VARIABLES = sorted(
     {name for each in _STARTERS for name in (each.rank, *each.size, each.local_rank, each.local_size)}
     | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST"}
-    | {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID", "SLURM_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NTASKS_PER_NODE"}
+    | {
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "SLURM_NODEID",
+        "SLURM_TASKS_PER_NODE",
+        "SLURM_STEP_NODELIST",
+        "SLURM_JOB_NODELIST",
+        "SLURM_NTASKS_PER_NODE",
+    }
 )
 """All that `standing` looks at."""
 
 
 def standing(environment: Mapping[str, str]) -> Standing:
-    """Who this process is. ConfigError that names the variables when some are missing, make no sense, or contradict each other."""
+    """Who this process is.
+
+    ConfigError that names the variables when some are missing, make no sense, or contradict each other.
+    """
     present = {name: environment[name] for name in VARIABLES if environment.get(name)}
     candidates = [each for each in _STARTERS if each.rank in present]
     if not candidates:
         known = ", ".join(f"{each.rank} ({each.name})" for each in _STARTERS)
-        raise ConfigError(f"launcher=env finds no rank in the environment, none of {known}; start with torchrun, srun or mpirun, or use launcher=local")
+        raise ConfigError(
+            f"launcher=env finds no rank in the environment, none of {known}; start with torchrun, srun or mpirun, or "
+            "use launcher=local"
+        )
     starter = candidates[0]
     size = next((name for name in starter.size if name in present), starter.size[0])
-    alone = starter.name == "Kubernetes" or (starter.name == "torchrun" and "KUBERNETES_SERVICE_HOST" in present)  # one process in a pod
+    # one process in a pod
+    alone = starter.name == "Kubernetes" or (starter.name == "torchrun" and "KUBERNETES_SERVICE_HOST" in present)
     if alone:
         present = {starter.local_rank: "0", starter.local_size: "1"} | present
     if starter.name == "Slurm":
         if "SLURM_STEP_ID" not in present:
-            raise ConfigError("SLURM_PROCID is set and SLURM_STEP_ID is not: sbatch started this process, once; put srun before the command")
+            raise ConfigError(
+                "SLURM_PROCID is set and SLURM_STEP_ID is not: sbatch started this process, once; put srun before the "
+                "command"
+            )
         present[starter.local_size] = _tasks_here(present)
     missing = [name for name in (size, starter.local_rank, starter.local_size) if name not in present]
     address, port = _meeting_point(starter, present, present.get(size) == present.get(starter.local_size), missing)
     if missing:
         raise ConfigError(
-            f"launcher=env, started by {starter.name} ({starter.rank}={present[starter.rank]}), needs also {', '.join(missing)}; {_HINT[starter.name]}"
+            f"launcher=env, started by {starter.name} ({starter.rank}={present[starter.rank]}), needs also "
+            f"{', '.join(missing)}; {_HINT[starter.name]}"
         )
     names = (starter.rank, size, starter.local_rank, starter.local_size)
     for name in names:
@@ -100,7 +132,9 @@ _HINT = {
 }
 
 
-def _meeting_point(starter: _Starter, present: Mapping[str, str], one_host: bool, missing: list[str]) -> tuple[str, int]:
+def _meeting_point(
+    starter: _Starter, present: Mapping[str, str], one_host: bool, missing: list[str]
+) -> tuple[str, int]:
     """Host and port of rank 0; adds to `missing` what is needed for it."""
     address, port = present.get("MASTER_ADDR", ""), present.get("MASTER_PORT", "")
     if not address and starter.name == "Slurm":
@@ -112,7 +146,11 @@ def _meeting_point(starter: _Starter, present: Mapping[str, str], one_host: bool
     if not port and starter.name == "torchrun" and "TORCHELASTIC_RUN_ID" in present:
         missing.append("MASTER_PORT")
     if not port and starter.name == "Slurm":
-        steps = [int(found) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") for found in re.findall(r"^\d+$", present.get(name, ""))]
+        steps = [
+            int(found)
+            for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+            for found in re.findall(r"^\d+$", present.get(name, ""))
+        ]
         return address, _SLURM_PORTS[sum(steps) % len(_SLURM_PORTS)]
     if port and not (port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(f"MASTER_PORT={port} is no number of a port, 1 to 65535")
@@ -124,18 +162,24 @@ def _refuse_contradiction(chosen: _Starter, size: str, present: Mapping[str, str
     if chosen.name != "torchrun" or "TORCHELASTIC_RUN_ID" in present:
         return
     for other in others:
-        stepless = other.name == "Slurm" and "SLURM_STEP_ID" not in present  # a batch script that starts ranks in another way
+        # a batch script that starts ranks in another way
+        stepless = other.name == "Slurm" and "SLURM_STEP_ID" not in present
         theirs = next((name for name in other.size if name in present), "")
         if not stepless and theirs and (present[chosen.rank], present[size]) != (present[other.rank], present[theirs]):
             raise ConfigError(
-                f"{chosen.rank}={present[chosen.rank]} of {size}={present[size]} contradicts {other.rank}={present[other.rank]} of "
+                f"{chosen.rank}={present[chosen.rank]} of {size}={present[size]} contradicts "
+                f"{other.rank}={present[other.rank]} of "
                 f"{theirs}={present[theirs]} ({other.name}); unset one of them"
             )
 
 
 def _tasks_here(present: Mapping[str, str]) -> str:
     """Slurm's tasks on this host, from `4(x2),3`: four on the first two hosts, three on the third."""
-    text = present.get("SLURM_STEP_TASKS_PER_NODE") or present.get("SLURM_TASKS_PER_NODE") or present.get("SLURM_NTASKS_PER_NODE", "")
+    text = (
+        present.get("SLURM_STEP_TASKS_PER_NODE")
+        or present.get("SLURM_TASKS_PER_NODE")
+        or present.get("SLURM_NTASKS_PER_NODE", "")
+    )
     counts: list[str] = []
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [tasks] * int(times or 1)

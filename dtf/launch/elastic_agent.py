@@ -1,4 +1,7 @@
-"""torch's elastic agent, but for ends of a rank that another start would only repeat. Imports torch: this process is an agent, no rank."""
+"""torch's elastic agent, but for ends of a rank that another start would only repeat.
+
+Imports torch: this process is an agent, no rank.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ class Agent(LocalElasticAgent):
         return result
 
     def outcome(self, result: RunResult | None) -> int:
-        """The exit code of a finished run: that of the first rank of this host that failed, E_PEER for one that a signal ended."""
+        """The exit code of a finished run: that of the first rank of this host that failed, E_PEER for one that a
+        signal ended.
+        """
         if result is None or not result.is_failed():
             return Exit.OK
         first = min(result.failures.values(), key=lambda failure: failure.timestamp)
@@ -38,7 +43,8 @@ class Agent(LocalElasticAgent):
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         try:
             return super()._invoke_run(role)
-        except RendezvousConnectionError:  # the host that served it has left: ranks hear from each other whether the run ended, and save
+        except RendezvousConnectionError:
+            # the host that served it has left: ranks hear from each other whether the run ended, and save
             for process in self._processes():
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_LEAVE_S)

@@ -1,6 +1,7 @@
 """Ranks that exist already, each a whole `python -m dtf`: started by torchrun, srun, mpirun or a job of Kubernetes.
 
-Nobody launches them from here: they meet at a store, agree on one config and one folder, and become ranks. Whoever started them restarts them.
+Nobody launches them from here: they meet at a store, agree on one config and one folder, and become ranks. Whoever
+started them restarts them.
 """
 
 from __future__ import annotations
@@ -42,11 +43,25 @@ class Env(Launcher):
 
     starts_ranks = False
 
-    devices: str = option(default="auto", doc="`auto`: the GPU of the local rank if there are any; `cpu`; `cuda`; or numbers of GPUs, as in '\"0,2\"'")
-    threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each rank; 0: cores divided by the ranks of this host")
-    env: dict[str, str] = option(factory=dict, doc="environment variables to set before torch is imported: switches of NCCL, gloo, OpenMP")
-    interface: str = option(default="", doc="network interface of gloo and nccl; empty: gloo takes the one towards rank 0, nccl chooses")
-    meet_timeout_s: float = option(default=600.0, above=0, most=LONGEST_S, doc="time for all ranks to arrive and agree", unit="s")
+    devices: str = option(
+        default="auto",
+        doc="`auto`: the GPU of the local rank if there are any; `cpu`; `cuda`; or numbers of GPUs, as in '\"0,2\"'",
+    )
+    threads: int = option(
+        default=0,
+        least=0,
+        most=MOST_THREADS,
+        doc="intra-op threads of each rank; 0: cores divided by the ranks of this host",
+    )
+    env: dict[str, str] = option(
+        factory=dict, doc="environment variables to set before torch is imported: switches of NCCL, gloo, OpenMP"
+    )
+    interface: str = option(
+        default="", doc="network interface of gloo and nccl; empty: gloo takes the one towards rank 0, nccl chooses"
+    )
+    meet_timeout_s: float = option(
+        default=600.0, above=0, most=LONGEST_S, doc="time for all ranks to arrive and agree", unit="s"
+    )
 
     def devices_kind(self) -> str:
         return devices.choose(self.devices).kind
@@ -61,7 +76,9 @@ class Env(Launcher):
         check_one_role("env", strategy, size)
         needed = sum(strategy.roles(size).values())
         if needed != size:
-            raise ConfigError(f"this strategy needs {needed} processes, {size} were started; start {needed}, or use launcher=local")
+            raise ConfigError(
+                f"this strategy needs {needed} processes, {size} were started; start {needed}, or use launcher=local"
+            )
         self._device()
 
     def meeting_point(self) -> tuple[str, int, bool]:
@@ -69,14 +86,22 @@ class Env(Launcher):
         return me.address, me.port, me.rank == 0 and not _outlives()
 
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
-        """Agree with the other ranks; collective. Rank 0 makes the run for all. ConfigError names the rank that differs and in what."""
+        """Agree with the other ranks; collective. Rank 0 makes the run for all.
+
+        ConfigError names the rank that differs and in what.
+        """
         from dtf.config.settings import typed
         from dtf.runs.run_folder import Run, versions
 
         self._me = standing(os.environ)
         os.environ |= network.socket_variables(self.interface, (self._me.address, self._me.port), os.environ) | self.env
         store = self._meet()
-        mine = {"config": shared(config), "versions": versions(), "world size": self._me.size, "devices": self.devices_kind()}
+        mine = {
+            "config": shared(config),
+            "versions": versions(),
+            "world size": self._me.size,
+            "devices": self.devices_kind(),
+        }
         if self._me.rank == 0:
             return self._lead(store, mine, make)
         expected = json.loads(self._get(store, "task", 0))
@@ -91,7 +116,9 @@ class Env(Launcher):
         return Run(Path(answer["folder"]), answer["id"], config, typed(config), leader=False)
 
     def _lead(self, store: Store, task: dict[str, Any], make: Callable[[str], Run]) -> Run:
-        """Rank 0's side of `open`: says what the task is, hears who differs, makes the run and says where, or why not."""
+        """Rank 0's side of `open`: says what the task is, hears who differs, makes the run and says where, or why
+        not.
+        """
         store.set("task", json.dumps(task))
         answer: dict[str, Any] = {}
         came: list[int] = []
@@ -116,7 +143,11 @@ class Env(Launcher):
             store.set("run", json.dumps(answer))
             if "folder" not in answer:  # this process ends, and the store with it
                 with contextlib.suppress(RuntimeError):
-                    came += [other for other in range(1, self._me.size) if other not in came and store.check([f"differs/{other}"])]
+                    came += [
+                        other
+                        for other in range(1, self._me.size)
+                        if other not in came and store.check([f"differs/{other}"])
+                    ]
                     store.wait([f"heard/{other}" for other in came], timedelta(seconds=10))
 
     def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
@@ -163,7 +194,9 @@ class Env(Launcher):
         return f"rank {self._me.rank} on {socket.gethostname()}"
 
     def _meet(self) -> Store:
-        """The store that all ranks of this attempt share; rank 0 hosts it on its address alone, unless torchrun's agent does."""
+        """The store that all ranks of this attempt share; rank 0 hosts it on its address alone, unless torchrun's agent
+        does.
+        """
         from torch.distributed import PrefixStore, TCPStore
 
         me, listener = self._me, None
@@ -172,24 +205,36 @@ class Env(Launcher):
                 listener = network.listen(me.address, me.port).detach()
             except OSError as error:
                 raise ConfigError(
-                    f"MASTER_ADDR={me.address} MASTER_PORT={me.port}: rank 0 cannot listen there: {error.strerror or error}; "
+                    f"MASTER_ADDR={me.address} MASTER_PORT={me.port}: rank 0 cannot listen there: "
+                    f"{error.strerror or error}; "
                     "give an address of its host and a free port"
                 ) from error
         timeout = timedelta(seconds=self.meet_timeout_s)
         try:
-            store = TCPStore(me.address, me.port, is_master=listener is not None, wait_for_workers=False, timeout=timeout, master_listen_fd=listener)
+            store = TCPStore(
+                me.address,
+                me.port,
+                is_master=listener is not None,
+                wait_for_workers=False,
+                timeout=timeout,
+                master_listen_fd=listener,
+            )
         except RuntimeError as error:
-            raise PeerError(f"rank {me.rank} found no store at MASTER_ADDR={me.address} MASTER_PORT={me.port}: {str(error).splitlines()[0]}") from error
+            raise PeerError(
+                f"rank {me.rank} found no store at MASTER_ADDR={me.address} MASTER_PORT={me.port}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
         self._all = PrefixStore(f"dtf/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
         self._attempt = self._fence() if _outlives() else 0
         self._store = PrefixStore(str(self._attempt), self._all)
         return self._store
 
     def _fence(self) -> int:
-        """The number of this attempt, from a store that outlives its ranks: keys of an earlier attempt are never met thereafter.
+        """The number of this attempt, from a store that outlives its ranks: keys of an earlier attempt are never met
+        thereafter.
 
-        Rank 0 counts it, and `_invite` tells each other rank, which it knows by a word that this very process has left. torchrun's own count will
-        not do: where ranks were restarted for another host's sake it stays behind.
+        Rank 0 counts it, and `_invite` tells each other rank, which it knows by a word that this very process has left.
+        torchrun's own count will not do: where ranks were restarted for another host's sake it stays behind.
         """
         if self._me.rank == 0:
             return self._all.add("attempts", 1) - 1
@@ -206,7 +251,10 @@ class Env(Launcher):
             time.sleep(0.01)
 
     def _await(self, store: Store, other: int, deadline: float) -> bytes:
-        """How rank `other` says it differs. PeerError that names all who have said nothing when it does not come in time."""
+        """How rank `other` says it differs.
+
+        PeerError that names all who have said nothing when it does not come in time.
+        """
         key = f"differs/{other}"
         try:
             store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
@@ -216,7 +264,8 @@ class Env(Launcher):
             with contextlib.suppress(RuntimeError):  # the store may be gone
                 missing = [each for each in range(1, self._me.size) if not store.check([f"differs/{each}"])]
             raise PeerError(
-                f"rank {', '.join(map(str, missing))} of {self._me.size} did not come to {network.endpoint_text(self._me.address, self._me.port)} within "
+                f"rank {', '.join(map(str, missing))} of {self._me.size} did not come to "
+                f"{network.endpoint_text(self._me.address, self._me.port)} within "
                 f"launcher.meet_timeout_s={self.meet_timeout_s:g}, or is gone; see job=doctor"
             ) from error
 
@@ -225,7 +274,9 @@ class Env(Launcher):
             store.wait([key], timedelta(seconds=self.meet_timeout_s + longer_s))
             return store.get(key)
         except RuntimeError as error:
-            raise PeerError(f"rank {owner} did not come within launcher.meet_timeout_s={self.meet_timeout_s:g}, or is gone") from error
+            raise PeerError(
+                f"rank {owner} did not come within launcher.meet_timeout_s={self.meet_timeout_s:g}, or is gone"
+            ) from error
 
     def _part(self, exit: int) -> None:
         """Rank 0 leaves last when it ends well: it may host the store."""

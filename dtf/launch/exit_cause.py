@@ -40,7 +40,10 @@ class Ending:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended. `cause` is None when it ended well; `external`: nothing in the program failed, so trying again may help."""
+    """How an attempt ended.
+
+    `cause` is None when it ended well; `external`: nothing in the program failed, so trying again may help.
+    """
 
     exit: Exit
     cause: Failed | None = None
@@ -58,11 +61,18 @@ class Outcome:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Outcome:
         """Inverse of `to_json`; ValueError, KeyError or TypeError for anything else."""
-        return cls(Exit(data["exit"]), Failed(**data["cause"]) if data["cause"] else None, data["external"], data["consequence"])
+        return cls(
+            Exit(data["exit"]),
+            Failed(**data["cause"]) if data["cause"] else None,
+            data["external"],
+            data["consequence"],
+        )
 
 
 def together(outcomes: list[Outcome]) -> Outcome:
-    """The outcome of an attempt from those of its hosts: the failure that is not about a lost peer, of these the one that came first in the run."""
+    """The outcome of an attempt from those of its hosts: the failure that is not about a lost peer, of these the one
+    that came first in the run.
+    """
     failures = [each for each in outcomes if each.failed]
     if failures:
         return min(failures, key=lambda each: (each.consequence, each.cause.step if each.cause else 0))
@@ -70,15 +80,23 @@ def together(outcomes: list[Outcome]) -> Outcome:
 
 
 def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int, elsewhere: Failed | None = None) -> Outcome:
-    """The one cause of an attempt's end. `hang`: the launching process found ranks silent and killed them; `stop_signals`: it was asked to stop;
-    `elsewhere`: another host failed, for which these ranks were killed. Once all others have ended in order, how replaceable ranks were lost is of no account.
+    """The one cause of an attempt's end. `hang`: the launching process found ranks silent and killed them;
+    `stop_signals`: it was asked to stop; `elsewhere`: another host failed, for which these ranks were killed. Once all
+    others have ended in order, how replaceable ranks were lost is of no account.
 
-    A death by signal comes before all words: the others' words are then about a lost connection. Among words the earliest
-    counts that is not about a lost peer.
+    A death by signal comes before all words: the others' words are then about a lost connection. Among words the
+    earliest counts that is not about a lost peer.
     """
     leading = [ending for ending in endings if not ending.replaceable]
     if leading and all(not ending.signal and ending.code in (Exit.OK, *ORDERLY) for ending in leading):
-        endings = [*leading, *(ending for ending in endings if ending.replaceable and ending.failed and ending.failed.exit not in (Exit.PEER, *ORDERLY))]
+        endings = [
+            *leading,
+            *(
+                ending
+                for ending in endings
+                if ending.replaceable and ending.failed and ending.failed.exit not in (Exit.PEER, *ORDERLY)
+            ),
+        ]
     own = [ending for ending in endings if not ending.killed and ending.status and ending.code not in ORDERLY]
     deaths = [ending for ending in own if ending.signal and not (stop_signals and ending.signal == signal.SIGTERM)]
     spoke = [ending for ending in endings if ending.failed and ending.failed.exit not in ORDERLY]
@@ -92,7 +110,9 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int, elsew
         cause = words[0].failed
         known = cause.exit in list(Exit)
         lost = cause.exit == Exit.PEER
-        return Outcome(Exit(cause.exit) if known else Exit.BUG, cause, external=lost and not cause.patient, consequence=lost)
+        return Outcome(
+            Exit(cause.exit) if known else Exit.BUG, cause, external=lost and not cause.patient, consequence=lost
+        )
     if hang and hang.message:  # else killed for another reason before it was described
         return Outcome(Exit.PEER, hang, external=True)
     if elsewhere:
@@ -100,7 +120,8 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int, elsew
     silent = [ending for ending in own if not ending.signal]
     if silent:
         return _gone(silent[0], f"ended with exit status {silent[0].code} without saying why")
-    if any(ending.signal == signal.SIGTERM for ending in own) or (stop_signals and starting):  # its handler was not set yet, or it was killed
+    # its handler was not set yet, or it was killed
+    if any(ending.signal == signal.SIGTERM for ending in own) or (stop_signals and starting):
         first = own[0] if own else endings[0]
         text = "asked to stop while ranks were starting; nothing is lost; start again with the same run.dir to go on"
         return Outcome(Exit.PREEMPTED, Failed(first.rank, first.step, int(Exit.PREEMPTED), text, ""))
@@ -109,7 +130,10 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int, elsew
     orderly = [ending for ending in endings if ending.code in ORDERLY]
     if orderly:
         first = min(orderly, key=lambda ending: ending.rank)
-        return Outcome(Exit(first.code), first.failed or Failed(first.rank, first.step, first.code, "told to stop; the state is saved", ""))
+        return Outcome(
+            Exit(first.code),
+            first.failed or Failed(first.rank, first.step, first.code, "told to stop; the state is saved", ""),
+        )
     return Outcome(Exit.OK)
 
 
@@ -122,12 +146,17 @@ def preload_error(message: str, trace: str) -> DtfError:
         )
     missing = re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", message)
     if missing:
-        return ConfigError(f"{missing[1]} is not installed for this Python; install dtf with its requirements: python -m pip install -e .")
+        return ConfigError(
+            f"{missing[1]} is not installed for this Python; install dtf with its requirements: python -m pip install "
+            "-e ."
+        )
     return DtfError(f"what ranks need cannot be imported: {message}\n{trace}")
 
 
 def innermost(stacks: str) -> str:
-    """Where the main thread stands, `file:line in function`, from what faulthandler wrote last; empty when it wrote nothing."""
+    """Where the main thread stands, `file:line in function`, from what faulthandler wrote last; empty when it wrote
+    nothing.
+    """
     dump = stacks.rpartition("\nCurrent thread 0x")[2] if "Current thread 0x" in stacks else ""
     main = re.split(r"\n\n(?:Thread|Current thread) 0x", dump)[0]
     found = re.search(r'File "([^"]+)", line (\d+) in (\S+)', main)
@@ -154,5 +183,7 @@ def _gone(ending: Ending, how: str) -> Outcome:
 
 def _lost(endings: list[Ending], why: str) -> Outcome:
     step = min(ending.step for ending in endings)
-    text = f"{why}; what was trained since the last checkpoint is lost; start again with the same run.dir to go on from it"
+    text = (
+        f"{why}; what was trained since the last checkpoint is lost; start again with the same run.dir to go on from it"
+    )
     return Outcome(Exit.PEER, Failed(endings[0].rank, step, int(Exit.PEER), text, ""))

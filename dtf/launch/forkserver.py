@@ -1,7 +1,8 @@
 """A process that has torch imported and forks ranks from itself, so that a rank starts in 0.1 s instead of seconds.
 
-Both ends: `ForkServer` in the launching process, `serve` in the server. They talk JSON over a socket pair that keeps message boundaries; file
-descriptors travel beside it, and nothing is pickled. What a rank does after the fork is `rank.py`. Linux only (PR_SET_PDEATHSIG).
+Both ends: `ForkServer` in the launching process, `serve` in the server. They talk JSON over a socket pair that keeps
+message boundaries; file descriptors travel beside it, and nothing is pickled. What a rank does after the fork is
+`rank.py`. Linux only (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
-    """The launching process's handle. `socket` becomes readable when a rank started or ended, and at the server's own end.
+    """The launching process's handle. `socket` becomes readable when a rank started or ended, and at the server's own
+    end.
 
-    Messages: {"started": rank, "pid"}, {"ended": rank, "status"} (as of os.waitpid), {"error", "traceback"} when a preload failed.
+    Messages: {"started": rank, "pid"}, {"ended": rank, "status"} (as of os.waitpid), {"error", "traceback"} when a
+    preload failed.
     """
 
     def __init__(self, preload: list[str], environment: dict[str, str]) -> None:
@@ -36,11 +39,23 @@ class ForkServer:
         self.environment = environment
         self.used = False  # a rank was asked for
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        order = json.dumps({"fd": theirs.fileno(), "parent": os.getpid(), "path": [os.path.abspath(part) for part in sys.path], "preload": preload})
-        code = "import json, sys; order = json.loads(sys.argv[1]); sys.path[:] = order['path']; from dtf.launch.forkserver import serve; serve(order)"
+        order = json.dumps(
+            {
+                "fd": theirs.fileno(),
+                "parent": os.getpid(),
+                "path": [os.path.abspath(part) for part in sys.path],
+                "preload": preload,
+            }
+        )
+        code = (
+            "import json, sys; order = json.loads(sys.argv[1]); sys.path[:] = order['path']; from "
+            "dtf.launch.forkserver import serve; serve(order)"
+        )
         command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code, order]  # type: ignore[attr-defined]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, **environment})
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, **environment}
+            )
 
     @property
     def alive(self) -> bool:
@@ -51,12 +66,18 @@ class ForkServer:
         return self._process.pid
 
     def fork(self, order: dict[str, Any], fds: list[int]) -> None:
-        """Ask for a rank; `order` and `fds` are for `rank_process.begin`. Returns at once; the message {"started"} follows."""
+        """Ask for a rank; `order` and `fds` are for `rank_process.begin`.
+
+        Returns at once; the message {"started"} follows.
+        """
         self.used = True
         self._send({"fork": order}, fds)
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank, if it lives. The server is its parent, so the process cannot be mistaken for another."""
+        """Send a signal to a rank, if it lives.
+
+        The server is its parent, so the process cannot be mistaken for another.
+        """
         self._send({"signal": number, "rank": rank})
 
     def receive(self) -> dict[str, Any] | None:
@@ -88,7 +109,8 @@ def serve(order: dict[str, Any]) -> None:
     """Run the server until the launching process closes its end or dies."""
     die_with(order["parent"])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a terminal or a scheduler signals all processes; the launching one decides
+        # a terminal or a scheduler signals all processes; the launching one decides
+        signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=order["fd"])
     control.set_inheritable(False)
     gc.disable()  # imports make no garbage worth looking for: a quarter of their time
@@ -96,7 +118,11 @@ def serve(order: dict[str, Any]) -> None:
         for name in order["preload"]:
             importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001  the launching process says what it means
-        control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:4000], "traceback": traceback.format_exc()[-16_000:]}).encode())
+        control.send(
+            json.dumps(
+                {"error": f"{type(error).__name__}: {error}"[:4000], "traceback": traceback.format_exc()[-16_000:]}
+            ).encode()
+        )
         os._exit(1)
     gc.freeze()  # a collection in a rank shall not touch, and so copy, every page shared with the server
     try:
@@ -137,7 +163,8 @@ def _loop(control: socket.socket, ranks: dict[int, int]) -> None:
                         os.kill(pid, request["signal"])
                 continue
             server = os.getpid()
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # one that comes right after the fork waits until it can end the rank
+            # one that comes right after the fork waits until it can end the rank
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)

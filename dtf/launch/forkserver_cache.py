@@ -15,22 +15,37 @@ _server: ForkServer | None = None
 
 
 def prestart(argv: Sequence[str]) -> None:
-    """Start importing torch in the fork server, beside the composing of the config, when the command line looks like a run whose ranks are forked here."""
+    """Start importing torch in the fork server, beside the composing of the config, when the command line looks like a
+    run whose ranks are forked here.
+    """
     global _server
     flags = [
-        word for word in argv if word.startswith("-") and word not in ("-m", "--multirun", "-r", "--run") and not word.startswith(("-cd", "--config-", "-cn"))
+        word
+        for word in argv
+        if word.startswith("-")
+        and word not in ("-m", "--multirun", "-r", "--run")
+        and not word.startswith(("-cd", "--config-", "-cn"))
     ]
     words = dict(word.split("=", 1) for word in argv if "=" in word)
     own_environment = any(key.lstrip("+").startswith("launcher.env") for key in words)
-    forks = words.get("launcher", "local") in ("local", "static") and words.get("job", "train") in ("train", "verify", "relay", "doctor")
+    forks = words.get("launcher", "local") in ("local", "static") and words.get("job", "train") in (
+        "train",
+        "verify",
+        "relay",
+        "doctor",
+    )
     if forks and not flags and not own_environment and _server is None:
         _server = _start({})
 
 
 def warm(environment: dict[str, str]) -> ForkServer:
-    """The fork server; a new one when ranks need another environment from their first import on, or when it has died."""
+    """The fork server; a new one when ranks need another environment from their first import on, or when it has
+    died.
+    """
     global _server
-    if _server is not None and (_server.environment != _environment(environment) or (_server.used and not _server.alive)):
+    if _server is not None and (
+        _server.environment != _environment(environment) or (_server.used and not _server.alive)
+    ):
         discard()
     if _server is None:
         _server = _start(environment)
@@ -46,7 +61,9 @@ def discard() -> None:
 
 
 def files(ranks: int) -> int:
-    """Open files that are enough for a rank, which has a socket to each other one and may host their store, and for the launching process."""
+    """Open files that are enough for a rank, which has a socket to each other one and may host their store, and for the
+    launching process.
+    """
     return 128 + 4 * ranks
 
 

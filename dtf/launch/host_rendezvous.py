@@ -1,13 +1,15 @@
-"""The launching processes of several hosts as one: they meet at node 0, agree, begin each attempt together, and hear when one fails or falls silent.
+"""The launching processes of several hosts as one: they meet at node 0, agree, begin each attempt together, and hear
+when one fails or falls silent.
 
-JSON, an object a line, on one TCP connection from each host to node 0. Who connects is told nothing of the run before it has shown that its task is the
-same, and, with a token, that it knows it. What passes is not encrypted, and ranks speak with each other in torch's ways, which ask for nothing.
-Torch-free.
+JSON, an object a line, on one TCP connection from each host to node 0. Who connects is told nothing of the run before
+it has shown that its task is the same, and, with a token, that it knows it. What passes is not encrypted, and ranks
+speak with each other in torch's ways, which ask for nothing. Torch-free.
 
     node 0    {nonce}
     host      {nonce, node, host, task: digest, proof}
-    node 0    {proof}, and {proof, differs: true} when it has another digest, to which the host says {task}; or {exit, message}
-    node 0    the answer, once all are here; from then on either side says what happens, and {} as a sign of life
+    node 0    {proof}, and {proof, differs: true} when it has another digest, to which the host says {task}; or {exit,
+    message} node 0    the answer, once all are here; from then on either side says what happens, and {} as a sign of
+    life
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ _MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError, Overflow
 
 
 class Line:
-    """A connection to another launching process. Every method raises OSError when it is lost, ValueError when what comes is no JSON."""
+    """A connection to another launching process.
+
+    Every method raises OSError when it is lost, ValueError when what comes is no JSON.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -80,15 +85,26 @@ class Line:
 
 
 class Hosts:
-    """The other hosts, as host `node` of `nodes` sees them: node 0 all of them, the others node 0. Implements `worker_group.Others`.
+    """The other hosts, as host `node` of `nodes` sees them: node 0 all of them, the others node 0. Implements
+    `worker_group.Others`.
 
-    `ranks`: of each host. A host is lost when its connection is, or when it has been silent for `silence_s`. `token`: a secret that all hosts know, or none.
+    `ranks`: of each host. A host is lost when its connection is, or when it has been silent for `silence_s`. `token`: a
+    secret that all hosts know, or none.
     """
 
     def __init__(
-        self, node: int, nodes: int, ranks: int, address: tuple[str, int], silence_s: float, note: Callable[[str], None], token: str = ""
+        self, node: int, nodes: int, ranks: int, address: tuple[str, int], silence_s: float,
+        note: Callable[[str], None], token: str = ""
     ) -> None:  # fmt: skip
-        self.node, self.nodes, self._ranks, self._address, self._silence_s, self._note, self._token = node, nodes, ranks, address, silence_s, note, token
+        self.node, self.nodes, self._ranks, self._address, self._silence_s, self._note, self._token = (
+            node,
+            nodes,
+            ranks,
+            address,
+            silence_s,
+            note,
+            token,
+        )
         self._where = network.endpoint_text(*address)
         self.failed: Failed | None = None
         self._lines: dict[int, Line] = {}
@@ -111,7 +127,8 @@ class Hosts:
     # ------------------------------------------------------------ meeting: node 0
 
     def lead(self, task: dict[str, Any], timeout_s: float, make: Callable[[], dict[str, Any]]) -> None:
-        """Node 0: wait for all hosts, compare their tasks with this one, and tell them the answer that `make` gives once all agree.
+        """Node 0: wait for all hosts, compare their tasks with this one, and tell them the answer that `make` gives
+        once all agree.
 
         What `make` raises, and a ConfigError that names the host that differs, is raised on every host.
         """
@@ -119,7 +136,8 @@ class Hosts:
             self._listener = network.listen(*self._address)
         except OSError as error:
             raise ConfigError(
-                f"launcher.address={self._where}: node 0 cannot listen there: {error.strerror or error}; give an address of its host and a free port"
+                f"launcher.address={self._where}: node 0 cannot listen there: {error.strerror or error}; give an "
+                "address of its host and a free port"
             ) from error
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._task = task
@@ -133,15 +151,23 @@ class Hosts:
             self.tell(self._answer or to_answer(PeerError("node 0 was stopped before the run began")))
 
     def complete(self, timeout_s: float, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Node 0: wait for each host that is not here, at first or because it was lost. PeerError when one does not come in time."""
+        """Node 0: wait for each host that is not here, at first or because it was lost.
+
+        PeerError when one does not come in time.
+        """
         deadline = time.monotonic() + timeout_s
         told = time.monotonic() + _PATIENCE_S
         while len(self._lines) < self.nodes - 1:
             missing = ", ".join(str(node) for node in range(1, self.nodes) if node not in self._lines)
             if stopped():
-                raise Preempted(f"asked to stop while waiting for host {missing}; start again with the same run.dir to go on from the last checkpoint")
+                raise Preempted(
+                    f"asked to stop while waiting for host {missing}; start again with the same run.dir to go on from "
+                    "the last checkpoint"
+                )
             if time.monotonic() > deadline:
-                raise PeerError(f"host {missing} did not come to launcher.address within {timeout_s:g} s; see job=doctor")
+                raise PeerError(
+                    f"host {missing} did not come to launcher.address within {timeout_s:g} s; see job=doctor"
+                )
             if told and time.monotonic() > told:
                 self._note(f"waiting for host {missing} to come to {self._where}")
                 told = 0.0
@@ -165,7 +191,11 @@ class Hosts:
             line.node, line.name = int(said["node"]), plain_text(str(said["host"]), 100)
             theirs, same = str(said["nonce"]), said["task"] == digest(self._task)
             if not _equal(said["proof"], _proof(self._token, line.nonce, theirs, "host")):
-                self._turn_away(line, f"DTF_TOKEN of host {line.name} is not that of host 0; give all hosts the same, or none", fatal=False)
+                self._turn_away(
+                    line,
+                    f"DTF_TOKEN of host {line.name} is not that of host 0; give all hosts the same, or none",
+                    fatal=False,
+                )
             line.send({"proof": _proof(self._token, theirs, line.nonce, "node 0"), "differs": not same})
             if not same:
                 return
@@ -177,18 +207,31 @@ class Hosts:
         node, before = line.node, self._lines.get(line.node)
         if before and before.name == line.name:  # started again, and host 0 has not noticed yet that it was gone
             with contextlib.suppress(OSError):
-                before.send(to_answer(ConfigError(f"host {line.name} was started once more with launcher.node_rank={node}, which takes the place of this one")))
+                before.send(
+                    to_answer(
+                        ConfigError(
+                            f"host {line.name} was started once more with launcher.node_rank={node}, which takes the "
+                            "place of this one"
+                        )
+                    )
+                )
             self._lose(before, "was started once more")
         elif before or node not in range(1, self.nodes):
             held = f", as {before.name} does" if before else ""
-            self._turn_away(line, f"host {line.name} says launcher.node_rank={node}{held}; give each host its own, 0 to {self.nodes - 1}")
+            self._turn_away(
+                line,
+                f"host {line.name} says launcher.node_rank={node}{held}; give each host its own, 0 to {self.nodes - 1}",
+            )
         if self._answer:  # the run is under way
             line.send(self._answer)
         self._newcomers.remove(line)
         self._add(line)
 
     def _turn_away(self, line: Line, why: str, told: str = "", fatal: bool = True) -> NoReturn:
-        """Say why, or what of it this one may know. Raises it for all while the run has not begun, if `fatal`; else the wrong host harms itself alone."""
+        """Say why, or what of it this one may know.
+
+        Raises it for all while the run has not begun, if `fatal`; else the wrong host harms itself alone.
+        """
         why = plain_text(why, LONGEST)
         line.send(to_answer(ConfigError(plain_text(told or why, LONGEST))))
         if fatal and not self._answer:
@@ -200,7 +243,10 @@ class Hosts:
     # ------------------------------------------------------------ meeting: the others
 
     def follow(self, task: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Other hosts: come to node 0 and return its answer, which comes when all are there. Raises what it says is wrong."""
+        """Other hosts: come to node 0 and return its answer, which comes when all are there.
+
+        Raises what it says is wrong.
+        """
         deadline = time.monotonic() + timeout_s
         told = time.monotonic() + _PATIENCE_S
         while not self._inbox:
@@ -210,10 +256,16 @@ class Hosts:
                 else:
                     self._introduce(task, deadline)
             except socket.gaierror as error:
-                raise ConfigError(f"launcher.address={self._where}: this host knows no address of that name: {error.strerror}; see job=doctor") from error
+                raise ConfigError(
+                    f"launcher.address={self._where}: this host knows no address of that name: {error.strerror}; see "
+                    "job=doctor"
+                ) from error
             except _MALFORMED as error:
                 if time.monotonic() > deadline:
-                    raise PeerError(f"host 0 did not answer at launcher.address={self._where} within {timeout_s:g} s: {error}; see job=doctor") from error
+                    raise PeerError(
+                        f"host 0 did not answer at launcher.address={self._where} within {timeout_s:g} s: {error}; "
+                        "see job=doctor"
+                    ) from error
                 if told and time.monotonic() > told:
                     self._note(f"waiting for host 0 at {self._where} ({error})")
                     told = 0.0
@@ -221,7 +273,9 @@ class Hosts:
         return self.next(lambda: True)
 
     def _introduce(self, task: dict[str, Any], deadline: float) -> None:
-        """Connect, and say who this is; the task itself only where its digest differs, so that node 0 can say in what."""
+        """Connect, and say who this is; the task itself only where its digest differs, so that node 0 can say in
+        what.
+        """
         line = Line(socket.create_connection(self._address, timeout=max(0.1, deadline - time.monotonic())))
         with contextlib.ExitStack() as stack:
             stack.callback(line.socket.close)
@@ -230,7 +284,9 @@ class Hosts:
             line.send({"nonce": line.nonce, **me, "proof": _proof(self._token, nonce, line.nonce, "host")})
             said = line.next(deadline)
             if "exit" not in said and not _equal(said["proof"], _proof(self._token, line.nonce, nonce, "node 0")):
-                raise ConfigError(f"who answers at launcher.address={self._where} does not know DTF_TOKEN; is it host 0 of this run?")
+                raise ConfigError(
+                    f"who answers at launcher.address={self._where} does not know DTF_TOKEN; is it host 0 of this run?"
+                )
             if said.get("differs"):
                 line.send({"task": task})
                 said = line.next(deadline)
@@ -244,7 +300,8 @@ class Hosts:
     def _add(self, line: Line) -> None:
         assert line.node is not None
         self._lines[line.node] = line
-        if not self._running and self._ended.pop(line.node, None):  # it was lost between two attempts, and is here again
+        # it was lost between two attempts, and is here again
+        if not self._running and self._ended.pop(line.node, None):
             self.failed = next((each.cause for each in self._ended.values() if each.failed), None)
         while line.come:  # its first words may follow closely
             self._take(line.node, line.come.popleft())
@@ -260,7 +317,10 @@ class Hosts:
             self.tell({"begin": number, "store": store})
 
     def settle(self, mine: Outcome) -> Outcome:
-        """This host's attempt has ended, or cannot begin. On node 0: wait for the others; the outcome of all. Elsewhere: `mine`, and node 0 knows it."""
+        """This host's attempt has ended, or cannot begin. On node 0: wait for the others; the outcome of all.
+
+        Elsewhere: `mine`, and node 0 knows it.
+        """
         if self.node:
             self.tell({"ended": mine.to_json()})
             return mine
@@ -272,13 +332,17 @@ class Hosts:
         return together(outcomes)
 
     def next(self, patience: Callable[[], bool]) -> dict[str, Any]:
-        """Other hosts: node 0's next word, `{"begin", "store"}` or `{"end"}`. PeerError when it is lost, or when `patience` is at an end.
+        """Other hosts: node 0's next word, `{"begin", "store"}` or `{"end"}`. PeerError when it is lost, or when
+        `patience` is at an end.
 
         Raises what node 0 says has gone wrong for all before the run began, or for this host alone.
         """
         while not self._inbox:
             if 0 not in self._lines or not patience():
-                raise PeerError(f"{self.failed.message if self.failed else 'host 0 says nothing'}; start again with the same run.dir to go on")
+                raise PeerError(
+                    f"{self.failed.message if self.failed else 'host 0 says nothing'}; start again with the same "
+                    "run.dir to go on"
+                )
             self.listen()
         said = self._inbox.popleft()
         if "exit" in said:
@@ -325,7 +389,10 @@ class Hosts:
         now = time.monotonic()
         for line in list(self._lines.values()):
             if now - line.heard > self._silence_s:
-                self._lose(line, f"has said nothing for launcher.hang_timeout_s={self._silence_s:g}: stopped, or the network is cut")
+                self._lose(
+                    line,
+                    f"has said nothing for launcher.hang_timeout_s={self._silence_s:g}: stopped, or the network is cut",
+                )
         for line in list(self._newcomers):
             if now - line.since > _HELLO_S:
                 self._lose(line, "")

@@ -29,9 +29,13 @@ class Inline(Launcher):
         default=1,
         least=1,
         most=MOST_PROCESSES,
-        doc="how far to spread; more than 1 only for strategies that use threads; `auto`: as many as GPUs, without GPUs 2",
+        doc="how far to spread; more than 1 only for strategies that use threads; `auto`: as many as GPUs, without "
+        "GPUs 2",
     )
-    devices: str = option(default="auto", doc="`auto`: a GPU if there is one; `cpu`; `cuda`; or numbers of GPUs, as in launcher.devices='\"0,2\"'")
+    devices: str = option(
+        default="auto",
+        doc="`auto`: a GPU if there is one; `cpu`; `cuda`; or numbers of GPUs, as in launcher.devices='\"0,2\"'",
+    )
     threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads; 0: all cores")
 
     def devices_kind(self) -> str:
@@ -47,7 +51,10 @@ class Inline(Launcher):
         check_one_role("inline", strategy, slots)
         size = sum(strategy.roles(slots).values())
         if size != 1:
-            raise ConfigError(f"launcher=inline is one process, launcher.processes={slots} needs {size} with this strategy; use 1, or launcher=local")
+            raise ConfigError(
+                f"launcher=inline is one process, launcher.processes={slots} needs {size} with this strategy; use 1, "
+                "or launcher=local"
+            )
 
     def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
         slots, chosen = self.count(), devices.choose(self.devices)
@@ -62,12 +69,23 @@ class Inline(Launcher):
         from dtf.launch.rank_process import entry as function
 
         all_devices = tuple(devices.device_of(slot, slots, chosen) for slot in range(slots))
-        place = Place(slots=slots, device=all_devices[0], devices=all_devices, threads=self.threads or devices.cores(), prefix=f"{run.id}/0")
+        place = Place(
+            slots=slots,
+            device=all_devices[0],
+            devices=all_devices,
+            threads=self.threads or devices.cores(),
+            prefix=f"{run.id}/0",
+        )
         strategy = run.settings.strategy
         if alone := strategy.alone():
             device = all_devices[0] if strategy.computes_on_device(alone.role) else "cpu"
             roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
-            at = {"rank": alone.rank, "size": len(roles), "role": alone.role, "number": alone.rank - roles.index(alone.role)}
+            at = {
+                "rank": alone.rank,
+                "size": len(roles),
+                "role": alone.role,
+                "number": alone.rank - roles.index(alone.role),
+            }
             place = replace(place, **at, token=alone.token, device=device, devices=(device,))
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:

@@ -1,4 +1,6 @@
-"""Ranks on this host, forked from a process that has torch imported, watched and restarted by this one, which never imports it."""
+"""Ranks on this host, forked from a process that has torch imported, watched and restarted by this one, which never
+imports it.
+"""
 
 from __future__ import annotations
 

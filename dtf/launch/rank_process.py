@@ -1,4 +1,6 @@
-"""From the fork to the first line of a rank's own work: its log, signals, threads, store, and the channel for events."""
+"""From the fork to the first line of a rank's own work: its log, signals, threads, store, and the channel for
+events.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ Entry = Callable[[dict[str, Any], str, str, Place, Callable[[Event], None]], int
 def begin(order: dict[str, Any], fds: list[int]) -> int:
     """Set this freshly forked process up as a rank and run its entry; returns the exit code.
 
-    `order`: {"place", "pin": cores or []}. `fds`: events, log, board, orders (a file of JSON shared by all ranks: entry, config, folder, run_id,
-    environment, directory, path) and, for the rank that hosts the store, its listening socket.
+    `order`: {"place", "pin": cores or []}. `fds`: events, log, board, orders (a file of JSON shared by all ranks:
+    entry, config, folder, run_id, environment, directory, path) and, for the rank that hosts the store, its listening
+    socket.
     """
     events, log, board, orders, *listening = fds
     place = Place(**order["place"])
@@ -42,7 +45,8 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
     heartbeat.beat("start", 0)
     gc.enable()
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # from the terminal to all processes; the launching one forwards a SIGTERM
+        # from the terminal to all processes; the launching one forwards a SIGTERM
+        signal.signal(number, signal.SIG_IGN)
     with open(orders, "rb", closefd=False) as file:
         shared = json.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0))
     os.environ.clear()
@@ -58,7 +62,11 @@ def begin(order: dict[str, Any], fds: list[int]) -> int:
 
         torch.set_num_threads(place.threads)
         host, _, port = place.store.rpartition(":")
-        store = TCPStore(host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=listening[0]) if listening else None
+        store = (
+            TCPStore(host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=listening[0])
+            if listening
+            else None
+        )
         code = int(entry(shared["entry"])(shared["config"], shared["folder"], shared["run_id"], place, send))
         del store
         return code
@@ -76,7 +84,10 @@ def entry(name: str) -> Entry:
 
 
 def sender(channel: socket.socket) -> Callable[[Event], None]:
-    """A function that sends an event as one message, with the time; any thread may call it. Bad news goes to standard error too, the rank's log."""
+    """A function that sends an event as one message, with the time; any thread may call it.
+
+    Bad news goes to standard error too, the rank's log.
+    """
     lock = threading.Lock()
 
     def send(event: Event) -> None:
@@ -95,7 +106,9 @@ def sender(channel: socket.socket) -> Callable[[Event], None]:
 
 
 def _redirect(log: int) -> None:
-    """Everything this process prints goes to its log, C and C++ code included; SIGUSR1 and fatal signals add all stacks."""
+    """Everything this process prints goes to its log, C and C++ code included; SIGUSR1 and fatal signals add all
+    stacks.
+    """
     for fd in (1, 2):
         os.dup2(log, fd)
     for stream in (sys.stdout, sys.stderr):

@@ -22,11 +22,15 @@ class Attempt(Protocol):
     def run(self) -> Outcome: ...
 
 
-def supervise(attempt: Callable[[int], Attempt], max_restarts: int, stopped: Callable[[], bool], see: Callable[[Event], None]) -> Outcome:
-    """Run `attempt(0)`, `attempt(1)`, ... until one ends well, fails for good, or restarts are used up; the outcome of the run.
+def supervise(
+    attempt: Callable[[int], Attempt], max_restarts: int, stopped: Callable[[], bool], see: Callable[[Event], None]
+) -> Outcome:
+    """Run `attempt(0)`, `attempt(1)`, ... until one ends well, fails for good, or restarts are used up; the outcome of
+    the run.
 
-    A lost process is replaced. A failure of the program (E_BUG) is tried again only from a checkpoint, and only once: without one, or after the
-    same words again, it would repeat itself. Everything else (a wrong config, bad data, divergence, a full disk) is final.
+    A lost process is replaced. A failure of the program (E_BUG) is tried again only from a checkpoint, and only once:
+    without one, or after the same words again, it would repeat itself. Everything else (a wrong config, bad data,
+    divergence, a full disk) is final.
     """
     number = restarts = 0
     previous: Failed | None = None
@@ -43,7 +47,12 @@ def supervise(attempt: Callable[[int], Attempt], max_restarts: int, stopped: Cal
         restarts += 1
         number += 1
         previous = cause
-        see(Note("warning", f"rank {cause.rank} at step {cause.step}: {cause.message}; restart {restarts} of {max_restarts}"))
+        see(
+            Note(
+                "warning",
+                f"rank {cause.rank} at step {cause.step}: {cause.message}; restart {restarts} of {max_restarts}",
+            )
+        )
 
 
 def _may_help(outcome: Outcome, checkpoint: bool, previous: Failed | None) -> bool:
@@ -57,7 +66,15 @@ def _given_up(outcome: Outcome, cause: Failed, restarts: int) -> Outcome:
     if not restarts:
         return outcome
     if restarts == NO_PROGRESS:
-        exit, why = Exit.NO_PROGRESS, f"{restarts} restarts without a new checkpoint; find the cause, or save more often (checkpoint.every_steps)"
+        exit, why = (
+            Exit.NO_PROGRESS,
+            f"{restarts} restarts without a new checkpoint; find the cause, or save more often "
+            "(checkpoint.every_steps)",
+        )
     else:
-        exit, why = outcome.exit, f"launcher.max_restarts={restarts} is used up; start again with the same run.dir to go on from the last checkpoint"
+        exit, why = (
+            outcome.exit,
+            f"launcher.max_restarts={restarts} is used up; start again with the same run.dir to go on from the last "
+            "checkpoint",
+        )
     return Outcome(exit, Failed(cause.rank, cause.step, int(exit), f"{cause.message}; {why}", cause.traceback))

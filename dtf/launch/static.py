@@ -1,4 +1,6 @@
-"""Ranks on several hosts that are known beforehand: one launching process on each, started with the same command line but for `launcher.node_rank`."""
+"""Ranks on several hosts that are known beforehand: one launching process on each, started with the same command line
+but for `launcher.node_rank`.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,21 @@ if TYPE_CHECKING:
 
 @register("launcher", "static")
 class Static(Watched):
-    """Start this host's ranks of a run on `nodes` hosts; watched on each, restarted together, by processes that meet at `address`."""
+    """Start this host's ranks of a run on `nodes` hosts; watched on each, restarted together, by processes that meet at
+    `address`.
+    """
 
     nodes: int = option(least=1, most=1024, doc="hosts that take part")
     node_rank: int = option(least=0, doc="which of them this is, 0 to nodes - 1; 0 makes the run folder and reports")
-    address: str = option(doc="HOST:PORT on host 0, reachable from all the others; with an IPv6 address '\"[ADDRESS]:PORT\"'")
+    address: str = option(
+        doc="HOST:PORT on host 0, reachable from all the others; with an IPv6 address '\"[ADDRESS]:PORT\"'"
+    )
     meet_timeout_s: float = option(
-        default=600.0, above=0, most=LONGEST_S, doc="time for all hosts to come to the address, at first and after one was lost", unit="s"
+        default=600.0,
+        above=0,
+        most=LONGEST_S,
+        doc="time for all hosts to come to the address, at first and after one was lost",
+        unit="s",
     )
 
     @property
@@ -48,14 +58,20 @@ class Static(Watched):
     def count(self) -> int:
         network.endpoint(self.address, "launcher.address")
         if self.node_rank >= self.nodes:
-            raise ConfigError(f"launcher.node_rank={self.node_rank} must be less than launcher.nodes={self.nodes}; hosts are counted from 0")
+            raise ConfigError(
+                f"launcher.node_rank={self.node_rank} must be less than launcher.nodes={self.nodes}; hosts are "
+                "counted from 0"
+            )
         return super().count()
 
     def meeting_point(self) -> tuple[str, int, bool]:
         return *network.endpoint(self.address, "launcher.address"), self.node_rank == 0
 
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
-        """Meet the other hosts; collective. Host 0 makes the run for all. ConfigError names the host that differs and in what."""
+        """Meet the other hosts; collective. Host 0 makes the run for all.
+
+        ConfigError names the host that differs and in what.
+        """
         from dtf.config.settings import typed
         from dtf.runs.run_folder import Run, versions
 
@@ -63,7 +79,9 @@ class Static(Watched):
         ranks = self.count() // self.nodes
         world = {"launcher.nodes": self.nodes, "launcher.processes": ranks, "devices": self.devices_kind()}
         task = {"config": shared(config), "versions": versions(), **world}
-        self._hosts = Hosts(self.node_rank, self.nodes, ranks, (host, port), self.hang_timeout_s, _say, os.environ.get("DTF_TOKEN", ""))
+        self._hosts = Hosts(
+            self.node_rank, self.nodes, ranks, (host, port), self.hang_timeout_s, _say, os.environ.get("DTF_TOKEN", "")
+        )
         try:
             if self.node_rank == 0:
                 made: list[Run] = []
@@ -78,7 +96,8 @@ class Static(Watched):
             folder = Path(str(told["folder"]))
             if not folder.is_dir():
                 error = ConfigError(
-                    f"host {self.node_rank} ({socket.gethostname()}) does not see the run folder {folder}; put run.dir on storage that all hosts share"
+                    f"host {self.node_rank} ({socket.gethostname()}) does not see the run folder {folder}; put "
+                    "run.dir on storage that all hosts share"
                 )
                 self._hosts.settle(self._failure(error))
                 raise error
@@ -127,16 +146,23 @@ class Static(Watched):
             if "end" in said:
                 return Outcome.from_json(said["end"])
             if stop.count:
-                raise Preempted("asked to stop between two attempts; start again with the same run.dir to go on from the last checkpoint")
+                raise Preempted(
+                    "asked to stop between two attempts; start again with the same run.dir to go on from the last "
+                    "checkpoint"
+                )
             try:
-                self.attempt(run, entry, int(said["begin"]), self._sockets(), stop, see, str(said["store"]), None, self._hosts).run()
+                self.attempt(
+                    run, entry, int(said["begin"]), self._sockets(), stop, see, str(said["store"]), None, self._hosts
+                ).run()
             except DtfError as error:
                 self._hosts.settle(self._failure(error))
                 raise
 
     def _failure(self, error: DtfError) -> Outcome:
         """An error of this launching process, for the other hosts; its first rank stands for it."""
-        return Outcome(error.exit, Failed(self.node_rank * (self.count() // self.nodes), 0, int(error.exit), str(error), ""))
+        return Outcome(
+            error.exit, Failed(self.node_rank * (self.count() // self.nodes), 0, int(error.exit), str(error), "")
+        )
 
     def _sockets(self) -> dict[str, str]:
         return network.socket_variables(self.interface, network.endpoint(self.address, "launcher.address"), os.environ)

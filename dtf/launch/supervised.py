@@ -1,4 +1,6 @@
-"""What launchers share whose ranks are forked on this host, watched and restarted by the launching process, which never imports torch."""
+"""What launchers share whose ranks are forked on this host, watched and restarted by the launching process, which never
+imports torch.
+"""
 
 from __future__ import annotations
 
@@ -30,33 +32,63 @@ class Watched(Launcher):
     """Options of such a launcher, and one attempt with them. `node` and `nodes` say which of how many hosts this is."""
 
     processes: int | Literal["auto"] = option(
-        default="auto", least=1, most=MOST_PROCESSES, doc="how far to spread on each host; `auto`: one process per GPU, without GPUs 2"
+        default="auto",
+        least=1,
+        most=MOST_PROCESSES,
+        doc="how far to spread on each host; `auto`: one process per GPU, without GPUs 2",
     )
-    devices: str = option(default="auto", doc="`auto`: GPUs if there are any; `cpu`; `cuda`; or numbers of GPUs, as in launcher.devices='\"0,2\"'")
-    threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each rank; 0: cores divided by the trainers of this host")
+    devices: str = option(
+        default="auto",
+        doc="`auto`: GPUs if there are any; `cpu`; `cuda`; or numbers of GPUs, as in launcher.devices='\"0,2\"'",
+    )
+    threads: int = option(
+        default=0,
+        least=0,
+        most=MOST_THREADS,
+        doc="intra-op threads of each rank; 0: cores divided by the trainers of this host",
+    )
     pin: bool = option(default=False, doc="give each rank cores of its own")
-    env: dict[str, str] = option(factory=dict, doc="environment variables for ranks, beside those of this process: switches of NCCL, gloo, OpenMP")
-    interface: str = option(
-        default="", doc="network interface of gloo and nccl; empty: loopback on one host; on several gloo takes the one towards host 0, nccl chooses"
+    env: dict[str, str] = option(
+        factory=dict,
+        doc="environment variables for ranks, beside those of this process: switches of NCCL, gloo, OpenMP",
     )
-    log_dir: str = option(default="", doc="where the ranks' logs go, in a folder named as the run folder; empty: the run folder itself")
+    interface: str = option(
+        default="",
+        doc="network interface of gloo and nccl; empty: loopback on one host; on several gloo takes the one towards "
+        "host 0, nccl chooses",
+    )
+    log_dir: str = option(
+        default="", doc="where the ranks' logs go, in a folder named as the run folder; empty: the run folder itself"
+    )
     max_restarts: int = option(
         default=NO_PROGRESS,
         least=0,
         most=NO_PROGRESS,  # as many without a new checkpoint end a run anyway
-        doc="restarts after a lost rank; counts again from 0 after a new checkpoint, where one rank alone is restarted after its next step",
+        doc="restarts after a lost rank; counts again from 0 after a new checkpoint, where one rank alone is "
+        "restarted after its next step",
     )
     hang_timeout_s: float = option(
         default=60.0,
         above=0,
         most=LONGEST_S,
-        doc="silence of a rank within a step, or of a host, that means it hangs; in any phase the time a rank may be stopped by a signal",
+        doc="silence of a rank within a step, or of a host, that means it hangs; in any phase the time a rank may be "
+        "stopped by a signal",
         unit="s",
     )
     start_timeout_s: float = option(
-        default=600.0, above=0, most=LONGEST_S, doc="the same while starting, the first step included, evaluating and saving", unit="s"
+        default=600.0,
+        above=0,
+        most=LONGEST_S,
+        doc="the same while starting, the first step included, evaluating and saving",
+        unit="s",
     )
-    grace_s: float = option(default=25.0, least=0, most=LONGEST_S, doc="time to save after SIGTERM or SIGINT before ranks are killed", unit="s")
+    grace_s: float = option(
+        default=25.0,
+        least=0,
+        most=LONGEST_S,
+        doc="time to save after SIGTERM or SIGINT before ranks are killed",
+        unit="s",
+    )
 
     @property
     def node(self) -> int:
@@ -93,7 +125,10 @@ class Watched(Launcher):
         listener: socket.socket | None = None,
         others: Others | None = None,
     ) -> Attempt:
-        """The ranks of this host, about to start for the time `number`. `sockets`: variables that tell the interface. `store`: see `Attempt`."""
+        """The ranks of this host, about to start for the time `number`. `sockets`: variables that tell the interface.
+
+        `store`: see `Attempt`.
+        """
         strategy = run.settings.strategy
         places, pins = self._places(strategy)
         order = {
@@ -111,16 +146,27 @@ class Watched(Launcher):
         shared = {"attempt": number, "prefix": f"{run.id}/{number}", "token": token}
         shared |= {"hang_timeout_s": self.hang_timeout_s, "start_timeout_s": self.start_timeout_s}
         here = [Place(**{**place, **shared}) for place in places]
-        logs, again, replaceable = log_folder(self.log_dir, run.folder), self.max_restarts, frozenset() if alone else strategy.replaceable
-        return Attempt(warm(self.env), order, here, pins, logs, limits, stop, see, store, listener, others, replaceable, again)
+        logs, again, replaceable = (
+            log_folder(self.log_dir, run.folder),
+            self.max_restarts,
+            frozenset() if alone else strategy.replaceable,
+        )
+        return Attempt(
+            warm(self.env), order, here, pins, logs, limits, stop, see, store, listener, others, replaceable, again
+        )
 
     def _places(self, strategy: Strategy) -> tuple[list[dict[str, Any]], list[list[int]]]:
-        """Where each rank of this host stands, but for what an attempt adds; and the cores it is pinned to, none when it is not."""
+        """Where each rank of this host stands, but for what an attempt adds; and the cores it is pinned to, none when
+        it is not.
+        """
         slots, chosen = self.count(), devices.choose(self.devices)
         roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
         alone = strategy.alone()
         if alone and self.hosts > 1:
-            raise ConfigError(f"launcher.nodes={self.hosts}: with strategy.endpoints each command starts one process; use launcher=local")
+            raise ConfigError(
+                f"launcher.nodes={self.hosts}: with strategy.endpoints each command starts one process; use "
+                "launcher=local"
+            )
         if alone:
             device = devices.device_of(0, 1, chosen) if strategy.computes_on_device(alone.role) else "cpu"
             place = {
@@ -134,30 +180,59 @@ class Watched(Launcher):
             }
             return [place | {"threads": self.threads or devices.cores()}], [[]]
         if len(set(roles)) > 1 and self.hosts > 1:
-            raise ConfigError(f"launcher.nodes={self.hosts}: {' and '.join(dict.fromkeys(roles))} processes of this strategy start on one host; use 1")
+            raise ConfigError(
+                f"launcher.nodes={self.hosts}: {' and '.join(dict.fromkeys(roles))} processes of this strategy start "
+                "on one host; use 1"
+            )
         if len(roles) % self.hosts:
-            raise ConfigError(f"this strategy has {len(roles)} process(es), which do not divide among launcher.nodes={self.hosts} hosts; use another strategy")
+            raise ConfigError(
+                f"this strategy has {len(roles)} process(es), which do not divide among launcher.nodes={self.hosts} "
+                "hosts; use another strategy"
+            )
         size, local_size, cores = len(roles), len(roles) // self.hosts, sorted(os.sched_getaffinity(0))
         if self.pin and len(cores) < local_size:
-            raise ConfigError(f"launcher.pin=true needs a core for each of {local_size} ranks, there are {len(cores)}; use launcher.pin=false")
+            raise ConfigError(
+                f"launcher.pin=true needs a core for each of {local_size} ranks, there are {len(cores)}; use "
+                "launcher.pin=false"
+            )
         allowed = devices.allow_files(files(MOST_PROCESSES))
         if allowed < files(size):
-            raise ConfigError(f"launcher.processes={slots} needs {files(size)} open files in one process, this shell allows {allowed}; see ulimit -n")
+            raise ConfigError(
+                f"launcher.processes={slots} needs {files(size)} open files in one process, this shell allows "
+                f"{allowed}; see ulimit -n"
+            )
         here = slots // self.hosts
         names = [devices.device_of(slot, here, chosen) for slot in range(here)]
         first = self.node * local_size
         kin = roles[first : first + local_size]
         places = [
-            {"rank": first + local, "size": size, "local_rank": local, "local_size": local_size, "role": role, "slots": slots}
+            {
+                "rank": first + local,
+                "size": size,
+                "local_rank": local,
+                "local_size": local_size,
+                "role": role,
+                "slots": slots,
+            }
             | {"number": first + local - roles.index(role)}
-            | {"threads": self._threads(role, kin), "device": self._device(strategy, local, kin, chosen), "devices": names}
+            | {
+                "threads": self._threads(role, kin),
+                "device": self._device(strategy, local, kin, chosen),
+                "devices": names,
+            }
             for local, role in enumerate(kin)
         ]
-        shares = [cores[len(cores) * local // local_size : len(cores) * (local + 1) // local_size] for local in range(local_size)]
+        shares = [
+            cores[len(cores) * local // local_size : len(cores) * (local + 1) // local_size]
+            for local in range(local_size)
+        ]
         return places, shares if self.pin else [[]] * local_size
 
     def _threads(self, role: str, kin: list[str]) -> int:
-        """Of a rank of this role among those of this host, `kin`. Trainers divide the cores: what others do, they mostly do while trainers wait."""
+        """Of a rank of this role among those of this host, `kin`.
+
+        Trainers divide the cores: what others do, they mostly do while trainers wait.
+        """
         sharers = kin.count("trainer") if role == "trainer" and not self.pin else len(kin)
         return self.threads or max(1, devices.cores() // sharers)
 

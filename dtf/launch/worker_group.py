@@ -1,4 +1,7 @@
-"""One set of ranks from their start to the end of the last: watches, forwards stop signals, and says what ended them. Restarts nothing."""
+"""One set of ranks from their start to the end of the last: watches, forwards stop signals, and says what ended them.
+
+Restarts nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ _STACKS_S = 0.5
 _UNKILLABLE_S = 10.0
 """After SIGKILL, for what a rank is waiting for in the kernel."""
 _REAP_S = 5.0
-"""Until the server ends a rank or tells of its end. One that takes longer is stuck: it is killed, and its ranks with it."""
+"""Until the server ends a rank or tells of its end.
+
+One that takes longer is stuck: it is killed, and its ranks with it.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,13 @@ class Limits:
     grace_s: float
 
     def silence(self, beat: Beat) -> float:
-        """How long a rank may stay at this beat. The first step of a process builds buckets and kernels: it has the time of a start."""
-        return self.hang_timeout_s if beat.phase in ("fetch", "step", "log") and beat.steps > 1 else self.start_timeout_s
+        """How long a rank may stay at this beat.
+
+        The first step of a process builds buckets and kernels: it has the time of a start.
+        """
+        return (
+            self.hang_timeout_s if beat.phase in ("fetch", "step", "log") and beat.steps > 1 else self.start_timeout_s
+        )
 
 
 @dataclass
@@ -93,10 +104,12 @@ class Others(Protocol):
 
 @dataclass
 class Attempt:
-    """Ranks at `places`, forked by `server` with the shared part `order` (see `rank_process.begin`). `run` may be called once.
+    """Ranks at `places`, forked by `server` with the shared part `order` (see `rank_process.begin`). `run` may be
+    called once.
 
-    They meet at `store`; rank 0, if it is here, hosts it on `listener`. Without: on loopback, all ranks are here. A lost rank of the roles
-    `replaceable` is started again alone, `max_restarts` times in a row unless it finishes a step; all others end the attempt with them.
+    They meet at `store`; rank 0, if it is here, hosts it on `listener`. Without: on loopback, all ranks are here. A
+    lost rank of the roles `replaceable` is started again alone, `max_restarts` times in a row unless it finishes a
+    step; all others end the attempt with them.
     """
 
     server: ForkServer
@@ -163,7 +176,11 @@ class Attempt:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         if place.attempt or place.again:
-            os.write(log, f"---- attempt {place.attempt}{f', started again alone: {place.again}' if place.again else ''}\n".encode())
+            os.write(
+                log,
+                "---- attempt "
+                f"{place.attempt}{f', started again alone: {place.again}' if place.again else ''}\n".encode(),
+            )
         rank = _Rank(place, ours, path, os.fstat(log).st_size)
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._on_event(rank))
         with theirs:
@@ -201,7 +218,12 @@ class Attempt:
     def _wait(self, tick: float) -> float:
         """Seconds until something falls due, at most a tick."""
         grace_s = self.limits.grace_s
-        waits = ((self._failing_since, _SETTLE_S), (self._hang_since, _STACKS_S), (self._stopping_since, grace_s), (self._unled_until, 0.0))
+        waits = (
+            (self._failing_since, _SETTLE_S),
+            (self._hang_since, _STACKS_S),
+            (self._stopping_since, grace_s),
+            (self._unled_until, 0.0),
+        )
         due = [since + after for since, after in waits if since and not self._killed_since]
         return max(0.0, min([tick, *(at - time.monotonic() for at in due)]))
 
@@ -217,13 +239,18 @@ class Attempt:
         elif self._killed_since:
             waited, stuck = now - self._killed_since, [rank.pid for rank in self._alive() if rank.state() == "D"]
             if stuck and waited > _UNKILLABLE_S:
-                raise PeerError(f"processes {stuck} do not end {_UNKILLABLE_S:.0f} s after SIGKILL; a device or a file system is stuck; restart this host")
+                raise PeerError(
+                    f"processes {stuck} do not end {_UNKILLABLE_S:.0f} s after SIGKILL; a device or a file system is "
+                    "stuck; restart this host"
+                )
             if not stuck and waited > _REAP_S:
                 self._lose_server()
         elif self.stop.count > 1 or (self._stopping_since and now - self._stopping_since >= self.limits.grace_s):
             self._kill(now)
         elif self._failing_since:
-            if now - self._failing_since >= _SETTLE_S or any(rank.status and rank.status & 0x7F and not rank.killed for rank in self._ranks):
+            if now - self._failing_since >= _SETTLE_S or any(
+                rank.status and rank.status & 0x7F and not rank.killed for rank in self._ranks
+            ):
                 self._kill(now)  # after a death by signal nobody needs to say more
         elif self._unled():
             self._unled_until = self._unled_until or now + min(self.limits.grace_s, self.limits.hang_timeout_s)
@@ -243,7 +270,8 @@ class Attempt:
         alive = self._alive()
         beats = {rank.place.rank: self._board.read(rank.place.rank) for rank in alive}
         for rank in alive:
-            rank.stopped_since = (rank.stopped_since or now) if rank.state() == "T" else 0.0  # not "t": a debugger stops it and goes on
+            # not "t": a debugger stops it and goes on
+            rank.stopped_since = (rank.stopped_since or now) if rank.state() == "T" else 0.0
         hung = [rank for rank in alive if self._hangs(rank, beats[rank.place.rank], now)]
         if all(self._may_replace(rank) for rank in hung):
             for rank in alive:
@@ -253,25 +281,38 @@ class Attempt:
                     rank.hung_since = 0.0
         else:
             stopped = [rank.place.rank for rank in alive if rank.state() in ("T", "t")]
-            number = min(stopped or beats, key=lambda each: (beats[each].phase == "wait", beats[each].step, beats[each].at))  # the one the others wait for
+            # the one the others wait for
+            number = min(
+                stopped or beats, key=lambda each: (beats[each].phase == "wait", beats[each].step, beats[each].at)
+            )
             self._hang = Failed(number, beats[number].step, int(Exit.PEER), "", "")
             self._hang_since = now
             self._signal(signal.SIGUSR1)  # stacks into the logs
 
     def _hangs(self, rank: _Rank, beat: Beat, now: float) -> bool:
-        """Whether it has been silent for longer than its phase may take, or stopped by a signal, which no phase explains."""
+        """Whether it has been silent for longer than its phase may take, or stopped by a signal, which no phase
+        explains.
+        """
         heard = max(beat.at, self._awake_since)
-        stopped_s = now - max(heard, rank.stopped_since) if rank.stopped_since else 0.0  # one that beats between stops is only slow
+        # one that beats between stops is only slow
+        stopped_s = now - max(heard, rank.stopped_since) if rank.stopped_since else 0.0
         return now - heard > self.limits.silence(beat) or stopped_s > self.limits.hang_timeout_s
 
     def _describe_hang(self, hang: Failed, now: float) -> Failed:
-        """A hang with its message: where each rank is, with the line it stands in from the stacks it has written since."""
+        """A hang with its message: where each rank is, with the line it stands in from the stacks it has written
+        since.
+        """
         told = [f"rank {rank.place.rank}: {self._whereabouts(rank, now)}" for rank in self._alive()]
-        message = f"no sign of life within {self._silences()}; {'; '.join(told)}; stacks are in {self.folder}/rank_*.log"
+        message = (
+            f"no sign of life within {self._silences()}; {'; '.join(told)}; stacks are in {self.folder}/rank_*.log"
+        )
         return Failed(hang.rank, hang.step, hang.exit, message, "")
 
     def _silences(self) -> str:
-        return f"launcher.hang_timeout_s={self.limits.hang_timeout_s:g}, launcher.start_timeout_s={self.limits.start_timeout_s:g}"
+        return (
+            f"launcher.hang_timeout_s={self.limits.hang_timeout_s:g}, "
+            f"launcher.start_timeout_s={self.limits.start_timeout_s:g}"
+        )
 
     def _whereabouts(self, rank: _Rank, now: float) -> str:
         beat, state, where = self._board.read(rank.place.rank), rank.state(), innermost(rank.printed())
@@ -307,11 +348,15 @@ class Attempt:
         elif now - rank.hung_since > _UNKILLABLE_S:
             self._failing_since = now
         elif not rank.hang and now - rank.hung_since >= _STACKS_S:
-            rank.hang = f"no sign of life within {self._silences()}; {self._whereabouts(rank, now)}; stacks are in {rank.log}"
+            rank.hang = (
+                f"no sign of life within {self._silences()}; {self._whereabouts(rank, now)}; stacks are in {rank.log}"
+            )
             self.server.signal(rank.place.rank, signal.SIGKILL)
 
     def _lose(self, rank: _Rank, why: str) -> None:
-        """One of a replaceable role has ended from outside: start it again alone, unless nobody needs it any more, or it does not help."""
+        """One of a replaceable role has ended from outside: start it again alone, unless nobody needs it any more, or
+        it does not help.
+        """
         if self._stopping_since or self.stop.count or self._unled():
             rank.killed = True  # as good as: it would have been
         elif self._hang or not self._may_replace(rank):
@@ -383,7 +428,8 @@ class Attempt:
         if isinstance(event, Failed):
             if not rank.failed:
                 rank.failed, rank.at = event, at
-                alone = event.exit == Exit.PEER and rank.place.role in self.replaceable  # it may have lost one that is about to be missed
+                # it may have lost one that is about to be missed
+                alone = event.exit == Exit.PEER and rank.place.role in self.replaceable
                 if event.exit not in ORDERLY and not alone and not self._failing_since:
                     self._failing_since = time.monotonic()
         else:
@@ -393,8 +439,23 @@ class Attempt:
         return True
 
     def _outcome(self) -> Outcome:
-        return outcome([self._ending(rank) for rank in self._ranks], self._hang, self.stop.count, self.others.failed if self.others else None)
+        return outcome(
+            [self._ending(rank) for rank in self._ranks],
+            self._hang,
+            self.stop.count,
+            self.others.failed if self.others else None,
+        )
 
     def _ending(self, rank: _Rank) -> Ending:
         number, status, alone = rank.place.rank, rank.status or 0, rank.place.role in self.replaceable
-        return Ending(number, self._board.read(number).step, self._starting(rank), status, rank.killed, rank.failed, rank.at, rank.printed(), alone)
+        return Ending(
+            number,
+            self._board.read(number).step,
+            self._starting(rank),
+            status,
+            rank.killed,
+            rank.failed,
+            rank.at,
+            rank.printed(),
+            alone,
+        )

@@ -1,4 +1,5 @@
-"""Activation checkpointing: blocks that forget what they computed and compute it again in their backward pass. No number changes.
+"""Activation checkpointing: blocks that forget what they computed and compute it again in their backward pass. No
+number changes.
 
 Source: Chen et al. 2016 (arXiv:1604.06174); for `selective`, Korthikanti et al. 2022 (arXiv:2205.05198).
 """
@@ -33,7 +34,8 @@ _DEAR = {
 
 
 def divisible(recipe: Recipe, kind: Remat) -> list[str]:
-    """Names of the modules that forget: those of the layout's blocks that have layers inside. ConfigError when `kind` asks for some and there are none.
+    """Names of the modules that forget: those of the layout's blocks that have layers inside. ConfigError when `kind`
+    asks for some and there are none.
 
     A lone layer is left alone: its input, which is what it keeps for its backward pass, would be kept anyway.
     """
@@ -44,17 +46,26 @@ def divisible(recipe: Recipe, kind: Remat) -> list[str]:
     names = [name for block in blocks for name in block if any(True for _ in model.get_submodule(name).children())]
     if not names:
         lack = "no block that is a module with layers inside" if blocks else "no blocks"
-        raise ConfigError(f"step.remat={kind.value} needs blocks to compute again, and {type(recipe).__name__}.layout() names {lack}; use step.remat=none")
+        raise ConfigError(
+            f"step.remat={kind.value} needs blocks to compute again, and {type(recipe).__name__}.layout() names "
+            f"{lack}; use step.remat=none"
+        )
     return names
 
 
 def rematerialise(model: nn.Module, names: Sequence[str], kind: Remat, masks: Masks) -> None:
-    """Let those of the named modules that `model` has forget the results inside them, in place. Parameters, names, classes and hooks stay."""
+    """Let those of the named modules that `model` has forget the results inside them, in place.
+
+    Parameters, names, classes and hooks stay.
+    """
     modules = dict(model.named_modules())
     for name in names:
         if name in modules:
             if type(modules[name]) is nn.Module:  # what is left of a block whose layers are called one by one
-                raise ConfigError(f"step.remat={kind.value} needs {name} in one piece, and the stages are cut inside it; use fewer, or step.remat=none")
+                raise ConfigError(
+                    f"step.remat={kind.value} needs {name} in one piece, and the stages are cut inside it; use fewer, "
+                    "or step.remat=none"
+                )
             modules[name].forward = _Forgetful(name, modules[name], kind, masks)
 
 
@@ -64,7 +75,9 @@ class _Forgetful:
     def __init__(self, name: str, module: nn.Module, kind: Remat, masks: Masks) -> None:
         self._name, self._forward, self._kind, self._masks = name, module.forward, kind, masks
         self._norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
-        self._others = [part for part in module.modules() if part._buffers and not isinstance(part, nn.modules.batchnorm._NormBase)]
+        self._others = [
+            part for part in module.modules() if part._buffers and not isinstance(part, nn.modules.batchnorm._NormBase)
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -72,7 +85,10 @@ class _Forgetful:
         versions = _versions((args, kwargs))
         outputs = checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
         if _versions((args, kwargs)) != versions:
-            raise ConfigError(f"{self._name} changes its input in place, so it cannot be computed again; leave out inplace=True there, or use step.remat=none")
+            raise ConfigError(
+                f"{self._name} changes its input in place, so it cannot be computed again; leave out inplace=True "
+                "there, or use step.remat=none"
+            )
         return outputs
 
     def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -84,9 +100,11 @@ class _Forgetful:
 
     @contextmanager
     def _again(self, key: int, reuse: AbstractContextManager) -> Iterator[None]:
-        """As in the forward before: the masks of its micro-batch, though others have passed since. Running averages have heard of it already.
+        """As in the forward before: the masks of its micro-batch, though others have passed since. Running averages
+        have heard of it already.
 
-        They get the weight 0, for the kernel must see the same tensors. The global generator and autocast are torch's to bring back.
+        They get the weight 0, for the kernel must see the same tensors. The global generator and autocast are torch's
+        to bring back.
         """
         now, momenta, versions = self._masks.key, [norm.momentum for norm in self._norms], self._buffers()
         self._masks.key = key
@@ -100,7 +118,10 @@ class _Forgetful:
             for norm, momentum in zip(self._norms, momenta, strict=True):
                 norm.momentum = momentum
             if self._buffers() != versions:
-                raise ConfigError(f"the forward pass of {self._name} changes a buffer, and would do so twice in a step; use step.remat=none")
+                raise ConfigError(
+                    f"the forward pass of {self._name} changes a buffer, and would do so twice in a step; use "
+                    "step.remat=none"
+                )
 
     def _buffers(self) -> list[tuple[int, int]]:
         return _versions([list(part._buffers.values()) for part in self._others])
@@ -115,7 +136,8 @@ class _Result(NamedTuple):
 class _Keep(TorchDispatchMode):
     """Keeps the results of dear operators.
 
-    torch's create_selective_checkpoint_contexts wants every operator to come again, in the same number: those that gather an FSDP layer do not.
+    torch's create_selective_checkpoint_contexts wants every operator to come again, in the same number: those that
+    gather an FSDP layer do not.
     """
 
     supports_higher_order_operators = True  # torch refuses to run them otherwise
@@ -145,18 +167,24 @@ class _Reuse(TorchDispatchMode):
         if not _is_dear(func):
             return func(*args, **(kwargs or {}))
         if not self._results or self._results[0].operator is not func:
-            raise ConfigError(f"{self._name} computes something else the second time; its forward must depend on its input alone, or use step.remat=none")
+            raise ConfigError(
+                f"{self._name} computes something else the second time; its forward must depend on its input alone, "
+                "or use step.remat=none"
+            )
         _, value, versions = self._results.popleft()
         if _versions(value) != versions:
             raise ConfigError(
-                f"{self._name} changes the result of a convolution, matrix product or collective in place, which step.remat=selective keeps; "
+                f"{self._name} changes the result of a convolution, matrix product or collective in place, which "
+                "step.remat=selective keeps; "
                 "leave out inplace=True after it, or use step.remat=blocks"
             )
         return value
 
 
 def _is_dear(operator: Any) -> bool:
-    """Collectives too, so that nothing crosses the network twice; only functional ones, such as those of dtf.distributed.collectives, have a result to keep."""
+    """Collectives too, so that nothing crosses the network twice; only functional ones, such as those of
+    dtf.distributed.collectives, have a result to keep.
+    """
     return operator.namespace == "_c10d_functional" or getattr(operator, "overloadpacket", None) in _DEAR
 
 

@@ -12,5 +12,8 @@ _NOTHING = nullcontext()
 
 
 def section(name: str) -> AbstractContextManager[object]:
-    """What runs inside is called `name` in a trace of torch.profiler. While none is taken this costs less than a microsecond."""
+    """What runs inside is called `name` in a trace of torch.profiler.
+
+    While none is taken this costs less than a microsecond.
+    """
     return profiler.record_function(f"{PREFIX}{name}") if profiler._is_profiler_enabled else _NOTHING

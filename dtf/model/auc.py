@@ -1,4 +1,6 @@
-"""How well scores order rows: the area under the ROC curve (AUC), exact from rows, or from a histogram with a bound of its error."""
+"""How well scores order rows: the area under the ROC curve (AUC), exact from rows, or from a histogram with a bound of
+its error.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,23 @@ from torch import Tensor
 from dtf.api.recipe import Judge, Peers
 
 EXACT_ROWS = 1 << 25
-"""Rows of an evaluation up to which the AUC is exact. Rank 0 then holds all of them, 24 bytes each (32 with groups), and twice as much while it sorts."""
+"""Rows of an evaluation up to which the AUC is exact.
+
+Rank 0 then holds all of them, 24 bytes each (32 with groups), and twice as much while it sorts.
+"""
 
 BITS = 20
-"""Of a score in fp32 that tell one bin of the histogram from the next: sign, exponent and 11 of the mantissa, so that a bin is 0.05 % wide."""
+"""Of a score in fp32 that tell one bin of the histogram from the next: sign, exponent and 11 of the mantissa, so that a
+bin is 0.05 % wide.
+"""
 
 
 def auc(scores: np.ndarray, clicked: np.ndarray) -> float:
-    """The share of pairs of a clicked row and another one in which the clicked one has the higher score; a tie counts half. All arguments (N,).
+    """The share of pairs of a clicked row and another one in which the clicked one has the higher score; a tie counts
+    half. All arguments (N,).
 
-    NaN without such a pair, and where a score is NaN. Equals scikit-learn's roc_auc_score. Exact but for the last division.
+    NaN without such a pair, and where a score is NaN. Equals scikit-learn's roc_auc_score. Exact but for the last
+    division.
     """
     if np.isnan(scores).any():
         return float("nan")
@@ -29,7 +38,10 @@ def auc(scores: np.ndarray, clicked: np.ndarray) -> float:
 
 
 def grouped_auc(scores: np.ndarray, clicked: np.ndarray, groups: np.ndarray) -> float:
-    """The mean of the AUC of each group that has one, weighted by its rows. Source: Zhu et al. 2017, eq. 5 (arXiv:1703.02091)."""
+    """The mean of the AUC of each group that has one, weighted by its rows. Source: Zhu et al. 2017, eq.
+
+    5 (arXiv:1703.02091).
+    """
     if np.isnan(scores).any() or not len(scores):
         return float("nan")
     order = np.lexsort((scores, groups))
@@ -68,13 +80,19 @@ def _pairs(hits: np.ndarray, misses: np.ndarray) -> tuple[float, int, float]:
 
 def _dot(a: np.ndarray, b: np.ndarray) -> float:
     """Exact as long as it fits."""
-    return int(a @ b) if int(a.sum()) * int(b.max(initial=0)) < 1 << 62 else float(a.astype(np.float64) @ b.astype(np.float64))
+    return (
+        int(a @ b)
+        if int(a.sum()) * int(b.max(initial=0)) < 1 << 62
+        else float(a.astype(np.float64) @ b.astype(np.float64))
+    )
 
 
 class Ranking(Judge):
-    """`auc` of rows (R, 3): score, 1 for a click or 0, weight 1 or 0 for padding; and, of rows (R, 4) with a group, `group_auc`.
+    """`auc` of rows (R, 3): score, 1 for a click or 0, weight 1 or 0 for padding; and, of rows (R, 4) with a group,
+    `group_auc`.
 
-    Of more than EXACT_ROWS the AUC comes from a histogram of scores, and `auc_error` is how far it may be from the exact one. Groups are always exact.
+    Of more than EXACT_ROWS the AUC comes from a histogram of scores, and `auc_error` is how far it may be from the
+    exact one. Groups are always exact.
     """
 
     def __init__(self, rows: int, grouped: bool = False) -> None:
@@ -93,18 +111,30 @@ class Ranking(Judge):
             misses, hits = peers.reduce(self._bins.cpu()).view(-1, 2).numpy().T
             won, pairs, tied = _pairs(hits, misses)
             lost = bool((hits + misses)[_bin(torch.tensor([torch.inf])).item() + 1 :].any())  # NaNs sort last
-            return {"auc": won / pairs if pairs and not lost else float("nan"), "auc_error": tied / 2 / pairs if pairs else float("nan")}
-        mine = torch.cat(self._rows).cpu().double() if self._rows else torch.empty(0, 3 + self._grouped, dtype=torch.float64)
+            return {
+                "auc": won / pairs if pairs and not lost else float("nan"),
+                "auc_error": tied / 2 / pairs if pairs else float("nan"),
+            }
+        mine = (
+            torch.cat(self._rows).cpu().double()
+            if self._rows
+            else torch.empty(0, 3 + self._grouped, dtype=torch.float64)
+        )
         rows = peers.collect(mine[mine[:, 2] > 0])
         found = None
         if rows is not None:
             scores, clicked, _, *groups = rows.numpy().T
-            found = {"auc": auc(scores, clicked)} | ({"group_auc": grouped_auc(scores, clicked, groups[0])} if groups else {})
+            found = {"auc": auc(scores, clicked)} | (
+                {"group_auc": grouped_auc(scores, clicked, groups[0])} if groups else {}
+            )
         return peers.broadcast(found)
 
 
 def _bin(scores: Tensor) -> Tensor:
-    """The number of each score's bin, in order of scores: the first bits of fp32, whose order is that of the numbers once the sign is seen to."""
-    bits = torch.where(scores.isnan(), torch.nan, scores.float() + 0.0).view(torch.int32)  # -0 becomes 0, and every NaN the same
+    """The number of each score's bin, in order of scores: the first bits of fp32, whose order is that of the numbers
+    once the sign is seen to.
+    """
+    # -0 becomes 0, and every NaN the same
+    bits = torch.where(scores.isnan(), torch.nan, scores.float() + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.long() >> (32 - BITS)) + (1 << (BITS - 1))

@@ -1,4 +1,7 @@
-"""Exponential moving averages of the weights, kept as optimizer state: divided, saved and counted like any other. Evaluation uses them."""
+"""Exponential moving averages of the weights, kept as optimizer state: divided, saved and counted like any other.
+
+Evaluation uses them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ EMA, STEPS = "ema", "ema_steps"
 
 
 def decay_at(decay: float, steps: Tensor) -> Tensor:
-    """The decay of the next step after so many: smaller at the start, so that the numbers a run starts from do not stay in the average.
+    """The decay of the next step after so many: smaller at the start, so that the numbers a run starts from do not stay
+    in the average.
 
     Source: `tf.train.ExponentialMovingAverage(num_updates=...)`: min(decay, (1 + n) / (10 + n)).
     """
@@ -51,6 +55,7 @@ class Averaged(Optimizer):
         averages, steps = group.slots[EMA], group.slots[STEPS]
         done = 1.0 if skip is None else 1.0 - skip
         weight = ((1 - decay_at(self._decay, steps[0].double())) * done).to(averages[0].dtype)
-        for parameter, average in zip(group.parameters, averages, strict=True):  # one by one: a list of differences would take as much memory as they
+        # one by one: a list of differences would take as much memory as they
+        for parameter, average in zip(group.parameters, averages, strict=True):
             average.lerp_(parameter.to(average.dtype), weight.to(average.dtype))
         torch._foreach_add_(steps, done)

@@ -1,4 +1,7 @@
-"""The arithmetic of one pass of a model over one micro-batch: formats, row losses, what is differentiated. Knows no other pass and no rank."""
+"""The arithmetic of one pass of a model over one micro-batch: formats, row losses, what is differentiated.
+
+Knows no other pass and no rank.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ class Passes:
         self._input = None if self._autocast else compute
 
     def forward(self, model: Callable[..., Any], *inputs: Any, cast: bool = True) -> Any:
-        """`model(*inputs)` in the run's formats; a model's own inputs are cast where its parameters are, what a part of it hands on is not."""
+        """`model(*inputs)` in the run's formats; a model's own inputs are cast where its parameters are, what a part of
+        it hands on is not.
+        """
         if self._autocast is None:
             return model(*(cast_floating(value, self._input if cast else None) for value in inputs))
         with torch.autocast(self._device.type, dtype=self._autocast):
@@ -38,18 +43,23 @@ class Passes:
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
         """The model's outputs as the recipe gets them, and its loss per row, (B,)."""
-        outputs = cast_floating(outputs, torch.float32, HALF)  # a loss in half precision loses the small differences it is made of
+        # a loss in half precision loses the small differences it is made of
+        outputs = cast_floating(outputs, torch.float32, HALF)
         loss = self._recipe.loss(outputs, batch.targets)
         if loss.shape != batch.weight.shape:
             raise ConfigError(
-                f"{type(self._recipe).__name__}.loss returned shape {tuple(loss.shape)}; it must return a loss per row, {tuple(batch.weight.shape)}"
+                f"{type(self._recipe).__name__}.loss returned shape {tuple(loss.shape)}; it must return a loss per "
+                f"row, {tuple(batch.weight.shape)}"
             )
         return outputs, loss
 
     def total(self, loss: Tensor, batch: Batch, factor: Tensor) -> tuple[Tensor, Tensor]:
-        """What to differentiate, and with which seed: the gradient is that of `factor` x (sum of loss over rows), and NaN where the loss is not finite."""
+        """What to differentiate, and with which seed: the gradient is that of `factor` x (sum of loss over rows), and
+        NaN where the loss is not finite.
+        """
         total = (loss * batch.weight).sum()
-        # 0 x a non-finite loss is NaN: it reaches every gradient here and, summed, every rank, before anything is updated.
+        # 0 x a non-finite loss is NaN: it reaches every gradient here and, summed, every rank, before anything is
+        # updated.
         return total, total.detach() * 0 + factor
 
     @torch.no_grad()
@@ -79,24 +89,40 @@ def rows_of(batch: Batch, first: int, last: int) -> Batch:
 def with_leaves(batch: Batch, names: Iterable[str]) -> Batch:
     """The batch with inputs of these names as leaves of a graph of their own, which get gradients."""
     inputs = batch.inputs
-    return batch._replace(inputs=inputs | {name: inputs[name].detach().requires_grad_() for name in names}) if names else batch
+    return (
+        batch._replace(inputs=inputs | {name: inputs[name].detach().requires_grad_() for name in names})
+        if names
+        else batch
+    )
 
 
 def leaf_gradients(parts: Sequence[Batch], names: Iterable[str]) -> dict[str, Tensor]:
-    """Gradients of the leaves of parts of a batch, as one tensor by name; zeros where the model did not use one. None of no parts."""
+    """Gradients of the leaves of parts of a batch, as one tensor by name; zeros where the model did not use one.
+
+    None of no parts.
+    """
     leaves = {name: [part.inputs[name] for part in parts] for name in names if parts}
-    return {name: torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in found]) for name, found in leaves.items()}
+    return {
+        name: torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in found])
+        for name, found in leaves.items()
+    }
 
 
 def stand_ins(inputs: Any, tables: Mapping[str, Table]) -> Any:
     """Inputs as the model gets them, with zeros for rows of sparse tables."""
     if not tables:
         return inputs
-    return inputs | {name: torch.zeros(*inputs[name].shape, table.width, device=inputs[name].device) for name, table in tables.items()}
+    return inputs | {
+        name: torch.zeros(*inputs[name].shape, table.width, device=inputs[name].device)
+        for name, table in tables.items()
+    }
 
 
 def to_device(batch: Batch, device: torch.device, task: Task) -> Batch:
-    """The batch on the device, `weight` in the format of the loss. Copies from pinned memory do not wait. `received` comes next."""
+    """The batch on the device, `weight` in the format of the loss. Copies from pinned memory do not wait.
+
+    `received` comes next.
+    """
     weights = batch.weight.to(device, loss_dtype(task), non_blocking=True)
     return Batch(moved(batch.inputs, device), batch.targets.to(device, non_blocking=True), weights, batch.ids)
 
@@ -119,7 +145,9 @@ def loss_dtype(task: Task) -> torch.dtype:
 
 
 def lone_row(error: ValueError, rows: int) -> Exception:
-    """What to raise for an error of a pass: a ConfigError for batch normalisation over a single value, else the error itself."""
+    """What to raise for an error of a pass: a ConfigError for batch normalisation over a single value, else the error
+    itself.
+    """
     if "more than 1 value per channel" not in str(error):
         return error
     return ConfigError(
@@ -131,13 +159,16 @@ def lone_row(error: ValueError, rows: int) -> Exception:
 def draws_at_large(strategy: str, why: str) -> ConfigError:
     """The refusal of a model that draws from the global generator, `why` it cannot be right under a strategy."""
     return ConfigError(
-        f"strategy={strategy}: the model draws random numbers in its forward pass (functional dropout, torch.rand), {why}; "
+        f"strategy={strategy}: the model draws random numbers in its forward pass (functional dropout, torch.rand), "
+        f"{why}; "
         "use modules such as nn.Dropout, or strategy=ddp"
     )
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None, only: tuple[torch.dtype, ...] | None = None) -> Any:
-    """Floating tensors in `value` (a tensor, or a structure of them) as `dtype`; `only`: those that now have one of these."""
+    """Floating tensors in `value` (a tensor, or a structure of them) as `dtype`; `only`: those that now have one of
+    these.
+    """
 
     def cast(tensor: Any) -> Any:
         if dtype is None or not isinstance(tensor, Tensor):
@@ -148,4 +179,8 @@ def cast_floating(value: Any, dtype: torch.dtype | None, only: tuple[torch.dtype
 
 
 def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+    return (
+        value.detach()
+        if isinstance(value, Tensor)
+        else tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+    )

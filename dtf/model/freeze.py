@@ -13,8 +13,9 @@ from dtf.api.name_patterns import covered
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters that the patterns cover, and the batch normalisation among them; in place.
 
-    A normalisation layer whose own parameters are all frozen, or that is named itself or lies in what is named, normalises with the running
-    averages it came with, in training too: averages that follow the new data would change what frozen layers compute.
+    A normalisation layer whose own parameters are all frozen, or that is named itself or lies in what is named,
+    normalises with the running averages it came with, in training too: averages that follow the new data would change
+    what frozen layers compute.
     """
     if not patterns:
         return
@@ -26,7 +27,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             own = list(module.parameters(recurse=False))
             if covered(patterns, name) or (own and not any(parameter.requires_grad for parameter in own)):
                 # The class changes, the module and its name stay, as with seeded dropout in `microbatch`.
-                kind: Any = type(f"Frozen{type(module).__name__}", (_Frozen, type(module)), {"__module__": type(module).__module__})
+                kind: Any = type(
+                    f"Frozen{type(module).__name__}", (_Frozen, type(module)), {"__module__": type(module).__module__}
+                )
                 module.__class__ = kind
                 module.eval()
 

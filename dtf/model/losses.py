@@ -1,6 +1,8 @@
-"""Losses and metrics of class scores, whole or divided by classes over ranks (a DTensor): recipes that use these run under any split.
+"""Losses and metrics of class scores, whole or divided by classes over ranks (a DTensor): recipes that use these run
+under any split.
 
-Scores have shape (B, C). Divided, each call is collective over the ranks that hold the slices: it moves a few numbers per row, never the scores.
+Scores have shape (B, C). Divided, each call is collective over the ranks that hold the slices: it moves a few numbers
+per row, never the scores.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ IGNORED = -100
 def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Loss per row (B,), as `torch.nn.functional.cross_entropy(reduction="none")`. `targets`: class numbers (B,).
 
-    Divided, a target that is no class makes the loss NaN, so that the update is skipped and counted: to raise would be to wait for the device.
+    Divided, a target that is no class makes the loss NaN, so that the update is skipped and counted: to raise would be
+    to wait for the device.
     """
     slices = _slices(scores)
     if slices is None:
@@ -49,7 +52,8 @@ def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0)
 def rank(scores: Tensor, targets: Tensor) -> Tensor:
     """How many scores of a row are at least that of its target, itself included, (B,) int64: 1 is right.
 
-    A tie and a NaN count against the model; a target that is no class, IGNORED too, has a score of NaN, so that its row counts as the worst.
+    A tie and a NaN count against the model; a target that is no class, IGNORED too, has a score of NaN, so that its row
+    counts as the worst.
     """
     slices, beyond = _slices(scores), _beyond(scores, targets)
     if slices is None:

@@ -18,21 +18,25 @@ from dtf.core.text import bytes_text
 
 
 class Memory(NamedTuple):
-    """Bytes that a rank needs: for as long as it trains, and for a micro-batch, or as many of them as are under way at once."""
+    """Bytes that a rank needs: for as long as it trains, and for a micro-batch, or as many of them as are under way at
+    once.
+    """
 
     parameters: int  # master copies and buffers included
     gradients: int
     optimizer: int
     activations: int
     exchange: int = 0  # what is on its way to or from other ranks: gathered parameters, copies of gradients
-    tables: int = 0  # of sparse tables: rows with their state, and the index of ids, whose whole range is reserved and taken as it is used
+    # of sparse tables: rows with their state, and the index of ids, whose whole range is reserved and taken as it is
+    # used
+    tables: int = 0
 
 
 class Footprint(TorchDispatchMode):
     """Watches a forward and backward pass. It sees tensors, not what a kernel takes for itself.
 
-    `kept`: bytes that forward makes, backward finds and nobody holds in the end: not the gradients. `again`: the most that was there at once
-    of what backward computed again. Most memory is in use when both are there.
+    `kept`: bytes that forward makes, backward finds and nobody holds in the end: not the gradients. `again`: the most
+    that was there at once of what backward computed again. Most memory is in use when both are there.
     """
 
     supports_higher_order_operators = True  # torch refuses to run them otherwise
@@ -60,7 +64,8 @@ class Footprint(TorchDispatchMode):
             self._meet(storage, made=False, again=False)  # unless known, it was there before the pass
         results = func(*args, **(kwargs or {}))
         for storage in _storages(results):
-            self._meet(storage, made=True, again=backward and torch.is_grad_enabled())  # gradients are computed without a graph of their own
+            # gradients are computed without a graph of their own
+            self._meet(storage, made=True, again=backward and torch.is_grad_enabled())
         return results
 
     def __exit__(self, *exception: object) -> None:
@@ -97,7 +102,9 @@ def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def activations(trials: Sequence[tuple[int, Footprint]], rows: int, under_way: float = 1.0) -> int:
-    """Bytes for so many micro-batches of `rows` rows, from the footprints of two passes over fewer rows each: what there is for a row, and for none."""
+    """Bytes for so many micro-batches of `rows` rows, from the footprints of two passes over fewer rows each: what
+    there is for a row, and for none.
+    """
     (few, first), (more, second) = trials
 
     def line(a: int, b: int) -> float:
@@ -122,14 +129,16 @@ def table_row(ranks: Sequence[Memory], who: str = "process") -> dict[str, str]:
 class Meter:
     """The peak of the memory that this process takes from now on.
 
-    On CUDA what torch allocates, over all devices; on a CPU the growth of resident memory, with libraries, data and gaps of the allocator in it.
+    On CUDA what torch allocates, over all devices; on a CPU the growth of resident memory, with libraries, data and
+    gaps of the allocator in it.
     """
 
     def __init__(self, device: str) -> None:
         self.word = "allocated" if device == "cuda" else "resident"  # what the peak is of
         self._cuda = device == "cuda"
         if self._cuda:
-            for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):  # by an earlier run in this process
+            # by an earlier run in this process
+            for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
                 torch.cuda.reset_peak_memory_stats(index)
             return
         with suppress(OSError):  # where it is not allowed, the high-water mark is that of the whole process

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
 
 def weighted_sums(weight: Tensor, *values: Tensor) -> Tensor:
-    """[sum(weight), sum(weight * value), ...] of per-row values, each (B,): shape (1 + len(values),), float64 for an exact count."""
+    """[sum(weight), sum(weight * value), ...] of per-row values, each (B,): shape (1 + len(values),), float64 for an
+    exact count.
+    """
     import torch
 
     rows = torch.stack([torch.ones_like(weight), *(value.to(weight.dtype) for value in values)])

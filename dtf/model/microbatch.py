@@ -1,4 +1,6 @@
-"""What makes a micro-batch a unit of its own: batch statistics and dropout masks that do not depend on who computes it."""
+"""What makes a micro-batch a unit of its own: batch statistics and dropout masks that do not depend on who computes
+it.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,22 @@ def _averages(layers: list[_Layer], suffix: str = "") -> list[Tensor]:
 
 
 class RunningStatistics:
-    """Running averages of normalisation layers: one update per step, of the mean over all micro-batches of the global batch.
+    """Running averages of normalisation layers: one update per step, of the mean over all micro-batches of the global
+    batch.
 
-    A rank averages its own micro-batches, weighted so that the mean over ranks is the mean over micro-batches; averages are
-    linear, so `average` over ranks may happen at any time (evaluating, saving) and is exact. A step counts once `finish` hears
-    that its update was made; one that was skipped leaves all averages as they were. A rank with `own` of `total`
-    micro-batches on `ranks` ranks does, with momentum m and c = ranks * own / total,
+    A rank averages its own micro-batches, weighted so that the mean over ranks is the mean over micro-batches; averages
+    are linear, so `average` over ranks may happen at any time (evaluating, saving) and is exact. A step counts once
+    `finish` hears that its update was made; one that was skipped leaves all averages as they were. A rank with `own` of
+    `total` micro-batches on `ranks` ranks does, with momentum m and c = ranks * own / total,
 
         running = (1 - m) * running + m * c * (mean statistic of its own micro-batches).
 
     torch's kernel applies running = (1 - a) * running + a * statistic per micro-batch. For c = 1 the factors
-    a_j = g / (1 - (own - 1 - j) * g) with g = m / own compose to exactly this; for c != 1 the gain is corrected afterwards.
+    a_j = g / (1 - (own - 1 - j) * g) with g = m / own compose to exactly this; for c != 1 the gain is corrected
+    afterwards.
 
-    With `ema`, a decay, each average has an average of its own over steps, which goes with those of the weights, see `dtf.model.ema`. That is linear too.
+    With `ema`, a decay, each average has an average of its own over steps, which goes with those of the weights, see
+    `dtf.model.ema`. That is linear too.
     """
 
     def __init__(self, model: nn.Module, ema: float = 0.0) -> None:
@@ -45,12 +50,19 @@ class RunningStatistics:
         self._live: list[_Layer] = []
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
-                raise ConfigError(f"{name}: SyncBatchNorm talks to other ranks in every pass; use BatchNorm, its statistics act per micro-batch anyway")
+                raise ConfigError(
+                    f"{name}: SyncBatchNorm talks to other ranks in every pass; use BatchNorm, its statistics act per "
+                    "micro-batch anyway"
+                )
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-                raise ConfigError(f"{name}: batch normalisation without running averages evaluates by batch, which depends on who reads what; track them")
+                raise ConfigError(
+                    f"{name}: batch normalisation without running averages evaluates by batch, which depends on who "
+                    "reads what; track them"
+                )
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
                 self._layers.append((name, module, module.momentum))
-                # Counted here, once per step instead of once per micro-batch, and written to checkpoints under its own name.
+                # Counted here, once per step instead of once per micro-batch, and written to checkpoints under its own
+                # name.
                 module.num_batches_tracked = None
                 for kind in _KINDS if ema else ():
                     module.register_buffer(f"{kind}{SMOOTH}", module._buffers[kind].detach().clone())  # type: ignore[union-attr]
@@ -72,7 +84,12 @@ class RunningStatistics:
 
     def names(self) -> list[str]:
         """The names of their buffers, in that order."""
-        return [f"{name}.{kind}{suffix}" for suffix in ("", *([SMOOTH] if self._ema else [])) for name, _, _ in self._layers for kind in _KINDS]
+        return [
+            f"{name}.{kind}{suffix}"
+            for suffix in ("", *([SMOOTH] if self._ema else []))
+            for name, _, _ in self._layers
+            for kind in _KINDS
+        ]
 
     def begin(self, own: int, total: int, ranks: int) -> None:
         """Before the micro-batches of a step."""
@@ -121,7 +138,8 @@ class RunningStatistics:
             torch._foreach_lerp_(_averages(self._layers, SMOOTH), _averages(self._layers), weight)
 
     def forget(self, steps: int) -> None:
-        """After so many steps: averages of layers in training become zero, so that after the next step they are what it adds to those kept elsewhere.
+        """After so many steps: averages of layers in training become zero, so that after the next step they are what it
+        adds to those kept elsewhere.
 
         See `absorb`; `own` of its micro-batches count as `begin` says.
         """
@@ -139,7 +157,9 @@ class RunningStatistics:
         return sum(t.numel() for t in self._training())
 
     def absorb(self, added: Tensor | None) -> None:
-        """One step: running = (1 - m) * running + what the shares `added`, summed, each with its part of the micro-batches. None: it was skipped."""
+        """One step: running = (1 - m) * running + what the shares `added`, summed, each with its part of the
+        micro-batches. None: it was skipped.
+        """
         self._steps += 1
         if added is None:
             return
@@ -180,7 +200,9 @@ class RunningStatistics:
         self._before = None
 
     def average(self, reduce_mean) -> None:
-        """Replace every average by its mean over ranks, until the next step; `reduce_mean` does so for one flat tensor, in place. Collective."""
+        """Replace every average by its mean over ranks, until the next step; `reduce_mean` does so for one flat tensor,
+        in place. Collective.
+        """
         tensors = self.tensors()
         if not tensors:
             return
@@ -198,7 +220,9 @@ class RunningStatistics:
         torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
     def hold(self) -> None:
-        """Keep this rank's own averages, to go on from in the next step: evaluating and saving then leave no trace in the numbers."""
+        """Keep this rank's own averages, to go on from in the next step: evaluating and saving then leave no trace in
+        the numbers.
+        """
         self._held = [t.clone() for t in self.tensors()]
 
     def own(self) -> dict[str, Tensor]:
@@ -223,12 +247,19 @@ class Masks:
     def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
         self._seed, self.key = seed, 0
         self._seeded: list[Any] = []
-        self._generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        self._generator = (
+            torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        )
         for name, module in model.named_modules():
             if isinstance(module, DROPOUTS) and type(module).forward in _FORWARDS:  # also one whose class FSDP changed
-                # The class changes, the module and its name stay: parameter names and hooks of the user's model are untouched.
-                # Others that draw (AlphaDropout, functional dropout) follow the global generator, which `enter` seeds.
-                kind: Any = type(f"Seeded{type(module).__name__}", (_Seeded, type(module)), {"_channels": not isinstance(module, nn.Dropout)})
+                # The class changes, the module and its name stay: parameter names and hooks of the user's model are
+                # untouched. Others that draw (AlphaDropout, functional dropout) follow the global generator, which
+                # `enter` seeds.
+                kind: Any = type(
+                    f"Seeded{type(module).__name__}",
+                    (_Seeded, type(module)),
+                    {"_channels": not isinstance(module, nn.Dropout)},
+                )
                 module.__class__ = kind
                 self._seeded.append(module)
                 module.__dict__ |= {"_masks": self, "_name": name}
@@ -264,7 +295,8 @@ class _Seeded:
     _masks: Masks
     _name: str
     _channels = True  # whether whole channels are dropped
-    _slice: tuple[int, int, int, int] | None = None  # axis, its whole width, this rank's first and last + 1: the mask is drawn whole, then cut
+    # axis, its whole width, this rank's first and last + 1: the mask is drawn whole, then cut
+    _slice: tuple[int, int, int, int] | None = None
     p: float
     training: bool
 
@@ -277,14 +309,17 @@ class _Seeded:
             axis, width, first, last = self._slice
             if shape[axis] != last - first:
                 raise ConfigError(
-                    f"the recipe's layout splits {self._name} as local, but axis {axis} of its input has {shape[axis]} elements and not the {last - first} "
-                    f"that are this rank's of the {width} channels divided before it; put it where channels are as the divided layer makes them"
+                    f"the recipe's layout splits {self._name} as local, but axis {axis} of its input has "
+                    f"{shape[axis]} elements and not the {last - first} "
+                    f"that are this rank's of the {width} channels divided before it; put it where channels are as "
+                    "the divided layer makes them"
                 )
             shape[axis] = width
         if self._channels:
             shape[2:] = [1] * len(shape[2:])
         mask = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p, generator=generator)
-        if self._slice and mask.shape[self._slice[0]] == self._slice[1]:  # else what it drops at once spans all channels
+        # else what it drops at once spans all channels
+        if self._slice and mask.shape[self._slice[0]] == self._slice[1]:
             axis, _, first, last = self._slice
             mask = mask.narrow(axis, first, last - first)
         return x * mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))

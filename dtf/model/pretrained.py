@@ -1,4 +1,7 @@
-"""Numbers of a model on disk, from wherever they come: torchvision's files, safetensors, checkpoints of dtf. Read by boxes, never as code."""
+"""Numbers of a model on disk, from wherever they come: torchvision's files, safetensors, checkpoints of dtf.
+
+Read by boxes, never as code.
+"""
 
 from __future__ import annotations
 
@@ -80,12 +83,19 @@ class Fit:
     def text(self) -> str:
         """For the start-up table."""
         parts = [f"{len(self.kept)} tensors kept"]
-        parts += [f"{what}: {', '.join(names)}" for what, names in (("drawn anew", self.anew), ("not in it and drawn", self.missing)) if names]
+        parts += [
+            f"{what}: {', '.join(names)}"
+            for what, names in (("drawn anew", self.anew), ("not in it and drawn", self.missing))
+            if names
+        ]
         return "; ".join(parts)
 
 
 def open_weights(place: str, key: str) -> Weights:
-    """Weights at a path, which the config key `key` gave; nothing but names and shapes is read. DataError when it holds none."""
+    """Weights at a path, which the config key `key` gave; nothing but names and shapes is read.
+
+    DataError when it holds none.
+    """
     check_place(place, key)
     path = Path(place).expanduser()
     if is_checkpoint(path):
@@ -101,14 +111,19 @@ def open_weights(place: str, key: str) -> Weights:
 
 
 def fitted(weights: Weights, recipe: Recipe, model: nn.Module, key: str, whole: bool = False) -> tuple[Weights, Fit]:
-    """Those of the weights that a model takes, and what is to be drawn. `model` may be on meta. `whole`: nothing may be.
+    """Those of the weights that a model takes, and what is to be drawn. `model` may be on meta. `whole`: nothing may
+    be.
 
-    A head (what the recipe's layout splits by `classes`) whose number of classes differs is drawn anew as a whole, as is one the file lacks.
-    ConfigError for any other tensor that does not fit.
+    A head (what the recipe's layout splits by `classes`) whose number of classes differs is drawn anew as a whole, as
+    is one the file lacks. ConfigError for any other tensor that does not fit.
     """
     own = set(model.state_dict())
     weights = _unwrapped(weights, own)
-    tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in own and not _counts(name)}
+    tensors = {
+        name: tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if name in own and not _counts(name)
+    }
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     heads = [name for name, split in layout_of(recipe, model).splits.items() if split is Split.classes]
     found = {name: shape for name, shape in weights.shapes.items() if not _counts(name)}
@@ -119,23 +134,30 @@ def fitted(weights: Weights, recipe: Recipe, model: nn.Module, key: str, whole: 
         absent = [name for name in members if name not in found]
         if absent:
             missing += members if len(absent) == len(members) else []
-        elif any(found[name] != wanted[name] for name in members) and all(found[name][1:] == wanted[name][1:] for name in members):
+        elif any(found[name] != wanted[name] for name in members) and all(
+            found[name][1:] == wanted[name][1:] for name in members
+        ):
             other += members
     drawn = () if whole else (*other, *missing)
     problems = [
-        f"{name} is {_sizes(found[name])} in the file and {_sizes(shape)} in the model" if name in found else f"{name} is not in the file"
+        f"{name} is {_sizes(found[name])} in the file and {_sizes(shape)} in the model"
+        if name in found
+        else f"{name} is not in the file"
         for name, shape in wanted.items()
         if found.get(name) != shape and name not in drawn
     ]
     problems += [
-        f"{name} is {str(weights.formats[name]).removeprefix('torch.')} in the file, and the model has real numbers there"
+        f"{name} is {str(weights.formats[name]).removeprefix('torch.')} in the file, and the model has real numbers "
+        "there"
         for name, tensor in tensors.items()
         if name in found and name not in drawn and tensor.dtype in _REAL and weights.formats[name] not in _REAL
     ]
     problems += [f"{name} ({_sizes(found[name])}) is not in the model" for name in sorted(found.keys() - own)]
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        classes = {found[name][0] for name in other if found[name] != wanted[name]} if len(problems) <= len(other) else set()
+        classes = (
+            {found[name][0] for name in other if found[name] != wanted[name]} if len(problems) <= len(other) else set()
+        )
         if whole and len(classes) == 1 and hasattr(getattr(recipe, "model", None), "classes"):
             advice = f"the model in it has {min(classes)} classes: set recipe.model.classes={min(classes)}"
         else:
@@ -150,15 +172,26 @@ def _unwrapped(weights: Weights, own: Collection[str]) -> Weights:
     """The weights without what wrappers put before all names, where they are the model's own names without it."""
     prefix = ""
     while weights.shapes and not any(name.removeprefix(prefix) in own for name in weights.shapes):
-        more = next((each for each in _WRAPPERS if all(name.startswith(prefix + each) for name in weights.shapes)), None)
+        more = next(
+            (each for each in _WRAPPERS if all(name.startswith(prefix + each) for name in weights.shapes)), None
+        )
         if more is None:
             return weights
         prefix += more
     if not prefix:
         return weights
-    shapes, formats = ({name.removeprefix(prefix): value for name, value in values.items()} for values in (weights.shapes, weights.formats))
+    shapes, formats = (
+        {name.removeprefix(prefix): value for name, value in values.items()}
+        for values in (weights.shapes, weights.formats)
+    )
     about = f"{weights.about} (names without {prefix!r})"
-    return replace(weights, shapes=shapes, formats=formats, part=lambda name, where: weights.part(prefix + name, where), about=about)  # type: ignore[arg-type]
+    return replace(
+        weights,
+        shapes=shapes,
+        formats=formats,
+        part=lambda name, where: weights.part(prefix + name, where),
+        about=about,
+    )  # type: ignore[arg-type]
 
 
 def _counts(name: str) -> bool:
@@ -170,7 +203,9 @@ def _sizes(shape: Iterable[int]) -> str:
 
 
 def _checkpoint(folder: Path, place: str) -> Weights:
-    """The model in a checkpoint of dtf: averages of the weights (`step.ema`) where there are some, since it was judged by them."""
+    """The model in a checkpoint of dtf: averages of the weights (`step.ema`) where there are some, since it was judged
+    by them.
+    """
     stored = Stored(folder)
     places: dict[str, str] = {}
     for name in sorted(stored.names(), key=lambda name: not name.startswith("model/")):  # averages last: they win
@@ -186,7 +221,15 @@ def _checkpoint(folder: Path, place: str) -> Weights:
     shapes = {name: stored.manifest.tensors[at].shape for name, at in places.items()}
     formats = {name: _format(stored.manifest.tensors[at].dtype) for name, at in places.items()}
     averaged = ", averaged weights" if any(not at.startswith("model/") for at in places.values()) else ""
-    return Weights(place, shapes, formats, part, folder / storage.MANIFEST, f"{folder}, step {stored.manifest.step}{averaged}", stored)
+    return Weights(
+        place,
+        shapes,
+        formats,
+        part,
+        folder / storage.MANIFEST,
+        f"{folder}, step {stored.manifest.step}{averaged}",
+        stored,
+    )
 
 
 def _format(name: str) -> torch.dtype | None:
@@ -204,7 +247,12 @@ def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, torc
         formats = {name: _format(each.get_dtype()) for name, each in slices.items()}
     except SafetensorError as error:
         raise DataError(f"{path} is no safetensors file: {error}") from error
-    return shapes, formats, lambda name, where: (file.get_slice(name)[where] if where else file.get_tensor(name)).clone()  # of the mapped file
+    # of the mapped file
+    return (
+        shapes,
+        formats,
+        lambda name, where: (file.get_slice(name)[where] if where else file.get_tensor(name)).clone(),
+    )
 
 
 def _torch_file(path: Path, what: str) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype | None], Read]:
@@ -221,17 +269,38 @@ def _torch_file(path: Path, what: str) -> tuple[dict[str, tuple[int, ...]], dict
         found = re.search(r"GLOBAL (\S+)", str(error))
         anew = "in the program that made it, torch.save(model.state_dict(), 'weights.pth')"
         if found:
-            raise DataError(f"{what} holds {found[1]} beside tensors, and dtf runs no code from files; save the tensors alone: {anew}") from error
-        raise DataError(f"{what} is damaged, or no file of tensors that torch.save wrote; copy it again, or save it anew: {anew}") from error
+            raise DataError(
+                f"{what} holds {found[1]} beside tensors, and dtf runs no code from files; save the tensors alone: "
+                f"{anew}"
+            ) from error
+        raise DataError(
+            f"{what} is damaged, or no file of tensors that torch.save wrote; copy it again, or save it anew: {anew}"
+        ) from error
     if isinstance(content, dict):
         wrapped = [content[key] for key in _WRAPPED if isinstance(content.get(key), dict)]
         content = wrapped[0] if wrapped else content
-    if not isinstance(content, dict) or not content or not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in content.items()):
+    if (
+        not isinstance(content, dict)
+        or not content
+        or not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in content.items())
+    ):
         raise DataError(f"{what} holds no tensors by name; save model.state_dict()")
-    odd = next((name for name, t in content.items() if t.layout is not torch.strided or t.is_meta or t.is_quantized or t.is_complex()), None)
+    odd = next(
+        (
+            name
+            for name, t in content.items()
+            if t.layout is not torch.strided or t.is_meta or t.is_quantized or t.is_complex()
+        ),
+        None,
+    )
     if odd is not None:
         raise DataError(
-            f"{what}: {odd} is {content[odd].dtype}, {content[odd].layout}, on {content[odd].device}; only plain tensors of real numbers can be read"
+            f"{what}: {odd} is {content[odd].dtype}, {content[odd].layout}, on {content[odd].device}; only plain "
+            "tensors of real numbers can be read"
         )
     shapes = {name: tuple(tensor.shape) for name, tensor in content.items()}
-    return shapes, {name: tensor.dtype for name, tensor in content.items()}, lambda name, where: content[name][where].clone()
+    return (
+        shapes,
+        {name: tensor.dtype for name, tensor in content.items()},
+        lambda name, where: content[name][where].clone(),
+    )

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 @register("observer", "resources")
 class Resources(Observer):
-    """Append utilisation and memory of every device to a file: `{"time", "step", "device", "utilisation", "memory"}`; curves where TensorBoard watches too.
+    """Append utilisation and memory of every device to a file: `{"time", "step", "device", "utilisation", "memory"}`;
+    curves where TensorBoard watches too.
 
-    The device `cpu` is the process tree of the run against the cores it may use. With launcher=env it is the tree of rank 0 alone.
+    The device `cpu` is the process tree of the run against the cores it may use. With launcher=env it is the tree of
+    rank 0 alone.
     """
 
     every_s: float = option(default=1.0, least=0.05, most=3600, doc="time between samples", unit="s")
@@ -40,7 +42,9 @@ class Resources(Observer):
             case Started() | Measured():
                 self._step = event.step
                 if self._thread is None:  # the ranks are ready: starting is not what is watched
-                    self._thread: threading.Thread | None = threading.Thread(target=self._watch, name="resources", daemon=True)
+                    self._thread: threading.Thread | None = threading.Thread(
+                        target=self._watch, name="resources", daemon=True
+                    )
                     self._thread.start()
             case Ended():
                 self._end.set()  # what follows is no longer the run
@@ -88,11 +92,19 @@ class Resources(Observer):
 
 
 def _line(step: int, load: Load) -> str:
-    return json.dumps({"time": round(time.time(), 2), "step": step} | load._asdict() | {"utilisation": round(load.utilisation, 1)}) + "\n"
+    return (
+        json.dumps(
+            {"time": round(time.time(), 2), "step": step} | load._asdict() | {"utilisation": round(load.utilisation, 1)}
+        )
+        + "\n"
+    )
 
 
 def _draw(curves: EventFile, second: int, loads: list[Load]) -> None:
     from dtf.observers.tensorboard_file import scalar
 
-    both = ((f"{load.device}/utilisation", load.utilisation) for load in loads), ((f"{load.device}/memory_gb", load.memory / 1e9) for load in loads)
+    both = (
+        ((f"{load.device}/utilisation", load.utilisation) for load in loads),
+        ((f"{load.device}/memory_gb", load.memory / 1e9) for load in loads),
+    )
     curves.add(second, *(scalar(f"resources/{tag}", value) for pairs in both for tag, value in pairs))

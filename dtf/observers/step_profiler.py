@@ -17,7 +17,10 @@ from dtf.observers.trace_shares import Shares, shares
 
 
 class StepProfiler(Probe):
-    """Leaves out `skip` steps, then records `steps` whole ones, from the start of one to the start of the next. `device`: `cpu` or `cuda`."""
+    """Leaves out `skip` steps, then records `steps` whole ones, from the start of one to the start of the next.
+
+    `device`: `cpu` or `cuda`.
+    """
 
     def __init__(self, folder: Path, rank: int, device: str, skip: int, steps: int, say: Callable[[str], None]) -> None:
         self._folder, self._rank, self._say = folder, rank, say
@@ -30,7 +33,8 @@ class StepProfiler(Probe):
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])],
             schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
             on_trace_ready=self._keep,
-            experimental_config=_ExperimentalConfig(profile_all_threads=True),  # gloo's messages, and replicas of dp, have threads of their own
+            # gloo's messages, and replicas of dp, have threads of their own
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
 
     def enter(self, phase: str, step: int) -> None:
@@ -59,13 +63,17 @@ class StepProfiler(Probe):
             self.enter("stop", 0)
             self._profiler.stop()  # keeps what there is of the window
         if not self._done:
-            self._say(f"profile: rank {self._rank} ended after {self._seen} steps, the window begins after {self._skip}; lower observer.profile.skip")
+            self._say(
+                f"profile: rank {self._rank} ended after {self._seen} steps, the window begins after {self._skip}; "
+                "lower observer.profile.skip"
+            )
         self._done = True
 
     def _keep(self, profiler: profile) -> None:
         self._done = True
         self._folder.mkdir(exist_ok=True)
-        path = self._folder / f"rank_{self._rank}.pt.trace.json"  # the end of the name is what TensorBoard's plugin looks for
+        # the end of the name is what TensorBoard's plugin looks for
+        path = self._folder / f"rank_{self._rank}.pt.trace.json"
         profiler.export_chrome_trace(str(path))
         found = shares(json.loads(path.read_text())["traceEvents"])
         if found is None:
@@ -74,7 +82,10 @@ class StepProfiler(Probe):
         summary = self._folder / f"rank_{self._rank}.json"
         (new := summary.with_suffix(".new")).write_text(json.dumps(kept, indent=1) + "\n")
         os.replace(new, summary)
-        self._say(f"profile of rank {self._rank}, steps {self._first} to {self._first + found.steps - 1}: {sentence(found)}; {path.name}")
+        self._say(
+            f"profile of rank {self._rank}, steps {self._first} to {self._first + found.steps - 1}: "
+            f"{sentence(found)}; {path.name}"
+        )
 
 
 def sentence(found: Shares) -> str:

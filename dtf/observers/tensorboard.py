@@ -30,10 +30,13 @@ class Tensorboard(Observer):
                 from dtf.observers import tensorboard_file  # slow: only now, while the ranks are at their first step
 
                 self.close()
-                again = [measured for measured in event.recent if measured.step > event.recent[0].step]  # the first step's may be there in part
+                # the first step's may be there in part
+                again = [measured for measured in event.recent if measured.step > event.recent[0].step]
                 self._file = tensorboard_file.EventFile(self._folder, again[0].step - 1 if again else event.step)
                 text = json.dumps(self._config, indent=2, ensure_ascii=False, default=str)
-                self._file.add(0, tensorboard_file.code("config", text), tensorboard_file.hyperparameters(flatten(self._config)))
+                self._file.add(
+                    0, tensorboard_file.code("config", text), tensorboard_file.hyperparameters(flatten(self._config))
+                )
                 for measured in again:
                     self._draw(measured)
             case Measured() if self._file is not None:
@@ -47,7 +50,9 @@ class Tensorboard(Observer):
         from dtf.observers.tensorboard_file import scalar
 
         assert self._file is not None
-        self._file.add(measured.step, *(scalar(f"{measured.split}/{name}", value) for name, value in measured.values.items()))
+        self._file.add(
+            measured.step, *(scalar(f"{measured.split}/{name}", value) for name, value in measured.values.items())
+        )
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,4 +1,7 @@
-"""TensorBoard event files in tensorboard's own protocol classes: no torch, no TensorFlow, no writer thread. Takes 0.1 s to import."""
+"""TensorBoard event files in tensorboard's own protocol classes: no torch, no TensorFlow, no writer thread.
+
+Takes 0.1 s to import.
+"""
 # pyright: reportAttributeAccessIssue=false
 # (generated protocol modules make their classes when imported)
 
@@ -26,7 +29,8 @@ class EventFile:
 
     def __init__(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = len(list(folder.glob("events.out.tfevents.*")))  # makes the name new: processes of two containers share numbers
+        # makes the name new: processes of two containers share numbers
+        earlier = len(list(folder.glob("events.out.tfevents.*")))
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{earlier}"
         self._writer = RecordWriter((folder / name).open("xb"))
         self._write(file_version="brain.Event:2")
@@ -75,4 +79,6 @@ def completed() -> Value:
 
 
 def _hparams(tag: str, data: Any) -> Value:
-    return summary_pb2.Summary.Value(tag=tag, metadata=hparams.create_summary_metadata(data), tensor=hparams.NULL_TENSOR)
+    return summary_pb2.Summary.Value(
+        tag=tag, metadata=hparams.create_summary_metadata(data), tensor=hparams.NULL_TENSOR
+    )

@@ -51,7 +51,9 @@ class Screen:
                 known = bar.total > 0
                 bar.start(step, total)
                 if known:
-                    self._say(Text(f"restarted at step {step:,} of {total:,} (attempt {attempt})", style="yellow"), mark="↻")
+                    self._say(
+                        Text(f"restarted at step {step:,} of {total:,} (attempt {attempt})", style="yellow"), mark="↻"
+                    )
                 else:
                     self._console.print(self._table(table))
                     if step:
@@ -62,7 +64,10 @@ class Screen:
                     self._drawn = time.monotonic()
                     self._live.refresh()
             case Measured(split, step, epoch, _, values):
-                line = _pairs({"step": f"{step:>{len(str(bar.total))}}", "epoch": f"{epoch:.2f}"} | {k: number_text(v) for k, v in values.items()})
+                line = _pairs(
+                    {"step": f"{step:>{len(str(bar.total))}}", "epoch": f"{epoch:.2f}"}
+                    | {k: number_text(v) for k, v in values.items()}
+                )
                 if event.best:
                     line.append("  ★ best" if self._console.width >= 72 else " ★", style="bold green")
                 self._say(line, mark=split, style="bold cyan")
@@ -73,7 +78,11 @@ class Screen:
                 self._say(Text(text, style="dim"), mark="save", style="dim")
             case Note(level, text):
                 warning = level == "warning"
-                self._say(Text(plain_text(text), style="yellow" if warning else ""), mark="!" if warning else "i", style="bold yellow" if warning else "dim")
+                self._say(
+                    Text(plain_text(text), style="yellow" if warning else ""),
+                    mark="!" if warning else "i",
+                    style="bold yellow" if warning else "dim",
+                )
             case Failed():
                 bar.stop("failed")
             case Ended(step, reason):
@@ -104,18 +113,31 @@ class Screen:
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
         for name, value in rows.items():
-            lines = str(value).splitlines() if "\n" in str(value) else [self._here() if value == str(self._folder) else _shown(value)]
+            lines = (
+                str(value).splitlines()
+                if "\n" in str(value)
+                else [self._here() if value == str(self._folder) else _shown(value)]
+            )
             for head, line in zip([name, *[""] * (len(lines) - 1)], lines, strict=True):
                 grid.add_row(plain_text(head), Text(plain_text(line)))
         nodes = [self._config.get(group, {}) for group in ("recipe", "strategy", "precision")]
         names = [node.get("compute", node.get("name", "")) for node in nodes]  # a precision is known by its arithmetic
-        return Panel(grid, title=Text(" · ".join(["dtf", *filter(None, names)]), style="bold"), title_align="left", border_style="cyan", expand=False)
+        return Panel(
+            grid,
+            title=Text(" · ".join(["dtf", *filter(None, names)]), style="bold"),
+            title_align="left",
+            border_style="cyan",
+            expand=False,
+        )
 
     def _summary(self, event: Ended) -> RenderableType:
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
-        best, best_step = {k[5:]: v for k, v in event.values.items() if k.startswith("best_")}, event.values.get("best_step")
+        best, best_step = (
+            {k[5:]: v for k, v in event.values.items() if k.startswith("best_")},
+            event.values.get("best_step"),
+        )
         for name, value in event.values.items():
             if name.startswith("best_"):
                 continue
@@ -156,7 +178,12 @@ class Bar:
         steps = event.step - self.step
         if (speed := event.values.get("rows_per_s", 0.0)) > 0 and steps > 0:
             self._speeds = (self._speeds[0] + steps, self._speeds[1] + steps / speed)
-        self.step, self._epoch, self._values, self._measured = event.step, event.epoch, dict(event.values), time.monotonic()
+        self.step, self._epoch, self._values, self._measured = (
+            event.step,
+            event.epoch,
+            dict(event.values),
+            time.monotonic(),
+        )
         self._pace.mark(event.step, event.seconds)
         self._left = self._pace.seconds_for(self.total - event.step)
         self._loss.add(event.step, event.values.get("loss", float("nan")))
@@ -185,7 +212,10 @@ class Bar:
         grid.add_row(
             Text(f"{self.step:>{len(str(self.total))}}/{self.total}", style="bold"),
             ProgressBar(self.total, self.step, style="bright_black", complete_style=colour, finished_style=colour),
-            Text(f"{100 * self.step / self.total:3.0f} %  {self._clock()}", style=colour if self.state != "running" else ""),
+            Text(
+                f"{100 * self.step / self.total:3.0f} %  {self._clock()}",
+                style=colour if self.state != "running" else "",
+            ),
         )
         return grid
 

@@ -1,8 +1,10 @@
-"""Where the time of a step goes, read from a trace of torch.profiler (Chrome's trace events). Needs no torch and takes no trace.
+"""Where the time of a step goes, read from a trace of torch.profiler (Chrome's trace events). Needs no torch and takes
+no trace.
 
-Each moment counts for one thing, so that shares add up to the whole: what this rank computes, or, while it computes nothing, the message that is
-under way. On a CPU, work is what the named sections of the host's threads say; on CUDA it is what kernels run, each for the section in which it was
-launched, whichever thread launched it. Where several things run side by side (replicas in threads, streams), a moment is divided among them.
+Each moment counts for one thing, so that shares add up to the whole: what this rank computes, or, while it computes
+nothing, the message that is under way. On a CPU, work is what the named sections of the host's threads say; on CUDA it
+is what kernels run, each for the section in which it was launched, whichever thread launched it. Where several things
+run side by side (replicas in threads, streams), a moment is divided among them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Shares(NamedTuple):
-    """`parts`: share of a step, by what is in WORK and `other`; their sum is 1. `hidden`: of communication beside computation, not in `parts`."""
+    """`parts`: share of a step, by what is in WORK and `other`; their sum is 1.
+
+    `hidden`: of communication beside computation, not in `parts`.
+    """
 
     steps: int
     step_s: float
@@ -37,14 +42,19 @@ class Shares(NamedTuple):
 class _Span(NamedTuple):
     start: float
     end: float
-    kind: str  # work, busy (a computation), message, host (a section while kernels say what is work) or outside (of all steps)
+    # work, busy (a computation), message, host (a section while kernels say what is work) or outside (of all steps)
+    kind: str
     label: str = ""
 
 
 def shares(events: Iterable[dict[str, Any]]) -> Shares | None:
     """Of the whole steps in a trace; None when there is none. `events`: the list `traceEvents`."""
     spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    steps = [(event["ts"], event["ts"] + event["dur"]) for event in spans if event["name"].startswith("ProfilerStep#") and event["cat"] == "user_annotation"]
+    steps = [
+        (event["ts"], event["ts"] + event["dur"])
+        for event in spans
+        if event["name"].startswith("ProfilerStep#") and event["cat"] == "user_annotation"
+    ]
     if not steps:
         return None
     first, last = min(start for start, _ in steps), max(end for _, end in steps)
@@ -54,7 +64,11 @@ def shares(events: Iterable[dict[str, Any]]) -> Shares | None:
         kinds = {kind for kind, _ in active}
         if "outside" in kinds:
             continue
-        work = {label for kind, label in active if kind == "work"} or {label for kind, label in active if kind == "host"} or {"other"}
+        work = (
+            {label for kind, label in active if kind == "work"}
+            or {label for kind, label in active if kind == "host"}
+            or {"other"}
+        )
         if "message" in kinds and "busy" not in kinds:
             work = {"communication"}
         elif "message" in kinds:
@@ -62,7 +76,12 @@ def shares(events: Iterable[dict[str, Any]]) -> Shares | None:
         for label in work:
             totals[label] += duration / len(work)
     whole = sum(totals.values()) or 1.0
-    return Shares(len(steps), whole * MICRO / len(steps), {label: totals[label] / whole for label in (*WORK, "other")}, hidden / whole)
+    return Shares(
+        len(steps),
+        whole * MICRO / len(steps),
+        {label: totals[label] / whole for label in (*WORK, "other")},
+        hidden / whole,
+    )
 
 
 def _moments(spans: Iterable[_Span], first: float, last: float) -> Iterator[tuple[float, set[tuple[str, str]]]]:
@@ -102,13 +121,21 @@ def _classified(events: list[dict[str, Any]]) -> Iterator[_Span]:
             elif event["name"].startswith(_CHANNELS):
                 yield _span(event, "message")
         return
-    launches = {event["args"].get("correlation"): event["ts"] for event in events if event["cat"] in ("cuda_runtime", "cuda_driver") and "args" in event}
+    launches = {
+        event["args"].get("correlation"): event["ts"]
+        for event in events
+        if event["cat"] in ("cuda_runtime", "cuda_driver") and "args" in event
+    }
     for event in kernels:
         if "nccl" in event["name"].lower():
             yield _span(event, "message")
             continue
         at = launches.get(event.get("args", {}).get("correlation"), event["ts"])
-        names = (section["name"].removeprefix(PREFIX) for section in sections if section["ts"] <= at < section["ts"] + section["dur"])
+        names = (
+            section["name"].removeprefix(PREFIX)
+            for section in sections
+            if section["ts"] <= at < section["ts"] + section["dur"]
+        )
         yield _span(event, "busy")
         yield _span(event, "work", next((name for name in names if name in WORK), "other"))
 

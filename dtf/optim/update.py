@@ -22,7 +22,8 @@ from dtf.model.memory import byte_count
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import Tables
 
-GROWTH_INTERVAL = 2000  # steps without overflow before the loss scale doubles; as in Micikevicius et al. 2018, section 3.2
+# steps without overflow before the loss scale doubles; as in Micikevicius et al. 2018, section 3.2
+GROWTH_INTERVAL = 2000
 
 
 class Piece(NamedTuple):
@@ -33,13 +34,20 @@ class Piece(NamedTuple):
     master: Tensor  # the numbers that the optimizer steps; the same tensor unless they have another format
     shape: tuple[int, ...]  # of the global tensor
     offset: tuple[int, ...]  # of the local part in it
-    counts: bool = True  # False: held in whole by several ranks that together hold the model, and another of them counts for it
+    # False: held in whole by several ranks that together hold the model, and another of them counts for it
+    counts: bool = True
 
 
 def whole(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, Piece]:
     """The pieces of a model that is all here. `masters`: see `init.cast_model`."""
     return {
-        name: Piece(p, masters[name] if masters[name].dtype is p.dtype else p.data, masters[name], tuple(p.shape), (0,) * p.dim())
+        name: Piece(
+            p,
+            masters[name] if masters[name].dtype is p.dtype else p.data,
+            masters[name],
+            tuple(p.shape),
+            (0,) * p.dim(),
+        )
         for name, p in model.named_parameters()
     }
 
@@ -63,7 +71,9 @@ def state_bytes(model: nn.Module, optimizer: Optimizer, precision: Precision) ->
 
 
 def rehearsed(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], None]]:
-    """For a part of a model that has gradients: a function that does the work of an update on it, for timing; the numbers mean nothing."""
+    """For a part of a model that has gradients: a function that does the work of an update on it, for timing; the
+    numbers mean nothing.
+    """
 
     def prepare(model: nn.Module) -> Callable[[], None]:
         trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
@@ -84,12 +94,14 @@ def rehearsed(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], None]]
 class LocalUpdate(Update):
     """The optimizer lives in this process, over the pieces that are here or over those of them that it owns.
 
-    `owned`: names whose optimizer state lives here (default all); `after`: called when the owned parameters have changed, to fetch the others.
-    `writes`: whether this rank writes its pieces, which other ranks may hold too. What several ranks do together, all in place and collective:
-    `reduce` adds up gradients that arrived on this rank alone; `combine` adds up sums per parameter, the last axis, over the ranks that hold the
-    other slices of the same parameters; `gather` makes the norms (n,) of these parameters those of the whole model's (N,). `like`: has the device
-    and the format of the model's parameters, where this rank may hold none of them. `tables`: the task's sparse tables, whose gradients are there
-    before `apply`; of several updates of the same tables only one `leads`, and steps them.
+    `owned`: names whose optimizer state lives here (default all); `after`: called when the owned parameters have
+    changed, to fetch the others. `writes`: whether this rank writes its pieces, which other ranks may hold too. What
+    several ranks do together, all in place and collective: `reduce` adds up gradients that arrived on this rank alone;
+    `combine` adds up sums per parameter, the last axis, over the ranks that hold the other slices of the same
+    parameters; `gather` makes the norms (n,) of these parameters those of the whole model's (N,). `like`: has the
+    device and the format of the model's parameters, where this rank may hold none of them. `tables`: the task's sparse
+    tables, whose gradients are there before `apply`; of several updates of the same tables only one `leads`, and steps
+    them.
     """
 
     def __init__(
@@ -123,12 +135,21 @@ class LocalUpdate(Update):
         shapes, counts = ({name: getattr(self._pieces[name], key) for name in own} for key in ("shape", "counts"))
         self._bound = optimizer.bind(masters, shapes, combine, counts)
         self._trained = list(self._pieces.values())
-        self._aside: dict[str, Tensor] = {}  # weights of a narrower format than their averages, while these stand in for them
-        self._copies = [(self._pieces[name].local, master) for name, master in masters.items() if self._pieces[name].local is not master]
+        # weights of a narrower format than their averages, while these stand in for them
+        self._aside: dict[str, Tensor] = {}
+        self._copies = [
+            (self._pieces[name].local, master)
+            for name, master in masters.items()
+            if self._pieces[name].local is not master
+        ]
         like = next(iter(pieces.values())).local if like is None else like
         device, self._norm_dtype = like.device, _norm_dtype([like])
         self._host, self._none = device.type == "cpu", torch.zeros(0, dtype=self._norm_dtype, device=device)
-        self._counts = None if all(piece.counts for piece in self._trained) else torch.tensor([float(p.counts) for p in self._trained], device=device)
+        self._counts = (
+            None
+            if all(piece.counts for piece in self._trained)
+            else torch.tensor([float(p.counts) for p in self._trained], device=device)
+        )
         self._scale = torch.full((), loss_scale, dtype=torch.float32, device=device) if loss_scale else None
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped: int | Tensor = 0 if self._host else torch.zeros((), device=device)
@@ -142,7 +163,10 @@ class LocalUpdate(Update):
     @torch.no_grad()
     def apply(self, step: int, lr: float) -> Tensor:
         # Zeros for parameters that the loss did not reach: their update is the optimizer's own (decay, momentum).
-        gradients = [torch.zeros_like(piece.local) if piece.parameter.grad is None else local(piece.parameter.grad) for piece in self._trained]
+        gradients = [
+            torch.zeros_like(piece.local) if piece.parameter.grad is None else local(piece.parameter.grad)
+            for piece in self._trained
+        ]
         if self._reduce is not None:
             self._reduce(gradients)
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=self._norm_dtype)) if gradients else self._none
@@ -169,7 +193,8 @@ class LocalUpdate(Update):
             skip = torch.isfinite(norm).logical_not_().to(torch.float32)
             self._step(gradients, factor, lr, skip)
             self._count_device(skip)
-            if self._tables is not None and not skip.item():  # tables lie in host memory, which has to wait for their gradients anyway
+            # tables lie in host memory, which has to wait for their gradients anyway
+            if self._tables is not None and not skip.item():
                 self._step_tables(factor, lr)
         for piece in self._trained:
             piece.parameter.grad = None
@@ -202,7 +227,8 @@ class LocalUpdate(Update):
         if self._scale is None:
             self._skipped += skipped
             return
-        # With loss scaling an overflow is how the scale finds its value; it counts only when the scale cannot be the reason.
+        # With loss scaling an overflow is how the scale finds its value; it counts only when the scale cannot be the
+        # reason.
         self._skipped += skipped and float(self._scale) <= 1.0
         torch._amp_update_scale_(self._scale, self._growth, torch.tensor(float(skipped)), 2.0, 0.5, GROWTH_INTERVAL)
 
@@ -237,7 +263,9 @@ class LocalUpdate(Update):
 
     def bytes(self) -> tuple[int, int, int, int]:
         pieces, trained = [*self._pieces.values(), *self._frozen.values()], [piece.local for piece in self._trained]
-        parameters = [piece.local for piece in pieces] + [piece.master for piece in pieces if piece.master is not piece.local]
+        parameters = [piece.local for piece in pieces] + [
+            piece.master for piece in pieces if piece.master is not piece.local
+        ]
         gradients = trained + [master for _, master in self._copies]  # converted before the step
         rows = self._tables.byte_count() if self._tables is not None and self._leads else 0
         states = byte_count(tensor for state in self._bound.states.values() for tensor in state.values())
@@ -245,10 +273,15 @@ class LocalUpdate(Update):
 
     def held(self) -> dict[str, Tensor]:
         pieces = {**self._pieces, **self._frozen}
-        return {name if piece.local.shape == piece.shape else f"{name} at {list(piece.offset)}": piece.local for name, piece in pieces.items()}
+        return {
+            name if piece.local.shape == piece.shape else f"{name} at {list(piece.offset)}": piece.local
+            for name, piece in pieces.items()
+        }
 
     def kept(self, name: str) -> dict[str, Tensor]:
-        """What is kept of a parameter that learns: the numbers that are stepped, under an empty key, and the optimizer's state."""
+        """What is kept of a parameter that learns: the numbers that are stepped, under an empty key, and the
+        optimizer's state.
+        """
         return {"": self._pieces[name].master, **self._bound.states[name]}
 
     @torch.no_grad()

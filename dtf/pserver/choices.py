@@ -48,9 +48,17 @@ class TlsMode(Enum):
 class TlsOptions:
     """Files in PEM, by which processes know each other on a network that others can reach."""
 
-    mode: TlsMode = option(default=TlsMode.none, doc="`none`; `tls`: servers show a certificate, and what passes is encrypted; `mtls`: trainers show one too")
-    ca: str = option(default="", doc="who vouches for the others: the authority's certificate, or the one certificate that all have")
-    cert: str = option(default="", doc="this process's certificate, for the host as strategy.endpoints names it; trainers need one with mtls")
+    mode: TlsMode = option(
+        default=TlsMode.none,
+        doc="`none`; `tls`: servers show a certificate, and what passes is encrypted; `mtls`: trainers show one too",
+    )
+    ca: str = option(
+        default="", doc="who vouches for the others: the authority's certificate, or the one certificate that all have"
+    )
+    cert: str = option(
+        default="",
+        doc="this process's certificate, for the host as strategy.endpoints names it; trainers need one with mtls",
+    )
     key: str = option(default="", doc="the private key of cert")
 
     @property
@@ -67,7 +75,9 @@ class TlsOptions:
         if self.mode is TlsMode.none:
             given = [name for name in ("ca", "cert", "key") if getattr(self, name)]
             if given:
-                raise ConfigError(f"strategy.tls.{given[0]} is given and strategy.tls.mode=none uses no file; set it to tls or mtls")
+                raise ConfigError(
+                    f"strategy.tls.{given[0]} is given and strategy.tls.mode=none uses no file; set it to tls or mtls"
+                )
             return
         needed = ({"cert", "key"} if serves or self.mutual else set()) | ({"ca"} if asks or self.mutual else set())
         manual_start.check_files("strategy.tls", self.files(), sorted(needed))

@@ -1,4 +1,6 @@
-"""How processes that were started by hand find each other: they ask server 0, by MEET, which attempt of the run this is and where its servers meet."""
+"""How processes that were started by hand find each other: they ask server 0, by MEET, which attempt of the run this is
+and where its servers meet.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ class Host:
         """Whether all have come; from then on none may leave."""
         with self._lock:
             now = monotonic()
-            self._complete = self._complete or all(now - self._heard.get(server, -self._silence_s) < self._silence_s for server in self._others)
+            self._complete = self._complete or all(
+                now - self._heard.get(server, -self._silence_s) < self._silence_s for server in self._others
+            )
             return self._complete
 
     def missing(self) -> list[int]:
@@ -101,7 +105,10 @@ def not_here(server: int) -> Callable[[bytes], bytes]:
     """What another server than 0 says to those who ask it."""
 
     def refuse(data: bytes) -> bytes:
-        raise Refused(f"this is server {server}, and strategy.endpoints calls it server 0; give all processes the same endpoints, in the same order")
+        raise Refused(
+            f"this is server {server}, and strategy.endpoints calls it server 0; give all processes the same "
+            "endpoints, in the same order"
+        )
 
     return refuse
 
@@ -113,11 +120,16 @@ class Guest:
         self._transport = transport
         request = {"server": who, "born": secrets.randbits(62), "servers": servers}
         self._schemas = meet_schemas()
-        self._request = encode(self._schemas[0], request, {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8)})
+        self._request = encode(
+            self._schemas[0], request, {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
+        )
         self._epoch, self._heard = "", 0.0
 
     def ask(self) -> tuple[bool, Told]:
-        """Whether all servers are there, and where. Lost, AuthError, or ConfigError for a process that cannot take part."""
+        """Whether all servers are there, and where.
+
+        Lost, AuthError, or ConfigError for a process that cannot take part.
+        """
         try:
             answer = decode(self._schemas[1], self._transport.call(MEET, self._request, DEADLINE_S))
         except Refused as refused:
@@ -125,7 +137,10 @@ class Guest:
         return bool(answer.scalars["complete"]), Told(*json.loads(answer.arrays["told"].tobytes()))
 
     def arrive(self, patience_s: float, wait: Callable[[], None], say: Callable[[str], None]) -> Told:
-        """Wait until all servers are there. Absent when they are not after `patience_s`. See `Standing` for `wait` and `say`."""
+        """Wait until all servers are there. Absent when they are not after `patience_s`.
+
+        See `Standing` for `wait` and `say`.
+        """
         start, pause, said = monotonic(), threading.Event(), False
         while True:
             wait()

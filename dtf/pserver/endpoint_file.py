@@ -1,4 +1,6 @@
-"""The file by which `job=status` finds a live run from its folder: where to ask, and a token that is good for looking only. Torch-free."""
+"""The file by which `job=status` finds a live run from its folder: where to ask, and a token that is good for looking
+only. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,17 @@ def withdraw(folder: Path) -> None:
 
 
 def find(folder: Path) -> Live:
-    """How to ask the run in `folder`. DataError when there is none, PeerError when it is not live, or is of a kind that answers no questions."""
+    """How to ask the run in `folder`.
+
+    DataError when there is none, PeerError when it is not live, or is of a kind that answers no questions.
+    """
     if not folder.is_dir():
         raise DataError(f"job.run_folder={folder} does not exist; give the folder of a run")
     try:
         return Live(**json.loads((folder / _NAME).read_text()))
     except FileNotFoundError:
-        raise PeerError(f"no run in {folder} can be asked: it has ended, has not begun, or has no servers (strategy=pserver has)") from None
+        raise PeerError(
+            f"no run in {folder} can be asked: it has ended, has not begun, or has no servers (strategy=pserver has)"
+        ) from None
     except (OSError, ValueError, TypeError) as error:
         raise PeerError(f"{folder / _NAME} cannot be read: {error}") from None

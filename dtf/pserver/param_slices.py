@@ -50,17 +50,29 @@ class Layout(NamedTuple):
     frozen_bytes: int
 
 
-def lay_out(model: nn.Module, precision: Precision, servers: int, sliced: bool, least: int, placement: str) -> list[Layout]:
-    """The parameters of `model`, on meta or not, over servers. `sliced`: cut them into as many slices as there are servers, of at least `least` elements."""
+def lay_out(
+    model: nn.Module, precision: Precision, servers: int, sliced: bool, least: int, placement: str
+) -> list[Layout]:
+    """The parameters of `model`, on meta or not, over servers.
+
+    `sliced`: cut them into as many slices as there are servers, of at least `least` elements.
+    """
     pairs, parameters = formats(model, precision), dict(model.named_parameters())
-    ends = {name: _cuts(parameter, servers, least) if sliced else [(0, _rows(parameter))] for name, parameter in parameters.items()}
-    sizes = {name: [parameters[name].numel() // _rows(parameters[name]) * (last - first) for first, last in cuts] for name, cuts in ends.items()}
+    ends = {
+        name: _cuts(parameter, servers, least) if sliced else [(0, _rows(parameter))]
+        for name, parameter in parameters.items()
+    }
+    sizes = {
+        name: [parameters[name].numel() // _rows(parameters[name]) * (last - first) for first, last in cuts]
+        for name, cuts in ends.items()
+    }
     owners = placed(placement, sizes, servers)
     for name, slices in sizes.items():
         found = list(owners.get(name, []))
         if len(found) != len(slices) or len(set(found)) != len(found) or not set(found) <= set(range(servers)):
             raise ConfigError(
-                f"strategy.placement={placement} puts {len(slices)} slices of {name} on servers {found}; name for each one of 0 to {servers - 1}, none twice"
+                f"strategy.placement={placement} puts {len(slices)} slices of {name} on servers {found}; name for "
+                f"each one of 0 to {servers - 1}, none twice"
             )
     return [_layout(server, parameters, pairs, ends, owners) for server in range(servers)]
 
@@ -131,13 +143,17 @@ def fields(layout: Layout, optimizer: Optimizer) -> tuple[tuple[Field, ...], int
 
 def views(memory: Tensor, blocks: Sequence[Block | Field]) -> list[Tensor]:
     """The blocks in the memory (bytes,) uint8 of their server."""
-    return [memory[block.at : block.at + math.prod(block.shape) * block.dtype.itemsize].view(block.dtype).view(block.shape) for block in blocks]
+    return [
+        memory[block.at : block.at + math.prod(block.shape) * block.dtype.itemsize].view(block.dtype).view(block.shape)
+        for block in blocks
+    ]
 
 
 def balance(layouts: Sequence[Layout]) -> str:
     """For the start-up table: what each server holds of the model."""
     texts = [
-        f"{number}: {len(layout.learning) + len(layout.frozen)} blocks, {(layout.bytes + layout.frozen_bytes) / 2**20:.1f} MiB"
+        f"{number}: {len(layout.learning) + len(layout.frozen)} blocks, "
+        f"{(layout.bytes + layout.frozen_bytes) / 2**20:.1f} MiB"
         for number, layout in enumerate(layouts)
     ]
     return "; ".join(texts)

@@ -1,4 +1,7 @@
-"""Rules that say which server holds which slice of a parameter, by name. Torch-free, so that plugins with rules of their own may be."""
+"""Rules that say which server holds which slice of a parameter, by name.
+
+Torch-free, so that plugins with rules of their own may be.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from dtf.api.registry import bring, suggest
 from dtf.core.errors import ConfigError
 
 Placing = Callable[[Mapping[str, list[int]], int], Mapping[str, list[int]]]
-"""`placing(elements of each slice, by parameter, servers) -> server of each slice`; slices of one parameter go to different servers. A pure function: every
-process calls it for itself."""
+"""`placing(elements of each slice, by parameter, servers) -> server of each slice`; slices of one parameter go to
+different servers. A pure function: every process calls it for itself."""
 
 _PLACINGS: dict[str, Placing] = {}
 
@@ -37,7 +40,10 @@ def round_robin(sizes: Mapping[str, list[int]], servers: int) -> dict[str, list[
 @placing("hash_name")
 def hash_name(sizes: Mapping[str, list[int]], servers: int) -> dict[str, list[int]]:
     """By CRC-32 of the parameter's name: it stays where it is when others come and go."""
-    return {name: [(zlib.crc32(name.encode()) + number) % servers for number, _ in enumerate(slices)] for name, slices in sizes.items()}
+    return {
+        name: [(zlib.crc32(name.encode()) + number) % servers for number, _ in enumerate(slices)]
+        for name, slices in sizes.items()
+    }
 
 
 def check_placement(name: str) -> None:

@@ -1,4 +1,6 @@
-"""Rows of sparse tables between trainers, which look them up by id, and servers, each of which holds those that a hash of the id gives it."""
+"""Rows of sparse tables between trainers, which look them up by id, and servers, each of which holds those that a hash
+of the id gives it.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,23 @@ class Shelf(Dealt):
 
     def take(self, given: Sequence[Given]) -> float:
         """The gradients to apply: their sum, in this order; returns the sum of its squares."""
-        parts = [part.gradients if part.weight == 1 else part.gradients * part.gradients.dtype.type(part.weight) for part in given]
+        parts = [
+            part.gradients if part.weight == 1 else part.gradients * part.gradients.dtype.type(part.weight)
+            for part in given
+        ]
         if len(parts) == 1:
             self._merged = given[0].ids, parts[0]
         else:
-            ids, inverse = unique(np.concatenate([part.ids for part in given])) if given else (np.empty(0, np.int64), np.empty(0, np.int32))
-            summed = segment_sum(np.concatenate(parts), inverse, len(ids)) if given else np.empty((0, self.width), self.store.dtype)
+            ids, inverse = (
+                unique(np.concatenate([part.ids for part in given]))
+                if given
+                else (np.empty(0, np.int64), np.empty(0, np.int32))
+            )
+            summed = (
+                segment_sum(np.concatenate(parts), inverse, len(ids))
+                if given
+                else np.empty((0, self.width), self.store.dtype)
+            )
             self._merged = ids, summed
         return squares(self._merged[1])
 
@@ -56,8 +69,8 @@ class Shelves(Tables):
         return self._shelves[name].store.lookup(ids, create)
 
     def take(self, given: Mapping[str, Sequence[Given]], together: bool) -> float:
-        """What the next `step` applies; the sum of its squares. `together`: all servers take parts of the same gradient, whose norm is then known;
-        collective."""
+        """What the next `step` applies; the sum of its squares. `together`: all servers take parts of the same
+        gradient, whose norm is then known; collective."""
         total = torch.zeros(1 + len(self._shelves), dtype=torch.float64)
         for name, shelf in self._shelves.items():
             total[0] += shelf.take(given[name])
@@ -81,7 +94,10 @@ class Shelves(Tables):
                 raise full(name, shelf.store.spec.capacity, int(rows))
 
     def records(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Rows of distinct ids with their state, made where there are none; see `SparseTable.records`. Not collective."""
+        """Rows of distinct ids with their state, made where there are none; see `SparseTable.records`.
+
+        Not collective.
+        """
         return self._shelves[name].store.records(ids)
 
     def learn(self, given: Mapping[str, Sequence[Given]]) -> None:
@@ -92,7 +108,12 @@ class Shelves(Tables):
 
     def parts(self, places: Mapping[str, tuple[int, int]]) -> list[Box]:
         """As `boxes`, where rows before those of each table here, and rows in all, are known. Not collective."""
-        return [box for name, shelf in self._shelves.items() for box in boxes_of(name, shelf, self._world.rank == 0, *places[name]) if box.tensor.numel()]
+        return [
+            box
+            for name, shelf in self._shelves.items()
+            for box in boxes_of(name, shelf, self._world.rank == 0, *places[name])
+            if box.tensor.numel()
+        ]
 
     def columns(self, name: str) -> int:
         """Numbers of a row with its state."""
@@ -101,7 +122,10 @@ class Shelves(Tables):
     def sizes(self) -> dict[str, dict[str, int]]:
         """Of each table, on this server: see `Holdings.tables`. Not collective."""
         stores = {name: shelf.store for name, shelf in self._shelves.items()}
-        return {name: {"rows": len(store), "bytes": store.byte_count(), "capacity": store.spec.capacity} for name, store in stores.items()}
+        return {
+            name: {"rows": len(store), "bytes": store.byte_count(), "capacity": store.spec.capacity}
+            for name, store in stores.items()
+        }
 
 
 def shelves_of(task: Task, world: World) -> Shelves | None:
@@ -110,9 +134,13 @@ def shelves_of(task: Task, world: World) -> Shelves | None:
     if not specs:
         return None
     if task.rows is None:
-        raise ConfigError(f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME")
+        raise ConfigError(
+            f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
+        )
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
-    shelves = Shelves({name: Shelf(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()}, world)
+    shelves = Shelves(
+        {name: Shelf(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()}, world
+    )
     if task.weights is not None:
         shelves.start_from(task.weights, task.recipe)
     return shelves
@@ -125,12 +153,15 @@ ALL = slice(None)
 
 
 class Wanted:
-    """The ids of one batch's inputs, each once and by the server that holds it; then its rows, and gradients on their way back."""
+    """The ids of one batch's inputs, each once and by the server that holds it; then its rows, and gradients on their
+    way back.
+    """
 
     def __init__(self, batch: Batch, widths: Mapping[str, int], servers: int) -> None:
         self._widths, self._servers = widths, servers
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._found: dict[str, tuple[np.ndarray, np.ndarray, list[Places]]] = {}  # ids, place of each position in them, places by server
+        # ids, place of each position in them, places by server
+        self._found: dict[str, tuple[np.ndarray, np.ndarray, list[Places]]] = {}
         for name in widths:
             ids = batch.inputs[name]
             self._shapes[name] = tuple(ids.shape)
@@ -159,7 +190,9 @@ class Wanted:
         return batch._replace(inputs=inputs)
 
     def gradients(self, given: Mapping[str, Tensor]) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
-        """By server and table, the ids and the gradients (U, width) of their rows, from those (B, F, width) of what `fill` made."""
+        """By server and table, the ids and the gradients (U, width) of their rows, from those (B, F, width) of what
+        `fill` made.
+        """
         parts: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(self._servers)]
         for name, (found, inverse, places) in self._found.items():
             width = self._widths[name]

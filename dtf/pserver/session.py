@@ -1,4 +1,7 @@
-"""How processes find each other: under a launcher by its store, by hand by server 0's endpoint. The only part of the parameter server that opens sockets."""
+"""How processes find each other: under a launcher by its store, by hand by server 0's endpoint.
+
+The only part of the parameter server that opens sockets.
+"""
 
 from __future__ import annotations
 
@@ -101,9 +104,14 @@ def _check_free(endpoint: str, server: int) -> None:
         network.listen(*network.endpoint(endpoint, "strategy.endpoints")).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise BusyError(f"strategy.endpoints: {endpoint} is taken by another process; is server {server} of this run at work already?") from None
+            raise BusyError(
+                f"strategy.endpoints: {endpoint} is taken by another process; is server {server} of this run at work "
+                "already?"
+            ) from None
         said = f"strategy.endpoints: {endpoint} cannot be listened on: {error.strerror or error}"
-        raise ConfigError(f"{said}; is this host really that of strategy.server_id={server}, and are the endpoints in order?") from None
+        raise ConfigError(
+            f"{said}; is this host really that of strategy.server_id={server}, and are the endpoints in order?"
+        ) from None
 
 
 def _arrive(standing: Standing, strategy: Pserver, post: Post, service: Service) -> Standing:
@@ -112,12 +120,19 @@ def _arrive(standing: Standing, strategy: Pserver, post: Post, service: Service)
     service.epoch = UNKNOWN
     service.add({MEET: not_here(place.rank)})
     service.start()
-    guest = Guest(Client(endpoints[0], place.token, UNKNOWN, tls=tls(strategy)), place.rank, len(endpoints), standing.facts)
+    guest = Guest(
+        Client(endpoints[0], place.token, UNKNOWN, tls=tls(strategy)), place.rank, len(endpoints), standing.facts
+    )
     told = guest.arrive(strategy.patience_s, standing.wait, standing.say)
     service.epoch = told.epoch
     post.look = lambda: guest.look(_patience_s(strategy))
     standing.say(f"server {place.rank} takes part in {told.folder}; server 0, on {told.host}, reports")
-    return replace(standing, place=replace(place, store=told.store, prefix=told.epoch), folder=Path(told.folder), run_id=told.run_id)
+    return replace(
+        standing,
+        place=replace(place, store=told.store, prefix=told.epoch),
+        folder=Path(told.folder),
+        run_id=told.run_id,
+    )
 
 
 def serve(task: Task, world: World, strategy: Pserver, trainers: int, post: Post) -> Program:
@@ -125,7 +140,12 @@ def serve(task: Task, world: World, strategy: Pserver, trainers: int, post: Post
     serving = Serving(task, world, strategy, strategy.merging(), trainers)
     place = world.place
     desk = Desk(serving, task, world.facts, world.rank, place.hang_timeout_s)
-    about: dict[str, Any] = {"mode": strategy.mode.value, "attempt": place.prefix, "folder": str(world.folder), "endpoints": strategy.where()}
+    about: dict[str, Any] = {
+        "mode": strategy.mode.value,
+        "attempt": place.prefix,
+        "folder": str(world.folder),
+        "endpoints": strategy.where(),
+    }
     handlers = desk.handlers | {STATUS: _status(lambda: snapshot(serving, world.rank, world.size) | about)}
     if post.service:
         service, endpoint = post.service, post.endpoint
@@ -191,15 +211,25 @@ def _team(errand: Errand, number: int, part: Shard) -> Team:
     return Team(store, part, torch.device(place.device), lambda: errand.beat("start", 0), place.start_timeout_s / 2)
 
 
-def lend(task: Task, errand: Errand, strategy: Pserver, trainers: int, read: Callable[[Path], Source], write: Write) -> None:
+def lend(
+    task: Task, errand: Errand, strategy: Pserver, trainers: int, read: Callable[[Path], Source], write: Write
+) -> None:
     """The life of a server of rows alone."""
     place, store = errand.place, _store(errand.place)
     number, count = place.rank - trainers, strategy.count()
     shelves = shelves_of(task, World(Place(rank=number, size=count)))
     assert shelves is not None
     lending = Lending(shelves, task.recipe, trainers, place.rank, errand.folder, read, write)
-    about: dict[str, Any] = {"server": number, "servers": count, "mode": strategy.mode.value, "attempt": place.prefix, "folder": str(errand.folder)}
-    service = _service(lending.handlers | {STATUS: _status(lambda: lending.snapshot() | about)}, place, strategy, trainers)
+    about: dict[str, Any] = {
+        "server": number,
+        "servers": count,
+        "mode": strategy.mode.value,
+        "attempt": place.prefix,
+        "folder": str(errand.folder),
+    }
+    service = _service(
+        lending.handlers | {STATUS: _status(lambda: lending.snapshot() | about)}, place, strategy, trainers
+    )
     service.on_error = lending.fail
     service.start()
     try:
@@ -215,23 +245,39 @@ def lend(task: Task, errand: Errand, strategy: Pserver, trainers: int, read: Cal
 def servers(place: Place, strategy: Pserver) -> list[Retrying]:
     """What carries requests to each server that the launcher started."""
     endpoints = _endpoints(_store(place), strategy.count())
-    return [Retrying(Shared(Client(endpoint, place.token, place.prefix, tls=tls(strategy))), PATIENCE_S) for endpoint in endpoints]
+    return [
+        Retrying(Shared(Client(endpoint, place.token, place.prefix, tls=tls(strategy))), PATIENCE_S)
+        for endpoint in endpoints
+    ]
 
 
 class _ByHand:
-    """A trainer that nobody restarts with the servers: it waits for them, and goes on with those that come after them."""
+    """A trainer that nobody restarts with the servers: it waits for them, and goes on with those that come after
+    them.
+    """
 
     def __init__(self, task: Task, errand: Errand, strategy: Pserver, trainers: int, number: int) -> None:
-        self._task, self._errand, self._strategy, self._trainers, self._number = task, errand, strategy, trainers, number
+        self._task, self._errand, self._strategy, self._trainers, self._number = (
+            task,
+            errand,
+            strategy,
+            trainers,
+            number,
+        )
         self._endpoints, self._loaders = strategy.where(), list[Any]()
         self._until = 0.0
         self._guest = Guest(self._client(0, UNKNOWN), NOBODY, len(self._endpoints), {"config": errand.facts["config"]})
 
     def run(self) -> None:
-        """To the end of the run. Preempted when this trainer or the run was told to stop, BudgetError when its budget is spent."""
+        """To the end of the run.
+
+        Preempted when this trainer or the run was told to stop, BudgetError when its budget is spent.
+        """
         reason = self._live()
         if reason == "preempted":
-            raise Preempted("the run was asked to stop; start its servers again with the same run.dir, and its trainers, to go on")
+            raise Preempted(
+                "the run was asked to stop; start its servers again with the same run.dir, and its trainers, to go on"
+            )
         if reason == "budget":
             raise BudgetError("the budget of the run is spent; see what server 0 says")
 
@@ -247,12 +293,16 @@ class _ByHand:
                 for server, client in enumerate(clients):
                     _await(server, client)
                 if before != told.epoch:
-                    self._errand.say(f"trainer {self._number} takes part in {told.folder}, on {told.host}; server 0 reports")
+                    self._errand.say(
+                        f"trainer {self._number} takes part in {told.folder}, on {told.host}; server 0 reports"
+                    )
                 before = told.epoch
                 return self._work(clients)
             except PeerError as error:
                 if time.monotonic() > self._until:
-                    raise Absent(f"no step was finished within strategy.meet_timeout_s={self._strategy.patience_s:g}: {error}") from None
+                    raise Absent(
+                        f"no step was finished within strategy.meet_timeout_s={self._strategy.patience_s:g}: {error}"
+                    ) from None
                 if before == told.epoch:
                     self._errand.say(f"{error}; waiting for the servers to come back")
                 elif time.monotonic() > quiet_until:
@@ -281,9 +331,20 @@ class _ByHand:
     def _leave(self, server: Client) -> None:
         """Let others have what this one has not done, at once."""
         for trainer in numbers(self._number, self._strategy):
-            request = {"trainer": trainer, "starter": self._errand.place.starter, "most": 0, "wait_s": 0.0, "stopping": 0, "leaving": 1}
+            request = {
+                "trainer": trainer,
+                "starter": self._errand.place.starter,
+                "most": 0,
+                "wait_s": 0.0,
+                "stopping": 0,
+                "leaving": 1,
+            }
             with suppress(DtfError):
-                server.call(LEASE, encode(messages.lease_schemas()[0], request, {"done": np.empty((0, 3), np.int64)}), PATIENCE_S)
+                server.call(
+                    LEASE,
+                    encode(messages.lease_schemas()[0], request, {"done": np.empty((0, 3), np.int64)}),
+                    PATIENCE_S,
+                )
 
     def _open(self, split: str, shard: Shard, rows: int) -> Loader:
         self._loaders.append(self._errand.open(split, shard, rows))
@@ -303,10 +364,15 @@ def _await(server: int, client: Client) -> None:
     try:
         client.wait_ready(READY_S)
     except Lost:
-        raise Lost(f"server {server} is not ready at {client.endpoint}; is it started, and is that where strategy.endpoints has it everywhere?") from None
+        raise Lost(
+            f"server {server} is not ready at {client.endpoint}; is it started, and is that where strategy.endpoints "
+            "has it everywhere?"
+        ) from None
 
 
-def _service(handlers: Handlers, place: Place, strategy: Pserver, trainers: int, address: str = "127.0.0.1:0") -> Service:
+def _service(
+    handlers: Handlers, place: Place, strategy: Pserver, trainers: int, address: str = "127.0.0.1:0"
+) -> Service:
     return Service(
         handlers,
         place.token,
@@ -331,7 +397,10 @@ def _gather(host: Host, patience_s: float, standing: Standing, endpoints: list[s
     start, said = time.monotonic(), False
     while not host.complete():
         standing.wait()
-        waited, missing = time.monotonic() - start, ", ".join(f"server {server} (at {endpoints[server]})" for server in host.missing())
+        waited, missing = (
+            time.monotonic() - start,
+            ", ".join(f"server {server} (at {endpoints[server]})" for server in host.missing()),
+        )
         missing = missing or "servers that came and have gone"
         if waited > patience_s:
             raise Absent(f"{missing} did not come within strategy.meet_timeout_s={patience_s:g}")
@@ -348,4 +417,6 @@ def _endpoints(store: PrefixStore, servers: int) -> list[str]:
 
 def _store(place: Place) -> PrefixStore:
     host, _, port = place.store.rpartition(":")
-    return PrefixStore(place.prefix, TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=place.start_timeout_s)))
+    return PrefixStore(
+        place.prefix, TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=place.start_timeout_s))
+    )

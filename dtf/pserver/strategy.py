@@ -25,80 +25,124 @@ GEO_STEPS, PATIENCE_S = 400, 600.0
 
 @register("strategy", "pserver")
 class Pserver(Strategy):
-    """Servers hold parameters and tables, each a part, and run the engine; trainers pull what a batch needs, compute, and push gradients.
+    """Servers hold parameters and tables, each a part, and run the engine; trainers pull what a batch needs, compute,
+    and push gradients.
 
     Bytes per step and trainer: twice the parameters, and 2 x U x (8 + width x format) for U distinct ids of its rows.
     """
 
     mode: Mode = option(
         default=Mode.sync,
-        doc="`sync`: gradients of all trainers make one update, the same numbers as ddp; `async`: each trainer works on global batches of its own, whose "
-        "gradients are applied as they arrive; `half_async`: trainers run free, and `gather` gradients make one update; `geo`: each trains by itself for "
+        doc="`sync`: gradients of all trainers make one update, the same numbers as ddp; `async`: each trainer works "
+        "on global batches of its own, whose "
+        "gradients are applied as they arrive; `half_async`: trainers run free, and `gather` gradients make one "
+        "update; `geo`: each trains by itself for "
         "`geo_steps`, from the servers' state, and what they learnt is added up there, each by its share of the rows",
     )
     dense: Dense = option(
         default=Dense.pserver,
-        doc="who holds what is no sparse table: `pserver`: servers do; `allreduce`: each trainer, as with ddp, and servers hold rows alone (sync)",
+        doc="who holds what is no sparse table: `pserver`: servers do; `allreduce`: each trainer, as with ddp, and "
+        "servers hold rows alone (sync)",
     )
     servers: int = option(default=1, least=1, most=MOST_PROCESSES, doc="processes that hold the state")
-    trainers: int = option(default=0, least=0, most=MOST_PROCESSES, doc="who computes, each in `team` processes; 0: launcher.processes / team")
+    trainers: int = option(
+        default=0,
+        least=0,
+        most=MOST_PROCESSES,
+        doc="who computes, each in `team` processes; 0: launcher.processes / team",
+    )
     team: int = option(
         default=1,
         least=1,
         most=MOST_PROCESSES,
-        doc="processes of a trainer: they share the rows of each lease, add up gradients among themselves (nccl on GPUs, gloo on CPUs), and one of them "
+        doc="processes of a trainer: they share the rows of each lease, add up gradients among themselves (nccl on "
+        "GPUs, gloo on CPUs), and one of them "
         "alone speaks with the servers",
     )
     hogwild_threads: int = option(
         default=1,
         least=1,
         most=MOST_THREADS,
-        doc="threads of each trainer process that each work as a trainer, with one copy of the dense parameters, which any of them refreshes while the others "
+        doc="threads of each trainer process that each work as a trainer, with one copy of the dense parameters, "
+        "which any of them refreshes while the others "
         "compute (Hogwild); they divide launcher.threads. In modes async and half_async, on CPU",
     )
     staleness: int | None = option(
         default=None,
         least=0,
-        doc="steps (with geo: exchanges) that may be handed out beyond the oldest that is not applied yet, in modes other than sync; null: twice the trainers "
+        doc="steps (with geo: exchanges) that may be handed out beyond the oldest that is not applied yet, in modes "
+        "other than sync; null: twice the trainers "
         "with async, else 1; 0: none, each waits for the one before",
         unit="steps",
     )
-    geo_steps: int | None = option(default=None, least=1, most=1_000_000, doc="with geo: steps between two exchanges; null: 400", unit="steps")
+    geo_steps: int | None = option(
+        default=None, least=1, most=1_000_000, doc="with geo: steps between two exchanges; null: 400", unit="steps"
+    )
     gather: int = option(default=0, least=0, doc="with half_async: pushes that make one update; 0: as many as trainers")
-    slice_parameters: bool = option(default=True, doc="cut parameters into a slice for each server, along their first axis")
+    slice_parameters: bool = option(
+        default=True, doc="cut parameters into a slice for each server, along their first axis"
+    )
     min_block: int = option(default=8192, least=1, doc="no smaller slices than this", unit="elements")
-    placement: str = option(default="round_robin", doc="which server gets which slice: `round_robin`, `hash_name`, or a function of yours, see docs/pserver.md")
+    placement: str = option(
+        default="round_robin",
+        doc="which server gets which slice: `round_robin`, `hash_name`, or a function of yours, see docs/pserver.md",
+    )
     wire: Wire = option(
         default=Wire.same,
-        doc="format in which blocks, rows and gradients of fp32 travel: as they are, or rounded to bf16 or fp16, half the bytes. "
+        doc="format in which blocks, rows and gradients of fp32 travel: as they are, or rounded to bf16 or fp16, half "
+        "the bytes. "
         "All but `same` change the numbers",
     )
-    send_queue: int = option(default=1, least=0, doc="pushes on their way while the next batch is computed, in modes other than sync")
+    send_queue: int = option(
+        default=1, least=0, doc="pushes on their way while the next batch is computed, in modes other than sync"
+    )
     record: str = option(
-        default="", doc="folder, in the run folder, where servers write the order of what they give and take, so that job=verify job.replay=RUN can do it again"
+        default="",
+        doc="folder, in the run folder, where servers write the order of what they give and take, so that job=verify "
+        "job.replay=RUN can do it again",
     )
     server_device: Device = option(
-        default=Device.cpu, doc="where servers keep and update blocks, `cpu` or `cuda`: a GPU, which a trainer may share; tables stay in the host's memory"
+        default=Device.cpu,
+        doc="where servers keep and update blocks, `cpu` or `cuda`: a GPU, which a trainer may share; tables stay in "
+        "the host's memory",
     )
     endpoints: list[str] = option(
         factory=list,
-        doc="HOST:PORT of each server, in order, for processes that are started by hand, a command for each; empty: the launcher starts all. "
+        doc="HOST:PORT of each server, in order, for processes that are started by hand, a command for each; empty: "
+        "the launcher starts all. "
         "Also DTF_ENDPOINTS, with commas between",
     )
-    role: Role | None = option(default=None, doc="with endpoints: what this command starts, `server` or `trainer`; also DTF_ROLE")
-    server_id: int | None = option(default=None, least=0, doc="which of the endpoints this server is, from 0; also DTF_SERVER_ID")
+    role: Role | None = option(
+        default=None, doc="with endpoints: what this command starts, `server` or `trainer`; also DTF_ROLE"
+    )
+    server_id: int | None = option(
+        default=None, least=0, doc="which of the endpoints this server is, from 0; also DTF_SERVER_ID"
+    )
     trainer_id: int | None = option(
-        default=None, least=0, most=MOST_PROCESSES - 1, doc="a number for this trainer that no other one of the run has; also DTF_TRAINER_ID"
+        default=None,
+        least=0,
+        most=MOST_PROCESSES - 1,
+        doc="a number for this trainer that no other one of the run has; also DTF_TRAINER_ID",
     )
     token_file: str = option(
-        default="", doc="file that only you can read, with the secret that all processes started by hand share; also DTF_TOKEN, the secret"
+        default="",
+        doc="file that only you can read, with the secret that all processes started by hand share; also DTF_TOKEN, "
+        "the secret",
     )
     meet_timeout_s: float | None = option(
-        default=None, above=0, most=LONGEST_S, doc="with endpoints: how long to wait for servers, at first and after they were lost; null: 600", unit="s"
+        default=None,
+        above=0,
+        most=LONGEST_S,
+        doc="with endpoints: how long to wait for servers, at first and after they were lost; null: 600",
+        unit="s",
     )
     tls: TlsOptions = option(factory=TlsOptions, doc="certificates, for networks that others can reach")
-    allow_insecure: bool = option(default=False, doc="let endpoints beyond this host pass everything unencrypted, the token included")
-    rpc_threads: int = option(default=0, least=0, most=1024, doc="threads of a server that answer trainers; 0: four, and two for each trainer")
+    allow_insecure: bool = option(
+        default=False, doc="let endpoints beyond this host pass everything unencrypted, the token included"
+    )
+    rpc_threads: int = option(
+        default=0, least=0, most=1024, doc="threads of a server that answer trainers; 0: four, and two for each trainer"
+    )
 
     def __post_init__(self) -> None:
         self._post: Post | None = None  # of a server, from `meet` on; no field, which would be a config key
@@ -113,7 +157,10 @@ class Pserver(Strategy):
 
     def check_processes(self, given: int) -> None:
         if self.trainers and given != self.trainers * self.team and not self.where():
-            raise ConfigError(f"launcher.processes={given} and strategy.trainers={self.trainers} of {self.team} process(es) differ; leave one of them out")
+            raise ConfigError(
+                f"launcher.processes={given} and strategy.trainers={self.trainers} of {self.team} process(es) differ; "
+                "leave one of them out"
+            )
 
     @property
     def rows_alone(self) -> bool:
@@ -142,12 +189,18 @@ class Pserver(Strategy):
             manual_start.refuse_without_endpoints(self.role, self.server_id, self.trainer_id)
             return None
         if self.servers not in (1, len(endpoints)):
-            raise ConfigError(f"strategy.servers={self.servers} and strategy.endpoints has {len(endpoints)}; leave strategy.servers out")
+            raise ConfigError(
+                f"strategy.servers={self.servers} and strategy.endpoints has {len(endpoints)}; leave strategy.servers "
+                "out"
+            )
         if not self.trainers:
             raise ConfigError(
-                "strategy.trainers=0 leaves the number to the launcher, and by hand there is none for all; give strategy.trainers=N, alike everywhere"
+                "strategy.trainers=0 leaves the number to the launcher, and by hand there is none for all; give "
+                "strategy.trainers=N, alike everywhere"
             )
-        role, number = manual_start.standing(self.role.value if self.role else "", self.server_id, self.trainer_id, len(endpoints))
+        role, number = manual_start.standing(
+            self.role.value if self.role else "", self.server_id, self.trainer_id, len(endpoints)
+        )
         rank = number if role == "server" else len(endpoints) + number
         return Alone(role, rank, manual_start.addresses(endpoints)[0], manual_start.token(self.token_file))
 
@@ -155,11 +208,16 @@ class Pserver(Strategy):
         servers, trainers = self.count(), self.count_trainers(processes)
         if servers <= trainers:
             return []
-        return [f"{servers} servers for {trainers} trainer(s): more servers than trainers mostly wait; use fewer, unless the tables need the memory of all"]
+        return [
+            f"{servers} servers for {trainers} trainer(s): more servers than trainers mostly wait; use fewer, unless "
+            "the tables need the memory of all"
+        ]
 
     def check(self, task: Task, processes: int, devices: str) -> None:
         if find_spec("grpc") is None:
-            raise ConfigError("strategy=pserver needs grpcio, which is not installed: python -m pip install 'dtf[pserver]'")
+            raise ConfigError(
+                "strategy=pserver needs grpcio, which is not installed: python -m pip install 'dtf[pserver]'"
+            )
         if not self.trainers:
             check_divides("strategy.team", self.team, processes)
         check(self, task, self.count_trainers(processes), devices)
@@ -206,11 +264,15 @@ class Pserver(Strategy):
         model = draw_model(task.recipe, task.seed, task.weights)
         masters = cast_model(model, task.precision, world.device)
         several = world.size > 1
-        forward, exchange = (reduced(model), on_their_way(model, workload(task, world.size)[0])) if several else (None, 0)
+        forward, exchange = (
+            (reduced(model), on_their_way(model, workload(task, world.size)[0])) if several else (None, 0)
+        )
         tables = RemoteTables(task, world, 1 / world.size, lambda: servers(world.place, self))
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
         update = LocalUpdate(whole(model, masters), *options, writes=world.rank == 0, tables=tables)
-        return Assisted(Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables)
+        return Assisted(
+            Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables
+        )
 
     def assist(self, task: Task, errand: Errand) -> None:
         if self.rows_alone:

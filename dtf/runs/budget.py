@@ -1,4 +1,5 @@
-"""What a run may cost: its hours over all its launches, counted by the launching process, and the mark that tells its ranks to save and stop.
+"""What a run may cost: its hours over all its launches, counted by the launching process, and the mark that tells its
+ranks to save and stop.
 
 The mark is a file, since the run folder is what ranks share with whoever made it under every launcher.
 """
@@ -36,7 +37,9 @@ def key(budget: BudgetOptions) -> str:
 
 
 def spent_s(folder: Path) -> float:
-    """Seconds that the run in `folder` has taken so far, over all its launches; that of a killed one is known to the second."""
+    """Seconds that the run in `folder` has taken so far, over all its launches; that of a killed one is known to the
+    second.
+    """
     try:
         return float((folder / _SECONDS).read_text() or 0)  # empty: killed as it made the file
     except (FileNotFoundError, NotADirectoryError):
@@ -49,7 +52,8 @@ def is_spent(folder: Path) -> bool:
 
 
 class Meter:
-    """Counts the seconds of a run while it is open, in a file of its folder; warns once near the end of the budget and marks its end.
+    """Counts the seconds of a run while it is open, in a file of its folder; warns once near the end of the budget and
+    marks its end.
 
     `elsewhere_s`: what the other trials of a sweep have spent of it. `warn` is called from a thread.
     """
@@ -81,7 +85,8 @@ class Meter:
             last = False
             while True:
                 with contextlib.suppress(OSError):  # a full disk is the checkpoint's to report
-                    os.pwrite(descriptor, f"{self.seconds:.3f}\n".encode(), 0)  # one write of a text that never gets shorter: a kill leaves a whole number
+                    # one write of a text that never gets shorter: a kill leaves a whole number
+                    os.pwrite(descriptor, f"{self.seconds:.3f}\n".encode(), 0)
                     self._judge()
                 if last:
                     return
@@ -95,4 +100,7 @@ class Meter:
             (self._folder / _MARK).touch(mode=0o600)
         if spent >= WARN_AT * self._limit_s and not self._warned:
             self._warned = True
-            self._warn(f"{spent / self._limit_s:.0%} of {key(self._budget)} is spent; at 100% the state is saved and the ranks stop")
+            self._warn(
+                f"{spent / self._limit_s:.0%} of {key(self._budget)} is spent; at 100% the state is saved and the "
+                "ranks stop"
+            )

@@ -1,4 +1,6 @@
-"""Charts of runs with matplotlib: SVG whose colours the page around it decides, so that it suits light and dark, and PNG for everywhere else."""
+"""Charts of runs with matplotlib: SVG whose colours the page around it decides, so that it suits light and dark, and
+PNG for everywhere else.
+"""
 # pyright: reportMissingImports=false
 # (matplotlib is the extra `report`)
 
@@ -15,8 +17,17 @@ from dtf.runs.results import Point
 
 PALETTE = ("#2f6fdb", "#d9480f", "#2b8a3e", "#9c36b5", "#c2255c", "#0b7285", "#8f6200", "#5f3dc4")
 """Of runs, in their order, on white; `page` has those for a dark ground. Further runs begin anew with dashes."""
-PARTS = {"data": "#0b7285", "forward": "#2f6fdb", "backward": "#5f3dc4", "communication": "#d9480f", "optimizer": "#2b8a3e", "other": "#98a2ad"}
-_LIGHT = {"ink": "#1f2328", "muted": "#57606a", "line": "#d0d7de", "pale": "#b6bec7"} | {f"run{i}": colour for i, colour in enumerate(PALETTE)}
+PARTS = {
+    "data": "#0b7285",
+    "forward": "#2f6fdb",
+    "backward": "#5f3dc4",
+    "communication": "#d9480f",
+    "optimizer": "#2b8a3e",
+    "other": "#98a2ad",
+}
+_LIGHT = {"ink": "#1f2328", "muted": "#57606a", "line": "#d0d7de", "pale": "#b6bec7"} | {
+    f"run{i}": colour for i, colour in enumerate(PALETTE)
+}
 _MARKED = {name: f"#fe{number:02x}ef" for number, name in enumerate(_LIGHT)}
 """Colours that nothing else has: in an SVG they are replaced by the page's variables of these names."""
 _STRUCK = "#d1242f"
@@ -71,12 +82,21 @@ def svg(chart: Chart) -> str:
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.file, "svg.id": chart.file}):
         figure = _figure(chart, _MARKED, [])
-        figure.savefig(out := io.StringIO(), format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            out := io.StringIO(),
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     text = re.sub(r"<metadata>.*?</metadata>", "", out.getvalue(), flags=re.DOTALL)
     text = text[text.index("<svg") :]
     for name, colour in _MARKED.items():
         text = text.replace(colour, f"var(--{name})")
-    text = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", text).replace('id="', f'id="{chart.file}-').replace("#", f"#{chart.file}-")
+    text = (
+        re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", text)
+        .replace('id="', f'id="{chart.file}-')
+        .replace("#", f"#{chart.file}-")
+    )
     text = re.sub(r"font: bold ([\d.]+px)[^;\"]*", r"font-size: \1; font-weight: 600", text)
     size = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', text)
     assert size is not None
@@ -85,7 +105,9 @@ def svg(chart: Chart) -> str:
 
 def png(chart: Chart, names: Sequence[str], path: Path) -> None:
     """The same on white, with a legend where lines need one."""
-    _figure(chart, _LIGHT, names if any(axes.lines for axes in chart.axes) else []).savefig(path, dpi=160, facecolor="white")
+    _figure(chart, _LIGHT, names if any(axes.lines for axes in chart.axes) else []).savefig(
+        path, dpi=160, facecolor="white"
+    )
 
 
 def _figure(chart: Chart, colours: Mapping[str, str], legend: Sequence[str]) -> Any:
@@ -97,7 +119,10 @@ def _figure(chart: Chart, colours: Mapping[str, str], legend: Sequence[str]) -> 
     height = 0.75 + 0.36 * bars if bars else 2.7
     with rc_context(_style(colours)):
         below = 0.24 * -(-len(legend) // 3)
-        figure = Figure(figsize=(11.5 if chart.wide else 5.6, height + below), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
+        figure = Figure(
+            figsize=(11.5 if chart.wide else 5.6, height + below),
+            layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08),
+        )
         places = figure.subplots(1, len(chart.axes), squeeze=False, width_ratios=chart.widths or None)[0]
         for place, axes in zip(places, chart.axes, strict=True):
             place.set_title(axes.title)
@@ -105,16 +130,35 @@ def _figure(chart: Chart, colours: Mapping[str, str], legend: Sequence[str]) -> 
         if legend:
             from matplotlib.lines import Line2D
 
-            handles = [Line2D([], [], color=colours[f"run{i % 8}"], linestyle=_dash(i), label=name) for i, name in enumerate(legend)]
+            handles = [
+                Line2D([], [], color=colours[f"run{i % 8}"], linestyle=_dash(i), label=name)
+                for i, name in enumerate(legend)
+            ]
             figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(legend)), frameon=False)
         figure.canvas.draw()  # lay out with this style
     return figure
 
 
 def _style(colours: Mapping[str, str]) -> dict[Any, Any]:
-    style: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.titlesize": 10}
-    style |= {"axes.edgecolor": colours["line"], "axes.labelcolor": colours["muted"], "xtick.color": colours["muted"], "ytick.color": colours["muted"]}
-    style |= {"text.color": colours["ink"], "axes.titlecolor": colours["ink"], "axes.titlelocation": "left", "axes.titleweight": "bold"}
+    style: dict[Any, Any] = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.titlesize": 10,
+    }
+    style |= {
+        "axes.edgecolor": colours["line"],
+        "axes.labelcolor": colours["muted"],
+        "xtick.color": colours["muted"],
+        "ytick.color": colours["muted"],
+    }
+    style |= {
+        "text.color": colours["ink"],
+        "axes.titlecolor": colours["ink"],
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+    }
     return style
 
 
@@ -123,7 +167,9 @@ def _lines(place: Any, axes: Axes, colours: Mapping[str, str]) -> None:
         look: dict[str, Any] = {"alpha": 0.4, "linewidth": 1.1} if line.pale else {"linewidth": 1.8}
         if len(line.points) == 1:
             look["marker"] = "o"
-        place.plot(*zip(*line.points, strict=True), color=colours[f"run{line.run % 8}"], linestyle=_dash(line.run), **look)
+        place.plot(
+            *zip(*line.points, strict=True), color=colours[f"run{line.run % 8}"], linestyle=_dash(line.run), **look
+        )
     place.grid(axis="y", color=colours["line"], linewidth=0.6)
     place.set_xlabel(axes.x)
     place.set_xlim(0, None)
@@ -137,9 +183,15 @@ def _bars(place: Any, axes: Axes, colours: Mapping[str, str]) -> None:
 
     for number, bar in enumerate(axes.bars):
         measured = bar.colour != "pale"
-        face: dict[str, Any] = {"color": colours[bar.colour]} if measured else {"facecolor": "none", "edgecolor": colours["pale"], "hatch": "////"}
+        face: dict[str, Any] = (
+            {"color": colours[bar.colour]}
+            if measured
+            else {"facecolor": "none", "edgecolor": colours["pale"], "hatch": "////"}
+        )
         place.barh(number, bar.value, height=0.62, **face)
-        place.annotate(bar.text, (bar.value, number), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
+        place.annotate(
+            bar.text, (bar.value, number), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5
+        )
     place.set_xlim(0, 1.35 * max((bar.value for bar in axes.bars), default=1) or 1)
     place.set_ylim(len(axes.bars) - 0.45, -0.55)
     place.set_yticks(range(len(axes.bars)), [bar.label if axes.labelled else "" for bar in axes.bars])
@@ -155,7 +207,10 @@ def _dash(run: int) -> Any:
 
 
 def relay(report: Mapping[str, Any], path: Path) -> None:
-    """A relay, as its relay.json tells it: the loss of both runs over the legs, and below it how far they are apart. PNG on white."""
+    """A relay, as its relay.json tells it: the loss of both runs over the legs, and below it how far they are apart.
+
+    PNG on white.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -172,11 +227,22 @@ def relay(report: Mapping[str, Any], path: Path) -> None:
         done = [row["step"] for row in steps]
         calm, passed = ([row["loss"][side] for row in steps] for side in (0, 1))
         most = 1.35 * max(calm)
-        above.plot(done, calm, color=_LIGHT["pale"], linewidth=5, solid_capstyle="round", label=f"undisturbed: {calm_run['strategy']}, {calm_run['world']}")
+        above.plot(
+            done,
+            calm,
+            color=_LIGHT["pale"],
+            linewidth=5,
+            solid_capstyle="round",
+            label=f"undisturbed: {calm_run['strategy']}, {calm_run['world']}",
+        )
         above.plot(done, passed, color=_LIGHT["ink"], linewidth=1.2, label="relay")
         for leg in legs:
             if killed := leg.get("killed"):
-                at, again, height = killed["at"], killed["again"], dict(zip(done, passed, strict=True)).get(killed["at"], 0.0)
+                at, again, height = (
+                    killed["at"],
+                    killed["again"],
+                    dict(zip(done, passed, strict=True)).get(killed["at"], 0.0),
+                )
                 above.axvspan(again, at, 0.3, 0.78, color=_STRUCK, alpha=0.2, linewidth=0)
                 above.plot([at, at], [0.3 * most, height], color=_STRUCK, linewidth=0.8)
                 above.plot([at], [height], "x", color=_STRUCK, markersize=9, markeredgewidth=2.2, zorder=5)
@@ -190,7 +256,9 @@ def relay(report: Mapping[str, Any], path: Path) -> None:
             below.plot(done, apart, ".", color=colour, markersize=3.5, label=label, clip_on=False)
         below.axhline(report["bound"], color=_STRUCK, linewidth=1.2, linestyle=_DASHES[1])
         below.set(yscale="log", ylim=(least / 3, report["bound"] * 1e2), xlabel="step", ylabel="relative difference")
-        below.annotate("bound", (last, report["bound"]), xytext=(-4, 3), textcoords="offset points", ha="right", color=_STRUCK)
+        below.annotate(
+            "bound", (last, report["bound"]), xytext=(-4, 3), textcoords="offset points", ha="right", color=_STRUCK
+        )
         ticks = [report["bound"] / 10**power for power in (6, 4, 2, 0)]
         below.set_yticks([least, *ticks], ["0", *(f"{tick:.0e}" for tick in ticks)])
         below.minorticks_off()
@@ -201,7 +269,16 @@ def relay(report: Mapping[str, Any], path: Path) -> None:
         figure.savefig(path, dpi=180, facecolor="white")
 
 
-def _write(place: Any, leg: Mapping[str, Any], height: float, down: float, text: str, colour: str, fontsize: float, weight: str = "normal") -> None:
+def _write(
+    place: Any,
+    leg: Mapping[str, Any],
+    height: float,
+    down: float,
+    text: str,
+    colour: str,
+    fontsize: float,
+    weight: str = "normal",
+) -> None:
     """In the middle of a leg, hanging from `height` of the axes."""
     at, across = ((leg["first"] + leg["last"]) / 2, height), place.get_xaxis_transform()
     style: dict[str, Any] = {"ha": "center", "va": "top", "color": colour, "fontsize": fontsize, "weight": weight}

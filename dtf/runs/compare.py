@@ -1,4 +1,6 @@
-"""Two runs side by side: do they have the same numbers, and if not, what differs first? Reads run folders, starts nothing."""
+"""Two runs side by side: do they have the same numbers, and if not, what differs first? Reads run folders, starts
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,15 @@ class Evidence:
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             records = [
                 [json.loads(line) for line in path.read_text().splitlines()]
-                for path in sorted(folder.glob("record_rank_*.jsonl"), key=lambda path: int(path.stem.rpartition("_")[2]))
+                for path in sorted(
+                    folder.glob("record_rank_*.jsonl"), key=lambda path: int(path.stem.rpartition("_")[2])
+                )
             ]
         except OSError as error:
-            raise DataError(f"{folder} is no recorded run: {error.strerror} ({error.filename}); run it with train.record=true observer=[jsonl]") from None
+            raise DataError(
+                f"{folder} is no recorded run: {error.strerror} ({error.filename}); run it with train.record=true "
+                "observer=[jsonl]"
+            ) from None
         ids: dict[int, list[list[int]]] = {}
         for record in records:
             for line in record:
@@ -51,9 +58,14 @@ class Evidence:
         held = [line for record in records for line in record if "held" in line]
         last = max((line["after"] for line in held), default=0)
         return cls(
-            metrics={line["step"]: {name: _number(line[name]) for name in ("loss", "grad_norm")} for line in lines if line["split"] == "train"},
+            metrics={
+                line["step"]: {name: _number(line[name]) for name in ("loss", "grad_norm")}
+                for line in lines
+                if line["split"] == "train"
+            },
             ids=ids,
-            held=[line["held"] for line in held if line["after"] == last],  # a run that went on with fewer ranks has some of earlier ones
+            # a run that went on with fewer ranks has some of earlier ones
+            held=[line["held"] for line in held if line["after"] == last],
             tensors=checkpoint_tensors(located(folder, "run folder")[0]),
         )
 
@@ -89,20 +101,34 @@ def checkpoint_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
         found[name] = np.full(stored.shape, np.nan) if not name.endswith("/ids") else np.empty(stored.shape, np.int64)
         for box in stored.boxes:
             with safe_open(checkpoint / box.file, framework="numpy") as file:
-                found[name][tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))] = file.get_tensor(box.key)
+                found[name][tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))] = (
+                    file.get_tensor(box.key)
+                )
     return in_order(found)
 
 
 def in_order(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Sparse tables in order of ids: ranks that hold different rows save them one rank after the other."""
-    orders = {name.removesuffix("ids"): np.argsort(ids) for name, ids in tensors.items() if name.startswith(TABLES) and name.endswith("/ids")}
-    return {name: tensor[orders[table]] if tensor.ndim and (table := name.rpartition("/")[0] + "/") in orders else tensor for name, tensor in tensors.items()}
+    orders = {
+        name.removesuffix("ids"): np.argsort(ids)
+        for name, ids in tensors.items()
+        if name.startswith(TABLES) and name.endswith("/ids")
+    }
+    return {
+        name: tensor[orders[table]] if tensor.ndim and (table := name.rpartition("/")[0] + "/") in orders else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def compare(reference: Evidence, run: Evidence, exact: bool) -> Verdict:
-    """Hold a run against the reference: element by element with `exact` (fp64), else by the L2 norm of all parameters (fp32)."""
+    """Hold a run against the reference: element by element with `exact` (fp64), else by the L2 norm of all parameters
+    (fp32).
+    """
     floors = _floors(reference.tensors)
-    tensors = {name: relative(reference.tensors[name], run.tensors[name], floors.get(name, 0.0)) for name in reference.tensors.keys() & run.tensors.keys()}
+    tensors = {
+        name: relative(reference.tensors[name], run.tensors[name], floors.get(name, 0.0))
+        for name in reference.tensors.keys() & run.tensors.keys()
+    }
     worst = max(sorted(tensors), key=lambda name: tensors[name], default="")
     parameters = [name for name in sorted(tensors) if _is_parameter(name)]
     steps = sorted(reference.metrics)
@@ -114,12 +140,18 @@ def compare(reference: Evidence, run: Evidence, exact: bool) -> Verdict:
         tensor=tensors.get(worst, float("nan")),
         worst=worst,
         tensors=tensors,
-        tells_norm=not all(math.isnan(values["grad_norm"]) and math.isfinite(values["loss"]) for values in run.metrics.values()),
+        tells_norm=not all(
+            math.isnan(values["grad_norm"]) and math.isfinite(values["loss"]) for values in run.metrics.values()
+        ),
     )
     if sorted(run.metrics) != steps or sorted(run.ids) != sorted(reference.ids):
-        verdict.first = f"steps: {len(run.metrics)} were reported and {len(run.ids)} recorded, the reference has {len(steps)}"
+        verdict.first = (
+            f"steps: {len(run.metrics)} were reported and {len(run.ids)} recorded, the reference has {len(steps)}"
+        )
     elif reference.tensors.keys() != run.tensors.keys():
-        verdict.first = f"tensors: only one run has {', '.join(sorted(reference.tensors.keys() ^ run.tensors.keys())[:5])}"
+        verdict.first = (
+            f"tensors: only one run has {', '.join(sorted(reference.tensors.keys() ^ run.tensors.keys())[:5])}"
+        )
     else:
         held = numbers_differ(verdict, exact)
         verdict.first = _rows(reference, run) or (held and _cause(reference, run, verdict)) or _ranks(run)
@@ -132,7 +164,9 @@ def _number(value: float | None) -> float:
 
 def _is_parameter(name: str) -> bool:
     """Whether a tensor of a checkpoint is what the model computes with, and learnt."""
-    return (name.startswith("model/") and not name.endswith(STATISTICS)) or (name.startswith(TABLES) and name.endswith("/rows"))
+    return (name.startswith("model/") and not name.endswith(STATISTICS)) or (
+        name.startswith(TABLES) and name.endswith("/rows")
+    )
 
 
 def numbers_differ(verdict: Verdict, exact: bool) -> bool:
@@ -144,7 +178,8 @@ def numbers_differ(verdict: Verdict, exact: bool) -> bool:
 
 
 def _floors(tensors: dict[str, np.ndarray]) -> dict[str, float]:
-    """Optimizer state is not held to more digits than gradients have: name -> a millionth of the largest value of its kind.
+    """Optimizer state is not held to more digits than gradients have: name -> a millionth of the largest value of its
+    kind.
 
     The gradient of a bias before a normalisation is zero but for rounding, and so is its momentum.
     """
@@ -153,7 +188,11 @@ def _floors(tensors: dict[str, np.ndarray]) -> dict[str, float]:
         if _is_state(name) and tensor.size:
             kind = name.rpartition("/")[2]
             kinds[kind] = max(kinds.get(kind, 0.0), float(np.abs(tensor).max()))
-    return {name: ROUNDING * kinds[kind] for name in tensors if _is_state(name) and (kind := name.rpartition("/")[2]) in kinds}
+    return {
+        name: ROUNDING * kinds[kind]
+        for name in tensors
+        if _is_state(name) and (kind := name.rpartition("/")[2]) in kinds
+    }
 
 
 def _is_state(name: str) -> bool:
@@ -162,7 +201,9 @@ def _is_state(name: str) -> bool:
 
 
 def relative(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> float:
-    """max|a - b| / max|a|, or / `floor` if that is more; inf when shapes differ or one side is not finite where the other is."""
+    """max|a - b| / max|a|, or / `floor` if that is more; inf when shapes differ or one side is not finite where the
+    other is.
+    """
     if a.shape != b.shape:
         return float("inf")
     if not a.size:
@@ -184,7 +225,9 @@ def _l2(a: list[np.ndarray], b: list[np.ndarray]) -> float:
 
 def _metric(reference: Evidence, run: Evidence, name: str) -> float:
     steps = sorted(reference.metrics.keys() & run.metrics.keys())
-    return relative(np.array([reference.metrics[s][name] for s in steps]), np.array([run.metrics[s][name] for s in steps]))
+    return relative(
+        np.array([reference.metrics[s][name] for s in steps]), np.array([run.metrics[s][name] for s in steps])
+    )
 
 
 def _rows(reference: Evidence, run: Evidence) -> str:

@@ -8,12 +8,23 @@ from html import escape
 from dtf.runs.charts import PALETTE, PARTS
 
 _DARK = ("#74a7ff", "#ff9d66", "#63c97a", "#d79bea", "#ff85aa", "#4fc3d9", "#e0b64a", "#b3a1ff")
-_DARK_PARTS = {"data": "#4fc3d9", "forward": "#74a7ff", "backward": "#b3a1ff", "communication": "#ff9d66", "optimizer": "#63c97a", "other": "#5b6571"}
+_DARK_PARTS = {
+    "data": "#4fc3d9",
+    "forward": "#74a7ff",
+    "backward": "#b3a1ff",
+    "communication": "#ff9d66",
+    "optimizer": "#63c97a",
+    "other": "#5b6571",
+}
 
 
-def _variables(ink: str, muted: str, line: str, pale: str, ground: str, card: str, runs: Sequence[str], parts: dict[str, str]) -> str:
+def _variables(
+    ink: str, muted: str, line: str, pale: str, ground: str, card: str, runs: Sequence[str], parts: dict[str, str]
+) -> str:
     named = {"ink": ink, "muted": muted, "line": line, "pale": pale, "ground": ground, "card": card}
-    named |= {f"run{number}": colour for number, colour in enumerate(runs)} | {f"part-{name}": colour for name, colour in parts.items()}
+    named |= {f"run{number}": colour for number, colour in enumerate(runs)} | {
+        f"part-{name}": colour for name, colour in parts.items()
+    }
     return "".join(f"--{name}:{colour};" for name, colour in named.items())
 
 
@@ -24,7 +35,8 @@ STYLE = (
     + _variables("#e6edf3", "#9da7b3", "#30363d", "#6e7883", "#0d1117", "#161b22", _DARK, _DARK_PARTS)
     + """}}
 *{box-sizing:border-box}
-body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',sans-serif}
+body{margin:0;background:var(--ground);color:var(--ink);
+  font:15px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',sans-serif}
 main{max-width:1200px;margin:0 auto;padding:32px 24px 64px}
 h1{font-size:26px;margin:0}h2{font-size:18px;margin:36px 0 12px}
 p{margin:4px 0 0;color:var(--muted)}
@@ -51,7 +63,8 @@ def page(title: str, about: str, sections: Iterable[tuple[str, str]]) -> str:
     """`sections`: heading and HTML of each. `title` and `about` are plain text."""
     body = "\n".join(f"<section>\n<h2>{escape(heading)}</h2>\n{content}\n</section>" for heading, content in sections)
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width,initial-scale=1">\n'
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
+        'content="width=device-width,initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n<header><h1>{escape(title)}</h1>\n<p>{escape(about)}</p></header>\n"
         f"{body}\n</main>\n</body>\n</html>\n"
     )
@@ -66,7 +79,11 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: int | No
 
     head = "".join(cell("th", column, escape(text)) for column, text in enumerate(heads))
     lines = ("<tr>" + "".join(cell("td", column, text) for column, text in enumerate(row)) + "</tr>" for row in rows)
-    return f'<div class="card"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n' + "\n".join(lines) + "\n</tbody></table></div>"
+    return (
+        f'<div class="card"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n'
+        + "\n".join(lines)
+        + "\n</tbody></table></div>"
+    )
 
 
 def chip(run: int) -> str:
@@ -86,7 +103,8 @@ def grid(figures: Iterable[str]) -> str:
 def stack(parts: dict[str, float]) -> str:
     """Shares that add up to 1, as one bar."""
     pieces = (
-        f'<span style="width:{100 * share:.2f}%;background:var(--part-{name})" title="{escape(name)} {100 * share:.1f} %"></span>'
+        f'<span style="width:{100 * share:.2f}%;background:var(--part-{name})" title="{escape(name)} '
+        f'{100 * share:.1f} %"></span>'
         for name, share in parts.items()
     )
     return f'<div class="stack">{"".join(pieces)}</div>'
@@ -95,7 +113,9 @@ def stack(parts: dict[str, float]) -> str:
 def key(meanings: Iterable[tuple[str, str]]) -> str:
     """What colours mean: (variable, text) of each; text alone where the variable is empty."""
     marks = (
-        "<span>" + (f'<span class="chip" style="background:var(--{variable})"></span>' if variable else "") + f"{escape(text)}</span>"
+        "<span>"
+        + (f'<span class="chip" style="background:var(--{variable})"></span>' if variable else "")
+        + f"{escape(text)}</span>"
         for variable, text in meanings
     )
     return f'<div class="key">{"".join(marks)}</div>'

@@ -13,7 +13,9 @@ from dtf.runs.run_folder import replace_text
 
 
 class Record:
-    """Evidence of what this rank did, in JSON lines: the sample ids of each step, and at the end a digest of each parameter it holds."""
+    """Evidence of what this rank did, in JSON lines: the sample ids of each step, and at the end a digest of each
+    parameter it holds.
+    """
 
     def __init__(self, folder: Path, rank: int, start: int) -> None:
         path = folder / f"record_rank_{rank}.jsonl"
@@ -29,6 +31,9 @@ class Record:
     def close(self, copies: list[dict[str, torch.Tensor]], step: int) -> None:
         """`copies`: what this rank holds after `step` steps."""
         for held in copies:
-            digests = {name: zlib.crc32(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data) for name, t in held.items()}
+            digests = {
+                name: zlib.crc32(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                for name, t in held.items()
+            }
             self._file.write(json.dumps({"held": digests, "after": step}) + "\n")
         self._file.close()

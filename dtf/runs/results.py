@@ -1,4 +1,7 @@
-"""What run folders say once they are read back: metrics, resources, profiles, and how runs differ. Draws nothing; needs no torch."""
+"""What run folders say once they are read back: metrics, resources, profiles, and how runs differ.
+
+Draws nothing; needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +54,17 @@ class Result:
 
     @cached_property
     def epochs(self) -> list[Point]:
-        """(epoch, seconds it took to train), evaluations and saves left out; of a run shorter than one, what an epoch would take."""
+        """(epoch, seconds it took to train), evaluations and saves left out; of a run shorter than one, what an epoch
+        would take.
+        """
         marks, spent = [(0.0, 0.0)], 0.0
         for row in self.rows("train"):
             if row.get("rows_per_s") and row["epoch"] > marks[-1][0]:
-                spent += (row["step"] - marks[-1][0] * row["step"] / row["epoch"]) * self.config["step.batch_size"] / row["rows_per_s"]
+                spent += (
+                    (row["step"] - marks[-1][0] * row["step"] / row["epoch"])
+                    * self.config["step.batch_size"]
+                    / row["rows_per_s"]
+                )
                 marks.append((row["epoch"], spent))
         if len(marks) < 2:
             return []
@@ -105,14 +114,20 @@ class Result:
 
 
 def read(patterns: Sequence[str]) -> list[Result]:
-    """The runs in folders, or of glob patterns, in this order; those of one pattern by time. ConfigError where there is none."""
+    """The runs in folders, or of glob patterns, in this order; those of one pattern by time.
+
+    ConfigError where there is none.
+    """
     folders: dict[Path, None] = {}
     for pattern in patterns:
-        found = [Path(pattern)] if Path(pattern).exists() else [Path(name) for name in glob.glob(pattern)]  # a folder may be called a[1]
+        # a folder may be called a[1]
+        found = [Path(pattern)] if Path(pattern).exists() else [Path(name) for name in glob.glob(pattern)]
         runs = [folder for folder in found if (folder / "run.json").is_file()]
         if not runs:
             why = "holds no run.json, so it is no run folder" if found else "matches nothing"
-            raise ConfigError(f"job.runs=[{pattern}] {why}; give folders or patterns of folders such as 'outputs/resnet_shapes/*'")
+            raise ConfigError(
+                f"job.runs=[{pattern}] {why}; give folders or patterns of folders such as 'outputs/resnet_shapes/*'"
+            )
         runs.sort(key=lambda folder: (_json(folder / "run.json").get("started", ""), folder))
         folders |= dict.fromkeys(folder.resolve() for folder in runs)
     results = [_result(folder) for folder in folders]
@@ -124,7 +139,11 @@ def read(patterns: Sequence[str]) -> list[Result]:
 def differences(results: Sequence[Result]) -> dict[str, list[Any]]:
     """Config key -> its value in each run, where not all are the same; None where a run has no such key."""
     keys = dict.fromkeys(key for result in results for key in result.config)
-    values = {key: [result.config.get(key) for result in results] for key in keys if key not in ("run.dir", "launcher.processes")}
+    values = {
+        key: [result.config.get(key) for result in results]
+        for key in keys
+        if key not in ("run.dir", "launcher.processes")
+    }
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
@@ -137,7 +156,10 @@ def _names(results: Sequence[Result]) -> list[str]:
     names = [" · ".join(_word(key, differ[key][number]) for key in keys[:3]) for number in range(len(results))]
     if len(results) == 1:
         return [results[0].folder.name]
-    return [name if names.count(name) == 1 else f"{name} #{names[: number + 1].count(name)}".strip() for number, name in enumerate(names)]
+    return [
+        name if names.count(name) == 1 else f"{name} #{names[: number + 1].count(name)}".strip()
+        for number, name in enumerate(names)
+    ]
 
 
 def _word(key: str, value: Any) -> str:
@@ -153,18 +175,36 @@ def _result(folder: Path) -> Result:
         world = f"{record['world']['processes']} x {record['world']['devices']}"
         config = dict(flat(nested, "")) | {"step.batch_size": nested["step"]["batch_size"], "world": world}
     except (OSError, yaml.YAMLError, KeyError, AttributeError, TypeError) as error:
-        raise DataError(f"{folder} cannot be read: {type(error).__name__}: {error}; it is no run folder, or a damaged one") from error
-    profiles = [_json(path) for path in sorted((folder / "profile").glob("rank_*.json")) if not path.name.endswith(".pt.trace.json")]
+        raise DataError(
+            f"{folder} cannot be read: {type(error).__name__}: {error}; it is no run folder, or a damaged one"
+        ) from error
+    profiles = [
+        _json(path)
+        for path in sorted((folder / "profile").glob("rank_*.json"))
+        if not path.name.endswith(".pt.trace.json")
+    ]
     try:
         shares = [(one["rank"], Shares(one["steps"], one["step_s"], one["parts"], one["hidden"])) for one in profiles]
     except (KeyError, TypeError) as error:
-        raise DataError(f"{folder / 'profile'} cannot be read: {type(error).__name__}: {error}; remove the damaged file") from error
+        raise DataError(
+            f"{folder / 'profile'} cannot be read: {type(error).__name__}: {error}; remove the damaged file"
+        ) from error
     metrics = lines(folder / Path(config.get("observer.jsonl.path", "metrics.jsonl")).name, ("split", "step", "epoch"))
-    return Result(folder, config, record, [*metrics], [*lines(folder / "resources.jsonl", ("time", "device", "utilisation", "memory"))], sorted(shares))
+    return Result(
+        folder,
+        config,
+        record,
+        [*metrics],
+        [*lines(folder / "resources.jsonl", ("time", "device", "utilisation", "memory"))],
+        sorted(shares),
+    )
 
 
 def lines(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """What a file of JSON lines holds; nothing where there is none. A line that is cut off, of a run under way, or lacks `keys` does not count."""
+    """What a file of JSON lines holds; nothing where there is none.
+
+    A line that is cut off, of a run under way, or lacks `keys` does not count.
+    """
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:

@@ -1,4 +1,7 @@
-"""The folder of a run: made, locked and described by the launching process alone. Writes no metrics and no checkpoints."""
+"""The folder of a run: made, locked and described by the launching process alone.
+
+Writes no metrics and no checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,16 @@ _BEFORE_A_RUN = {_LOCK, ".run.json.new"}  # what a process killed in its first m
 _SECRET = re.compile(r"token|secret|passwd|password|key", re.IGNORECASE)
 _WEIGHTS = "recipe.model.weights"
 _MAY_MOVE = "root"
-"""Keys of this name, and the weights to start from, say where data lies, not what it is; checkpoints hold digests of that."""
+"""Keys of this name, and the weights to start from, say where data lies, not what it is; checkpoints hold digests of
+that.
+"""
 
 
 class Run:
-    """A run and its folder. `leader`: this process made the folder and hosts the observers; false in ranks that were started by others."""
+    """A run and its folder.
+
+    `leader`: this process made the folder and hosts the observers; false in ranks that were started by others.
+    """
 
     def __init__(self, folder: Path, id: str, config: dict[str, Any], settings: Settings, leader: bool = True) -> None:
         self.folder, self.id, self.config, self.settings, self.leader = folder, id, config, settings, leader
@@ -46,10 +54,11 @@ class Run:
 
     @classmethod
     def open(cls, config: dict[str, Any], settings: Settings, processes: int, devices: str, again: str = "") -> Run:
-        """Make or continue the run folder, and lock it until `end`. `again`: folder of an earlier attempt of this very run, to go on there.
+        """Make or continue the run folder, and lock it until `end`. `again`: folder of an earlier attempt of this very
+        run, to go on there.
 
-        BusyError when another run lives in it, or when it holds what must not be mixed with this run; then nothing in it has changed.
-        ConfigError when it cannot be made.
+        BusyError when another run lives in it, or when it holds what must not be mixed with this run; then nothing in
+        it has changed. ConfigError when it cannot be made.
         """
         id = unique_id()
         name = settings.run.name or config["recipe"]["name"]
@@ -71,7 +80,9 @@ class Run:
             return run
         except OSError as error:
             key = f"run.dir={settings.run.dir}" if settings.run.dir else f"run.name={name}"
-            raise ConfigError(f"{key}: the run folder {folder} cannot be used: {error.strerror}; choose another run.dir") from error
+            raise ConfigError(
+                f"{key}: the run folder {folder} cannot be used: {error.strerror}; choose another run.dir"
+            ) from error
 
     @classmethod
     def guest(cls, config: dict[str, Any], settings: Settings, name: str) -> Run:
@@ -87,7 +98,9 @@ class Run:
         return secrets.token_hex(32)
 
     def end(self, exit: int, cause: str = "", results: Mapping[str, Any] | None = None) -> None:
-        """Write how the run ended, and `results`, into run.json and unlock the folder; nothing to do where it was not opened."""
+        """Write how the run ended, and `results`, into run.json and unlock the folder; nothing to do where it was not
+        opened.
+        """
         if self._temporary:
             with suppress(OSError):  # a log is kept
                 self.folder.rmdir()
@@ -98,7 +111,10 @@ class Run:
         try:
             self._write()
         except OSError as error:  # a full disk must not change how the run ended
-            print(f"dtf: warning: {self.folder / 'run.json'} does not say how the run ended: {error.strerror}", file=sys.stderr)
+            print(
+                f"dtf: warning: {self.folder / 'run.json'} does not say how the run ended: {error.strerror}",
+                file=sys.stderr,
+            )
         self._release()
 
     def redacted(self) -> dict[str, Any]:
@@ -119,21 +135,28 @@ class Run:
             return
         resume = self.config["checkpoint"].get("resume", "never")
         if resume != "auto" and not again:
-            raise BusyError(f"{self.folder} holds another run and checkpoint.resume={resume}; choose another run.dir or checkpoint.resume=auto")
+            raise BusyError(
+                f"{self.folder} holds another run and checkpoint.resume={resume}; choose another run.dir or "
+                "checkpoint.resume=auto"
+            )
         try:
             record = json.loads(path.read_text())
             past, old, id = [*record.pop("earlier", []), record], dict(record["identity"]), str(record["id"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BusyError(
-                f"{path} cannot be read ({type(error).__name__}: {error}), so what the folder holds is not known; choose another run.dir"
+                f"{path} cannot be read ({type(error).__name__}: {error}), so what the folder holds is not known; "
+                "choose another run.dir"
             ) from error
         new = identity(self.config)
-        for key in sorted(old.keys() | new.keys(), key=lambda key: (key != "recipe.name", key)):  # other recipes have other keys
+        # other recipes have other keys
+        for key in sorted(old.keys() | new.keys(), key=lambda key: (key != "recipe.name", key)):
             if old.get(key) != new.get(key):
                 was, now = _show(old.get(key)), _show(new.get(key))
                 raise BusyError(
-                    f"{self.folder} holds a run with {key}={was}, this one has {key}={now}; choose another run.dir, or the same {key.removesuffix('.name')}: "
-                    "a run goes on under the command that started it, recipe=NAME included; its config.yaml says all of it"
+                    f"{self.folder} holds a run with {key}={was}, this one has {key}={now}; choose another run.dir, "
+                    f"or the same {key.removesuffix('.name')}: "
+                    "a run goes on under the command that started it, recipe=NAME included; its config.yaml says all "
+                    "of it"
                 )
         self._record["earlier"] = past
         saved = self.folder / "config.yaml"
@@ -175,14 +198,19 @@ class Run:
 
 
 def take_lock(folder: Path) -> int:
-    """The descriptor that keeps `folder` this process's own until it is closed, or the process ends. BusyError when another one has it."""
+    """The descriptor that keeps `folder` this process's own until it is closed, or the process ends.
+
+    BusyError when another one has it.
+    """
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(lock, 100).decode(errors="replace").strip()
         os.close(lock)
-        raise BusyError(f"{folder} is in use by a live run ({holder}); wait for it, stop it, or choose another run.dir") from None
+        raise BusyError(
+            f"{folder} is in use by a live run ({holder}); wait for it, stop it, or choose another run.dir"
+        ) from None
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock
@@ -194,16 +222,31 @@ def unique_id() -> str:
 
 
 def identity(config: dict[str, Any]) -> dict[str, Any]:
-    """What must stay the same when a run goes on: dotted keys of the recipe and the sampler, which optimizer, the seed and the global batch.
+    """What must stay the same when a run goes on: dotted keys of the recipe and the sampler, which optimizer, the seed
+    and the global batch.
 
     Of a job that trains nothing: those of the recipe and of the job, and the seed. Where the data lies may change.
     """
-    recipe = redact({key: value for key, value in flat(config["recipe"], "recipe") if key.rpartition(".")[2] != _MAY_MOVE and key != _WEIGHTS})
+    recipe = redact(
+        {
+            key: value
+            for key, value in flat(config["recipe"], "recipe")
+            if key.rpartition(".")[2] != _MAY_MOVE and key != _WEIGHTS
+        }
+    )
     job = dict(flat(config.get("job", {}), "job"))
     if job.get("job.name", "train") != "train":
         return recipe | job | {"seed": config["seed"]}
     sampler = dict(flat(config["sampler"], "sampler"))
-    return recipe | sampler | {"optimizer": config["optimizer"]["name"], "seed": config["seed"], "step.batch_size": config["step"]["batch_size"]}
+    return (
+        recipe
+        | sampler
+        | {
+            "optimizer": config["optimizer"]["name"],
+            "seed": config["seed"],
+            "step.batch_size": config["step"]["batch_size"],
+        }
+    )
 
 
 def redact(node: Any, key: str = "") -> Any:
@@ -231,7 +274,10 @@ def versions() -> dict[str, str]:
 def _refuse_foreign(folder: Path) -> None:
     names = sorted(name for name in os.listdir(folder) if name not in _BEFORE_A_RUN)
     if names and "run.json" not in names:
-        raise BusyError(f"{folder} is not empty and holds no run ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); choose another run.dir")
+        raise BusyError(
+            f"{folder} is not empty and holds no run ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); "
+            "choose another run.dir"
+        )
 
 
 def flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -249,7 +295,16 @@ def _show(value: Any) -> str:
 
 def _git() -> str:
     """The commit of the code, with `-dirty` when it was changed since; empty when it is in no repository."""
-    command = ["git", "-C", str(Path(__file__).parents[1]), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parents[1]),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,5 @@
-"""Compiled loops over the ids and rows of sparse tables: hashing, drawing, finding, summing. Imported where numba is known to be there.
+"""Compiled loops over the ids and rows of sparse tables: hashing, drawing, finding, summing. Imported where numba is
+known to be there.
 
 All are deterministic and hold no lock, so that threads may each run one. Arrays are contiguous.
 """
@@ -27,7 +28,9 @@ _HALF_PI = 1.5707963267948966
 
 @intrinsic
 def _prefetch(typingctx, array, start, count):
-    """Ask for the cache lines of `array[start : start + count]`, of one axis, without waiting; a place outside of it does no harm."""
+    """Ask for the cache lines of `array[start : start + count]`, of one axis, without waiting; a place outside of it
+    does no harm.
+    """
     line = 64 // (array.dtype.bitwidth // 8)
 
     def codegen(context, builder, signature, arguments):
@@ -57,7 +60,10 @@ def mix(x):
 
 @njit(cache=True, nogil=True)
 def unique(ids, slots, found, inverse):
-    """Distinct ids (n,) in order of first appearance into `found`, their places in it into `inverse`; returns how many. `slots`: zeros, 2**k > n."""
+    """Distinct ids (n,) in order of first appearance into `found`, their places in it into `inverse`; returns how many.
+
+    `slots`: zeros, 2**k > n.
+    """
     mask = np.uint64(len(slots) - 1)
     count = 0
     for i in range(len(ids)):
@@ -98,7 +104,10 @@ def segment_sum(values, inverse, out):
 
 @njit(cache=True, nogil=True)
 def find(slots, ids, positions):
-    """Row of each id, -1 where it has none; returns how many have none. `slots` (2**k, 2): id, row + 1; 0 in the second: empty. Linear probing."""
+    """Row of each id, -1 where it has none; returns how many have none.
+
+    `slots` (2**k, 2): id, row + 1; 0 in the second: empty. Linear probing.
+    """
     flat = slots.reshape(-1)
     mask = np.uint64(len(slots) - 1)
     count, missing = len(ids), 0
@@ -197,8 +206,8 @@ def read(records, positions, out):
 def draw(key, ids, scale, out):
     """Rows (n, width), normal with standard deviation `scale`, each a function of `key` and its id alone.
 
-    Box & Muller 1958 on SplitMix64, in float64, with series of our own for logarithm, sine and cosine: nothing but + - * / and roots, which
-    every machine rounds alike, so that all draw the same bits.
+    Box & Muller 1958 on SplitMix64, in float64, with series of our own for logarithm, sine and cosine: nothing but + -
+    * / and roots, which every machine rounds alike, so that all draw the same bits.
     """
     width = out.shape[1]
     half = (width + 1) // 2

@@ -9,7 +9,10 @@ from dtf.sparse.sharded_tables import Tables
 
 
 class Served(nn.Module):
-    """`model`, called with ids (B, F) where it takes rows. An id that was never trained is zeros, the mean of what it would be drawn from."""
+    """`model`, called with ids (B, F) where it takes rows.
+
+    An id that was never trained is zeros, the mean of what it would be drawn from.
+    """
 
     def __init__(self, model: nn.Module, tables: dict[str, tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -24,10 +27,18 @@ class Served(nn.Module):
 
     def bare(self, model: nn.Module) -> Served:
         """The same around another model, with tables of the same sizes that know nothing."""
-        return Served(model, {name: (torch.zeros_like(table.ids), torch.zeros_like(table.rows[:-1])) for name, table in self.tables.items()})  # type: ignore[union-attr,index]
+        return Served(
+            model,
+            {
+                name: (torch.zeros_like(table.ids), torch.zeros_like(table.rows[:-1]))
+                for name, table in self.tables.items()
+            },
+        )  # type: ignore[union-attr,index]
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self.model({name: self.tables[name](value) if name in self.tables else value for name, value in inputs.items()})
+        return self.model(
+            {name: self.tables[name](value) if name in self.tables else value for name, value in inputs.items()}
+        )
 
 
 class _Known(nn.Module):
@@ -39,7 +50,8 @@ class _Known(nn.Module):
     def __init__(self, ids: Tensor, rows: Tensor) -> None:
         super().__init__()
         self.register_buffer("ids", ids)
-        self.register_buffer("rows", torch.cat([rows, rows.new_zeros(1, rows.shape[1])]))  # the last one of all other ids
+        # the last one of all other ids
+        self.register_buffer("rows", torch.cat([rows, rows.new_zeros(1, rows.shape[1])]))
 
     def forward(self, ids: Tensor) -> Tensor:
         last = len(self.rows) - 1

@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 def tables_of(task: Task, world: World, placement: Placement, gives: bool = True, share: float = 1.0) -> Tables | None:
     """The task's sparse tables over all ranks; None when it has none. Collective.
 
-    `gives`: whether this rank's gradients count: of several ranks that compute the same rows, one. `share`: the factor of ranks' gradients in their sum.
+    `gives`: whether this rank's gradients count: of several ranks that compute the same rows, one. `share`: the factor
+    of ranks' gradients in their sum.
     """
     specs = task.recipe.tables()
     if not specs:
         return None
     if task.rows is None:
-        raise ConfigError(f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME")
+        raise ConfigError(
+            f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
+        )
 
     from dtf.sparse.sharded_tables import Dealt, Everywhere, OnOne, Sliced, Tables
     from dtf.sparse.store import SparseTable

@@ -1,7 +1,8 @@
-"""Compiled steps of the row optimizers: one pass over the touched rows and their state. Imported where numba is known to be there.
+"""Compiled steps of the row optimizers: one pass over the touched rows and their state. Imported where numba is known
+to be there.
 
-Each: `records` (rows, width + state) row and state side by side; `positions` (U,) distinct, -1 is passed over; `gradients` (U, width) are
-multiplied by `factor`. Numbers are of the records' dtype.
+Each: `records` (rows, width + state) row and state side by side; `positions` (U,) distinct, -1 is passed over;
+`gradients` (U, width) are multiplied by `factor`. Numbers are of the records' dtype.
 """
 
 from __future__ import annotations
@@ -93,7 +94,10 @@ def adam(records, positions, gradients, factor, rate, take1, take2, eps, weight_
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def ftrl(records, positions, gradients, factor, alpha, beta, l1, l2):
-    """State: z, n. An element whose state is zero starts where it was drawn: its z is the one whose solution is the drawn value."""
+    """State: z, n.
+
+    An element whose state is zero starts where it was drawn: its z is the one whose solution is the drawn value.
+    """
     flat, stride, width = records.reshape(-1), records.shape[1], gradients.shape[1]
     zero = alpha - alpha
     for i in range(len(positions)):

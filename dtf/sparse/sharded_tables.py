@@ -1,6 +1,8 @@
-"""The sparse tables of a run over its ranks: rows take the place of ids before a step, gradients go to whoever holds the rows after it.
+"""The sparse tables of a run over its ranks: rows take the place of ids before a step, gradients go to whoever holds
+the rows after it.
 
-A table lies in host memory. Here rows are found and gradients summed by id; how a table keeps and updates its rows is `dtf.sparse.store`.
+A table lies in host memory. Here rows are found and gradients summed by id; how a table keeps and updates its rows is
+`dtf.sparse.store`.
 """
 
 from __future__ import annotations
@@ -30,14 +32,16 @@ PIECE = 1 << 18
 
 
 class Tables:
-    """One step is `look` for training, `give`, `step`; in between `norm` is that of the gradient of all rows, over all ranks.
+    """One step is `look` for training, `give`, `step`; in between `norm` is that of the gradient of all rows, over all
+    ranks.
 
     All but `norm` and `byte_count` are collective.
     """
 
     def __init__(self, tables: Mapping[str, Spread], world: World, share: float) -> None:
         self._tables, self._world, self._share = tables, world, share
-        self._asked: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # ids that are there, and which of them each position had, -1 for none
+        # ids that are there, and which of them each position had, -1 for none
+        self._asked: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.norm = torch.zeros((), dtype=torch.float64)
 
     def look(self, batch: Batch, train: bool) -> Batch:
@@ -48,12 +52,21 @@ class Tables:
         return batch._replace(inputs=inputs)
 
     def give(self, gradients: Mapping[str, Tensor]) -> None:
-        """Take the gradients (B, F, width) of what `look` gave for training; only names of inputs that this rank has."""
+        """Take the gradients (B, F, width) of what `look` gave for training; only names of inputs that this rank
+        has.
+        """
         total = torch.zeros(1 + len(self._tables), dtype=torch.float64)  # squares of the gradient, rows of each table
         for name, table in self._tables.items():
             ids, inverse = self._asked.pop(name)
             if name in gradients:
-                flat = gradients[name].detach().cpu().numpy().reshape(-1, table.width).astype(table.store.dtype, copy=False)
+                flat = (
+                    gradients[name]
+                    .detach()
+                    .cpu()
+                    .numpy()
+                    .reshape(-1, table.width)
+                    .astype(table.store.dtype, copy=False)
+                )
                 summed = segment_sum(flat, inverse, len(ids))
                 summed[ids < 0] = 0
             else:
@@ -77,7 +90,9 @@ class Tables:
         return [box for name, table in self._tables.items() for box in _boxes(name, table, self._world)]
 
     def load(self, source: Source, resume: bool = True) -> None:
-        """Take this rank's part from a checkpoint; without `resume` the rows alone, as evaluation sees them, for another run. DataError where it has none."""
+        """Take this rank's part from a checkpoint; without `resume` the rows alone, as evaluation sees them, for
+        another run. DataError where it has none.
+        """
         for name, table in self._tables.items():
             prefix, store = f"table/{name}/", table.store
             count, names = int(source.read(f"{prefix}{COUNT}")), source.names()
@@ -87,13 +102,17 @@ class Tables:
                 store.decayed = decay
             every = source.read(f"{prefix}ids").numpy() if count else np.empty(0, np.int64)
             if len(every) != count:
-                raise DataError(f"{source.place}: table {name} has {count} rows by its own count, and ids of {len(every)}")
+                raise DataError(
+                    f"{source.place}: table {name} has {count} rows by its own count, and ids of {len(every)}"
+                )
             first, last = store.columns
             for at in range(0, count, PIECE):
                 ids = every[at : at + PIECE]
                 size, mine = len(ids), table.own(ids)
                 read = {
-                    key: source.read(prefix + key, *(((at, first), (size, last - first)) if wide else ((at,), (size,)))).numpy()[mine]
+                    key: source.read(
+                        prefix + key, *(((at, first), (size, last - first)) if wide else ((at,), (size,)))
+                    ).numpy()[mine]
                     for key, wide in parts.items()
                 }
                 rows = read.pop("rows")
@@ -108,7 +127,10 @@ class Tables:
         """Begin with the rows of another run. ConfigError for weights of other programs, which have none."""
         source = weights.source()
         if source is None:
-            raise ConfigError(f"{weights.place} holds no sparse tables, and {type(recipe).__name__} has some; give a run or a checkpoint of dtf")
+            raise ConfigError(
+                f"{weights.place} holds no sparse tables, and {type(recipe).__name__} has some; give a run or a "
+                "checkpoint of dtf"
+            )
         self.load(source, resume=False)
 
     def clear(self) -> None:
@@ -117,9 +139,15 @@ class Tables:
             table.store.clear()
 
     def learnt(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Ids (n,), ascending, and rows (n, width) that this rank holds, as evaluation sees them; copies, by name. Not collective."""
+        """Ids (n,), ascending, and rows (n, width) that this rank holds, as evaluation sees them; copies, by name.
+
+        Not collective.
+        """
         found = {name: table.store.export().ids for name, table in self._tables.items()}
-        return {name: (torch.from_numpy(ids), torch.from_numpy(self._tables[name].store.lookup(ids, False))) for name, ids in found.items()}
+        return {
+            name: (torch.from_numpy(ids), torch.from_numpy(self._tables[name].store.lookup(ids, False)))
+            for name, ids in found.items()
+        }
 
     def byte_count(self) -> int:
         """Memory of all rows and their optimizer state on this rank."""
@@ -148,8 +176,12 @@ class Spread(ABC):
 
     def __init__(self, store: SparseTable, world: World, givers: Sequence[bool]) -> None:
         self.store, self.width, self._world, self._givers = store, store.spec.width, world, givers
-        self.wide = {key: count > 1 for key, (count, _) in store.rule.states(self.width).items()}  # states that have as many columns as rows
-        self._merged: tuple[np.ndarray, np.ndarray] = np.empty(0, np.int64), np.empty((0, store.spec.width), store.dtype)
+        # states that have as many columns as rows
+        self.wide = {key: count > 1 for key, (count, _) in store.rule.states(self.width).items()}
+        self._merged: tuple[np.ndarray, np.ndarray] = (
+            np.empty(0, np.int64),
+            np.empty((0, store.spec.width), store.dtype),
+        )
 
     @abstractmethod
     def look(self, ids: np.ndarray, train: bool) -> np.ndarray:
@@ -157,7 +189,9 @@ class Spread(ABC):
 
     @abstractmethod
     def merge(self, gradients: np.ndarray) -> float:
-        """Take gradients (U, width) of the ids of the last `look` for training; the sum of squares of what this rank will apply."""
+        """Take gradients (U, width) of the ids of the last `look` for training; the sum of squares of what this rank
+        will apply.
+        """
 
     @abstractmethod
     def own(self, ids: np.ndarray) -> np.ndarray:
@@ -171,8 +205,9 @@ class Spread(ABC):
 class Everywhere(Spread):
     """Every rank holds all rows and applies all gradients.
 
-    Ranks tell each other what they have: bytes per rank, for the most distinct ids U of a rank, (n - 1) x U x (8 + width x format); or, for ids of a
-    small range, all rows as one tensor, 2 (n - 1) / n x size x (width + 1) x format, when that is less.
+    Ranks tell each other what they have: bytes per rank, for the most distinct ids U of a rank, (n - 1) x U x (8 +
+    width x format); or, for ids of a small range, all rows as one tensor, 2 (n - 1) / n x size x (width + 1) x format,
+    when that is less.
     """
 
     _ids = np.empty(0, np.int64)
@@ -201,7 +236,9 @@ class Everywhere(Spread):
         counts[self._world.rank] = len(ids)
         most = int(self._world.reduce(counts).max())
         item = gradients.itemsize
-        if self.store.spec.size and 2 * self.store.spec.size * (self.width + 1) * item < size * most * (8 + self.width * item):
+        if self.store.spec.size and 2 * self.store.spec.size * (self.width + 1) * item < size * most * (
+            8 + self.width * item
+        ):
             dense = np.zeros((self.store.spec.size, self.width + 1), gradients.dtype)
             dense[ids, :-1], dense[ids, -1] = gradients, 1
             self._world.reduce(torch.from_numpy(dense))
@@ -245,7 +282,11 @@ class Dealt(Spread):
     def merge(self, gradients: np.ndarray) -> float:
         order, send, receive, distinct, at = self._last
         gives = np.array(self._givers)
-        received = _exchange(gradients[order] if gives[self._world.rank] else gradients[:0], send * gives[self._world.rank], receive * gives)
+        received = _exchange(
+            gradients[order] if gives[self._world.rank] else gradients[:0],
+            send * gives[self._world.rank],
+            receive * gives,
+        )
         summed = segment_sum(received, at[np.repeat(gives, receive)], len(distinct))
         self._merged = distinct, summed
         return squares(summed)
@@ -283,20 +324,26 @@ class Sliced(Spread):
         asked_by = self._world.reduce(counts).numpy()
         asked = _exchange(np.tile(ids, size), np.full(size, len(ids)), asked_by)
         distinct, at = unique(asked)
-        reply = gather(self.store.lookup(distinct, train), at, np.empty((len(asked), self.store.width), self.store.dtype))
+        reply = gather(
+            self.store.lookup(distinct, train), at, np.empty((len(asked), self.store.width), self.store.dtype)
+        )
         widths = np.array([last - first for first, last in self._ends()])
         flat = _exchange(reply.reshape(-1), asked_by * self.store.width, len(ids) * widths)
         if train:
             self._last = asked_by, widths, distinct, at
         parts = np.split(flat, np.cumsum(len(ids) * widths)[:-1])
-        return np.concatenate([part.reshape(len(ids), width) for part, width in zip(parts, widths, strict=True)], axis=1)
+        return np.concatenate(
+            [part.reshape(len(ids), width) for part, width in zip(parts, widths, strict=True)], axis=1
+        )
 
     def merge(self, gradients: np.ndarray) -> float:
         asked_by, widths, distinct, at = self._last
         gives = np.array(self._givers)
         mine = gradients if gives[self._world.rank] else gradients[:0]
         parts = np.concatenate([mine[:, first:last].reshape(-1) for first, last in self._ends()])
-        received = _exchange(parts, len(mine) * widths, asked_by * gives * self.store.width).reshape(-1, self.store.width)
+        received = _exchange(parts, len(mine) * widths, asked_by * gives * self.store.width).reshape(
+            -1, self.store.width
+        )
         summed = segment_sum(received, at[np.repeat(gives, asked_by)], len(distinct))
         self._merged = distinct, summed
         return squares(summed)
@@ -316,12 +363,16 @@ def dealt(ids: np.ndarray, count: int) -> np.ndarray:
 def _exchange(parts: np.ndarray, send: np.ndarray, receive: np.ndarray) -> np.ndarray:
     """`send[r]` rows of `parts`, in order, to each rank r; what was received, in order of ranks. Collective."""
     out = np.empty((int(receive.sum()), *parts.shape[1:]), parts.dtype)
-    dist.all_to_all_single(torch.from_numpy(out), torch.from_numpy(np.ascontiguousarray(parts)), receive.tolist(), send.tolist())
+    dist.all_to_all_single(
+        torch.from_numpy(out), torch.from_numpy(np.ascontiguousarray(parts)), receive.tolist(), send.tolist()
+    )
     return out
 
 
 def _boxes(name: str, table: Spread, world: World) -> list[Box]:
-    """Ids, rows and their state, as this rank holds them: after those of the ranks before it, where ranks hold different rows."""
+    """Ids, rows and their state, as this rank holds them: after those of the ranks before it, where ranks hold
+    different rows.
+    """
     counts = torch.zeros(world.size, dtype=torch.int64)
     counts[world.rank] = len(table.store)
     if table.by_rows:
@@ -333,7 +384,10 @@ def _boxes(name: str, table: Spread, world: World) -> list[Box]:
 
 
 def boxes_of(name: str, table: Spread, first: bool, before: int, total: int) -> list[Box]:
-    """One part of a table, of `total` rows in all parts of which `before` come first. `first`: whether it also tells what all parts have alike."""
+    """One part of a table, of `total` rows in all parts of which `before` come first.
+
+    `first`: whether it also tells what all parts have alike.
+    """
     ids, rows, states = table.store.export()
     boxes = [Box(f"table/{name}/{COUNT}", torch.tensor(total), (), ())] if first else []
     if first and DECAYED in states:

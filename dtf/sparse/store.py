@@ -1,7 +1,8 @@
-"""A sparse table in one process: rows by id, made when first asked for, with the state of their optimizer. Numpy in, numpy out, no torch.
+"""A sparse table in one process: rows by id, made when first asked for, with the state of their optimizer. Numpy in,
+numpy out, no torch.
 
-Rows lie one after another in the order in which they were made, beside their state, so that a step reads each with one access to memory; an index
-finds them by id. Says nothing of ranks.
+Rows lie one after another in the order in which they were made, beside their state, so that a step reads each with one
+access to memory; an index finds them by id. Says nothing of ranks.
 """
 
 from __future__ import annotations
@@ -41,11 +42,18 @@ class SparseTable:
     """
 
     decayed: float = 0.0
-    """Logarithm of the weight decay of all steps so far, for rules that decay every row (`RowOptimizer.shrinkage`): a checkpoint keeps it, and sets it
-    before `put`. Rows are multiplied when they are needed: a kept row counts as row * exp(decayed - its own state `decayed`)."""
+    """Logarithm of the weight decay of all steps so far, for rules that decay every row (`RowOptimizer.shrinkage`): a
+    checkpoint keeps it, and sets it before `put`. Rows are multiplied when they are needed: a kept row counts as row *
+    exp(decayed - its own state `decayed`)."""
 
     def __init__(
-        self, spec: Table, rule: RowOptimizer, seed: int, name: str, dtype: np.dtype | type = np.float32, columns: tuple[int, int] | None = None
+        self,
+        spec: Table,
+        rule: RowOptimizer,
+        seed: int,
+        name: str,
+        dtype: np.dtype | type = np.float32,
+        columns: tuple[int, int] | None = None,
     ) -> None:
         self._kernels = _kernels()
         self.columns = columns or (0, spec.width)
@@ -69,9 +77,11 @@ class SparseTable:
             self._records = _reserve(self._capacity, self.stride, self.dtype)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
-                f"table {self.name}: this host has no room for capacity={self.spec.capacity} rows of {self.stride} numbers: {error}; set a smaller one"
+                f"table {self.name}: this host has no room for capacity={self.spec.capacity} rows of {self.stride} "
+                f"numbers: {error}; set a smaller one"
             ) from error
-        self._since: np.ndarray | None = None  # (capacity,) `decayed` when the row was last multiplied; None: no step shrank rows
+        # (capacity,) `decayed` when the row was last multiplied; None: no step shrank rows
+        self._since: np.ndarray | None = None
         self._count, self.decayed = 0, 0.0
 
     def __len__(self) -> int:
@@ -99,7 +109,8 @@ class SparseTable:
         return rows
 
     def update(self, ids: np.ndarray, gradients: np.ndarray, lr: float, factor: float, step: int) -> None:
-        """One step of the rule on the rows of distinct ids (U,), gradients (U, width) multiplied by `factor`; no other row is touched.
+        """One step of the rule on the rows of distinct ids (U,), gradients (U, width) multiplied by `factor`; no other
+        row is touched.
 
         `lr` is the schedule's. `step`: see RowOptimizer. Call it every step, also without ids: rules may decay
         all rows. Errors as of `lookup`.
@@ -121,7 +132,9 @@ class SparseTable:
         return self._index.find(self._checked(ids))[0] >= 0
 
     def records(self, ids: np.ndarray) -> np.ndarray:
-        """Rows with their state side by side (U, width + states) of distinct ids (U,), made where there are none; copies. Errors as of `lookup`."""
+        """Rows with their state side by side (U, width + states) of distinct ids (U,), made where there are none;
+        copies. Errors as of `lookup`.
+        """
         positions = self._place(self._checked(ids))
         self._catch_up(positions)
         return self._records[positions]
@@ -131,7 +144,10 @@ class SparseTable:
         self._records[self._place(self._checked(ids), draw=False)] = records
 
     def add(self, ids: np.ndarray, differences: np.ndarray) -> None:
-        """Add to rows and states (U, width + states) of distinct ids (U,), made where there are none. Errors as of `lookup`."""
+        """Add to rows and states (U, width + states) of distinct ids (U,), made where there are none.
+
+        Errors as of `lookup`.
+        """
         positions = self._place(self._checked(ids))
         self._catch_up(positions)
         self._records[positions] += differences
@@ -153,26 +169,36 @@ class SparseTable:
         return Rows(ids, self._records[positions, : self.width], states)
 
     def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray] | None) -> None:
-        """Add rows and states of distinct ids (n,), as `export` gave them; any part of them, in any order, each once. Errors as of `lookup`.
+        """Add rows and states of distinct ids (n,), as `export` gave them; any part of them, in any order, each once.
+        Errors as of `lookup`.
 
-        `states=None`: those of rows that no step has touched. DataError where the states are those of another rule, or anything is not what an
-        export gives; the table is then as it was.
+        `states=None`: those of rows that no step has touched. DataError where the states are those of another rule, or
+        anything is not what an export gives; the table is then as it was.
         """
         if states is None:
-            firsts = {name: (columns.stop - columns.start, self._firsts[name]) for name, columns in self._columns.items()}
+            firsts = {
+                name: (columns.stop - columns.start, self._firsts[name]) for name, columns in self._columns.items()
+            }
             states = {name: np.full((len(ids), count), first) for name, (count, first) in firsts.items()}
         if states.keys() - {DECAYED} != self._columns.keys():
             raise DataError(
-                f"table {self.name}: states {_listed(states)} are not those of its row optimizer, {_listed(self._columns)}; choose the same sparse="
+                f"table {self.name}: states {_listed(states)} are not those of its row optimizer, "
+                f"{_listed(self._columns)}; choose the same sparse="
             )
         if ids.dtype != np.int64 or ids.ndim != 1:
             raise DataError(f"table {self.name}: ids are {ids.dtype} {ids.shape}, not 64-bit integers in a row")
-        widths = {"rows": self.width, DECAYED: 1} | {name: columns.stop - columns.start for name, columns in self._columns.items()}
+        widths = {"rows": self.width, DECAYED: 1} | {
+            name: columns.stop - columns.start for name, columns in self._columns.items()
+        }
         for name, values in {"rows": rows, **states}.items():
             if values.dtype.kind != "f" or values.shape[:1] != ids.shape or values.size != len(ids) * widths[name]:
-                raise DataError(f"table {self.name}: {name} are {values.dtype} {values.shape}, not {widths[name]} real numbers for each of {len(ids)} ids")
+                raise DataError(
+                    f"table {self.name}: {name} are {values.dtype} {values.shape}, not {widths[name]} real numbers "
+                    f"for each of {len(ids)} ids"
+                )
         ids = self._checked(ids)
-        if len(unique(ids)[0]) < len(ids) or self._index.find(ids)[1] < len(ids):  # those that are not there; -1 counts for one that is
+        # those that are not there; -1 counts for one that is
+        if len(unique(ids)[0]) < len(ids) or self._index.find(ids)[1] < len(ids):
             raise DataError(f"table {self.name}: an id is there twice, or is -1")
         if DECAYED in states:
             self._remember_decay()
@@ -232,7 +258,10 @@ class SparseTable:
 
 def full(name: str, capacity: int, rows: int) -> ConfigError:
     """The refusal of more rows than a table may hold."""
-    return ConfigError(f"table {name} is full: capacity={capacity} rows, {rows} are wanted; set a larger capacity, or hash ids into fewer")
+    return ConfigError(
+        f"table {name} is full: capacity={capacity} rows, {rows} are wanted; set a larger capacity, or hash ids into "
+        "fewer"
+    )
 
 
 class _Direct:
@@ -284,7 +313,9 @@ class _Hashed:
 
 
 def unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct values (U,) of ids (n,) in order of first appearance, -1 like any other, and the place of each id in them (n,) int32."""
+    """Distinct values (U,) of ids (n,) in order of first appearance, -1 like any other, and the place of each id in
+    them (n,) int32.
+    """
     ids = np.ascontiguousarray(ids, np.int64)
     found, inverse = np.empty(len(ids), np.int64), np.empty(len(ids), np.int32)
     slots = np.zeros(2 << max(1, len(ids)).bit_length(), np.int32)
@@ -293,7 +324,9 @@ def unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def gather(rows: np.ndarray, inverse: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """out[i] = rows[inverse[i]]: rows (U, width) of `unique` ids for all n ids, into `out` (n, width) of the same dtype."""
+    """out[i] = rows[inverse[i]]: rows (U, width) of `unique` ids for all n ids, into `out` (n, width) of the same
+    dtype.
+    """
     if out.shape != (len(inverse), rows.shape[1]):
         raise ValueError(f"rows {rows.shape} for {len(inverse)} ids do not fit into {out.shape}")
     _kernels().gather(rows, inverse, out)
@@ -310,7 +343,10 @@ def segment_sum(gradients: np.ndarray, inverse: np.ndarray, count: int) -> np.nd
 
 
 def _reserve(count: int, stride: int, dtype: np.dtype) -> np.ndarray:
-    """Zeros (count, stride) that take memory when they are first written, in large pages where the system has them. OSError where there is no room."""
+    """Zeros (count, stride) that take memory when they are first written, in large pages where the system has them.
+
+    OSError where there is no room.
+    """
     memory = mmap.mmap(-1, count * stride * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,6 @@
-"""A model whose gradients are all-reduced in buckets while they are made: torch's DistributedDataParallel, as dtf uses it."""
+"""A model whose gradients are all-reduced in buckets while they are made: torch's DistributedDataParallel, as dtf uses
+it.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,18 @@ from dtf.model.memory import byte_count
 
 
 def reduced(
-    model: nn.Module, bucket_mb: float = 25.0, static_graph: bool = False, gradient_as_bucket_view: bool = True, find_unused_parameters: bool = False
+    model: nn.Module,
+    bucket_mb: float = 25.0,
+    static_graph: bool = False,
+    gradient_as_bucket_view: bool = True,
+    find_unused_parameters: bool = False,
 ) -> DistributedDataParallel:
     """`model`, of which every rank drew the same numbers. For the options see `strategies.ddp`."""
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
+    buffers = (
+        "forward_sync_buffers"
+        if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+        else "broadcast_buffers"
+    )
     return DistributedDataParallel(
         model,
         bucket_cap_mb=bucket_mb,

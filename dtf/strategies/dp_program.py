@@ -26,8 +26,8 @@ from dtf.strategies.spmd import Replica, buffers, load_buffers, own_averages, wo
 class Replicas(Program):
     """Replica i computes the i-th share of the micro-batches on `devices[i]`; the first one owns the state.
 
-    `every`: each replica updates itself from the summed gradient; otherwise the first updates and the others copy its parameters.
-    Gradients are summed in order of replicas, so results do not depend on which thread is faster.
+    `every`: each replica updates itself from the summed gradient; otherwise the first updates and the others copy its
+    parameters. Gradients are summed in order of replicas, so results do not depend on which thread is faster.
     """
 
     def __init__(self, task: Task, world: World, devices: list[torch.device], threads: int, every: bool) -> None:
@@ -38,7 +38,8 @@ class Replicas(Program):
         self._task, self._devices, self._every = task, devices, every
         # One thread per replica for life: intra-op threads are set per calling thread.
         self._threads = [
-            ThreadPoolExecutor(1, f"replica{i}", initializer=torch.set_num_threads, initargs=(threads,)) for i in range(len(devices) if len(devices) > 1 else 0)
+            ThreadPoolExecutor(1, f"replica{i}", initializer=torch.set_num_threads, initargs=(threads,))
+            for i in range(len(devices) if len(devices) > 1 else 0)
         ]
         self._replicas: list[Replica] = []
         self._updates: list[LocalUpdate] = []
@@ -49,7 +50,9 @@ class Replicas(Program):
             self._replicas.append(Replica(model, task, device))
             if every or not self._updates:
                 options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
-                self._updates.append(LocalUpdate(whole(model, masters), *options, tables=self._tables, leads=not self._updates))
+                self._updates.append(
+                    LocalUpdate(whole(model, masters), *options, tables=self._tables, leads=not self._updates)
+                )
         self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
         self._settled = True
 
@@ -64,15 +67,21 @@ class Replicas(Program):
         first = self._replicas[0].memory(self._updates[0], *workload(self._task, self.shares))
         updates, count = len(self._updates), len(self._replicas)
         copy = byte_count(self._trained[0])
-        parameters, gradients = (updates * whole + (count - updates) * copy for whole in (first.parameters, first.gradients))
-        return Memory(parameters, gradients, updates * first.optimizer, count * first.activations, tables=updates * first.tables)
+        parameters, gradients = (
+            updates * whole + (count - updates) * copy for whole in (first.parameters, first.gradients)
+        )
+        return Memory(
+            parameters, gradients, updates * first.optimizer, count * first.activations, tables=updates * first.tables
+        )
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
         count = len(self._replicas)
         bounds = cut(ticket.rows, self.micro_batch_rows)
         batch = self._looked_up(batch, train=True)
-        factor = self._updates[0].scale(torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0]))
+        factor = self._updates[0].scale(
+            torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0])
+        )
         parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
         sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
         with section("communication"):
@@ -150,7 +159,9 @@ class Replicas(Program):
         for trained in self._trained[len(self._updates) :]:
             torch._foreach_copy_([p.data for p in trained], [p.data for p in self._trained[0]])
 
-    def _accumulate(self, i: int, ticket: Train, batch: Batch, bounds: list[int], own: tuple[int, int], factor: Tensor) -> Tensor | None:
+    def _accumulate(
+        self, i: int, ticket: Train, batch: Batch, bounds: list[int], own: tuple[int, int], factor: Tensor
+    ) -> Tensor | None:
         replica, shard = self._replicas[i], Shard(i, len(self._replicas))
         if own[0] == own[1]:  # nothing to compute and nobody waits for this replica
             replica.sit_out(len(bounds) - 1, shard.count)

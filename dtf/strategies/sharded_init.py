@@ -15,7 +15,8 @@ from dtf.optim.update import Piece
 
 
 def cast_sketch(model: nn.Module, precision: Precision, computing: bool) -> None:
-    """Give a model without numbers the formats in which its tensors compute; or those in which its parameters are kept, but for scalars.
+    """Give a model without numbers the formats in which its tensors compute; or those in which its parameters are kept,
+    but for scalars.
 
     Who gathers slices casts them; scalars have no slices.
     """
@@ -26,7 +27,9 @@ def cast_sketch(model: nn.Module, precision: Precision, computing: bool) -> None
 
 
 def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, Tensor]:
-    """Memory for a model on meta; returns that of the master copies, by name, where parameters have another format than the one they are kept in."""
+    """Memory for a model on meta; returns that of the master copies, by name, where parameters have another format than
+    the one they are kept in.
+    """
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
@@ -36,24 +39,37 @@ def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dic
         for module, key in others:
             module._parameters[key] = first._parameters[name]
     found, parameters = formats(model, precision), dict(model.named_parameters())
-    return {name: torch.empty_like(local(p.detach()), dtype=found[name][0]) for name, p in parameters.items() if p.dtype is not found[name][0]}
+    return {
+        name: torch.empty_like(local(p.detach()), dtype=found[name][0])
+        for name, p in parameters.items()
+        if p.dtype is not found[name][0]
+    }
 
 
 def pieces(model: nn.Module, masters: Mapping[str, Tensor] | None = None, first: bool = True) -> dict[str, Piece]:
-    """This rank's slices of a model whose parameters are DTensors or plain tensors; the optimizer steps the slices, or their `masters`.
+    """This rank's slices of a model whose parameters are DTensors or plain tensors; the optimizer steps the slices, or
+    their `masters`.
 
     `first`: whether this rank counts for the tensors that all ranks of its group hold in whole.
     """
     found = {}
     for name, parameter in model.named_parameters():
         here = local(parameter.detach())
-        found[name] = Piece(parameter, here, (masters or {}).get(name, here), tuple(parameter.shape), offset(parameter), first or is_slice(parameter))
+        found[name] = Piece(
+            parameter,
+            here,
+            (masters or {}).get(name, here),
+            tuple(parameter.shape),
+            offset(parameter),
+            first or is_slice(parameter),
+        )
     return found
 
 
 @torch.no_grad()
 def draw(model: nn.Module, task: Task, masters: Mapping[str, Tensor] | None = None) -> None:
-    """Fill a model and its master copies with the numbers that `init.draw_model` would give it. Never holds more than a module in whole.
+    """Fill a model and its master copies with the numbers that `init.draw_model` would give it. Never holds more than a
+    module in whole.
 
     Of numbers to start from, this rank reads its own parts.
     """

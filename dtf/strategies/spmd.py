@@ -21,7 +21,17 @@ from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import divisible, rematerialise
 from dtf.model.annotate import section
 from dtf.model.error_context import misfits_named
-from dtf.model.forward import Passes, draws_at_large, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
+from dtf.model.forward import (
+    Passes,
+    draws_at_large,
+    leaf_gradients,
+    lone_row,
+    loss_dtype,
+    received,
+    rows_of,
+    to_device,
+    with_leaves,
+)
 from dtf.model.init import cast_model, draw_model
 from dtf.model.memory import Footprint, Memory, activations, byte_count
 from dtf.model.microbatch import SMOOTH, Masks, RunningStatistics
@@ -36,15 +46,17 @@ SHARE = "share_"
 
 
 AVERAGED = "ema/"
-"""Tensors under it are running statistics averaged as `step.ema` says; averages of parameters are optimizer state, see `dtf.model.ema`."""
+"""Tensors under it are running statistics averaged as `step.ema` says; averages of parameters are optimizer state, see
+`dtf.model.ema`.
+"""
 
 
 class Replica:
     """One copy of the model and its passes over micro-batches; knows rows and formats, nothing of other ranks.
 
-    `forward`, for the last micro-batch of a step, may sum gradients over ranks in its backward pass; the others accumulate on the bare model.
-    `sync`: for a model that talks to other ranks in every pass; called before each with whether gradients are to be summed. Then all ranks make
-    the same number of passes.
+    `forward`, for the last micro-batch of a step, may sum gradients over ranks in its backward pass; the others
+    accumulate on the bare model. `sync`: for a model that talks to other ranks in every pass; called before each with
+    whether gradients are to be summed. Then all ranks make the same number of passes.
     """
 
     def __init__(
@@ -76,11 +88,12 @@ class Replica:
         shard: Shard,
         factor: Tensor,
     ) -> Tensor:
-        """Forward and backward over the micro-batches [own) of a global batch cut at `bounds`; gradients add up in the parameters.
+        """Forward and backward over the micro-batches [own) of a global batch cut at `bounds`; gradients add up in the
+        parameters.
 
-        `batch` holds the rows of these micro-batches. The gradient is that of `factor` x (sum of loss over rows), and NaN
-        everywhere when the loss is not finite. Returns the metric sums (M,), and leaves gradients of rows of sparse tables in `row_gradients`; running
-        averages wait for `statistics.finish`.
+        `batch` holds the rows of these micro-batches. The gradient is that of `factor` x (sum of loss over rows), and
+        NaN everywhere when the loss is not finite. Returns the metric sums (M,), and leaves gradients of rows of sparse
+        tables in `row_gradients`; running averages wait for `statistics.finish`.
         """
         first, last = own
         if not self.model.training:
@@ -93,7 +106,8 @@ class Replica:
             at = [bound - bounds[first] for bound in bounds[first : last + 1]]
             parts = [rows_of(batch, *ends) for ends in pairwise(at)] if last - first > 1 else [batch]
             parts = [with_leaves(part, self._looked_up) for part in parts]
-            if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):  # another rank has one more
+            # another rank has one more
+            if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):
                 self.statistics.pad()
                 self._pass(parts[0]._replace(weight=torch.zeros_like(parts[0].weight)), factor, False)
             sums = []
@@ -106,7 +120,9 @@ class Replica:
         return sum(sums[1:], start=sums[0])
 
     def sit_out(self, micro_batches: int, shares: int) -> None:
-        """A step in which this replica has no micro-batch and nobody waits for it; running averages decay all the same."""
+        """A step in which this replica has no micro-batch and nobody waits for it; running averages decay all the
+        same.
+        """
         self.model.train()
         self.statistics.begin(0, micro_batches, shares)
         self.statistics.end()
@@ -115,13 +131,16 @@ class Replica:
         if self._sync is not None:
             self._sync(last)
         with section("forward"):
-            outputs, loss = self._passes.losses(self._passes.forward(self._forward if last else self.model, batch.inputs), batch)
+            outputs, loss = self._passes.losses(
+                self._passes.forward(self._forward if last else self.model, batch.inputs), batch
+            )
             total, seed = self._passes.total(loss, batch, factor)
         with section("backward"):
             if last or self._sync is not None:
                 total.backward(seed)
             else:
-                # Not backward(): hooks that sum gradients over ranks must see each parameter once a step (DDP with a static graph counts).
+                # Not backward(): hooks that sum gradients over ranks must see each parameter once a step (DDP with a
+                # static graph counts).
                 wanted = [*self._trained, *(batch.inputs[name] for name in self._looked_up)]
                 gradients = torch.autograd.grad(total, wanted, seed, allow_unused=True)
                 for parameter, gradient in zip(wanted, gradients, strict=True):
@@ -130,11 +149,13 @@ class Replica:
         return self._passes.measure(outputs, batch, loss)
 
     def rehearse(self, batch: Batch, spread: bool) -> bool:
-        """Two passes, over two rows and over all, whose results are forgotten; returns whether the model drew from the global generator.
+        """Two passes, over two rows and over all, whose results are forgotten; returns whether the model drew from the
+        global generator.
 
-        DDP lays out its buckets anew at the start of its second pass, and the order of a sum over more than two ranks depends on an element's place
-        in a bucket: without this, the step after a resume would differ from the same step of an unbroken run in the last bits.
-        ConfigError for what cannot run: a lone row under batch normalisation, and if `spread`, buffers that the forward pass changes.
+        DDP lays out its buckets anew at the start of its second pass, and the order of a sum over more than two ranks
+        depends on an element's place in a bucket: without this, the step after a resume would differ from the same step
+        of an unbroken run in the last bits. ConfigError for what cannot run: a lone row under batch normalisation, and
+        if `spread`, buffers that the forward pass changes.
         """
         state, self._trials = None, []
         try:
@@ -145,7 +166,11 @@ class Replica:
                     with Footprint() as footprint:
                         self._pass(part, torch.ones((), device=self._device), last=True)
                     self._trials.append((len(part.ids), footprint))
-                    self.undivided = {name: p.grad.norm() for name, p in self.model.named_parameters() if p.grad is not None and not is_slice(p)}
+                    self.undivided = {
+                        name: p.grad.norm()
+                        for name, p in self.model.named_parameters()
+                        if p.grad is not None and not is_slice(p)
+                    }
                     for parameter in self._trained:
                         parameter.grad = None
         except ValueError as error:
@@ -153,13 +178,16 @@ class Replica:
         except RuntimeError as error:
             if "find_unused_parameters" not in str(error):
                 raise
-            raise ConfigError("some parameters got no gradient in a step; set strategy.find_unused_parameters=true") from error
+            raise ConfigError(
+                "some parameters got no gradient in a step; set strategy.find_unused_parameters=true"
+            ) from error
         return state is not None and not torch.equal(state, self.masks.state())
 
     def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:
         """With so many micro-batches a step of so many rows each; after `rehearse`."""
         parameters, gradients, optimizer, tables = update.bytes()
-        if self._forward is self.model and self._sync is None:  # else whoever wraps the model knows where gradients wait
+        # else whoever wraps the model knows where gradients wait
+        if self._forward is self.model and self._sync is None:
             gradients += waiting([byte_count([parameter]) for parameter in map(local, self._trained)], micro_batches)
         buffers = byte_count(local(buffer) for buffer in self.model.buffers())
         return Memory(parameters + buffers, gradients, optimizer, activations(self._trials, rows), tables=tables)
@@ -176,12 +204,19 @@ class Replica:
 class Spmd(Program):
     """A replica on every rank and an update that makes them agree; the wrapped forward does the talking, if any.
 
-    `seat`: where several ranks are one replica; then gradients come summed over replicas, else averaged over ranks, as torch does.
-    `exchange`: bytes of what is on its way between ranks, see Memory. `tables`: those of the update.
+    `seat`: where several ranks are one replica; then gradients come summed over replicas, else averaged over ranks, as
+    torch does. `exchange`: bytes of what is on its way between ranks, see Memory. `tables`: those of the update.
     """
 
     def __init__(
-        self, replica: Replica, update: Update, task: Task, world: World, seat: Seat | None = None, exchange: int = 0, tables: Tables | None = None
+        self,
+        replica: Replica,
+        update: Update,
+        task: Task,
+        world: World,
+        seat: Seat | None = None,
+        exchange: int = 0,
+        tables: Tables | None = None,
     ) -> None:
         self._tables = tables
         self._share = seat.share if seat else Shard(world.rank, world.size)
@@ -233,7 +268,8 @@ class Spmd(Program):
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
         self._replica.statistics.finish(made(norm))
-        return StepOutput(self._said(sums), norm if self._world.rank == 0 else self._unsaid)  # every rank knows the norm, one tells it
+        # every rank knows the norm, one tells it
+        return StepOutput(self._said(sums), norm if self._world.rank == 0 else self._unsaid)
 
     def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
@@ -276,7 +312,9 @@ def alone(task: Task, world: World) -> Program:
     model = draw_model(task.recipe, task.seed, task.weights)
     masters = cast_model(model, task.precision, world.device)
     tables = tables_of(task, world, Placement.replicated)
-    update = LocalUpdate(whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale, tables=tables)
+    update = LocalUpdate(
+        whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale, tables=tables
+    )
     return Spmd(Replica(model, task, world.device), update, task, world, tables=tables)
 
 
@@ -289,19 +327,26 @@ class Part(Protocol):
 
 @contextmanager
 def buffers_kept(part: Part, spread: bool, instead: str) -> Iterator[None]:
-    """Passes whose effects on buffers are forgotten. ConfigError, if `spread`, for one that they changed and that is no running average."""
+    """Passes whose effects on buffers are forgotten.
+
+    ConfigError, if `spread`, for one that they changed and that is no running average.
+    """
     tensors = {name: local(buffer) for name, buffer in part.model.named_buffers()}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     yield
     averages = set(part.statistics.names())
     for name, tensor in tensors.items():
         if spread and name not in averages and not torch.equal(tensor, before[name]):
-            raise ConfigError(f"the forward pass changes the buffer {name}, which only one process can keep right; use {instead}")
+            raise ConfigError(
+                f"the forward pass changes the buffer {name}, which only one process can keep right; use {instead}"
+            )
         tensor.copy_(before[name])
 
 
 def buffers(part: Part, first: bool = True) -> list[Box]:
-    """Boxes of the model's persistent buffers, running averages and their counters included; those held in whole of the `first` rank alone."""
+    """Boxes of the model's persistent buffers, running averages and their counters included; those held in whole of the
+    `first` rank alone.
+    """
     kept = part.model.state_dict().keys() - dict(part.model.named_parameters()).keys()
     counters = [(name, torch.tensor(steps)) for name, steps in part.statistics.counters().items()]
     found = [*((name, b) for name, b in part.model.named_buffers() if name in kept), *counters]
@@ -314,7 +359,10 @@ def stored(name: str) -> str:
 
 
 def own_averages(part: Part, shard: Shard, first: bool = True) -> list[Box]:
-    """Boxes of the running averages of this share of the rows alone. With as many shares a run goes on from them, else from their mean."""
+    """Boxes of the running averages of this share of the rows alone.
+
+    With as many shares a run goes on from them, else from their mean.
+    """
     if shard.count == 1:  # they are the mean
         return []
     whole = dict(part.model.named_buffers())
@@ -342,13 +390,18 @@ def load_buffers(part: Part, source: Source, shard: Shard) -> None:
 
 
 def workload(task: Task, shares: int, micro_batch_rows: int = 0) -> tuple[int, int]:
-    """How many micro-batches the largest share has, and how many rows the largest of them. `micro_batch_rows=0`: one for each share, if not set."""
+    """How many micro-batches the largest share has, and how many rows the largest of them.
+
+    `micro_batch_rows=0`: one for each share, if not set.
+    """
     bounds = cut(task.step.batch_size, micro_batch_rows or task.step.rows_each(shares))
     return -(-(len(bounds) - 1) // shares), max(b - a for a, b in pairwise(bounds))
 
 
 def waiting(sizes: list[int], micro_batches: int) -> int:
-    """Bytes of gradients, of these sizes, of a micro-batch that are not yet added to those of the ones before it: see `Replica._pass`."""
+    """Bytes of gradients, of these sizes, of a micro-batch that are not yet added to those of the ones before it: see
+    `Replica._pass`.
+    """
     return 0 if micro_batches == 1 else max(sizes) if micro_batches == 2 else sum(sizes)
 
 

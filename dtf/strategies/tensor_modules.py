@@ -1,7 +1,9 @@
-"""Tensor parallelism: modules that keep slices of their weights and talk to the other ranks of their group, by what a layout says of them.
+"""Tensor parallelism: modules that keep slices of their weights and talk to the other ranks of their group, by what a
+layout says of them.
 
-A module keeps its name, its code and its parameters' names; its class changes to one whose tensors are DTensors and whose forward, unchanged,
-sees this rank's slices: torch's DTensor has no rule for convolutions over divided channels. Source: Shoeybi et al. 2019 (arXiv:1909.08053).
+A module keeps its name, its code and its parameters' names; its class changes to one whose tensors are DTensors and
+whose forward, unchanged, sees this rank's slices: torch's DTensor has no rule for convolutions over divided channels.
+Source: Shoeybi et al. 2019 (arXiv:1909.08053).
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> None:
-    """Divide the named modules of a model on meta over a mesh of one axis, in place; see `layout.Split`. Not collective.
+    """Divide the named modules of a model on meta over a mesh of one axis, in place; see `layout.Split`. Not
+    collective.
 
     ConfigError for a module that cannot be divided like that, or slices that would be empty or cut a group of channels.
     """
@@ -42,14 +45,26 @@ def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> N
             continue
         kind = _kind(name, module, split)
         mine = {id(parameter) for parameter in module.parameters()}
-        shared = [other for other, tied in modules.items() if tied is not module and mine & {id(parameter) for parameter in tied._parameters.values()}]
+        shared = [
+            other
+            for other, tied in modules.items()
+            if tied is not module and mine & {id(parameter) for parameter in tied._parameters.values()}
+        ]
         if shared:
-            raise ConfigError(f"the recipe's layout splits {name}, whose parameters {shared[0]} has too; leave both out of the splits")
+            raise ConfigError(
+                f"the recipe's layout splits {name}, whose parameters {shared[0]} has too; leave both out of the splits"
+            )
         module.__class__ = type(f"Divided{type(module).__name__}", (kind, type(module)), {})
         divided = cast(_Divided, module)
-        divided.__dict__ |= {"_mesh": mesh, "_group": mesh.get_group(), "_split": split, "_axis": 1 if isinstance(module, (*CONVOLUTIONS, *NORMS)) else -1}
+        divided.__dict__ |= {
+            "_mesh": mesh,
+            "_group": mesh.get_group(),
+            "_split": split,
+            "_axis": 1 if isinstance(module, (*CONVOLUTIONS, *NORMS)) else -1,
+        }
         divided.cut(name)
-        if split in (Split.column, Split.row_scatter) or kind is _Grouped:  # a grouped convolution may change the number of channels
+        # a grouped convolution may change the number of channels
+        if split in (Split.column, Split.row_scatter) or kind is _Grouped:
             width, axis = _outputs(module), divided._axis
 
 
@@ -69,7 +84,13 @@ class _Divided(nn.Module):
                 if tensor is None or key not in self._axes or not tensor.dim():
                     continue
                 slices = sliced(tensor, self._axes[key], self._mesh)
-                setattr(self, key, nn.Parameter(slices, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else slices)
+                setattr(
+                    self,
+                    key,
+                    nn.Parameter(slices, requires_grad=tensor.requires_grad)
+                    if isinstance(tensor, nn.Parameter)
+                    else slices,
+                )
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -81,7 +102,8 @@ class _Divided(nn.Module):
 class _Slice(torch.autograd.Function):
     """`DTensor.to_local`, with a gradient of the parameter's own shape and strides.
 
-    Torch computes both from the slice, which is wrong where slices are uneven; autograd then gathers the gradient to mend it (seen in 2.11).
+    Torch computes both from the slice, which is wrong where slices are uneven; autograd then gathers the gradient to
+    mend it (seen in 2.11).
     """
 
     @staticmethod
@@ -111,7 +133,14 @@ class _Column(_Divided):
         if self._split is not Split.classes:
             return y
         shape = torch.Size((*y.shape[:-1], _outputs(self)))
-        return DTensor.from_local(y, self._mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
+        return DTensor.from_local(
+            y,
+            self._mesh,
+            [Shard(y.dim() - 1)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
 
 
 class _Row(_Divided):
@@ -132,7 +161,11 @@ class _Row(_Divided):
             y = super().forward(x)
         y = total(y, self._group) if self._split is Split.row else scattered_total(y, self._axis, self._group)
         bias = _Divided.__getattr__(self, "bias")
-        return y if bias is None else y + (bias.view(-1, *(1 for _ in y.shape[2:])) if self._axis == 1 else bias).to(y.dtype)
+        return (
+            y
+            if bias is None
+            else y + (bias.view(-1, *(1 for _ in y.shape[2:])) if self._axis == 1 else bias).to(y.dtype)
+        )
 
 
 class _Grouped(_Divided):
@@ -143,7 +176,10 @@ class _Grouped(_Divided):
     def cut(self, name: str) -> None:
         convolution = cast(nn.Conv2d, self)
         if convolution.groups % self._mesh.size():
-            raise ConfigError(f"{name} has {convolution.groups} groups of channels, which strategy.degree={self._mesh.size()} does not divide")
+            raise ConfigError(
+                f"{name} has {convolution.groups} groups of channels, which strategy.degree={self._mesh.size()} does "
+                "not divide"
+            )
         super().cut(name)
         convolution.groups //= self._mesh.size()
 
@@ -163,7 +199,8 @@ class _Features(_Divided):
 class _Ids(_Divided):
     """An embedding by ids: every rank looks up those it has, the others count as zero.
 
-    An id outside the table becomes NaN, so that the update is skipped and counted: to raise would be to wait for the device.
+    An id outside the table becomes NaN, so that the update is skipped and counted: to raise would be to wait for the
+    device.
     """
 
     _axes = MappingProxyType({"weight": 0})
@@ -198,17 +235,26 @@ def _check_enough(name: str, count: int, of: str, size: int) -> None:
     """ConfigError, on all ranks alike, when one of `size` gets none of the `count`."""
     first, last = bounds(count, size, size - 1)
     if first == last:
-        raise ConfigError(f"{name} has {count} {of}, of which strategy.degree={size} leaves a rank none; use a smaller degree")
+        raise ConfigError(
+            f"{name} has {count} {of}, of which strategy.degree={size} leaves a rank none; use a smaller degree"
+        )
 
 
 def _outputs(module: nn.Module) -> int:
-    return cast(int, getattr(module, "out_features", None) or getattr(module, "out_channels", None) or getattr(module, "embedding_dim", None))
+    return cast(
+        int,
+        getattr(module, "out_features", None)
+        or getattr(module, "out_channels", None)
+        or getattr(module, "embedding_dim", None),
+    )
 
 
 def _kind(name: str, module: nn.Module, split: Split) -> type[_Divided]:
     plain_convolution = isinstance(module, CONVOLUTIONS) and module.groups == 1
     match split:
-        case Split.column | Split.classes if isinstance(module, nn.Linear) or (plain_convolution and split is Split.column):
+        case Split.column | Split.classes if isinstance(module, nn.Linear) or (
+            plain_convolution and split is Split.column
+        ):
             return _Column
         case Split.row | Split.row_scatter if isinstance(module, nn.Linear) or plain_convolution:
             return _Row
@@ -216,6 +262,13 @@ def _kind(name: str, module: nn.Module, split: Split) -> type[_Divided]:
             return _Norm
         case Split.local if isinstance(module, CONVOLUTIONS) and module.groups > 1:
             return _Grouped
-        case Split.column | Split.row if isinstance(module, nn.Embedding) and module.max_norm is None and not (module.scale_grad_by_freq or module.sparse):
+        case Split.column | Split.row if (
+            isinstance(module, nn.Embedding)
+            and module.max_norm is None
+            and not (module.scale_grad_by_freq or module.sparse)
+        ):
             return _Features if split is Split.column else _Ids
-    raise ConfigError(f"the recipe's layout splits {name} as {split.value}, which {type(module).__name__} cannot be; see docs/own-parts.md")
+    raise ConfigError(
+        f"the recipe's layout splits {name} as {split.value}, which {type(module).__name__} cannot be; see "
+        "docs/own-parts.md"
+    )

@@ -1,11 +1,13 @@
-"""The bytes of a message: a flat header of named scalars and arrays, then the arrays as they lie in memory. Data alone: nothing in it can name code.
+"""The bytes of a message: a flat header of named scalars and arrays, then the arrays as they lie in memory. Data alone:
+nothing in it can name code.
 
     head     magic, version, how many scalars and arrays, bytes of the header, bytes of the message, crc32 of the header
     scalar   length of the name, type, name; an int64, a float64, or a length and UTF-8
     array    length of the name, dtype, dimensions, name, shape, offset
     arrays   each at the next multiple of 64 from the start of the message, zeros between
 
-All little-endian. There is one way to lay a message out, so that whatever differs from it is refused before an array is made.
+All little-endian. There is one way to lay a message out, so that whatever differs from it is refused before an array is
+made.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class WireError(ValueError):
 
 
 class Array(NamedTuple):
-    """What an array of a message may be: its number of dimensions, and the names of its dtypes (`bf16` travels as uint16)."""
+    """What an array of a message may be: its number of dimensions, and the names of its dtypes (`bf16` travels as
+    uint16).
+    """
 
     ndim: int
     dtypes: tuple[str, ...] = ("f32",)
@@ -72,7 +76,10 @@ class Named(dict[str, Any]):
 
 
 class Message(NamedTuple):
-    """What was in a message, each of them a Named. `arrays` are read-only views of its bytes; `dtypes` names what each came as."""
+    """What was in a message, each of them a Named.
+
+    `arrays` are read-only views of its bytes; `dtypes` names what each came as.
+    """
 
     scalars: dict[str, Scalar]
     arrays: dict[str, np.ndarray]
@@ -92,17 +99,32 @@ class Schema:
                 raise ValueError(f"{name} is a {kind}; scalars are {', '.join(kind.__name__ for kind in _SCALARS)}")
         for name, array in self.arrays.items():
             unknown = set(array.dtypes) - set(_DTYPES)
-            if unknown or not array.dtypes or {"u16", "bf16"} <= set(array.dtypes) or not 0 <= array.ndim <= MOST_DIMENSIONS:
-                raise ValueError(f"{name}: {array} must have up to {MOST_DIMENSIONS} dimensions and some of {', '.join(_DTYPES)}, not both u16 and bf16")
-        self._codes = {name: {_DTYPES[dtype][1]: _DTYPES[dtype][0] for dtype in array.dtypes} for name, array in self.arrays.items()}
+            if (
+                unknown
+                or not array.dtypes
+                or {"u16", "bf16"} <= set(array.dtypes)
+                or not 0 <= array.ndim <= MOST_DIMENSIONS
+            ):
+                raise ValueError(
+                    f"{name}: {array} must have up to {MOST_DIMENSIONS} dimensions and some of {', '.join(_DTYPES)}, "
+                    "not both u16 and bf16"
+                )
+        self._codes = {
+            name: {_DTYPES[dtype][1]: _DTYPES[dtype][0] for dtype in array.dtypes}
+            for name, array in self.arrays.items()
+        }
         self._kinds = {name.encode(): (name, kind, _SCALARS[kind]) for name, kind in self.scalars.items()}
         self._views = {
-            name.encode(): (name, array.ndim, {_DTYPES[dtype][0]: (dtype, _DTYPES[dtype][1]) for dtype in array.dtypes}) for name, array in self.arrays.items()
+            name.encode(): (name, array.ndim, {_DTYPES[dtype][0]: (dtype, _DTYPES[dtype][1]) for dtype in array.dtypes})
+            for name, array in self.arrays.items()
         }
 
 
 def encode(schema: Schema, scalars: Mapping[str, Scalar], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """The message as bytes: one allocation, one copy of the arrays. WireError for what the schema does not have, and for scalars that are not finite."""
+    """The message as bytes: one allocation, one copy of the arrays.
+
+    WireError for what the schema does not have, and for scalars that are not finite.
+    """
     entries: list[bytes] = [_scalar(schema, name, value) for name, value in scalars.items()]
     heads = [_array(schema, name, array) for name, array in arrays.items()]
     header = _BODY + sum(map(len, entries)) + sum(len(head) + 8 for head in heads)
@@ -122,7 +144,10 @@ def encode(schema: Schema, scalars: Mapping[str, Scalar], arrays: Mapping[str, n
 
 
 def decode(schema: Schema, data: bytes) -> Message:
-    """Inverse of `encode`, without a copy of the arrays. WireError unless every byte outside the arrays is as `encode` would have it."""
+    """Inverse of `encode`, without a copy of the arrays.
+
+    WireError unless every byte outside the arrays is as `encode` would have it.
+    """
     if len(data) < _BODY:
         raise WireError("shorter than the head of a message")
     magic, version, scalars, arrays, header, total = _HEAD.unpack_from(data)
@@ -149,7 +174,11 @@ def decode(schema: Schema, data: bytes) -> Message:
         end = place.start + place.bytes
     if end != total:
         raise WireError("the message is longer than its arrays")
-    return Message(Named(values), Named({place.name: _view(data, place) for place in places}), {place.name: place.dtype for place in places})
+    return Message(
+        Named(values),
+        Named({place.name: _view(data, place) for place in places}),
+        {place.name: place.dtype for place in places},
+    )
 
 
 class _Place(NamedTuple):
@@ -166,7 +195,9 @@ def _aligned(end: int) -> int:
 
 
 def _view(data: bytes, place: _Place) -> np.ndarray:
-    view = np.ndarray(place.shape, place.numpy, data, place.start) if place.bytes else np.empty(place.shape, place.numpy)
+    view = (
+        np.ndarray(place.shape, place.numpy, data, place.start) if place.bytes else np.empty(place.shape, place.numpy)
+    )
     view.flags.writeable = False
     return view
 
@@ -195,7 +226,10 @@ def _scalar(schema: Schema, name: str, value: Scalar) -> bytes:
 def _array(schema: Schema, name: str, array: np.ndarray) -> bytes:
     code = schema._codes.get(name, {}).get(array.dtype)
     if code is None or array.ndim != schema.arrays[name].ndim:
-        raise WireError(f"{_shown(name)} must be an array of the schema and as it has it, not {array.dtype} with {array.ndim} dimensions")
+        raise WireError(
+            f"{_shown(name)} must be an array of the schema and as it has it, not {array.dtype} with {array.ndim} "
+            "dimensions"
+        )
     return bytes((len(name), code, array.ndim)) + name.encode() + struct.pack(f"<{array.ndim}Q", *array.shape)
 
 
@@ -241,7 +275,8 @@ def _read_places(schema: Schema, front: bytes, count: int, at: int) -> tuple[lis
         *shape, start = struct.unpack_from(f"<{ndim + 1}Q", front, at)
         at += 8 * (ndim + 1)
         dtype, numpy = dtypes[code]
-        if math.prod(max(1, size) for size in shape) * numpy.itemsize >= _MOST_BYTES:  # also where one is 0: numpy multiplies the others
+        # also where one is 0: numpy multiplies the others
+        if math.prod(max(1, size) for size in shape) * numpy.itemsize >= _MOST_BYTES:
             raise WireError(f"array {name} is larger than memory can be")
         names.add(name)
         found.append(_Place(name, dtype, numpy, tuple(shape), start, math.prod(shape) * numpy.itemsize))

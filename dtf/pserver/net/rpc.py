@@ -1,4 +1,6 @@
-"""Requests over gRPC: raw bytes to named handlers, for those who know the token of the run. gRPC does not survive a fork: import this in ranks alone."""
+"""Requests over gRPC: raw bytes to named handlers, for those who know the token of the run. gRPC does not survive a
+fork: import this in ranks alone.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,15 @@ class Tls:
 
 
 class Service:
-    """Listens on one address for requests to `handlers`, which get bytes and return bytes, each in one of `threads` threads.
+    """Listens on one address for requests to `handlers`, which get bytes and return bytes, each in one of `threads`
+    threads.
 
-    `address`: HOST:PORT, port 0 for a free one; beyond loopback only with `tls` or `allow_insecure` (ConfigError). BusyError where the port is taken.
-    `epoch` names the attempt of the run: who belongs to another one is told so, but by the methods `ageless`. What a handler raises, except Refused,
-    WireError and Stale, is logged here and handed to `on_error`; the client learns only that the server failed.
-    Health checks need no token, as orchestrators have none to give; they say whether `ready` and nothing else. Methods `shown` also answer those
-    who know no more than `viewer(token)`.
+    `address`: HOST:PORT, port 0 for a free one; beyond loopback only with `tls` or `allow_insecure` (ConfigError).
+    BusyError where the port is taken. `epoch` names the attempt of the run: who belongs to another one is told so, but
+    by the methods `ageless`. What a handler raises, except Refused, WireError and Stale, is logged here and handed to
+    `on_error`; the client learns only that the server failed. Health checks need no token, as orchestrators have none
+    to give; they say whether `ready` and nothing else. Methods `shown` also answer those who know no more than
+    `viewer(token)`.
     """
 
     def __init__(
@@ -88,7 +92,9 @@ class Service:
         self._methods = {_HEALTH: grpc.unary_unary_rpc_method_handler(self._at_once(self._health))}
         self._regions = Regions(2 * threads)
         self.add(handlers)
-        self._server = grpc.server(self._threads, [_Handlers(self._method)], options=[*_options(most_bytes), *_SERVER_OPTIONS])
+        self._server = grpc.server(
+            self._threads, [_Handlers(self._method)], options=[*_options(most_bytes), *_SERVER_OPTIONS]
+        )
         try:
             port = _bind(self._server, endpoint_text(host, port), tls)
         except RuntimeError:
@@ -100,8 +106,11 @@ class Service:
         """From now on answer these too. Until it is `ready`, who asks for what is not there is told to ask again."""
         for name, handler in handlers.items():
             method = _SERVICE + name
-            large = method not in self._ageless | self._shown  # those that look, and those that do not belong to the run yet, have nothing large to say
-            self._methods[method] = grpc.unary_unary_rpc_method_handler(self._answer(self._regions.around(handler) if large else handler))
+            # those that look, and those that do not belong to the run yet, have nothing large to say
+            large = method not in self._ageless | self._shown
+            self._methods[method] = grpc.unary_unary_rpc_method_handler(
+                self._answer(self._regions.around(handler) if large else handler)
+            )
 
     def start(self) -> None:
         """Answer; requests since the construction have waited."""
@@ -122,7 +131,9 @@ class Service:
         if method != _HEALTH:
             given = dict(details.invocation_metadata)
             token = _bytes(given.get(_TOKEN, ""))
-            if not hmac.compare_digest(token, self._token) and not (method in self._shown and hmac.compare_digest(token, self._viewer)):
+            if not hmac.compare_digest(token, self._token) and not (
+                method in self._shown and hmac.compare_digest(token, self._viewer)
+            ):
                 return self._refusal(grpc.StatusCode.UNAUTHENTICATED, "the token of the run is needed")
             if method not in self._ageless and given.get(_EPOCH) != self.epoch:
                 return self._refusal(grpc.StatusCode.FAILED_PRECONDITION, "another attempt of the run is served here")
@@ -134,9 +145,12 @@ class Service:
         def refuse(requests: Any, context: grpc.ServicerContext) -> bytes:
             context.abort(code, text)
 
-        return grpc.stream_unary_rpc_method_handler(self._at_once(refuse))  # of a stream the messages are received as they are asked for: never
+        # of a stream the messages are received as they are asked for: never
+        return grpc.stream_unary_rpc_method_handler(self._at_once(refuse))
 
-    def _at_once(self, behaviour: Callable[[Any, grpc.ServicerContext], bytes]) -> Callable[[Any, grpc.ServicerContext], bytes]:
+    def _at_once(
+        self, behaviour: Callable[[Any, grpc.ServicerContext], bytes]
+    ) -> Callable[[Any, grpc.ServicerContext], bytes]:
         def aside(request: Any, context: grpc.ServicerContext) -> bytes:
             return behaviour(request, context)
 
@@ -144,7 +158,9 @@ class Service:
         return aside
 
     def _health(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """HealthCheckRequest {string service = 1} -> HealthCheckResponse {ServingStatus status = 1}, which need no protobuf."""
+        """HealthCheckRequest {string service = 1} -> HealthCheckResponse {ServingStatus status = 1}, which need no
+        protobuf.
+        """
         if request not in (b"", b"\n\0"):
             context.abort(grpc.StatusCode.NOT_FOUND, "only the server as a whole is known, by the name ''")
         return _SERVING if self.ready() else _NOT_SERVING
@@ -173,19 +189,29 @@ def viewer(token: str) -> str:
 
 
 class Client:
-    """A connection of its own to the service at `endpoint`, made when first needed and again when it broke. Many threads may call."""
+    """A connection of its own to the service at `endpoint`, made when first needed and again when it broke.
 
-    def __init__(self, endpoint: str, token: str, epoch: str, most_bytes: int = MOST_BYTES, tls: Tls | None = None) -> None:
+    Many threads may call.
+    """
+
+    def __init__(
+        self, endpoint: str, token: str, epoch: str, most_bytes: int = MOST_BYTES, tls: Tls | None = None
+    ) -> None:
         parsed(endpoint, "endpoint")
         keep_buffers()
         self.endpoint = endpoint
         options = [*_options(most_bytes), *_CLIENT_OPTIONS]
-        self._channel = grpc.secure_channel(endpoint, tls.client(), options) if tls else grpc.insecure_channel(endpoint, options)
+        self._channel = (
+            grpc.secure_channel(endpoint, tls.client(), options) if tls else grpc.insecure_channel(endpoint, options)
+        )
         self._metadata = ((_TOKEN, _checked("token", token)), (_EPOCH, _checked("epoch", epoch)))
         self._stubs: dict[str, grpc.UnaryUnaryMultiCallable] = {}
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Return as soon as the server says that it is ready. Lost after the deadline; whether it will know the token shows at the first call."""
+        """Return as soon as the server says that it is ready.
+
+        Lost after the deadline; whether it will know the token shows at the first call.
+        """
         until = monotonic() + deadline_s
         check = self._channel.unary_unary(_HEALTH)
         try:
@@ -203,7 +229,9 @@ class Client:
 
     def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
         """See `Transport`."""
-        return _Answer(self, method, self._stub(method).future(data, timeout=_deadline(deadline_s), metadata=self._metadata))
+        return _Answer(
+            self, method, self._stub(method).future(data, timeout=_deadline(deadline_s), metadata=self._metadata)
+        )
 
     def close(self) -> None:
         """Calls under way are lost."""
@@ -251,14 +279,21 @@ class _Handlers(grpc.GenericRpcHandler):
 
 
 def keep_buffers() -> None:
-    """Have glibc keep up to 1 GiB of freed memory for the next message. By itself it returns each large one, and most of its time goes into page faults."""
+    """Have glibc keep up to 1 GiB of freed memory for the next message.
+
+    By itself it returns each large one, and most of its time goes into page faults.
+    """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for setting, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, 1 << 30), (_ARENA_MAX, 1)):
             mallopt(setting, value)
 
 
 def _options(most_bytes: int) -> list[tuple[str, int]]:
-    return [("grpc.max_receive_message_length", most_bytes), ("grpc.max_send_message_length", most_bytes), ("grpc.enable_http_proxy", 0)]
+    return [
+        ("grpc.max_receive_message_length", most_bytes),
+        ("grpc.max_send_message_length", most_bytes),
+        ("grpc.enable_http_proxy", 0),
+    ]
 
 
 _SERVER_OPTIONS = (
@@ -266,7 +301,8 @@ _SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # allow the pings below
 )
 _CLIENT_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),  # a host that is cut off, or a process that is stopped, sends no end of its connection
+    # a host that is cut off, or a process that is stopped, sends no end of its connection
+    ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # without it the one before it has no effect
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -286,7 +322,10 @@ def _listen_address(address: str, open_to_others: bool) -> tuple[str, int]:
         if where.is_unspecified:
             raise ConfigError(f"address={address} would listen on every interface; give the address of one")
         if not where.is_loopback and not open_to_others:
-            raise ConfigError(f"address={address} is open to other hosts, and what passes is not encrypted; give tls, or allow it with allow_insecure=true")
+            raise ConfigError(
+                f"address={address} is open to other hosts, and what passes is not encrypted; give tls, or allow it "
+                "with allow_insecure=true"
+            )
         listen(host, port).close()  # asked here, as gRPC does not say what is wrong
     except OSError as error:
         if error.errno == errno.EADDRINUSE:

@@ -1,11 +1,13 @@
 """Messages between processes of one host: they lie in memory that both have, and what carries requests carries where.
 
-A region is an anonymous file in memory that the client makes and keeps; the server opens it by the client's /proc entry, which only the same user can. So
-no file is left behind whoever dies, and where the two do not share a kernel, a user or a process namespace, messages travel whole, as they do elsewhere.
+A region is an anonymous file in memory that the client makes and keeps; the server opens it by the client's /proc
+entry, which only the same user can. So no file is left behind whoever dies, and where the two do not share a kernel, a
+user or a process namespace, messages travel whole, as they do elsewhere.
 
-    region     key (16 bytes), number of the request it holds (uint64), zeros to 64; then the request, and in its place the answer
-    request    magic, host, process, descriptor, key, number, bytes of the region, bytes of the request
-    answer     magic, bytes of the answer; or only the magic of a refusal; or, where the region has no room for it, the answer itself
+    region     key (16 bytes), number of the request it holds (uint64), zeros to 64; then the request, and in its place
+    the answer request    magic, host, process, descriptor, key, number, bytes of the region, bytes of the request
+    answer     magic, bytes of the answer; or only the magic of a refusal; or, where the region has no room for it, the
+    answer itself
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ class _Region:
 
 
 class Shared:
-    """A transport whose large messages, both ways, lie in shared memory where the server can open it. Many threads may call."""
+    """A transport whose large messages, both ways, lie in shared memory where the server can open it.
+
+    Many threads may call.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport, self._host = transport, host()
@@ -73,16 +78,26 @@ class Shared:
         region = self._region(method, len(data))
         if region is None:
             return self._seen(method, self._transport.call(method, data, deadline_s))
-        return self._answer(region, method, data, deadline_s, self._transport.call(method, region.put(data, self._host), deadline_s))
+        return self._answer(
+            region, method, data, deadline_s, self._transport.call(method, region.put(data, self._host), deadline_s)
+        )
 
     def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
         """See `Transport`."""
         region = self._region(method, len(data))
         pending = self._transport.start(method, data if region is None else region.put(data, self._host), deadline_s)
-        return _Coming(lambda: self._seen(method, pending.result()) if region is None else self._answer(region, method, data, deadline_s, pending.result()))
+        return _Coming(
+            lambda: (
+                self._seen(method, pending.result())
+                if region is None
+                else self._answer(region, method, data, deadline_s, pending.result())
+            )
+        )
 
     def _region(self, method: str, size: int) -> _Region | None:
-        """A region that nobody uses, with room for the request and such answers as there were; None where the message should travel whole."""
+        """A region that nobody uses, with room for the request and such answers as there were; None where the message
+        should travel whole.
+        """
         room = max(size, self._largest.get(method, 0))
         if not self._host or not LEAST_BYTES <= room <= MOST_BYTES:
             return None
@@ -101,7 +116,9 @@ class Shared:
         return answer
 
     def _answer(self, region: _Region, method: str, data: bytes, deadline_s: float, told: bytes) -> bytes:
-        """After an error nobody comes here: the server may still read or write the region, which is then used no more."""
+        """After an error nobody comes here: the server may still read or write the region, which is then used no
+        more.
+        """
         if told == _NO:
             self._host = b""
             return self._transport.call(method, data, deadline_s)
@@ -132,11 +149,14 @@ class _Opened(NamedTuple):
 
 
 class Regions:
-    """Those that clients of a server have, as it opened them: `most` at once, and none for longer than the client does, but for until the next is opened."""
+    """Those that clients of a server have, as it opened them: `most` at once, and none for longer than the client does,
+    but for until the next is opened.
+    """
 
     def __init__(self, most: int) -> None:
         self._most, self._host, self._lock = most, host(), threading.Lock()
-        self._open: OrderedDict[tuple[int, int], _Opened] = OrderedDict()  # by process and descriptor, those used last at the end
+        # by process and descriptor, those used last at the end
+        self._open: OrderedDict[tuple[int, int], _Opened] = OrderedDict()
 
     def around(self, handler: Handler) -> Handler:
         """The handler, for requests that may lie in a region."""
@@ -157,7 +177,10 @@ class Regions:
         return handle
 
     def _find(self, data: bytes) -> tuple[mmap.mmap, int] | None:
-        """The region of a request and the bytes of this; None where it cannot be opened. Refused for what no client sends, or not any more."""
+        """The region of a request and the bytes of this; None where it cannot be opened.
+
+        Refused for what no client sends, or not any more.
+        """
         if len(data) != _REQUEST.size:
             raise Refused("no place of a request")
         _, where, process, descriptor, key, number, size, length = _REQUEST.unpack(data)
@@ -169,7 +192,9 @@ class Regions:
         with self._lock:
             known = self._open.get(place)
             if known is None or known.memory[:16] != key:
-                self._open = OrderedDict((other, region) for other, region in self._open.items() if _inode(*other) == region.inode)
+                self._open = OrderedDict(
+                    (other, region) for other, region in self._open.items() if _inode(*other) == region.inode
+                )
                 known = _opened(process, descriptor, key, size)
                 if known is None:
                     return None
@@ -196,7 +221,8 @@ def _opened(process: int, descriptor: int, key: bytes, size: int) -> _Opened | N
     """Another process's region; None where it cannot be opened, or is none."""
     path = f"/proc/{process}/fd/{descriptor}"
     try:
-        if not os.readlink(path).startswith(f"/memfd:{_NAME} "):  # to open a device or a pipe may do something, or take for ever
+        # to open a device or a pipe may do something, or take for ever
+        if not os.readlink(path).startswith(f"/memfd:{_NAME} "):
             return None
         fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:

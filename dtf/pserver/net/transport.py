@@ -58,21 +58,34 @@ class Transport(Protocol):
 
 def short(text: str) -> str:
     """A text from elsewhere, or towards it: printable ASCII, not long. What is so already stays as it is."""
-    return "".join(each if " " <= each <= "~" else each.encode("unicode_escape", "surrogatepass").decode() for each in text[:LONGEST])[:LONGEST]
+    return "".join(
+        each if " " <= each <= "~" else each.encode("unicode_escape", "surrogatepass").decode()
+        for each in text[:LONGEST]
+    )[:LONGEST]
 
 
 class Retrying:
-    """A transport that sends what was lost again until `patience_s` after the first try. For requests that a server knows to be the same one by their key."""
+    """A transport that sends what was lost again until `patience_s` after the first try.
+
+    For requests that a server knows to be the same one by their key.
+    """
 
     def __init__(self, transport: Transport, patience_s: float) -> None:
         self._transport, self._patience_s = transport, patience_s
         self._closed = threading.Event()
-        self._jitter = random.Random()  # its own: how long to wait must not depend on, or change, the numbers of the run
+        # its own: how long to wait must not depend on, or change, the numbers of the run
+        self._jitter = random.Random()
         self.again = 0
         """Requests that were sent again."""
 
     def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
-        return self._persist(lambda: self._transport.call(method, data, deadline_s), method, data, deadline_s, monotonic() + self._patience_s)
+        return self._persist(
+            lambda: self._transport.call(method, data, deadline_s),
+            method,
+            data,
+            deadline_s,
+            monotonic() + self._patience_s,
+        )
 
     def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
         until = monotonic() + self._patience_s
@@ -98,7 +111,9 @@ class Retrying:
 
 
 class _Persistent:
-    def __init__(self, owner: Retrying, first: Pending, method: str, data: bytes, deadline_s: float, until: float) -> None:
+    def __init__(
+        self, owner: Retrying, first: Pending, method: str, data: bytes, deadline_s: float, until: float
+    ) -> None:
         self._owner, self._first, self._rest = owner, first, (method, data, deadline_s, until)
 
     def result(self) -> bytes:

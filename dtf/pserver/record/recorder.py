@@ -1,4 +1,6 @@
-"""The order in which things happened on a server, as JSON lines: what trainers pulled, and which pushes became an update."""
+"""The order in which things happened on a server, as JSON lines: what trainers pulled, and which pushes became an
+update.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class Recorder:
         try:
             yield
         except OSError as error:
-            raise SaveError(f"{self._path} could not be written: {error.strerror}; make room or mend the disk, then start again") from None
+            raise SaveError(
+                f"{self._path} could not be written: {error.strerror}; make room or mend the disk, then start again"
+            ) from None
 
 
 def path_of(folder: Path, server: int) -> Path:
@@ -92,7 +96,9 @@ def read(folder: Path, servers: int) -> Recorded:
                         start, begin, applied = int(json.loads(line)["start"]), at, 0
                     applied += line.startswith(b'{"apply"') and line.endswith(b"}\n")
         except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read: {error}; a run records its order with strategy.record=PATH") from None
+            raise DataError(
+                f"{path} cannot be read: {error}; a run records its order with strategy.record=PATH"
+            ) from None
         if start is None:
             raise DataError(f"{path} does not say where it starts")
         starts.add(start)

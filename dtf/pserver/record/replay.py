@@ -1,4 +1,6 @@
-"""A recorded run once more, one thing after the other in one process: the same pulls and updates in the same order give the same numbers."""
+"""A recorded run once more, one thing after the other in one process: the same pulls and updates in the same order give
+the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -56,21 +58,33 @@ class _Reply:
 class Replay:
     """`rows` opens the training data; `source`: the checkpoint that the recorded attempt began with."""
 
-    def __init__(self, task: Task, strategy: Pserver, merging: Merging, trainers: int, rows: Open, source: Source | None) -> None:
+    def __init__(
+        self, task: Task, strategy: Pserver, merging: Merging, trainers: int, rows: Open, source: Source | None
+    ) -> None:
         self._merging = merging
         self._servers, self._shares = strategy.count(), merging.shares(trainers)
         self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
         self.holdings = [
-            Holdings(task, _Alone(server, self._servers), strategy, merging, self._shares, self._micro_batch_rows) for server in range(self._servers)
+            Holdings(task, _Alone(server, self._servers), strategy, merging, self._shares, self._micro_batch_rows)
+            for server in range(self._servers)
         ]
         for holdings in self.holdings if source is not None else ():
             assert source is not None
             holdings.load(source)
-        found = lay_out(sketch(task.recipe), task.precision, self._servers, strategy.slice_parameters, strategy.min_block, strategy.placement)
+        found = lay_out(
+            sketch(task.recipe),
+            task.precision,
+            self._servers,
+            strategy.slice_parameters,
+            strategy.min_block,
+            strategy.placement,
+        )
         self._wire = FORMATS[strategy.wire.value]
         layouts = [travelling(layout, self._wire) for layout in found]
         whole_norm = self._servers > 1 and not merging.together
-        self._computing = Computing(task, torch.device("cpu"), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire)
+        self._computing = Computing(
+            task, torch.device("cpu"), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire
+        )
         for server, holdings in enumerate(self.holdings):
             self._computing.take_frozen(server, holdings.frozen())
         self._local = Local(task, self._computing, layouts) if merging.local else None
@@ -84,7 +98,8 @@ class Replay:
         self._met: dict[tuple[int, int, int], dict[str, set[int]]] = {}
 
     def run(self, events: Sequence[Iterator[Mapping[str, Any]]], under_way: Callable[[int], None]) -> None:
-        """All that happened, by server; `under_way` is called every now and then with the updates that all have made, and may raise.
+        """All that happened, by server; `under_way` is called every now and then with the updates that all have made,
+        and may raise.
 
         DataError where what one server recorded does not fit what another one did.
         """
@@ -139,19 +154,29 @@ class Replay:
             if first:
                 for seen in met.values():
                     seen.clear()
-            ids = {name: found[[each not in met[name] for each in found.tolist()]] if len(found) else found for name, found in ids.items()}
+            ids = {
+                name: found[[each not in met[name] for each in found.tolist()]] if len(found) else found
+                for name, found in ids.items()
+            }
             for name, found in ids.items():
                 met[name] |= set(found.tolist())
         _, now, dense, rows = self.holdings[server].pull(ids, pull, known)
         rows = {name: rounded(found, self._wire) for name, found in rows.items()}
         if now != applied:
-            raise DataError(f"server {server} had made {applied} updates when it was asked, here it has made {now}; the record is not whole")
+            raise DataError(
+                f"server {server} had made {applied} updates when it was asked, here it has made {now}; the record is "
+                "not whole"
+            )
         if self._applied[pull.step, pull.part] < self._servers:  # else somebody asked who was too late
             given = self._replies.setdefault((pull.step, pull.part), {})
-            given.setdefault((pull, server), []).append(_Reply(now, np.empty(0, np.uint8) if dense is None else dense.copy(), rows))
+            given.setdefault((pull, server), []).append(
+                _Reply(now, np.empty(0, np.uint8) if dense is None else dense.copy(), rows)
+            )
 
     def _may(self, server: int, trainer: int, step: int, part: int) -> bool:
-        """Whether all servers have given what a push was computed from: what this one gave, as a trainer asks all for the same."""
+        """Whether all servers have given what a push was computed from: what this one gave, as a trainer asks all for
+        the same.
+        """
         given = self._replies.get((step, part), {})
         asked = [pull for pull, other in given if other == server and pull.trainer == trainer]
         return step in self._tickets and all((pull, other) in given for pull in asked for other in range(self._servers))
@@ -160,10 +185,26 @@ class Replay:
         found = self._computed.setdefault((step, part), {})
         if trainer not in found:
             lease = self._lease(step, part)
-            found[trainer] = self._alone(trainer, lease) if self._local is not None else self._gradients(trainer, lease, server, seen)
+            found[trainer] = (
+                self._alone(trainer, lease)
+                if self._local is not None
+                else self._gradients(trainer, lease, server, seen)
+            )
         computed, nothing = found[trainer], np.empty(0)
         return Push(
-            *(trainer, step, part, computed.dense[server], computed.rows[server], computed.finite, computed.norm, seen, 0, 0, computed.skipped),
+            *(
+                trainer,
+                step,
+                part,
+                computed.dense[server],
+                computed.rows[server],
+                computed.finite,
+                computed.norm,
+                seen,
+                0,
+                0,
+                computed.skipped,
+            ),
             *(nothing, computed.statistics, nothing),
         )
 
@@ -175,8 +216,11 @@ class Replay:
         dense = [Blocks(reply.applied, reply.dense) for reply in replies]
         rows, applied = [reply.rows for reply in replies], [reply.applied for reply in replies]
         found = self._computing.gradients(prepared, Pulled(dense, rows, applied, self.holdings[0].scale()))
-        parts = [{name: (ids, rounded(numbers, self._wire)) for name, (ids, numbers) in part.items()} for part in found.rows]
-        return found._replace(dense=[memory.copy() for memory in found.dense], rows=parts)  # whose memory the next one uses
+        parts = [
+            {name: (ids, rounded(numbers, self._wire)) for name, (ids, numbers) in part.items()} for part in found.rows
+        ]
+        # whose memory the next one uses
+        return found._replace(dense=[memory.copy() for memory in found.dense], rows=parts)
 
     def _alone(self, trainer: int, lease: Lease) -> Computed:
         local, given = self._local, self._replies[lease.step, lease.part]

@@ -28,7 +28,10 @@ SILENT = -1.0
 
 
 class Desk:
-    """`handlers` by name of the method. `facts`: what a trainer must have alike, see `dtf.core.consistency`; `lease_s`: silence after which one is given up."""
+    """`handlers` by name of the method.
+
+    `facts`: what a trainer must have alike, see `dtf.core.consistency`; `lease_s`: silence after which one is given up.
+    """
 
     def __init__(self, serving: Serving, task: Task, facts: dict[str, Any], rank: int, lease_s: float) -> None:
         self._serving, self._facts, self._lease_s = serving, facts, lease_s
@@ -43,7 +46,11 @@ class Desk:
     def hello(self, data: bytes) -> bytes:
         """A trainer joins, once this server has its state."""
         message = decode(self._hello[0], data)
-        trainer, starter, serving = int(message.scalars["trainer"]), str(message.scalars.get("starter", "")), self._serving
+        trainer, starter, serving = (
+            int(message.scalars["trainer"]),
+            str(message.scalars.get("starter", "")),
+            self._serving,
+        )
         refusal = mixture({"server 0": self._facts, f"trainer {trainer}": messages.facts_of(message)})
         taken = False
         with serving.change:
@@ -57,12 +64,17 @@ class Desk:
                     serving.ledger.join(trainer, time.monotonic(), starter)
                     serving.change.notify_all()
         if taken:
-            refusal = f"another trainer of this run has the number {trainer} and is at work; give each a strategy.trainer_id of its own"
+            refusal = (
+                f"another trainer of this run has the number {trainer} and is at work; give each a "
+                "strategy.trainer_id of its own"
+            )
         said = np.frombuffer(refusal.encode(errors="backslashreplace"), np.uint8)
         return encode(self._hello[1], {"ready": int(ready), "taken": int(taken)}, {"refusal": said})
 
     def _other(self, trainer: int, starter: str, since: float) -> float | None:
-        """When a trainer of this number was heard that another command started, SILENT if not `since`; None where there is none. `change` is held."""
+        """When a trainer of this number was heard that another command started, SILENT if not `since`; None where there
+        is none. `change` is held.
+        """
         self._serving.ledger.give_up(time.monotonic() - self._lease_s)
         heard = self._serving.ledger.other(trainer, starter)
         return heard if heard is None or heard > since else SILENT
@@ -70,7 +82,11 @@ class Desk:
     def lease(self, data: bytes) -> bytes:
         """Work for a trainer, and what it has done."""
         message = decode(self._lease[0], data)
-        trainer, starter, serving = int(message.scalars["trainer"]), str(message.scalars.get("starter", "")), self._serving
+        trainer, starter, serving = (
+            int(message.scalars["trainer"]),
+            str(message.scalars.get("starter", "")),
+            self._serving,
+        )
         with serving.change:
             now = time.monotonic()
             if message.scalars.get("leaving"):
@@ -86,7 +102,9 @@ class Desk:
             if any(message.arrays[name].shape[1] != 3 for name in ("done", "has")):
                 raise Refused("done and has are rows of three numbers")
             serving.stopping = serving.stopping or bool(message.scalars["stopping"])
-            finished = [serving.ledger.finish((int(kind), int(step), int(part))) for kind, step, part in message.arrays["done"]]
+            finished = [
+                serving.ledger.finish((int(kind), int(step), int(part))) for kind, step, part in message.arrays["done"]
+            ]
             if any(finished):
                 serving.change.notify_all()
             leases = []
@@ -94,7 +112,9 @@ class Desk:
 
             def found() -> bool:
                 nonlocal leases
-                leases = leases or (serving.ledger.grant(trainer, most, has) if most > 0 and trainer in serving.ledger.members() else [])
+                leases = leases or (
+                    serving.ledger.grant(trainer, most, has) if most > 0 and trainer in serving.ledger.members() else []
+                )
                 return bool(leases) or serving.over
 
             serving.change.wait_for(found, min(float(message.scalars["wait_s"]), LONGEST_WAIT_S))
@@ -117,12 +137,16 @@ class Desk:
         if scalars.get("pull"):
             after = int(scalars["after"])
             with serving.change:
-                serving.change.wait_for(lambda: serving.ready(after, pushed) or serving.over, min(float(scalars["wait_s"]), LONGEST_WAIT_S))
+                serving.change.wait_for(
+                    lambda: serving.ready(after, pushed) or serving.over, min(float(scalars["wait_s"]), LONGEST_WAIT_S)
+                )
                 state = NO if not serving.ready(after, pushed) else LATE if 0 <= after < serving.version else READY
             if state == READY:
                 wanted = {name: message.arrays[f"want/{name}"] for name in self._names}
                 with serving.holdings.lock:  # until the state is in the message, all of one moment
-                    stamp, applied, dense, rows = serving.holdings.pull(wanted, self._pull_of(scalars), int(scalars["known"]))
+                    stamp, applied, dense, rows = serving.holdings.pull(
+                        wanted, self._pull_of(scalars), int(scalars["known"])
+                    )
                     answer |= {"stamp": stamp, "applied": applied, "scale": serving.holdings.scale()}
                     arrays |= {f"rows/{name}": narrow(found, serving.holdings.wire) for name, found in rows.items()}
                     if dense is not None:
@@ -147,21 +171,33 @@ class Desk:
 
     def _pull_of(self, scalars: Mapping[str, Any]) -> Pull | None:
         """Who pulls for training; None: an evaluation."""
-        return Pull(*(int(scalars[name]) for name in ("trainer", "of_step", "of_part", "at"))) if scalars["train"] else None
+        return (
+            Pull(*(int(scalars[name]) for name in ("trainer", "of_step", "of_part", "at")))
+            if scalars["train"]
+            else None
+        )
 
     def _push(self, message: Message) -> Push:
         scalars, arrays = message.scalars, message.arrays
         if len(arrays["dense"]) != self._serving.holdings.push_bytes:
-            raise Refused(f"dense has {len(arrays['dense'])} bytes, this server takes {self._serving.holdings.push_bytes}")
+            raise Refused(
+                f"dense has {len(arrays['dense'])} bytes, this server takes {self._serving.holdings.push_bytes}"
+            )
         given = [name for name in self._names if f"ids/{name}" in arrays]
         if not self._serving.may_come(int(scalars["step"])):
             raise Refused(f"step {scalars['step']} is not open")
         if self._leads:
             self._check_told(scalars, arrays)
-        rows = {name: (arrays[f"ids/{name}"], widen(arrays[f"gradients/{name}"], message.dtypes[f"gradients/{name}"])) for name in given}
+        rows = {
+            name: (arrays[f"ids/{name}"], widen(arrays[f"gradients/{name}"], message.dtypes[f"gradients/{name}"]))
+            for name in given
+        }
         for name, (ids, gradients) in rows.items():
             if gradients.shape != (len(ids), self._serving.holdings.columns(name)):
-                raise Refused(f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, {self._serving.holdings.columns(name)})")
+                raise Refused(
+                    f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, "
+                    f"{self._serving.holdings.columns(name)})"
+                )
             if not self._serving.holdings.owns(name, ids):
                 raise Refused(f"ids/{name} has some that are not of this server")
         nothing = np.empty(0)
@@ -196,4 +232,8 @@ class Desk:
             raise Refused(f"finite={scalars['finite']}, but statistics are not")
 
     def _leases(self, leases: list, state: int, known: bool) -> bytes:
-        return encode(self._lease[1], {"state": state, "known": int(known), "reason": self._serving.reason}, messages.pack_leases(leases))
+        return encode(
+            self._lease[1],
+            {"state": state, "known": int(known), "reason": self._serving.reason},
+            messages.pack_leases(leases),
+        )

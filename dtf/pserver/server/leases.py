@@ -1,4 +1,7 @@
-"""Who works on what: leases of pieces of work to trainers that may come, die and come again. Pure; knows no time but what it is told, no socket."""
+"""Who works on what: leases of pieces of work to trainers that may come, die and come again.
+
+Pure; knows no time but what it is told, no socket.
+"""
 
 from __future__ import annotations
 
@@ -79,15 +82,20 @@ class Ledger:
         return silent
 
     def grant(self, trainer: int, most: int, has: Collection[Key] = ()) -> list[Lease]:
-        """What the trainer was granted and does not have, as the answer was lost; and up to `most` leases of free work in all, the first steps first.
+        """What the trainer was granted and does not have, as the answer was lost; and up to `most` leases of free work
+        in all, the first steps first.
 
-        Shares of a step are dealt among the living trainers, the same ones to the same: what a trainer has read ahead is then what it needs; all else is
-        for whoever asks.
+        Shares of a step are dealt among the living trainers, the same ones to the same: what a trainer has read ahead
+        is then what it needs; all else is for whoever asks.
         """
         untold = [lease for key, (holder, lease) in self._held.items() if holder == trainer and key not in has]
         members = sorted(self._heard)
         place = members.index(trainer)
-        mine = [lease for lease in self._free.values() if lease.kind == EVALUATE or lease.shares == 1 or lease.part % len(members) == place]
+        mine = [
+            lease
+            for lease in self._free.values()
+            if lease.kind == EVALUATE or lease.shares == 1 or lease.part % len(members) == place
+        ]
         chosen = sorted(mine, key=lambda lease: lease.key)[: max(0, most - len(untold))]
         for lease in chosen:
             self._held[lease.key] = (trainer, self._free.pop(lease.key))

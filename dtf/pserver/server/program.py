@@ -1,4 +1,7 @@
-"""The program of a server: it opens each step for trainers, and merges and applies what they push. The engine runs here as on any rank."""
+"""The program of a server: it opens each step for trainers, and merges and applies what they push.
+
+The engine runs here as on any rank.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,8 @@ class Serving(Program):
         largest = max(self.holdings.push_bytes, len(self.holdings.frozen()))
         if largest > MOST_BYTES // 2:  # what else is in a message has room then
             raise ConfigError(
-                f"server {world.rank} holds {largest >> 20} MiB of parameters, and a message at most {MOST_BYTES >> 21}; use more servers (strategy.servers), "
+                f"server {world.rank} holds {largest >> 20} MiB of parameters, and a message at most "
+                f"{MOST_BYTES >> 21}; use more servers (strategy.servers), "
                 "or strategy=fsdp for models of this size"
             )
         self.ledger = Ledger()
@@ -66,7 +70,8 @@ class Serving(Program):
         self._tickets: dict[int, tuple[Train, ...]] = {}  # of these leases
         self._opened = 0
         self._numbers: dict[int, int] = {}  # first step of leases -> how many were opened before
-        self._basket: dict[tuple[int, int], Push] = {}  # by first step and share, in order of arrival; there until they are applied
+        # by first step and share, in order of arrival; there until they are applied
+        self._basket: dict[tuple[int, int], Push] = {}
         self.change = threading.Condition()  # of all that follows and the ledger
         self.begun = self.over = False
         self.reason = ""  # why it is over
@@ -99,7 +104,11 @@ class Serving(Program):
             self._opening.append(ticket)
             if len(self._opening) == self._merging.steps:
                 self._open()
-        self._advance(lambda: self._opened - self._numbers.get(min(self._waiting, default=ticket.step), self._opened) <= self._window)
+        self._advance(
+            lambda: (
+                self._opened - self._numbers.get(min(self._waiting, default=ticket.step), self._opened) <= self._window
+            )
+        )
         return self.tally.told()
 
     def rest(self) -> StepOutput:
@@ -122,7 +131,17 @@ class Serving(Program):
                 self._evaluations += 1
                 self.tally.begin_evaluation()
             if self._world.rank == 0:
-                self.ledger.open([Lease(EVALUATE, self._evaluations, self._batches, 1, (Train(self._evaluations, 0, self._batches, 0, 0.0),))])
+                self.ledger.open(
+                    [
+                        Lease(
+                            EVALUATE,
+                            self._evaluations,
+                            self._batches,
+                            1,
+                            (Train(self._evaluations, 0, self._batches, 0, 0.0),),
+                        )
+                    ]
+                )
             self._batches += 1
             self.change.notify_all()
         return Evaluated(torch.zeros(self._measures, dtype=torch.float64), None)
@@ -169,8 +188,12 @@ class Serving(Program):
             self.over, self.reason = True, reason
             self.change.notify_all()
             if self._world.rank == 0:
-                # A run that was over when it began ends sooner than trainers come, who would look for servers that are gone.
-                self.change.wait_for(lambda: not self.ledger.members() and (self.begun or len(self.ledger.came) >= self._trainers), FAREWELL_S)
+                # A run that was over when it began ends sooner than trainers come, who would look for servers that are
+                # gone.
+                self.change.wait_for(
+                    lambda: not self.ledger.members() and (self.begun or len(self.ledger.came) >= self._trainers),
+                    FAREWELL_S,
+                )
         self._meet()  # server 0 knows when trainers need no server any more
         if self.holdings.recorder is not None:
             self.holdings.recorder.close()
@@ -190,7 +213,9 @@ class Serving(Program):
             self.change.notify_all()
 
     def ready(self, after: int, pushed: tuple[int, int] | None) -> bool:
-        """Whether a trainer may pull which has to see all updates before step `after`, and has `pushed` with the same message; `change` is held."""
+        """Whether a trainer may pull which has to see all updates before step `after`, and has `pushed` with the same
+        message; `change` is held.
+        """
         known = pushed is None or not self._merging.prompt or pushed not in self._basket
         return self.begun and self.version >= after and known
 
@@ -199,7 +224,9 @@ class Serving(Program):
         return 0 <= step <= max(self._last, self.version, 0) + 2 * (self._window + 1) * self._merging.steps
 
     def tickets_of(self, step: int) -> int | None:
-        """How many tickets the leases have that begin with a step; 0 where they are done, or there are none, None where they are not open yet."""
+        """How many tickets the leases have that begin with a step; 0 where they are done, or there are none, None where
+        they are not open yet.
+        """
         with self.change:
             return len(self._tickets.get(step, ())) if step <= self._last else None
 
@@ -228,7 +255,9 @@ class Serving(Program):
                 self._wait(lambda: bool(self._next()))
                 pushes = sorted(self._next(), key=_order)  # arrival decides nothing more
             if self._merging.together:
-                self._meet()  # or a server that has all shares would keep trainers out, of which one has to compute another server's share
+                # or a server that has all shares would keep trainers out, of which one has to compute another server's
+                # share
+                self._meet()
             norm = self.holdings.apply(pushes, self._tickets)
             if self._world.rank == 0:
                 self.tally.norm(norm)
@@ -256,7 +285,9 @@ class Serving(Program):
         self._last = tickets[-1].step
         self._waiting[first], self._tickets[first], self._numbers[first] = set(parts), tickets, self._opened
         self._opened += 1
-        for step, part in [key for key in self._basket if first <= key[0] <= self._last and (key[0] > first or key[1] not in parts)]:
+        for step, part in [
+            key for key in self._basket if first <= key[0] <= self._last and (key[0] > first or key[1] not in parts)
+        ]:
             del self._basket[step, part]  # it came early, for a share that there is not
         if self.holdings.recorder is not None:
             self.holdings.recorder.opened(tickets)
@@ -266,7 +297,10 @@ class Serving(Program):
         self.change.notify_all()
 
     def _next(self) -> list[Push]:
-        """The pushes that are the next update. Another server may be ahead, and trainers with it: what is not open here yet is left aside."""
+        """The pushes that are the next update.
+
+        Another server may be ahead, and trainers with it: what is not open here yet is left aside.
+        """
         known = [push for push in self._basket.values() if push.step in self._waiting]
         if self._merging.exact:
             known.sort(key=_order)
@@ -290,14 +324,22 @@ class Serving(Program):
     def _parts(self, rows: int) -> list[int]:
         """Shares of a global batch that have micro-batches."""
         count = len(cut(rows, self.micro_batch_rows)) - 1
-        return [part for part in range(self.shares) if share(count, Shard(part, self.shares))[0] < share(count, Shard(part, self.shares))[1]]
+        return [
+            part
+            for part in range(self.shares)
+            if share(count, Shard(part, self.shares))[0] < share(count, Shard(part, self.shares))[1]
+        ]
 
     # ------------------------------------------------------------ small things
 
     def _raise_failure(self) -> None:
         failure = self.failure
         if failure is not None:
-            raise failure if isinstance(failure, DtfError) else DtfError(f"the service failed: {type(failure).__name__}: {failure}") from failure
+            raise (
+                failure
+                if isinstance(failure, DtfError)
+                else DtfError(f"the service failed: {type(failure).__name__}: {failure}")
+            ) from failure
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Until it is so; `change` is held. Raises what went wrong in a thread of the service."""

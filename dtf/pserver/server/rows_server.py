@@ -1,4 +1,7 @@
-"""A server of rows alone (`strategy.dense=allreduce`): what it answers trainers. It runs no engine; what is an update, and when, trainers say."""
+"""A server of rows alone (`strategy.dense=allreduce`): what it answers trainers.
+
+It runs no engine; what is an update, and when, trainers say.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +31,50 @@ Write = Callable[[Path, list[Box]], dict[str, Any]]
 class Lending:
     """The part `number` of all tables, for so many trainers, whose threads of the service call the handlers.
 
-    A request that comes twice counts once: gradients by their turn and trainer, updates by their version, orders by their number.
-    `folder`: of the run, the one place where this server writes; `rank`: after which its files are named. `read`, `write`: see `checkpoint`.
+    A request that comes twice counts once: gradients by their turn and trainer, updates by their version, orders by
+    their number. `folder`: of the run, the one place where this server writes; `rank`: after which its files are named.
+    `read`, `write`: see `checkpoint`.
     """
 
-    def __init__(self, shelves: Shelves, recipe: Recipe, trainers: int, rank: int, folder: Path, read: Callable[[Path], Source], write: Write) -> None:
-        self._shelves, self._trainers, self._rank, self._folder, self._read, self._write = shelves, trainers, rank, folder, read, write
+    def __init__(
+        self,
+        shelves: Shelves,
+        recipe: Recipe,
+        trainers: int,
+        rank: int,
+        folder: Path,
+        read: Callable[[Path], Source],
+        write: Write,
+    ) -> None:
+        self._shelves, self._trainers, self._rank, self._folder, self._read, self._write = (
+            shelves,
+            trainers,
+            rank,
+            folder,
+            read,
+            write,
+        )
         self._widths = {name: table.width for name, table in recipe.tables().items()}
         self._schemas = rows_schemas(recipe)
         self._change = threading.Condition()  # of the rows and all that follows
         self._basket: dict[int, dict[str, Given]] = {}  # by trainer, of this turn
         self._turn = self._version = self._steps = self._pushes = self._dropped = 0
         self._squares = 0.0  # of the gradient of the turn before
-        self._orders, self._worker, self._number, self._work = threading.Lock(), ThreadPoolExecutor(1, "order"), 0, Future[dict[str, np.ndarray]]()
+        self._orders, self._worker, self._number, self._work = (
+            threading.Lock(),
+            ThreadPoolExecutor(1, "order"),
+            0,
+            Future[dict[str, np.ndarray]](),
+        )
         self._over, self._failure, self._stopping = threading.Event(), list[BaseException](), False
-        self.handlers = {LOOK: self.look, GIVE: self.give, COUNT: self.count, LOAD: self.load, SAVE: self.save, END: self.end}
+        self.handlers = {
+            LOOK: self.look,
+            GIVE: self.give,
+            COUNT: self.count,
+            LOAD: self.load,
+            SAVE: self.save,
+            END: self.end,
+        }
 
     def run(self, beat: Callable[[str, int], None], stop_requested: Callable[[], bool]) -> None:
         """Until the run is over. Raises what went wrong in a thread of the service."""
@@ -51,7 +83,11 @@ class Lending:
             self._stopping = stop_requested()
         if self._failure:
             error = self._failure[0]
-            raise error if isinstance(error, DtfError) else DtfError(f"the service failed: {type(error).__name__}: {error}") from error
+            raise (
+                error
+                if isinstance(error, DtfError)
+                else DtfError(f"the service failed: {type(error).__name__}: {error}")
+            ) from error
 
     def fail(self, error: BaseException) -> None:
         """Something went wrong in a thread of the service."""
@@ -65,7 +101,10 @@ class Lending:
         message = decode(self._schemas[LOOK][0], data)
         with self._change:
             self._update(message)
-            rows = {f"rows/{name}": self._shelves.rows(name, message.arrays[f"want/{name}"], bool(message.scalars["train"])) for name in self._widths}
+            rows = {
+                f"rows/{name}": self._shelves.rows(name, message.arrays[f"want/{name}"], bool(message.scalars["train"]))
+                for name in self._widths
+            }
         return encode(self._schemas[LOOK][1], {}, rows)
 
     def give(self, data: bytes) -> bytes:
@@ -104,14 +143,21 @@ class Lending:
         if version > self._version + 1:
             raise Refused(f"update {version} comes after {self._version}")
         if version == self._version + 1:
-            self._shelves.step(float(message.scalars["factor"]), float(message.scalars["lr"]), int(message.scalars["step"]))
+            self._shelves.step(
+                float(message.scalars["factor"]), float(message.scalars["lr"]), int(message.scalars["step"])
+            )
             self._version, self._steps = version, int(message.scalars["step"]) + 1
 
     def _given(self, message: Message) -> dict[str, Given]:
-        given = {name: Given(message.arrays[f"ids/{name}"], message.arrays[f"gradients/{name}"], 1.0) for name in self._widths}
+        given = {
+            name: Given(message.arrays[f"ids/{name}"], message.arrays[f"gradients/{name}"], 1.0)
+            for name in self._widths
+        }
         for name, (ids, gradients, _) in given.items():
             if gradients.shape != (len(ids), self._widths[name]):
-                raise Refused(f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, {self._widths[name]})")
+                raise Refused(
+                    f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, {self._widths[name]})"
+                )
         return given
 
     # ------------------------------------------------------------ checkpoints
@@ -148,12 +194,21 @@ class Lending:
             with self._change:
                 self._update(message)
                 try:
-                    places = dict(zip(self._widths, zip(arrays["before"].tolist(), arrays["total"].tolist(), strict=True), strict=True))
+                    places = dict(
+                        zip(
+                            self._widths,
+                            zip(arrays["before"].tolist(), arrays["total"].tolist(), strict=True),
+                            strict=True,
+                        )
+                    )
                     if boxes := self._shelves.parts(places):
                         written = self._write(path / f"rank_{self._rank}.safetensors", boxes)
                 except (OSError, MemoryError) as trouble:
                     error = str(trouble) or "out of memory"
-            return {"error": np.frombuffer(error.encode(), np.uint8), "told": np.frombuffer(json.dumps(written).encode(), np.uint8)}
+            return {
+                "error": np.frombuffer(error.encode(), np.uint8),
+                "told": np.frombuffer(json.dumps(written).encode(), np.uint8),
+            }
 
         return self._order(message, SAVE, work)
 

@@ -1,4 +1,7 @@
-"""What one server holds, and how pushes change it: blocks, rows, optimizer state, running averages. Knows nothing of leases and messages."""
+"""What one server holds, and how pushes change it: blocks, rows, optimizer state, running averages.
+
+Knows nothing of leases and messages.
+"""
 
 from __future__ import annotations
 
@@ -47,20 +50,35 @@ class Part:
 class Holdings:
     """This server's part of the state. One thread changes it, others may pull.
 
-    `shares`, `micro_batch_rows`: how the rows of a step are cut. `stamp` changes with the state; `applied` counts updates.
+    `shares`, `micro_batch_rows`: how the rows of a step are cut. `stamp` changes with the state; `applied` counts
+    updates.
     """
 
-    def __init__(self, task: Task, world: World, strategy: Pserver, merging: Merging, shares: int, micro_batch_rows: int) -> None:
-        self._task, self._world, self._merging, self._shares, self._micro_batch_rows = task, world, merging, shares, micro_batch_rows
+    def __init__(
+        self, task: Task, world: World, strategy: Pserver, merging: Merging, shares: int, micro_batch_rows: int
+    ) -> None:
+        self._task, self._world, self._merging, self._shares, self._micro_batch_rows = (
+            task,
+            world,
+            merging,
+            shares,
+            micro_batch_rows,
+        )
         model = draw_model(task.recipe, task.seed, task.weights)
         masters = cast_model(model, task.precision, world.device)
-        layouts = lay_out(model, task.precision, world.size, strategy.slice_parameters, strategy.min_block, strategy.placement)
+        layouts = lay_out(
+            model, task.precision, world.size, strategy.slice_parameters, strategy.min_block, strategy.placement
+        )
         self.layout, self.balance = layouts[world.rank], balance(layouts)
         self.wire = FORMATS[strategy.wire.value]
         self._travelling = travelling(self.layout, self.wire)
-        self._outgoing, self._outgoing_stamp = torch.zeros(self._travelling.bytes if self.wire else 0, dtype=torch.uint8, device=world.device), -1
+        self._outgoing, self._outgoing_stamp = (
+            torch.zeros(self._travelling.bytes if self.wire else 0, dtype=torch.uint8, device=world.device),
+            -1,
+        )
         self._dense, self._frozen, self._gradients = (
-            torch.zeros(size, dtype=torch.uint8, device=world.device) for size in (self.layout.bytes, self.layout.frozen_bytes, self.layout.bytes)
+            torch.zeros(size, dtype=torch.uint8, device=world.device)
+            for size in (self.layout.bytes, self.layout.frozen_bytes, self.layout.bytes)
         )
         self._arriving = views(self._gradients, self.layout.learning)
         self._learning: list[nn.Parameter] = []
@@ -90,9 +108,14 @@ class Holdings:
     # ------------------------------------------------------------ what pushes do
 
     def apply(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
-        """One update; its gradient norm, (2,) [norm, 1], or sums of these over steps. Collective over servers where all merge alike."""
+        """One update; its gradient norm, (2,) [norm, 1], or sums of these over steps.
+
+        Collective over servers where all merge alike.
+        """
         with self.lock:
-            norm, whole = (self._learn(pushes, tickets), True) if self._merging.local else self._update_by(pushes, tickets)
+            norm, whole = (
+                (self._learn(pushes, tickets), True) if self._merging.local else self._update_by(pushes, tickets)
+            )
             self._absorb(pushes, tickets, whole)
             if self.recorder is not None:
                 self.recorder.applied(pushes)
@@ -127,11 +150,15 @@ class Holdings:
 
     @torch.no_grad()
     def _learn(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
-        """Add what trainers learnt, each as its share of the rows counts. [NaN, steps]: nobody knows the norm of a whole gradient."""
+        """Add what trainers learnt, each as its share of the rows counts. [NaN, steps]: nobody knows the norm of a
+        whole gradient.
+        """
         weights = [self._rows(push, tickets) / _global_rows(push, tickets) for push in pushes]
         here = [self._update.kept(field.block.name)[field.key] for field in self._fields]
         for push, weight in zip(pushes, weights, strict=True):
-            for tensor, difference in zip(here, views(torch.from_numpy(push.dense).to(self._world.device), self._fields), strict=True):
+            for tensor, difference in zip(
+                here, views(torch.from_numpy(push.dense).to(self._world.device), self._fields), strict=True
+            ):
                 tensor.add_(difference, alpha=weight)
         if self._shelves is not None:
             self._shelves.learn(self._given(pushes, weights))
@@ -141,7 +168,14 @@ class Holdings:
 
     def _given(self, pushes: Sequence[Push], weights: Sequence[float]) -> dict[str, list[Given]]:
         names = self._task.recipe.tables()
-        return {name: [Given(*push.rows[name], weight) for push, weight in zip(pushes, weights, strict=True) if name in push.rows] for name in names}
+        return {
+            name: [
+                Given(*push.rows[name], weight)
+                for push, weight in zip(pushes, weights, strict=True)
+                if name in push.rows
+            ]
+            for name in names
+        }
 
     def _sum(self, pushes: Sequence[Push], weights: Sequence[float]) -> None:
         for number, (push, weight) in enumerate(zip(pushes, weights, strict=True)):
@@ -161,9 +195,11 @@ class Holdings:
             parameter.grad = gradient
 
     def _absorb(self, pushes: Sequence[Push], tickets: Tickets, whole: bool) -> None:
-        """Running averages live on server 0; each push says what its micro-batches add, step by step, to those of one of `shares` ranks.
+        """Running averages live on server 0; each push says what its micro-batches add, step by step, to those of one
+        of `shares` ranks.
 
-        Nothing comes of an update that was not made (`whole`), nor of a step that a trainer skipped while it learnt by itself: its numbers are not finite.
+        Nothing comes of an update that was not made (`whole`), nor of a step that a trainer skipped while it learnt by
+        itself: its numbers are not finite.
         """
         if self._world.rank or not len(self._part.statistics):
             return
@@ -178,7 +214,9 @@ class Holdings:
                     if whole and more.isfinite().all():
                         added, counted = added + more, counted + last - first
             if count:
-                self._part.statistics.absorb(added * (total / (self._shares * counted)) if isinstance(added, Tensor) and counted else None)
+                self._part.statistics.absorb(
+                    added * (total / (self._shares * counted)) if isinstance(added, Tensor) and counted else None
+                )
 
     def _whole_norm(self, norms: Tensor) -> Tensor:
         """Norms of which the norm is that of the whole gradient, tables apart."""
@@ -199,18 +237,24 @@ class Holdings:
 
     # ------------------------------------------------------------ what trainers are given
 
-    def pull(self, wanted: Mapping[str, np.ndarray], training: Pull | None, known: int) -> tuple[int, int, np.ndarray | None, dict[str, np.ndarray]]:
+    def pull(
+        self, wanted: Mapping[str, np.ndarray], training: Pull | None, known: int
+    ) -> tuple[int, int, np.ndarray | None, dict[str, np.ndarray]]:
         """The stamp of the state, the updates in it, learning blocks unless those of stamp `known`, and rows by table.
 
-        For training that is local, blocks and rows with their optimizer state. An evaluation makes no new rows. Call it, and read what it gives, while
-        `lock` is held.
+        For training that is local, blocks and rows with their optimizer state. An evaluation makes no new rows. Call
+        it, and read what it gives, while `lock` is held.
         """
         if training is not None and self.recorder is not None:
             self.recorder.pulled(training, self.applied)
         if training is not None and self._merging.local:
             records = {name: self._shelves.records(name, ids) for name, ids in wanted.items()} if self._shelves else {}
             return self.stamp, self.applied, self._kept() if known == ANY else None, records
-        rows = {name: self._shelves.rows(name, ids, training is not None) for name, ids in wanted.items()} if self._shelves else {}
+        rows = (
+            {name: self._shelves.rows(name, ids, training is not None) for name, ids in wanted.items()}
+            if self._shelves
+            else {}
+        )
         return self.stamp, self.applied, None if known in (self.stamp, NONE) else self._blocks().cpu().numpy(), rows
 
     def _blocks(self) -> Tensor:
@@ -218,7 +262,9 @@ class Holdings:
         if self.wire is None:
             return self._dense
         if self._outgoing_stamp != self.stamp:
-            torch._foreach_copy_(views(self._outgoing, self._travelling.learning), views(self._dense, self.layout.learning))
+            torch._foreach_copy_(
+                views(self._outgoing, self._travelling.learning), views(self._dense, self.layout.learning)
+            )
             self._outgoing_stamp = self.stamp
         return self._outgoing
 
@@ -227,7 +273,10 @@ class Holdings:
         with self.lock:
             found = [self._frozen.cpu()]
             if self._world.rank == 0:
-                found += [buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for _, buffer in self._part.model.named_buffers()]
+                found += [
+                    buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    for _, buffer in self._part.model.named_buffers()
+                ]
             return torch.cat(found).numpy()
 
     def scale(self) -> float:
@@ -235,7 +284,10 @@ class Holdings:
         return float(self._update.scale(torch.ones((), dtype=torch.float64)))
 
     def refuse_overfull(self) -> None:
-        """Raise the error of a table of which all servers together hold too many rows, where updates do not show it. Collective."""
+        """Raise the error of a table of which all servers together hold too many rows, where updates do not show it.
+
+        Collective.
+        """
         if self._shelves is not None and not self._merging.together and self._world.size > 1:
             self._shelves.refuse_overfull()
 
@@ -285,7 +337,10 @@ class Holdings:
     def state(self) -> State:
         """See `strategy.Program`."""
         state = self._update.state()
-        return State(state.boxes + (buffers(self._part) if self._world.rank == 0 else []), state.scalars | {"skipped": self.skipped()})
+        return State(
+            state.boxes + (buffers(self._part) if self._world.rank == 0 else []),
+            state.scalars | {"skipped": self.skipped()},
+        )
 
     def load(self, source: Source) -> None:
         """See `strategy.Program`."""

@@ -25,10 +25,18 @@ def snapshot(serving: Serving, server: int, servers: int) -> dict[str, Any]:
             "pushes": sum(holdings.staleness.values()),
             "dropped": serving.dropped,
             "staleness": {str(lag): count for lag, count in sorted(holdings.staleness.copy().items())},
-            "blocks": {"number": len(layout.learning) + len(layout.frozen), "bytes": layout.bytes + layout.frozen_bytes},
+            "blocks": {
+                "number": len(layout.learning) + len(layout.frozen),
+                "bytes": layout.bytes + layout.frozen_bytes,
+            },
             "tables": holdings.tables(),
         }
         if server == 0:
             found["trainers"] = [{"trainer": trainer, "holds": holds} for trainer, holds in sorted(held.items())]
-            found["leases"] = {"opened": ledger.opened, "granted": ledger.granted, "finished": ledger.finished, "granted_again": ledger.again}
+            found["leases"] = {
+                "opened": ledger.opened,
+                "granted": ledger.granted,
+                "finished": ledger.finished,
+                "granted_again": ledger.again,
+            }
     return found

@@ -1,4 +1,7 @@
-"""When pushes become an update: the modes of a parameter server, as rules over what has arrived. Pure; knows no tensor."""
+"""When pushes become an update: the modes of a parameter server, as rules over what has arrived.
+
+Pure; knows no tensor.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,14 @@ class Merging(ABC):
     """One mode."""
 
     exact = False
-    """Whether each step is one update, of all its shares summed in their order: the same numbers as any synchronous strategy."""
+    """Whether each step is one update, of all its shares summed in their order: the same numbers as any synchronous
+    strategy.
+    """
 
     together = False
-    """Whether all servers merge the same pushes, one update after the other: what needs the whole gradient can then be known."""
+    """Whether all servers merge the same pushes, one update after the other: what needs the whole gradient can then be
+    known.
+    """
 
     prompt = False
     """Whether each push is an update at once: what is asked for with it then waits for that."""
@@ -51,7 +58,10 @@ class Merging(ABC):
 
     @abstractmethod
     def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
-        """How many pushes, from the first of the basket on, are the next update; 0: wait for more. All of the basket are waited for."""
+        """How many pushes, from the first of the basket on, are the next update; 0: wait for more.
+
+        All of the basket are waited for.
+        """
 
 
 class Sync(Merging):
@@ -107,7 +117,9 @@ class HalfAsync(Merging):
 
 
 class Geo(Merging):
-    """Differences that trainers' own training made of the state it began with: each as it arrives, or, with a staleness of 0, all of the same steps at once."""
+    """Differences that trainers' own training made of the state it began with: each as it arrives, or, with a staleness
+    of 0, all of the same steps at once.
+    """
 
     local = True
 

@@ -58,10 +58,11 @@ class Computed(NamedTuple):
 
 
 class Computing:
-    """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient. `part`: what this process computes of each lease.
+    """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient. `part`: what this process
+    computes of each lease.
 
-    `threads`: of this process that compute with one copy of the parameters; `first`: the one of them that was made first, whose copy it is. Buffers,
-    gradients and statistics each has for itself.
+    `threads`: of this process that compute with one copy of the parameters; `first`: the one of them that was made
+    first, whose copy it is. Buffers, gradients and statistics each has for itself.
     """
 
     def __init__(
@@ -77,7 +78,13 @@ class Computing:
         threads: int = 1,
         first: Computing | None = None,
     ) -> None:
-        self._task, self.device, self._layouts, self._shares, self._micro_batch_rows = task, device, layouts, shares, micro_batch_rows
+        self._task, self.device, self._layouts, self._shares, self._micro_batch_rows = (
+            task,
+            device,
+            layouts,
+            shares,
+            micro_batch_rows,
+        )
         self._whole_norm, self._wire, self._part = whole_norm, wire, part
         model = draw_model(task.recipe, task.seed, task.weights)
         self.masters = cast_model(model, task.precision, device)
@@ -85,12 +92,16 @@ class Computing:
         if first is not None:
             self.masters = first.masters
             for name, parameter in self.parameters.items():
-                parameter.data = first.parameters[name].data  # the memory is the same; torch sees two tensors, and no change of one as that of the other
+                # the memory is the same; torch sees two tensors, and no change of one as that of the other
+                parameter.data = first.parameters[name].data
         self._flat = [self._flattened(layout) for layout in layouts] if first is None else first._flat
         self.replica = Replica(model, task, device)
-        self._learning = [[block.of(self.parameters[block.name].data) for block in layout.learning] for layout in layouts]
+        self._learning = [
+            [block.of(self.parameters[block.name].data) for block in layout.learning] for layout in layouts
+        ]
         self._threads = threads
-        self._loaded: list[int] = first._loaded if first else [NONE] * len(layouts)  # stamps of what the parameters are, by server
+        # stamps of what the parameters are, by server
+        self._loaded: list[int] = first._loaded if first else [NONE] * len(layouts)
         self._loading = first._loading if first else threading.Lock()
         self._outgoing = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
         self._leaving = [views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)]
@@ -110,7 +121,10 @@ class Computing:
         sums = self.passes(prepared, batch, pulled.scale / prepared.ticket.rows)
         for layout, here in zip(self._layouts, self._leaving, strict=True):
             found = [self.parameters[block.name].grad for block in layout.learning]
-            parts = [torch.zeros_like(view) if grad is None else block.of(grad) for grad, block, view in zip(found, layout.learning, here, strict=True)]
+            parts = [
+                torch.zeros_like(view) if grad is None else block.of(grad)
+                for grad, block, view in zip(found, layout.learning, here, strict=True)
+            ]
             if here:
                 torch._foreach_copy_(here, parts)
         for parameter in self.parameters.values():
@@ -122,7 +136,9 @@ class Computing:
         return Computed(dense, rows, sums, added, norm if finite else 0.0, int(finite and np.isfinite(added).all()))
 
     def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
-        """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters; the metric sums (M,)."""
+        """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters; the
+        metric sums (M,).
+        """
         ticket, lease = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
         bounds, _ = self.own(prepared)
         own = share(len(bounds) - 1, within(lease, self._part))
@@ -147,9 +163,14 @@ class Computing:
 
     @torch.no_grad()
     def load(self, pulled: Pulled) -> None:
-        """Put pulled blocks into the model. Where several threads compute with it, they go on meanwhile; what is older than what is there stays out."""
+        """Put pulled blocks into the model.
+
+        Where several threads compute with it, they go on meanwhile; what is older than what is there stays out.
+        """
         with self._loading:
-            for server, (layout, into, (stamp, data)) in enumerate(zip(self._layouts, self._learning, pulled.dense, strict=True)):
+            for server, (layout, into, (stamp, data)) in enumerate(
+                zip(self._layouts, self._learning, pulled.dense, strict=True)
+            ):
                 if into and (stamp != self._loaded[server] if self._threads == 1 else stamp > self._loaded[server]):
                     blocks, flat = torch.from_numpy(data), self._flat[server]
                     if flat is None:
@@ -159,8 +180,13 @@ class Computing:
                     self._loaded[server] = stamp
 
     def _flattened(self, layout: Layout) -> Tensor | None:
-        """One piece of memory in which the parameters lie from now on as a server's blocks travel; None where these are slices, or of another format."""
-        if any(block.shape != block.whole or self.parameters[block.name].dtype is not block.dtype for block in layout.learning):
+        """One piece of memory in which the parameters lie from now on as a server's blocks travel; None where these are
+        slices, or of another format.
+        """
+        if any(
+            block.shape != block.whole or self.parameters[block.name].dtype is not block.dtype
+            for block in layout.learning
+        ):
             return None
         memory = torch.zeros(layout.bytes, dtype=torch.uint8, device=self.device)
         for block, view in zip(layout.learning, views(memory, layout.learning), strict=True):

@@ -1,6 +1,8 @@
-"""Processes of one host that are one trainer (`strategy.team`): how they find each other, and what passes between them. Knows no server, and no gRPC.
+"""Processes of one host that are one trainer (`strategy.team`): how they find each other, and what passes between them.
+Knows no server, and no gRPC.
 
-Whoever loses another one ends with PeerError, and a new team meets, of those that are started again: no process is of two teams.
+Whoever loses another one ends with PeerError, and a new team meets, of those that are started again: no process is of
+two teams.
 """
 
 from __future__ import annotations
@@ -24,17 +26,24 @@ BUILD_S = 30.0
 """For processes that have met to connect; one that dies in between is missed so long."""
 
 PATIENCE = timedelta(days=7)
-"""With those that are connected: gloo notices at once who dies, and whether one hangs, or is gone while NCCL waits for it, is for the launcher to find."""
+"""With those that are connected: gloo notices at once who dies, and whether one hangs, or is gone while NCCL waits for
+it, is for the launcher to find.
+"""
 
 LONGEST_ORDER = 9
 """Numbers in it."""
 
 _groups: list[Any] = []
-"""Kept until the process ends, which closes them: the last to let go of one would wait for gloo's threads, which may wait for the interpreter."""
+"""Kept until the process ends, which closes them: the last to let go of one would wait for gloo's threads, which may
+wait for the interpreter.
+"""
 
 
 class Topic(IntEnum):
-    """What a message from one process to another is about. Those of one topic are sent by one thread, and come in order."""
+    """What a message from one process to another is about.
+
+    Those of one topic are sent by one thread, and come in order.
+    """
 
     READ = 1
     READING = 2
@@ -43,9 +52,11 @@ class Topic(IntEnum):
 
 
 def meet(store: dist.Store, part: Shard, beat: Callable[[], None], patience_s: float) -> str:
-    """The name of the new team, once all of its processes are there: the first one chooses it, and tells each of the others in turn.
+    """The name of the new team, once all of its processes are there: the first one chooses it, and tells each of the
+    others in turn.
 
-    A process asks once in its life, and is answered once: so a life that was answered is of an earlier team and ends with it, and the next one is waited for.
+    A process asks once in its life, and is answered once: so a life that was answered is of an earlier team and ends
+    with it, and the next one is waited for.
     """
 
     def wait(key: str) -> None:
@@ -80,16 +91,25 @@ def _unanswered(store: dist.Store, member: int) -> str:
 
 
 class Team:
-    """This process and its kin; `part.index` of the first one is 0. `stopping`: whether one of the others was told to stop."""
+    """This process and its kin; `part.index` of the first one is 0.
 
-    def __init__(self, store: dist.Store, part: Shard, device: torch.device, beat: Callable[[], None], patience_s: float) -> None:
+    `stopping`: whether one of the others was told to stop.
+    """
+
+    def __init__(
+        self, store: dist.Store, part: Shard, device: torch.device, beat: Callable[[], None], patience_s: float
+    ) -> None:
         self.part, self.stopping = part, False
         with _kinship():
             own = dist.PrefixStore(meet(store, part, beat, patience_s), store)
-            self._host: Any = dist.ProcessGroupGloo(dist.PrefixStore("host", own), part.index, part.count, timedelta(seconds=BUILD_S))
+            self._host: Any = dist.ProcessGroupGloo(
+                dist.PrefixStore("host", own), part.index, part.count, timedelta(seconds=BUILD_S)
+            )
             self._device = self._host  # any, as torch's types leave out what a group can do
             if device.type == "cuda":
-                self._device = dist.ProcessGroupNCCL(dist.PrefixStore("device", own), part.index, part.count, dist.ProcessGroupNCCL.Options())
+                self._device = dist.ProcessGroupNCCL(
+                    dist.PrefixStore("device", own), part.index, part.count, dist.ProcessGroupNCCL.Options()
+                )
         _groups.extend([self._host, self._device])
 
     @property
@@ -109,7 +129,11 @@ class Team:
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, PATIENCE
         for bucket in buckets(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]) if self.leads else bucket[0].new_empty(sum(tensor.numel() for tensor in bucket))
+            flat = (
+                torch.cat([tensor.reshape(-1) for tensor in bucket])
+                if self.leads
+                else bucket[0].new_empty(sum(tensor.numel() for tensor in bucket))
+            )
             with _kinship():
                 self._group(flat).broadcast([flat], options).wait()
             if not self.leads:
@@ -154,7 +178,9 @@ class Team:
             with _kinship():
                 self._host.send([torch.from_numpy(np.ascontiguousarray(array))], member, topic).wait(PATIENCE)
 
-    def receive(self, topic: Topic, member: int, shape: Sequence[int], kind: type[np.generic] = np.float64) -> np.ndarray:
+    def receive(
+        self, topic: Topic, member: int, shape: Sequence[int], kind: type[np.generic] = np.float64
+    ) -> np.ndarray:
         """What a process sends next about a topic."""
         array = np.empty(shape, kind)
         if array.size:

@@ -1,7 +1,9 @@
-"""A lease computed by all processes of a team: the first one stands where a trainer that is one process computes, the others do what it says.
+"""A lease computed by all processes of a team: the first one stands where a trainer that is one process computes, the
+others do what it says.
 
-It says ahead what to read, is told which rows that needs, and asks servers for each of them once. Then it hands out parameters and rows, each computes its own
-micro-batches, and gradients are added up at the first one, those of rows by id.
+It says ahead what to read, is told which rows that needs, and asks servers for each of them once. Then it hands out
+parameters and rows, each computes its own micro-batches, and gradients are added up at the first one, those of rows by
+id.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ Rows = Mapping[str, np.ndarray]
 
 
 class Union(Wanted):
-    """What all processes of a team want for the piece of work `number`, each id once. `own`: what the first one has read itself; `counts`: ids of each
-    process, by table; `oldest`: the first piece that is not done, and not forgotten."""
+    """What all processes of a team want for the piece of work `number`, each id once. `own`: what the first one has
+    read itself; `counts`: ids of each process, by table; `oldest`: the first piece that is not done, and not
+    forgotten."""
 
     number: int
     own: Prepared
@@ -47,7 +50,9 @@ class Union(Wanted):
 
 
 class Gathering:
-    """Has all of a team read their parts of a ticket, in the place of the `reading` of a trainer that is one process."""
+    """Has all of a team read their parts of a ticket, in the place of the `reading` of a trainer that is one
+    process.
+    """
 
     def __init__(self, team: Team, reading: Reading, task: Task, servers: int) -> None:
         self._team, self._reading, self._servers = team, reading, servers
@@ -61,7 +66,10 @@ class Gathering:
         number = next(self._numbers)
         self._team.order(Topic.READ, *lease[:4], ticket.step, ticket.epoch, ticket.index, ticket.rows, number)
         own = self._reading(lease, ticket)
-        parts = [_told(own, False), *(self._team.receive_lists(Topic.READING, member, 2 + len(self._widths)) for member in self._team.others)]
+        parts = [
+            _told(own, False),
+            *(self._team.receive_lists(Topic.READING, member, 2 + len(self._widths)) for member in self._team.others),
+        ]
         facts, samples, *ids = zip(*parts, strict=True)
         unread, stopping = np.sum(facts, axis=0).tolist()
         self._team.stopping = self._team.stopping or bool(stopping)
@@ -99,16 +107,23 @@ class Member(Computing):
         self._kind: type[np.generic] = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
         self._measures = 1 + len(task.recipe.measures)
         self._trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
-        self._others = [parameter.data for parameter in self.parameters.values() if not parameter.requires_grad] + list(self.replica.model.buffers())
+        self._others = [parameter.data for parameter in self.parameters.values() if not parameter.requires_grad] + list(
+            self.replica.model.buffers()
+        )
 
     def _hand_out(self, whole: bool) -> None:
         """Parameters that learn, and if `whole` all else that the model has, to all. Collective."""
         self._team.share([parameter.data for parameter in self._trained] + (self._others if whole else []))
 
     def _pass(self, own: Prepared, rows: Rows, factor: float) -> tuple[Tensor, np.ndarray]:
-        """Metric sums, and what was added to running averages, of the whole team at its first process, where gradients are then too. Collective."""
+        """Metric sums, and what was added to running averages, of the whole team at its first process, where gradients
+        are then too. Collective.
+        """
         self.replica.model.train()
-        sums, added = torch.zeros(self._measures, dtype=torch.float64), torch.zeros(len(super().added()), dtype=torch.float64)
+        sums, added = (
+            torch.zeros(self._measures, dtype=torch.float64),
+            torch.zeros(len(super().added()), dtype=torch.float64),
+        )
         if not _idle(own):
             sums += super().passes(own, own.wanted.fill(own.batch, [rows], self.device), factor).cpu()
             added += torch.from_numpy(super().added())
@@ -119,7 +134,10 @@ class Member(Computing):
         return sums, added.numpy()
 
     def _look(self, own: Prepared, rows: Rows) -> tuple[Tensor, np.ndarray | None]:
-        """Of an evaluation: metric sums of the whole team at its first process, and what is judged of this one's rows. Collective."""
+        """Of an evaluation: metric sums of the whole team at its first process, and what is judged of this one's rows.
+
+        Collective.
+        """
         found = Evaluated(torch.zeros(self._measures), None)
         if not _idle(own):
             found = self.replica.evaluate(own.wanted.fill(own.batch, [rows], self.device))
@@ -130,7 +148,10 @@ class Member(Computing):
     def _gradients(self, own: Prepared) -> Rows:
         """Those of the ids that this process has."""
         found = {} if _idle(own) else own.wanted.gradients(self.replica.row_gradients)[0]
-        return {name: found[name][1] if name in found else np.empty((0, width), self._kind) for name, width in self._widths.items()}
+        return {
+            name: found[name][1] if name in found else np.empty((0, width), self._kind)
+            for name, width in self._widths.items()
+        }
 
 
 class Leader(Member):
@@ -143,8 +164,13 @@ class Leader(Member):
         wanted = _union(prepared)
         rows = self._begin(TRAIN, wanted, batch, factor)
         sums, self._added = self._pass(wanted.own, rows, factor)
-        parts = [self._gradients(wanted.own), *(self._receive_rows(member, wanted.counts[member]) for member in self._team.others)]
-        self.replica.row_gradients = {name: torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in self._widths}
+        parts = [
+            self._gradients(wanted.own),
+            *(self._receive_rows(member, wanted.counts[member]) for member in self._team.others),
+        ]
+        self.replica.row_gradients = {
+            name: torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in self._widths
+        }
         return sums
 
     def added(self) -> np.ndarray:
@@ -178,7 +204,10 @@ class Leader(Member):
         return parts[0]
 
     def _receive_rows(self, member: int, counts: Mapping[str, int]) -> Rows:
-        return {name: self._team.receive(Topic.ROWS, member, (counts[name], width), self._kind) for name, width in self._widths.items()}
+        return {
+            name: self._team.receive(Topic.ROWS, member, (counts[name], width), self._kind)
+            for name, width in self._widths.items()
+        }
 
     def _receive_judged(self, member: int) -> np.ndarray | None:
         rows, columns = self._team.receive(Topic.ROWS, member, (2,), np.int64).tolist()
@@ -251,7 +280,10 @@ class Follower(Member):
 
 
 def follow(task: Task, errand: Errand, team: Team, shares: int) -> None:
-    """The life of a process of a team that another one leads. `shares`: into how many leases the rows of a step are cut."""
+    """The life of a process of a team that another one leads.
+
+    `shares`: into how many leases the rows of a step are cut.
+    """
     rows, device = task.step.rows_each(shares * team.part.count), torch.device(errand.place.device)
     follower = Follower(team, task, device, [], shares, rows, False, None)
     follower.run(errand, Reading(task, errand.open, device, rows, 1, team.part))
@@ -268,7 +300,9 @@ def _ids(own: Prepared) -> list[np.ndarray]:
 
 
 def _told(own: Prepared, stopping: bool) -> list[np.ndarray]:
-    """What the first process has to know of what a process has read: rows that could not be, whether it was told to stop; sample ids; ids by table."""
+    """What the first process has to know of what a process has read: rows that could not be, whether it was told to
+    stop; sample ids; ids by table.
+    """
     return [np.array([own.unread, int(stopping)]), own.batch.ids[own.batch.ids >= 0], *_ids(own)]
 
 

@@ -1,7 +1,9 @@
-"""Threads of one trainer process that each work as a trainer by themselves (Hogwild): with one copy of the dense parameters, and waiting for no other.
+"""Threads of one trainer process that each work as a trainer by themselves (Hogwild): with one copy of the dense
+parameters, and waiting for no other.
 
-Each takes leases, pulls, computes and pushes. What it pulled it writes into the parameters while others compute with them: a pass may see some of them
-newer than others, which learning bears as it bears staleness. Source: Niu et al. 2011 (arXiv:1106.5730).
+Each takes leases, pulls, computes and pushes. What it pulled it writes into the parameters while others compute with
+them: a pass may see some of them newer than others, which learning bears as it bears staleness. Source: Niu et al. 2011
+(arXiv:1106.5730).
 """
 
 from __future__ import annotations
@@ -35,13 +37,23 @@ def numbers(process: int, strategy: Pserver) -> range:
     return range(process * strategy.hogwild_threads, (process + 1) * strategy.hogwild_threads)
 
 
-def work(task: Task, errand: Errand, strategy: Pserver, count: int, process: int, servers: Sequence[Transport], team: Team | None = None) -> str:
-    """The life of a trainer process, which may be the first of a `team`; why the run is over. `count`: of trainers in all processes. Raises what the first
-    thread to fail met."""
+def work(
+    task: Task,
+    errand: Errand,
+    strategy: Pserver,
+    count: int,
+    process: int,
+    servers: Sequence[Transport],
+    team: Team | None = None,
+) -> str:
+    """The life of a trainer process, which may be the first of a `team`; why the run is over. `count`: of trainers in
+    all processes. Raises what the first thread to fail met."""
     together, merging, trainers = Together(strategy.hogwild_threads, errand.beat), strategy.merging(), list[Trainer]()
     for thread, number in enumerate(numbers(process, strategy)):
         own = replace(errand, beat=together.beat(thread))
-        trainers.append(Trainer(task, own, strategy, merging, count, number, servers, trainers[0] if trainers else None, team))
+        trainers.append(
+            Trainer(task, own, strategy, merging, count, number, servers, trainers[0] if trainers else None, team)
+        )
     trainers[0].rehearse()
     if len(trainers) == 1:
         trainers[0].run()
@@ -56,14 +68,17 @@ class Ended(BaseException):
 
 
 class Together:
-    """Functions that are called at the same time, each in a thread; when one fails, the others end at their next sign of life.
+    """Functions that are called at the same time, each in a thread; when one fails, the others end at their next sign
+    of life.
 
-    `beat(thread)` is the one of a thread. The process shows that of the thread that has been silent longest: as one hangs, so does the process.
+    `beat(thread)` is the one of a thread. The process shows that of the thread that has been silent longest: as one
+    hangs, so does the process.
     """
 
     def __init__(self, threads: int, beat: Callable[[str, int], None]) -> None:
         self._beat, self._lock = beat, threading.Lock()
-        self._said: dict[int, tuple[str, int]] = dict.fromkeys(range(threads), ("start", 0))  # the one that was silent longest comes first
+        # the one that was silent longest comes first
+        self._said: dict[int, tuple[str, int]] = dict.fromkeys(range(threads), ("start", 0))
         self._error: BaseException | None = None
 
     def beat(self, thread: int) -> Callable[[str, int], None]:
@@ -71,7 +86,10 @@ class Together:
 
     def run(self, lives: Sequence[Callable[[], None]]) -> None:
         """Return when all have; raise what the first to fail raised."""
-        threads = [threading.Thread(target=self._live, args=each, name=f"trainer {each[0]}", daemon=True) for each in enumerate(lives)]
+        threads = [
+            threading.Thread(target=self._live, args=each, name=f"trainer {each[0]}", daemon=True)
+            for each in enumerate(lives)
+        ]
         for thread in threads:
             thread.start()
         while self._error is None and any(thread.is_alive() for thread in threads):

@@ -1,4 +1,6 @@
-"""A trainer's own training between two exchanges (mode geo): it begins with the servers' state and ends with what it made of it."""
+"""A trainer's own training between two exchanges (mode geo): it begins with the servers' state and ends with what it
+made of it.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,16 @@ class Local:
         kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
         world = World(Place())
         assert task.rows is not None or not task.recipe.tables()
-        self._stores = {name: SparseTable(spec, task.rows, task.seed, name, kind) for name, spec in task.recipe.tables().items()} if task.rows else {}
-        self._tables = Tables({name: Everywhere(store, world, [True]) for name, store in self._stores.items()}, world, 1.0) if self._stores else None
+        self._stores = (
+            {name: SparseTable(spec, task.rows, task.seed, name, kind) for name, spec in task.recipe.tables().items()}
+            if task.rows
+            else {}
+        )
+        self._tables = (
+            Tables({name: Everywhere(store, world, [True]) for name, store in self._stores.items()}, world, 1.0)
+            if self._stores
+            else None
+        )
         pieces = whole(computing.replica.model, computing.masters)
         self._update = LocalUpdate(pieces, task.optimizer, task.step.clip_norm, 0.0, tables=self._tables)
         self._measures = 1 + len(task.recipe.measures)
@@ -48,7 +58,8 @@ class Local:
         for own, memory in zip(self._fields, self._before, strict=True):
             for field, arrived in zip(own, views(memory, own), strict=True):
                 self._here(field).copy_(arrived)
-        self._computing.replica.model.train()  # it may have evaluated last, and a step without rows here says nothing else of it
+        # it may have evaluated last, and a step without rows here says nothing else of it
+        self._computing.replica.model.train()
         self._update.refresh(0)
         self._computing.forget()
         self._skipped_before = self._update.skipped()

@@ -39,17 +39,27 @@ class Prepared(NamedTuple):
 
     @property
     def order(self) -> tuple[Key, int]:
-        """The first step comes first, as others may wait for it; those of a lease of several follow each other, whatever is granted meanwhile."""
+        """The first step comes first, as others may wait for it; those of a lease of several follow each other,
+        whatever is granted meanwhile.
+        """
         return (self.lease.key if len(self.lease.tickets) == 1 else (TRAIN, 0, 0)), self.number
 
 
 class Feeder:
-    """A thread that keeps up to AHEAD pieces of work ready. `name`: of the trainer, as in `protocol.hello_schemas`; `prepare` reads the rows of a ticket.
+    """A thread that keeps up to AHEAD pieces of work ready. `name`: of the trainer, as in `protocol.hello_schemas`;
+    `prepare` reads the rows of a ticket.
 
-    When server 0 has given this trainer up, `anew` is so, and it waits until the trainer has `joined` again. `reason`: why the run is `over`.
+    When server 0 has given this trainer up, `anew` is so, and it waits until the trainer has `joined` again. `reason`:
+    why the run is `over`.
     """
 
-    def __init__(self, transport: Transport, name: Mapping[str, int | str], prepare: Callable[[Lease, Train], Prepared], stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        name: Mapping[str, int | str],
+        prepare: Callable[[Lease, Train], Prepared],
+        stopping: Callable[[], bool],
+    ) -> None:
         self._transport, self._name, self._prepare, self._stopping = transport, name, prepare, stopping
         self._schemas = messages.lease_schemas()
         self._change = threading.Condition()
@@ -68,7 +78,10 @@ class Feeder:
         self._thread.start()
 
     def next(self, timeout_s: float) -> Prepared | None:
-        """The first piece of work; None when there is none yet, or will be none: see `over`. Raises what the thread met."""
+        """The first piece of work; None when there is none yet, or will be none: see `over`.
+
+        Raises what the thread met.
+        """
         with self._change:
             self._change.wait_for(lambda: self._ready or self._over or self._error or self.anew, timeout_s)
             if self._error is not None:
@@ -84,7 +97,9 @@ class Feeder:
             return [each[-1] for each in sorted(self._ready)]
 
     def back(self, prepared: Prepared) -> None:
-        """It cannot be done yet: something before it has to be, which others may have left; ask for one more than there is, each time, until it comes."""
+        """It cannot be done yet: something before it has to be, which others may have left; ask for one more than there
+        is, each time, until it comes.
+        """
         with self._change:
             heapq.heappush(self._ready, (prepared.order, prepared))
             self._limit = max(AHEAD, len(self._held)) + 1
@@ -123,10 +138,16 @@ class Feeder:
             self._change.notify_all()
 
     def leave(self) -> None:
-        """Tell server 0 that this trainer knows that the run is over and asks for nothing more: until then the service stays."""
+        """Tell server 0 that this trainer knows that the run is over and asks for nothing more: until then the service
+        stays.
+        """
         nothing = np.empty((0, 3), np.int64)
         with suppress(Lost):  # it waits for nobody for ever
-            self._transport.call(LEASE, encode(self._schemas[0], {**self._name, "leaving": 1}, {"done": nothing, "has": nothing}), DEADLINE_S)
+            self._transport.call(
+                LEASE,
+                encode(self._schemas[0], {**self._name, "leaving": 1}, {"done": nothing, "has": nothing}),
+                DEADLINE_S,
+            )
 
     def _run(self) -> None:
         try:
@@ -151,12 +172,17 @@ class Feeder:
             done, self._done, has = self._done, [], list(self._held)
             most = max(0, self._wanted()) if more else 0
         request = {**self._name, "most": most, "wait_s": WAIT_S if most else 0.0, "stopping": int(self._stopping())}
-        data = encode(self._schemas[0], request, {name: np.array(keys, np.int64).reshape(-1, 3) for name, keys in (("done", done), ("has", has))})
+        data = encode(
+            self._schemas[0],
+            request,
+            {name: np.array(keys, np.int64).reshape(-1, 3) for name, keys in (("done", done), ("has", has))},
+        )
         answer = decode(self._schemas[1], self._transport.call(LEASE, data, DEADLINE_S))
         self._asked = monotonic()
         if not answer.scalars["known"]:
             with self._change:
-                self._held, self._leaving, self._ready, self.anew = set(), set(), [], True  # it is granted anew, to whomever
+                # it is granted anew, to whomever
+                self._held, self._leaving, self._ready, self.anew = set(), set(), [], True
                 self._change.notify_all()
         return answer
 

@@ -24,9 +24,14 @@ Open = Callable[[str, Shard, int], "Loader"]
 
 
 class Reading:
-    """Reads tickets of leases. `sources`: among whom rows of tables are divided; `part`: what this process reads of each lease."""
+    """Reads tickets of leases.
 
-    def __init__(self, task: Task, open: Open, device: torch.device, micro_batch_rows: int, sources: int, part: Shard = WHOLE) -> None:
+    `sources`: among whom rows of tables are divided; `part`: what this process reads of each lease.
+    """
+
+    def __init__(
+        self, task: Task, open: Open, device: torch.device, micro_batch_rows: int, sources: int, part: Shard = WHOLE
+    ) -> None:
         self._task, self._open, self._device = task, open, device
         self._micro_batch_rows, self._sources, self._part = micro_batch_rows, sources, part
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
@@ -39,7 +44,11 @@ class Reading:
         key = (lease.kind, 0 if evaluates else lease.part, lease.shares)
         with self._turn:
             if key not in self._loaders:
-                split, rows = ("eval", -(-self._task.step.batch_size // self._part.count)) if evaluates else ("train", self._micro_batch_rows)
+                split, rows = (
+                    ("eval", -(-self._task.step.batch_size // self._part.count))
+                    if evaluates
+                    else ("train", self._micro_batch_rows)
+                )
                 self._loaders[key] = self._open(split, within(Shard(key[1], lease.shares), self._part), rows)
             loader = self._loaders[key]
             loader.ahead([(ticket.epoch, ticket.index)])

@@ -1,4 +1,7 @@
-"""The life of a trainer: it asks for work, pulls what that needs, computes, and pushes what came of it. It holds nothing that the servers do not."""
+"""The life of a trainer: it asks for work, pulls what that needs, computes, and pushes what came of it.
+
+It holds nothing that the servers do not.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,9 @@ UNKNOWN = Blocks(ANY, np.empty(0))
 
 
 class Trainer:
-    """`servers`: what carries requests to each of them. `number`: which trainer this is. `first`: another one of this process, with whose parameters it
-    computes and with whom it takes turns at reading, see `hogwild`. `team`: of which this process is the first, if any."""
+    """`servers`: what carries requests to each of them. `number`: which trainer this is. `first`: another one of this
+    process, with whose parameters it computes and with whom it takes turns at reading, see `hogwild`. `team`: of which
+    this process is the first, if any."""
 
     def __init__(
         self,
@@ -58,7 +62,14 @@ class Trainer:
         self._merging, self._shares = merging, merging.shares(trainers)
         self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
         self._wire = FORMATS[strategy.wire.value]
-        found = lay_out(sketch(task.recipe), task.precision, len(servers), strategy.slice_parameters, strategy.min_block, strategy.placement)
+        found = lay_out(
+            sketch(task.recipe),
+            task.precision,
+            len(servers),
+            strategy.slice_parameters,
+            strategy.min_block,
+            strategy.placement,
+        )
         layouts = [travelling(layout, self._wire) for layout in found]
         whole_norm = len(servers) > 1 and not merging.together
         device, threads = torch.device(errand.place.device), strategy.hogwild_threads
@@ -68,16 +79,27 @@ class Trainer:
             own = Reading(task, errand.open, device, self._micro_batch_rows, 1, team.part)
             self._computing, self._prepare = Leader(team, *options), Gathering(team, own, task, len(servers))
         elif first is not None:
-            self._computing, self._prepare = Computing(*options, threads=threads, first=first._computing), first._prepare
+            self._computing, self._prepare = (
+                Computing(*options, threads=threads, first=first._computing),
+                first._prepare,
+            )
         else:
-            self._computing, self._prepare = Computing(*options, threads=threads), Reading(task, errand.open, device, self._micro_batch_rows, len(servers))
+            self._computing, self._prepare = (
+                Computing(*options, threads=threads),
+                Reading(task, errand.open, device, self._micro_batch_rows, len(servers)),
+            )
         self._local = Local(task, self._computing, layouts) if merging.local else None
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
-        self._schemas, self._reports, self._hellos = protocol.exchange_schemas(task.recipe), protocol.report_schemas(), protocol.hello_schemas()
+        self._schemas, self._reports, self._hellos = (
+            protocol.exchange_schemas(task.recipe),
+            protocol.report_schemas(),
+            protocol.hello_schemas(),
+        )
         self._latest: list[Blocks] = first._latest if first else [UNKNOWN] * len(servers)  # the newest that were pulled
         self._evaluation = ANY  # of which the buffers are here
         self._sender = ThreadPoolExecutor(1, "sender")
-        self._start = _at_once if merging.exact else self._sender.submit  # what waits for the answer may as well ask itself
+        # what waits for the answer may as well ask itself
+        self._start = _at_once if merging.exact else self._sender.submit
         self._sending: list[Future[Pulled | None]] = []
         self._coming: dict[tuple[int, int, int], Future[Pulled | None]] = {}  # what was asked for, by lease
         self._send_queue = strategy.send_queue
@@ -116,7 +138,10 @@ class Trainer:
     # ------------------------------------------------------------ one piece of work
 
     def _train(self, prepared: Prepared) -> None:
-        """Compute a lease. Its push asks for what is ready to follow; where that need not wait for this one, it is asked for at once."""
+        """Compute a lease.
+
+        Its push asks for what is ready to follow; where that need not wait for this one, it is asked for at once.
+        """
         lease = prepared.lease
         self._errand.beat("wait", prepared.ticket.step)
         coming = self._coming.pop(lease.key, None)
@@ -129,7 +154,8 @@ class Trainer:
             if pulled is None:
                 self._feeder.back(prepared)
                 return
-        following = None if self._merging.exact or self._coming else self._following()  # one ahead: more would only be staler
+        # one ahead: more would only be staler
+        following = None if self._merging.exact or self._coming else self._following()
         if following is not None:
             self._coming[following.lease.key] = self._sender.submit(lambda: self._answers(*self._pull(following))[1])
         self._errand.beat("step", prepared.ticket.step)
@@ -139,7 +165,14 @@ class Trainer:
 
     def _following(self) -> Prepared | None:
         """What is to be computed next and has not been asked for, if its rows are there."""
-        return next((each for each in self._feeder.ready() if each.lease.kind != EVALUATE and each.lease.key not in self._coming), None)
+        return next(
+            (
+                each
+                for each in self._feeder.ready()
+                if each.lease.kind != EVALUATE and each.lease.key not in self._coming
+            ),
+            None,
+        )
 
     def _train_alone(self, local: Local, prepared: Prepared) -> None:
         """A step of this trainer's own; after the last one of the lease, what it learnt is pushed."""
@@ -148,7 +181,10 @@ class Trainer:
         if first:
             self._drain(0)  # else it would begin without what it learnt last
             self._ids, self._unread = [], 0
-        wanted = [prepared.wanted.ids(server) if first else local.missing(prepared.wanted, server) for server in range(len(self._servers))]
+        wanted = [
+            prepared.wanted.ids(server) if first else local.missing(prepared.wanted, server)
+            for server in range(len(self._servers))
+        ]
         if first or any(len(ids) for part in wanted for ids in part.values()):
             known = ANY if first else NONE
             requests = [self._wants(prepared, part, ANY, known) for part in wanted]
@@ -190,23 +226,52 @@ class Trainer:
     # ------------------------------------------------------------ messages
 
     def _pull(self, prepared: Prepared, frozen: bool = False) -> tuple[list[bytes], list[Blocks]]:
-        """Questions to the servers for what a lease needs, once it is the lease's turn; and the blocks that they are told to be here."""
+        """Questions to the servers for what a lease needs, once it is the lease's turn; and the blocks that they are
+        told to be here.
+        """
         after, held = self._after(prepared.lease), [*self._latest]
-        requests = [self._wants(prepared, prepared.wanted.ids(server), after, held[server].stamp) for server in range(len(self._servers))]
-        return [encode(self._schemas[0], scalars | {"frozen": int(frozen)}, arrays) for scalars, arrays in requests], held
+        requests = [
+            self._wants(prepared, prepared.wanted.ids(server), after, held[server].stamp)
+            for server in range(len(self._servers))
+        ]
+        return [
+            encode(self._schemas[0], scalars | {"frozen": int(frozen)}, arrays) for scalars, arrays in requests
+        ], held
 
-    def _wants(self, prepared: Prepared, ids: dict[str, np.ndarray], after: int, known: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _wants(
+        self, prepared: Prepared, ids: dict[str, np.ndarray], after: int, known: int
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         lease = prepared.lease
-        scalars = {"trainer": self._number, "pull": 1, "after": after, "train": int(lease.kind != EVALUATE), "known": known, "wait_s": WAIT_S}
+        scalars = {
+            "trainer": self._number,
+            "pull": 1,
+            "after": after,
+            "train": int(lease.kind != EVALUATE),
+            "known": known,
+            "wait_s": WAIT_S,
+        }
         scalars |= {"of_step": lease.step, "of_part": lease.part, "at": prepared.ticket.step}
         return scalars, {f"want/{name}": found for name, found in ids.items()}
 
     def _push(
-        self, lease: Lease, seen: Sequence[int], computed: Computed, ids: np.ndarray, unread: int, following: Prepared | None
+        self,
+        lease: Lease,
+        seen: Sequence[int],
+        computed: Computed,
+        ids: np.ndarray,
+        unread: int,
+        following: Prepared | None,
     ) -> tuple[list[bytes], list[Blocks]]:
         """What came of a lease, for each server; and the questions for the following one, as `_pull`."""
         found, held = [], [*self._latest]
-        common: dict[str, Any] = {"trainer": self._number, "push": 1, "step": lease.step, "part": lease.part, "epoch": lease.tickets[0].epoch, "unread": unread}
+        common: dict[str, Any] = {
+            "trainer": self._number,
+            "push": 1,
+            "step": lease.step,
+            "part": lease.part,
+            "epoch": lease.tickets[0].epoch,
+            "unread": unread,
+        }
         common |= {"finite": computed.finite, "norm": computed.norm, "skipped": computed.skipped}
         for server in range(len(self._servers)):
             scalars = common | {"seen": seen[server]}
@@ -214,9 +279,15 @@ class Trainer:
             for name, (own, numbers) in computed.rows[server].items():
                 arrays |= {f"ids/{name}": own, f"gradients/{name}": narrow(numbers, self._wire)}
             if server == 0:
-                arrays |= {"sums": computed.sums.cpu().double().numpy(), "statistics": computed.statistics, "rows": ids[ids >= 0]}
+                arrays |= {
+                    "sums": computed.sums.cpu().double().numpy(),
+                    "statistics": computed.statistics,
+                    "rows": ids[ids >= 0],
+                }
             if following is not None:
-                more, wants = self._wants(following, following.wanted.ids(server), self._after(following.lease), held[server].stamp)
+                more, wants = self._wants(
+                    following, following.wanted.ids(server), self._after(following.lease), held[server].stamp
+                )
                 scalars, arrays = scalars | more, arrays | wants
             found.append(encode(self._schemas[0], scalars, arrays))
         return found, held
@@ -225,7 +296,15 @@ class Trainer:
         """Before which step all updates have to be there."""
         return lease.step if lease.kind != EVALUATE and self._merging.exact else ANY
 
-    def _send_later(self, lease: Lease, following: Prepared | None, seen: Sequence[int], computed: Computed, ids: np.ndarray, unread: int) -> None:
+    def _send_later(
+        self,
+        lease: Lease,
+        following: Prepared | None,
+        seen: Sequence[int],
+        computed: Computed,
+        ids: np.ndarray,
+        unread: int,
+    ) -> None:
         """Push, and ask for what follows, while this thread goes on; and have the feeder read meanwhile."""
         messages, held = self._push(lease, seen, computed, ids, unread, following)
         self._feeder.leaving(lease)
@@ -246,12 +325,20 @@ class Trainer:
         while len(self._sending) > left:
             self._sending.pop(0).result()
 
-    def _answers(self, messages: Sequence[bytes], held: Sequence[Blocks], pulls: bool = True) -> tuple[int, Pulled | None]:
-        """What the servers answer. `held`: the blocks that they were told to be here, which are those of an answer without any."""
+    def _answers(
+        self, messages: Sequence[bytes], held: Sequence[Blocks], pulls: bool = True
+    ) -> tuple[int, Pulled | None]:
+        """What the servers answer.
+
+        `held`: the blocks that they were told to be here, which are those of an answer without any.
+        """
         if len(self._servers) == 1:
             answers = [self._servers[0].call(EXCHANGE, messages[0], DEADLINE_S)]
         else:
-            pending = [transport.start(EXCHANGE, message, DEADLINE_S) for transport, message in zip(self._servers, messages, strict=True)]
+            pending = [
+                transport.start(EXCHANGE, message, DEADLINE_S)
+                for transport, message in zip(self._servers, messages, strict=True)
+            ]
             answers = [each.result() for each in pending]
         if not pulls:
             return READY, None
@@ -280,12 +367,18 @@ class Trainer:
         self._computing.rehearse(to_device(batch, self._computing.device, self._task))
 
     def _join(self) -> None:
-        """Tell server 0 that this trainer is there, and wait until the servers have their state. ConfigError when this one is of another kind."""
+        """Tell server 0 that this trainer is there, and wait until the servers have their state.
+
+        ConfigError when this one is of another kind.
+        """
         facts = np.frombuffer(json.dumps(self._errand.facts).encode(), np.uint8)
         ready = False
         while not ready:
             self._errand.beat("wait", 0)
-            answer = decode(self._hellos[1], self._servers[0].call(HELLO, encode(self._hellos[0], self._name, {"facts": facts}), DEADLINE_S))
+            answer = decode(
+                self._hellos[1],
+                self._servers[0].call(HELLO, encode(self._hellos[0], self._name, {"facts": facts}), DEADLINE_S),
+            )
             refusal = answer.arrays["refusal"].tobytes().decode()
             if refusal:
                 raise BusyError(refusal) if answer.scalars["taken"] else ConfigError(refusal)

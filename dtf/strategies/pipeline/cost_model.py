@@ -1,4 +1,7 @@
-"""What each block of a chain costs: measured on the device, or counted without running. The model itself is never touched nor materialised."""
+"""What each block of a chain costs: measured on the device, or counted without running.
+
+The model itself is never touched nor materialised.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,11 @@ def measure(
 ) -> list[Cost]:
     """Time the blocks one by one on the device of `sample`, the model's input for one micro-batch; work in seconds.
 
-    `prepare` does to a block what a run does to its model before the first step, e.g. cast it. `upkeep`: a block that has gradients -> what a run
-    does with them, once for so many `passes`; it counts for its part.
+    `prepare` does to a block what a run does to its model before the first step, e.g. cast it. `upkeep`: a block that
+    has gradients -> what a run does with them, once for so many `passes`; it counts for its part.
 
-    Goes over all blocks again and again, 2 to `MOST_ROUNDS` times, for about `seconds`, and takes the fastest pass of each: a burst of other work on
-    the machine then spoils one time of a block, not all. Never holds more than a block.
+    Goes over all blocks again and again, 2 to `MOST_ROUNDS` times, for about `seconds`, and takes the fastest pass of
+    each: a burst of other work on the machine then spoils one time of a block, not all. Never holds more than a block.
     """
     device = _device(sample)
     alone = device.type == "cpu" and torch.get_num_threads() == 1
@@ -68,9 +71,15 @@ def measure(
 
 
 def count(
-    chain: Chain, sample: Any, state_bytes: StateBytes, autocast: torch.dtype | None = None, prepare: Callable[[nn.Module], None] | None = None
+    chain: Chain,
+    sample: Any,
+    state_bytes: StateBytes,
+    autocast: torch.dtype | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> list[Cost]:
-    """As `measure`, but nothing runs and no memory is taken; work in floating-point operations of convolutions and matrix products."""
+    """As `measure`, but nothing runs and no memory is taken; work in floating-point operations of convolutions and
+    matrix products.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     def work(block: nn.Module, forward: Callable[[], Any], backward: Callable[[Any], None]) -> float:
@@ -91,7 +100,9 @@ def _costs(
     prepare: Callable[[nn.Module], None] | None,
     work: Work,
 ) -> Iterator[Cost]:
-    """One round over the blocks, each fed with what the one before it made; `work` of a forward and a backward pass, after one to warm up."""
+    """One round over the blocks, each fed with what the one before it made; `work` of a forward and a backward pass,
+    after one to warm up.
+    """
     device = _device(sample)
     values: Sequence[Any] = (sample,)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
@@ -110,15 +121,23 @@ def _costs(
             last = index == len(chain) - 1
             if not last and not all(isinstance(value, Tensor) for value in outputs):
                 kinds = ", ".join(type(value).__name__ for value in outputs)
-                raise ConfigError(f"the model cannot be cut after block {name}: only tensors can be sent on, what is used after it is {kinds}")
-            places = [value.untyped_storage()._cdata for value in outputs] if not last else []
-            if any(changes and places.count(place) > 1 for changes, place in zip(chain.changed(index + 1) if places else [], places, strict=True)):
                 raise ConfigError(
-                    f"the model cannot be cut after block {name}: a tensor is changed in place later, and another that crosses is a view of it; copy one"
+                    f"the model cannot be cut after block {name}: only tensors can be sent on, what is used after it "
+                    f"is {kinds}"
+                )
+            places = [value.untyped_storage()._cdata for value in outputs] if not last else []
+            if any(
+                changes and places.count(place) > 1
+                for changes, place in zip(chain.changed(index + 1) if places else [], places, strict=True)
+            ):
+                raise ConfigError(
+                    f"the model cannot be cut after block {name}: a tensor is changed in place later, and another "
+                    "that crosses is a view of it; copy one"
                 )
             yield Cost(name, cost, state, kept, 0 if last else sum(value.nbytes for value in outputs), again)
             values = outputs
-            for part in block.modules():  # its graph and it refer to each other, and would stay until they are collected
+            # its graph and it refer to each other, and would stay until they are collected
+            for part in block.modules():
                 part._parameters.clear()
                 part._buffers.clear()
 
@@ -132,32 +151,46 @@ class _Trial:
         self._gradients: list[Tensor] = []
 
     def forward(self) -> Any:
-        inputs = [value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value for value in self._inputs]
+        inputs = [
+            value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+            for value in self._inputs
+        ]
         with nullcontext() if self._autocast is None else torch.autocast(self._device.type, dtype=self._autocast):
             return self._block(*inputs)
 
     def backward(self, outputs: Any) -> None:
         ends = [value for value in _tensors(outputs) if value.requires_grad]
         if not self._gradients:
-            self._gradients = [torch.randn_like(value) for value in ends]  # constant ones would vanish in normalisations
+            # constant ones would vanish in normalisations
+            self._gradients = [torch.randn_like(value) for value in ends]
         if ends:
             torch.autograd.backward(ends, self._gradients)
 
     def keep(self) -> tuple[Any, int, int]:
-        """The outputs; the bytes that this pass makes and keeps until its backward pass, outputs among them; those that backward computes again."""
-        known = {tensor.untyped_storage()._cdata for tensor in (*self._block.parameters(), *self._block.buffers(), *_tensors(self._inputs))}
+        """The outputs; the bytes that this pass makes and keeps until its backward pass, outputs among them; those that
+        backward computes again.
+        """
+        known = {
+            tensor.untyped_storage()._cdata
+            for tensor in (*self._block.parameters(), *self._block.buffers(), *_tensors(self._inputs))
+        }
         with Footprint() as footprint:
             outputs = self.forward()
             self.backward(outputs)
         made = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _tensors(outputs)}
-        kept = footprint.kept + sum(size for storage, size in made.items() if storage not in known)  # the outputs are still there
-        leaves = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, outputs)
+        # the outputs are still there
+        kept = footprint.kept + sum(size for storage, size in made.items() if storage not in known)
+        leaves = tree_map(
+            lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, outputs
+        )
         return leaves, kept, footprint.again
 
 
 @torch.no_grad()
 def _stand_in(block: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of the block on the device with numbers of its own: activations keep their size through it, as in a model that was just drawn."""
+    """A copy of the block on the device with numbers of its own: activations keep their size through it, as in a model
+    that was just drawn.
+    """
     made: dict[int, Any] = {}
     for name, old in block.named_parameters():
         new = torch.empty(old.shape, dtype=old.dtype, device=device)

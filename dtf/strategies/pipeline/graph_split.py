@@ -1,4 +1,7 @@
-"""A model as a chain of blocks that can be cut between any two; the model and its code stay as they are. Says nothing about where to cut."""
+"""A model as a chain of blocks that can be cut between any two; the model and its code stay as they are.
+
+Says nothing about where to cut.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
 
 
 class Chain:
-    """`blocks`: names of modules as `init.layout_of` gives them, in the order in which data flows. What lies between two goes with the first.
+    """`blocks`: names of modules as `init.layout_of` gives them, in the order in which data flows. What lies between
+    two goes with the first.
 
-    `fine`: cut inside blocks too, before each layer with parameters but a normalisation; then the code of the blocks is traced as well.
-    Raises ConfigError where cutting could change what the model computes.
+    `fine`: cut inside blocks too, before each layer with parameters but a normalisation; then the code of the blocks is
+    traced as well. Raises ConfigError where cutting could change what the model computes.
     """
 
     names: list[str]
@@ -30,17 +34,33 @@ class Chain:
         self._model = model
         self._modules = dict(model.named_modules())
         if not blocks:
-            raise _refusal(model, "the recipe's layout names no blocks; name its modules in the order in which data flows, in Recipe.layout")
+            raise _refusal(
+                model,
+                "the recipe's layout names no blocks; name its modules in the order in which data flows, in "
+                "Recipe.layout",
+            )
         self._block_of = {name: index for index, block in enumerate(blocks) for name in block}
         opened = self._opened(fine)
         for name in sorted({"", *opened}):
             if type(self._modules[name]).train is not nn.Module.train:
-                raise _refusal(model, f"{name or 'it'} has a train() of its own, of which its parts would not hear; freeze parts in modules of blocks instead")
-        self._nodes = _trace(model, opened, "inside of blocks; cut only between them" if fine else "outside of blocks; leave that to a module")
+                raise _refusal(
+                    model,
+                    f"{name or 'it'} has a train() of its own, of which its parts would not hear; freeze parts in "
+                    "modules of blocks instead",
+                )
+        self._nodes = _trace(
+            model,
+            opened,
+            "inside of blocks; cut only between them" if fine else "outside of blocks; leave that to a module",
+        )
         self._place: dict[Node, int] = {}  # the block of each node
         inputs = [node.name for node in self._nodes if node.op == "placeholder"]
         if len(inputs) != 1:
-            raise _refusal(model, f"its forward takes {len(inputs)} arguments ({', '.join(inputs)}); take one, a tensor or a dict of tensors")
+            raise _refusal(
+                model,
+                f"its forward takes {len(inputs)} arguments ({', '.join(inputs)}); take one, a tensor or a dict of "
+                "tensors",
+            )
         self.names = self._assign(blocks, fine)
         self._own()
 
@@ -50,8 +70,8 @@ class Chain:
     def segment(self, first: int, last: int) -> GraphModule:
         """Blocks [first, last) as a module that shares the model's modules, under their full names.
 
-        It takes the tensors that are live before its first block, or the model's input, and returns the tuple of those that are live
-        after its last block, or the model's outputs. A value for a later segment passes through.
+        It takes the tensors that are live before its first block, or the model's input, and returns the tuple of those
+        that are live after its last block, or the model's outputs. A value for a later segment passes through.
         """
         if not 0 <= first < last <= len(self):
             raise ValueError(f"blocks [{first}, {last}) of {len(self)}")
@@ -60,28 +80,41 @@ class Chain:
         for node in self._live(first):
             copies[node] = graph.placeholder(node.name)
             if any(first <= self._place[user] < last and self._changes(user, node) for user in node.users):
-                copies[node] = graph.call_method("clone", (copies[node],))  # what is received is a leaf of autograd, which must not change in place
+                # what is received is a leaf of autograd, which must not change in place
+                copies[node] = graph.call_method("clone", (copies[node],))
         for node in self._nodes:
             if first <= self._place[node] < last or (node.op == "output" and last == len(self)):
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         if last < len(self):
             graph.output(tuple(copies[node] for node in self._live(last)))
         module = GraphModule(self._model, graph, "Segment")
-        for name, part in module.named_modules():  # GraphModule registers buffers that the forward itself reads as persistent
+        # GraphModule registers buffers that the forward itself reads as persistent
+        for name, part in module.named_modules():
             part._non_persistent_buffers_set |= self._modules[name]._non_persistent_buffers_set & part._buffers.keys()
         return module
 
     def changed(self, cut: int) -> list[bool]:
         """Of each tensor that is live before block `cut`: whether what follows may change it in place."""
-        return [any(self._place[user] >= cut and self._changes(user, node) for user in node.users) for node in self._live(cut)]
+        return [
+            any(self._place[user] >= cut and self._changes(user, node) for user in node.users)
+            for node in self._live(cut)
+        ]
 
     def _live(self, cut: int) -> list[Node]:
         """Values made before block `cut` and used in or after it."""
-        return [node for node in self._nodes if self._place[node] < cut and any(self._place[user] >= cut for user in node.users)]
+        return [
+            node
+            for node in self._nodes
+            if self._place[node] < cut and any(self._place[user] >= cut for user in node.users)
+        ]
 
     def _opened(self, fine: bool) -> set[str]:
         """Modules into which the trace looks: those around blocks and, if `fine`, those around layers."""
-        inside = (name for name in self._modules if fine and self._block(name) is not None and _is_container(self._modules[name]))
+        inside = (
+            name
+            for name in self._modules
+            if fine and self._block(name) is not None and _is_container(self._modules[name])
+        )
         parts = [name.split(".") for name in self._block_of]
         return {".".join(part[:length]) for part in parts for length in range(len(part))} | set(inside)
 
@@ -100,7 +133,11 @@ class Chain:
             now = self._block(target) if node.op == "call_module" else None
             if now is not None:
                 if now < block:
-                    raise _refusal(self._model, f"its forward comes to {target} after {blocks[block][0]}; name the blocks in the order in which data flows")
+                    raise _refusal(
+                        self._model,
+                        f"its forward comes to {target} after {blocks[block][0]}; name the blocks in the order in "
+                        "which data flows",
+                    )
                 owns = any(True for _ in self._modules[target].parameters())
                 weighs = owns and not isinstance(self._modules[target], NORMS)
                 if now > block or (fine and weighs and weighted):
@@ -115,7 +152,10 @@ class Chain:
             self._place[node] = 0 if _is_input(node) else len(labels) - 1
         missed = self._block_of.keys() - visited
         if missed:
-            raise _refusal(self._model, f"its forward does not come to {', '.join(sorted(missed))}, which the layout names as part of a block")
+            raise _refusal(
+                self._model,
+                f"its forward does not come to {', '.join(sorted(missed))}, which the layout names as part of a block",
+            )
         self._place[self._nodes[-1]] = len(labels)  # the output
         return [_label(names) for names in labels]
 
@@ -126,7 +166,11 @@ class Chain:
         for node in self._nodes:
             target = str(node.target)
             if node.op == "get_attr" and target not in tensors:
-                raise _refusal(self._model, f"its forward uses the tensor {target}, which is neither a parameter nor a buffer; register it as a buffer")
+                raise _refusal(
+                    self._model,
+                    f"its forward uses the tensor {target}, which is neither a parameter nor a buffer; register it as "
+                    "a buffer",
+                )
             used = [tensors[target]] if node.op == "get_attr" else []
             if node.op == "call_module":
                 used = [id(tensor) for _, tensor in _tensors(self._modules[target])]
@@ -135,7 +179,10 @@ class Chain:
                 if place != self._place[node]:
                     name = next(name for name, other in tensors.items() if other == key)
                     blocks = f"{self.names[place]} and {self.names[self._place[node]]}"
-                    raise _refusal(self._model, f"{name} is used in two blocks, {blocks}; name them as one, and cut only between blocks")
+                    raise _refusal(
+                        self._model,
+                        f"{name} is used in two blocks, {blocks}; name them as one, and cut only between blocks",
+                    )
         unused = [name for name, key in tensors.items() if key not in owner]
         if unused:
             raise _refusal(self._model, f"its forward does not use {', '.join(unused)}; leave them out of the model")
@@ -162,11 +209,15 @@ class _Tracer(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
 
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any | None = None) -> Node:
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any | None = None
+    ) -> Node:
         if _modes() != self._modes:
             raise ValueError(f"{target} runs under torch.no_grad or torch.autocast, which leave no trace")
         if kind == "call_function" and "dropout" in getattr(target, "__name__", ""):
-            raise ValueError(f"{target.__name__} draws from a generator that the parts of a model do not share; use nn.Dropout")
+            raise ValueError(
+                f"{target.__name__} draws from a generator that the parts of a model do not share; use nn.Dropout"
+            )
         return super().create_node(kind, target, args, kwargs, name, type_expr)
 
 
@@ -194,14 +245,18 @@ def _trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
                 delattr(model, name)
     for name, (buffer, version) in buffers.items():
         if model.get_buffer(name) is not buffer or buffer._version != version:
-            raise _refusal(model, f"the forward pass changes the buffer {name}, which only one process can keep right, {where}")
+            raise _refusal(
+                model, f"the forward pass changes the buffer {name}, which only one process can keep right, {where}"
+            )
     if str(graphs[0]) != str(graphs[1]):
         raise _refusal(model, f"its forward asks for self.training {where}, e.g. nn.Dropout")
     return list(graphs[0].nodes)
 
 
 def _is_input(node: Node) -> bool:
-    """Whether it is the model's input or, of a dict, a part of it: that belongs to the first block, so that only tensors cross cuts."""
+    """Whether it is the model's input or, of a dict, a part of it: that belongs to the first block, so that only
+    tensors cross cuts.
+    """
     origin = node.args[0] if node.target is operator.getitem else node
     return isinstance(origin, Node) and origin.op == "placeholder"
 

@@ -1,4 +1,7 @@
-"""Where to cut a chain of blocks into stages: the cut whose slowest stage is fastest, and what to expect of it. Torch-free, measures nothing."""
+"""Where to cut a chain of blocks into stages: the cut whose slowest stage is fastest, and what to expect of it.
+
+Torch-free, measures nothing.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,11 @@ class Cost:
 
 
 def partition(costs: Sequence[Cost], stages: int, in_flight: InFlight, memory_bytes: int = 0) -> list[int]:
-    """Bounds, (stages + 1), of the runs of blocks whose largest work is least, and among those the ones with the least bytes across cuts.
+    """Bounds, (stages + 1), of the runs of blocks whose largest work is least, and among those the ones with the least
+    bytes across cuts.
 
-    The memory of each stage, see `memory`, is at most `memory_bytes` (0: no bound). Exact: dynamic programming over (stage, first block),
-    O(stages x blocks^2). Raises ConfigError when there is no such cut.
+    The memory of each stage, see `memory`, is at most `memory_bytes` (0: no bound). Exact: dynamic programming over
+    (stage, first block), O(stages x blocks^2). Raises ConfigError when there is no such cut.
     """
     count = len(costs)
     if not 1 <= stages <= count:
@@ -64,7 +68,8 @@ def partition(costs: Sequence[Cost], stages: int, in_flight: InFlight, memory_by
     if least == math.inf:
         smallest, _ = _best(count, stages, need, max)
         raise TooLarge(
-            f"no cut of {count} blocks into {stages} stages fits into {human(memory_bytes)} per stage; the least that one needs is {human(smallest)}: "
+            f"no cut of {count} blocks into {stages} stages fits into {human(memory_bytes)} per stage; the least that "
+            f"one needs is {human(smallest)}: "
             "allow that, or use more stages, smaller micro-batches or fewer of them in flight",
             int(smallest),
         )
@@ -107,10 +112,17 @@ def table(
     for stage, ((first, last), held) in enumerate(zip(pairwise(bounds), _held(in_flight, stages), strict=True)):
         names = costs[first].name if last - first == 1 else f"{costs[first].name} .. {costs[last - 1].name}"
         share = sum(cost.work for cost in costs[first:last]) / total
-        rows.append((str(stage), str(ranks_of_stage[stage]), names, f"{share:.1%}", human(memory(costs, first, last, held))))
+        rows.append(
+            (str(stage), str(ranks_of_stage[stage]), names, f"{share:.1%}", human(memory(costs, first, last, held)))
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     left = (False, False, True, False, False)
-    lines = ["  ".join(cell.ljust(w) if to_left else cell.rjust(w) for cell, w, to_left in zip(row, widths, left, strict=True)) for row in rows]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if to_left else cell.rjust(w) for cell, w, to_left in zip(row, widths, left, strict=True)
+        )
+        for row in rows
+    ]
     largest = max(costs, key=lambda cost: cost.work)
     bound = max(0.0, largest.work / total * stages - 1)
     return "\n".join(
@@ -133,9 +145,14 @@ def human(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def _best(count: int, stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]) -> tuple[float, list[int]]:
-    """The cut of `count` blocks into runs whose costs(stage, first, last), joined, are least, and its bounds; the earliest cuts among equals."""
-    # rest[first]: the best for the blocks from `first` on in the stages from the present one on, and where it ends the present one.
+def _best(
+    count: int, stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """The cut of `count` blocks into runs whose costs(stage, first, last), joined, are least, and its bounds; the
+    earliest cuts among equals.
+    """
+    # rest[first]: the best for the blocks from `first` on in the stages from the present one on, and where it ends the
+    # present one.
     rest = [(math.inf, 0)] * count + [(0.0, 0)]
     ends: list[list[int]] = []
     for stage in reversed(range(stages)):
@@ -153,7 +170,9 @@ def _best(count: int, stages: int, cost: Callable[[int, int, int], float], join:
 
 
 def _work_of_runs(costs: Sequence[Cost]) -> list[list[float]]:
-    """[first][last - first - 1] -> work of blocks [first, last), each added up from its own first block: equal runs are equal numbers."""
+    """[first][last - first - 1] -> work of blocks [first, last), each added up from its own first block: equal runs are
+    equal numbers.
+    """
     found = []
     for first in range(len(costs)):
         sums, total = [], 0.0

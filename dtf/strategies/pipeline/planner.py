@@ -22,7 +22,9 @@ from dtf.strategies.pipeline.graph_split import Chain
 from dtf.strategies.sharded_init import cast_sketch
 
 EVEN = 0.05
-"""By how much less imbalance blocks are cut inside, where more than one tensor may cross; measured times are not much more exact."""
+"""By how much less imbalance blocks are cut inside, where more than one tensor may cross; measured times are not much
+more exact.
+"""
 
 
 class Wish(NamedTuple):
@@ -57,7 +59,9 @@ def agree(model: nn.Module, wish: Wish, task: Task, world: World) -> tuple[Chain
     return Chain(model, blocks, found["fine"]), found["bounds"], found["table"]
 
 
-def _look(model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: Wish, task: Task, world: World) -> dict[str, Any]:
+def _look(
+    model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: Wish, task: Task, world: World
+) -> dict[str, Any]:
     assert task.sample is not None
     compute = DTYPES[task.precision.compute]
     autocast = compute if task.precision.cast is Cast.autocast else None
@@ -75,7 +79,9 @@ def _look(model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: Wish, tas
     def look(chain: Chain) -> list[partition.Cost]:
         if not wish.timed:
             return cost_model.count(chain, sample, held_bytes, autocast, prepare)
-        return cost_model.measure(chain, sample, held_bytes, autocast, prepare, rehearsed(task.optimizer), wish.micro_batches)
+        return cost_model.measure(
+            chain, sample, held_bytes, autocast, prepare, rehearsed(task.optimizer), wish.micro_batches
+        )
 
     stages = wish.ranks * wish.virtual
     places, unit = [s % wish.ranks for s in range(stages)], "time" if wish.timed else "FLOPs"
@@ -101,7 +107,9 @@ def _look(model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: Wish, tas
         imbalance = partition.imbalance(each, bounds)
         if imbalance < least - EVEN:
             least, found = imbalance, {"fine": fine, "bounds": bounds}
-            found["table"] = partition.table(each, bounds, places, wish.in_flight, wish.micro_batches, wish.bubble, unit)
+            found["table"] = partition.table(
+                each, bounds, places, wish.in_flight, wish.micro_batches, wish.bubble, unit
+            )
         if least <= EVEN:
             break
     if not found and refused is not None:
@@ -113,10 +121,16 @@ def _look(model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: Wish, tas
 
 def _bounds(blocks: tuple[tuple[str, ...], ...], each: list[partition.Cost], stages: int, wish: Wish) -> list[int]:
     if len(each) < wish.ranks:
-        raise ConfigError(f"{len(each)} blocks do not make stages for {wish.ranks} ranks; use a smaller strategy.degree, or a smaller launcher.processes")
+        raise ConfigError(
+            f"{len(each)} blocks do not make stages for {wish.ranks} ranks; use a smaller strategy.degree, or a "
+            "smaller launcher.processes"
+        )
     if len(each) < stages:
         most = len(each) // wish.ranks
-        raise ConfigError(f"strategy.virtual={wish.virtual}: {len(each)} blocks do not make {stages} stages; use {f'1 to {most}' if most > 1 else 1}")
+        raise ConfigError(
+            f"strategy.virtual={wish.virtual}: {len(each)} blocks do not make {stages} stages; use "
+            f"{f'1 to {most}' if most > 1 else 1}"
+        )
     most = -(-wish.memory_bytes // wish.virtual)
     if not wish.begins:
         try:
@@ -124,12 +138,17 @@ def _bounds(blocks: tuple[tuple[str, ...], ...], each: list[partition.Cost], sta
         except partition.TooLarge as error:
             key, more = "strategy.memory_gb", f"; a rank has {wish.virtual} such stages" if wish.virtual > 1 else ""
             needed = _gib(error.least_bytes * wish.virtual)
-            raise ConfigError(f"{key}={wish.memory_bytes / 2**30:.4g}: {error}{more}; the least is {key}={needed}") from error
+            raise ConfigError(
+                f"{key}={wish.memory_bytes / 2**30:.4g}: {error}{more}; the least is {key}={needed}"
+            ) from error
     bounds = _named(blocks, wish.begins)
     needs = [partition.memory(each, bounds[s], bounds[s + 1], wish.in_flight[s]) for s in range(stages)]
     if most and max(needs) > most:
         given, needed = f"strategy.memory_gb={wish.memory_bytes / 2**30:.4g}", _gib(max(needs) * wish.virtual)
-        raise ConfigError(f"strategy.cuts={wish.begins} makes a rank need more than {given}; cut elsewhere, or use strategy.memory_gb={needed}")
+        raise ConfigError(
+            f"strategy.cuts={wish.begins} makes a rank need more than {given}; cut elsewhere, or use "
+            f"strategy.memory_gb={needed}"
+        )
     return bounds
 
 
@@ -144,8 +163,14 @@ def _named(blocks: tuple[tuple[str, ...], ...], begins: list[str]) -> list[int]:
     first: list[int] = []
     for name in begins:
         if of.get(name, 0) <= (first[-1] if first else 0):
-            why = "which is no block after the first" if not of.get(name) else f"which does not come after {begins[len(first) - 1]}"
+            why = (
+                "which is no block after the first"
+                if not of.get(name)
+                else f"which does not come after {begins[len(first) - 1]}"
+            )
             names = ", ".join(block[0] for block in blocks[1:])
-            raise ConfigError(f"strategy.cuts={begins} names {name}, {why}; blocks are, in the order in which data flows, {names}")
+            raise ConfigError(
+                f"strategy.cuts={begins} names {name}, {why}; blocks are, in the order in which data flows, {names}"
+            )
         first.append(of[name])
     return [0, *first, len(blocks)]

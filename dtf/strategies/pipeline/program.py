@@ -1,7 +1,8 @@
 """The program of pipelines: every rank computes some stages of the model, micro-batches flow through the ranks.
 
-torch.distributed.pipelining runs such schedules for micro-batches of one shape that is fixed when it is built, exchanged as pickled objects.
-Here the last micro-batch may be smaller, as everywhere in dtf, and batch statistics never see padding; hence the runtime is dtf's own.
+torch.distributed.pipelining runs such schedules for micro-batches of one shape that is fixed when it is built,
+exchanged as pickled objects. Here the last micro-batch may be smaller, as everywhere in dtf, and batch statistics never
+see padding; hence the runtime is dtf's own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ from dtf.distributed.strides import axes, dense
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import divisible, rematerialise
 from dtf.model.annotate import section
-from dtf.model.forward import Passes, draws_at_large, evaluated_together, leaf_gradients, lone_row, loss_dtype, received, rows_of, to_device, with_leaves
+from dtf.model.forward import (
+    Passes,
+    draws_at_large,
+    evaluated_together,
+    leaf_gradients,
+    lone_row,
+    loss_dtype,
+    received,
+    rows_of,
+    to_device,
+    with_leaves,
+)
 from dtf.model.memory import Footprint, Memory, activations, byte_count
 from dtf.model.microbatch import Masks, RunningStatistics
 from dtf.optim.update import made
@@ -119,7 +131,8 @@ class Pipelined(Program):
         self._passes = Passes(task, world.device)
         shape = len(line.ranks), line.stages // len(line.ranks)
         self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, line.place, *shape, count))
-        self._answers = cache(lambda count: answers(order(schedule, (line.place - 1) % shape[0], *shape, count)))  # of the rank before
+        # of the rank before
+        self._answers = cache(lambda count: answers(order(schedule, (line.place - 1) % shape[0], *shape, count)))
         self._settled = True
         self._trials: list[tuple[int, Footprint]] = []
         self._row_bytes = 0.0  # of messages that wait in memory
@@ -132,7 +145,9 @@ class Pipelined(Program):
         return {"stages": self._table}
 
     def prepare(self, batch: Batch | None) -> Batch | None:
-        return received(self._seat.feed(None if batch is None else to_device(batch, self._world.device, self._task)), self._task)
+        return received(
+            self._seat.feed(None if batch is None else to_device(batch, self._world.device, self._task)), self._task
+        )
 
     def rehearse(self, batch: Batch | None) -> None:
         assert batch is not None
@@ -149,7 +164,8 @@ class Pipelined(Program):
         seeded: list[Tensor] = []
 
         def enter(stage: Stage, j: int) -> None:
-            drew.extend(not torch.equal(state, stage.masks.state()) for state in seeded)  # by the stage before on this rank
+            # by the stage before on this rank
+            drew.extend(not torch.equal(state, stage.masks.state()) for state in seeded)
             stage.masks.enter(0, 0)
             seeded[:] = [stage.masks.state()]
 
@@ -160,14 +176,19 @@ class Pipelined(Program):
             except ValueError as error:
                 raise lone_row(error, len(part.ids)) from error
             gradients = [link for link in self._line.backward if link.target == self._world.rank]
-            footprint.kept -= sum(link.byte_count for link in gradients[-AHEAD:])  # there when backward began, but not kept since forward
+            # there when backward began, but not kept since forward
+            footprint.kept -= sum(link.byte_count for link in gradients[-AHEAD:])
             self._trials.append((len(part.ids), footprint))
             for stage in self._stages.values():
                 for parameter in stage.model.parameters():
                     parameter.grad = None
-        received = [link.byte_count for link in (*self._line.forward, *self._line.backward) if link.target == self._world.rank]
+        received = [
+            link.byte_count for link in (*self._line.forward, *self._line.backward) if link.target == self._world.rank
+        ]
         sent_back = [link.byte_count for link in self._line.backward if link.source == self._world.rank]
-        self._row_bytes = (AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)) / self._trials[-1][0]
+        self._row_bytes = (AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)) / self._trials[
+            -1
+        ][0]
         if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.state()):
             raise draws_at_large("pipeline", "the stages before and after do not draw on")
 
@@ -177,7 +198,8 @@ class Pipelined(Program):
         gradients += max(sizes, default=0)  # one that is not yet added to those of earlier micro-batches
         buffers = byte_count(buffer for stage in self._stages.values() for buffer in stage.model.buffers())
         micro_batches, rows = workload(self._task, self.shares, self.micro_batch_rows)
-        held = accumulate(1 if action.forward else -1 for action in self._order(micro_batches))  # passes of one stage each
+        # passes of one stage each
+        held = accumulate(1 if action.forward else -1 for action in self._order(micro_batches))
         kept = activations(self._trials, rows, max(held) / len(self._stages))
         return Memory(parameters + buffers, gradients, optimizer, kept, round(self._row_bytes * rows), tables)
 
@@ -209,7 +231,8 @@ class Pipelined(Program):
             norm = self._update.apply(ticket.step, ticket.lr)
         for stage in self._stages.values():
             stage.statistics.finish(made(norm))
-        return StepOutput(sums, norm if self._world.rank == 0 else self._unsaid)  # every rank knows the norm, one tells it
+        # every rank knows the norm, one tells it
+        return StepOutput(sums, norm if self._world.rank == 0 else self._unsaid)
 
     def _leaves(self, part: Batch) -> Batch:
         """Rows of a batch with gradients for rows of sparse tables, where the first layers are."""
@@ -222,11 +245,17 @@ class Pipelined(Program):
             batch = self._tables.look(batch, train=False)
         for stage in self._stages.values():
             stage.train(False)
-        bounds = cut(len(batch.ids), -(-len(batch.ids) // len(self._line.ranks)))  # as many parts as there are ranks to work on them
-        return self._run([rows_of(batch, *ends) for ends in pairwise(bounds)], self._one, lambda stage, j: None, train=False)
+        # as many parts as there are ranks to work on them
+        bounds = cut(len(batch.ids), -(-len(batch.ids) // len(self._line.ranks)))
+        return self._run(
+            [rows_of(batch, *ends) for ends in pairwise(bounds)], self._one, lambda stage, j: None, train=False
+        )
 
     def _run(self, parts: list[Batch], factor: Tensor, enter: Callable[[Stage, int], None], train: bool) -> Evaluated:
-        """Micro-batches through this rank's stages; returns what is measured of those whose losses are computed here. Collective over the line."""
+        """Micro-batches through this rank's stages; returns what is measured of those whose losses are computed here.
+
+        Collective over the line.
+        """
         actions = [action for action in self._order(len(parts)) if train or action.forward]
         mail = _Mail(self._line, actions, parts, self._answers(len(parts)) if train else None)
         held: dict[tuple[int, int], _Held] = {}
@@ -248,7 +277,9 @@ class Pipelined(Program):
             link.settle()
         return evaluated_together(found, self._world.device)
 
-    def _forward(self, s: int, j: int, batch: Batch, factor: Tensor, mail: _Mail, train: bool) -> tuple[_Held, Evaluated | None]:
+    def _forward(
+        self, s: int, j: int, batch: Batch, factor: Tensor, mail: _Mail, train: bool
+    ) -> tuple[_Held, Evaluated | None]:
         inputs = mail.inputs(s, j) if s else ()
         outputs = self._passes.forward(self._stages[s].model, *(inputs if s else (batch.inputs,)), cast=not s)
         if s < self._line.last:
@@ -256,7 +287,11 @@ class Pipelined(Program):
             return _Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None
         outputs, loss = self._passes.losses(outputs, batch)
         total, seed = self._passes.total(loss, batch, factor)
-        measured = Evaluated(self._passes.measure(outputs, batch, loss), None) if train else self._passes.evaluated(outputs, batch, loss)
+        measured = (
+            Evaluated(self._passes.measure(outputs, batch, loss), None)
+            if train
+            else self._passes.evaluated(outputs, batch, loss)
+        )
         return _Held(inputs, (total,), seed), measured
 
     def _backward(self, s: int, j: int, kept: _Held, mail: _Mail) -> None:
@@ -281,7 +316,10 @@ class Pipelined(Program):
         state = self._update.state()
         share = self._seat.share
         kept = [box for stage in self._stages.values() if share.index == 0 for box in buffers(stage)]
-        return State(state.boxes + kept + [box for stage in self._stages.values() for box in own_averages(stage, share)], state.scalars)
+        return State(
+            state.boxes + kept + [box for stage in self._stages.values() for box in own_averages(stage, share)],
+            state.scalars,
+        )
 
     def load(self, source: Source) -> None:
         self._update.load(source)
@@ -298,20 +336,26 @@ class Pipelined(Program):
 class _Mail:
     """The messages of one rank in one run of its actions. Neighbouring stages are always on different ranks.
 
-    What was sent stays in memory until an answer shows that it was received: its gradient, or of a gradient, inputs that were computed after it.
-    `answers`: see schedules; None: nothing comes back.
+    What was sent stays in memory until an answer shows that it was received: its gradient, or of a gradient, inputs
+    that were computed after it. `answers`: see schedules; None: nothing comes back.
     """
 
-    def __init__(self, line: Line, actions: list[Action], parts: list[Batch], answers: dict[tuple[int, int], int] | None) -> None:
+    def __init__(
+        self, line: Line, actions: list[Action], parts: list[Batch], answers: dict[tuple[int, int], int] | None
+    ) -> None:
         self._line, self._actions, self._answers = line, actions, answers or {}
         self._keys = [(_form(part.inputs), answers is not None) for part in parts]
-        self._wanted = [n for n, action in enumerate(actions) if (action.stage if action.forward else action.stage < line.last)]
+        self._wanted = [
+            n for n, action in enumerate(actions) if (action.stage if action.forward else action.stage < line.last)
+        ]
         self._begun = 0  # of what is wanted
         self._arrivals: dict[Action, Arrival] = {}
         self._sent: dict[tuple[int, int], list[Form]] = {}  # what went forward and gets gradients back
 
     def open(self, number: int) -> None:
-        """Before action `number`: begin to receive what it and the next few need, as far as it is known what that looks like."""
+        """Before action `number`: begin to receive what it and the next few need, as far as it is known what that looks
+        like.
+        """
         while self._begun < len(self._wanted):
             at = self._wanted[self._begun]
             if at > number and len(self._arrivals) >= AHEAD:
@@ -348,7 +392,9 @@ class _Mail:
     def pass_back(self, s: int, j: int, inputs: tuple[Tensor, ...]) -> None:
         """The gradients of a stage's inputs; zeros where it did not use one."""
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        self._line.backward[s - 1].send(None, [torch.zeros_like(t) if t.grad is None else dense(t.grad, axes(t)) for t in wanted])
+        self._line.backward[s - 1].send(
+            None, [torch.zeros_like(t) if t.grad is None else dense(t.grad, axes(t)) for t in wanted]
+        )
 
 
 def _form(inputs: Any) -> Any:

@@ -19,9 +19,9 @@ class Action(NamedTuple):
 def order(schedule: Schedule, rank: int, ranks: int, virtual: int, micro_batches: int) -> list[Action]:
     """What `rank` does; it holds the stages rank, rank + ranks, ...: `virtual` of them.
 
-    Forward and backward passes of each stage go through the micro-batches from the first to the last. With several stages per rank, micro-batches
-    go round in groups of `ranks`; when they do not divide, the last group is smaller. Sources: Huang et al. 2019 (arXiv:1811.06965);
-    Narayanan et al. 2021, section 2.2 (arXiv:2104.04473).
+    Forward and backward passes of each stage go through the micro-batches from the first to the last. With several
+    stages per rank, micro-batches go round in groups of `ranks`; when they do not divide, the last group is smaller.
+    Sources: Huang et al. 2019 (arXiv:1811.06965); Narayanan et al. 2021, section 2.2 (arXiv:2104.04473).
     """
     rounds = -(-micro_batches // ranks) * ranks if virtual > 1 else micro_batches
     total = rounds * virtual
@@ -39,7 +39,9 @@ def order(schedule: Schedule, rank: int, ranks: int, virtual: int, micro_batches
 
 
 def answers(actions: list[Action]) -> dict[tuple[int, int], int]:
-    """(stage, micro-batch) of a rank's forward passes -> backward passes of that stage before it; who gets what it computed knows that these are done."""
+    """(stage, micro-batch) of a rank's forward passes -> backward passes of that stage before it; who gets what it
+    computed knows that these are done.
+    """
     done: Counter[int] = Counter()
     found = {}
     for forward, stage, j in actions:
@@ -62,7 +64,10 @@ def in_flight(schedule: Schedule, stage: int, ranks: int, virtual: int, micro_ba
 
 def rounds(schedule: Schedule, ranks: int, virtual: int, micro_batches: int) -> int:
     """Rounds that the ranks need when every pass takes one, a rank waiting for what its next pass needs."""
-    last, todo = ranks * virtual - 1, [deque(order(schedule, rank, ranks, virtual, micro_batches)) for rank in range(ranks)]
+    last, todo = (
+        ranks * virtual - 1,
+        [deque(order(schedule, rank, ranks, virtual, micro_batches)) for rank in range(ranks)],
+    )
     ends: dict[Action, int] = {}
     clocks = [0] * ranks
     while any(todo):
@@ -78,8 +83,8 @@ def rounds(schedule: Schedule, ranks: int, virtual: int, micro_batches: int) -> 
 def bubble(schedule: Schedule, ranks: int, virtual: int, micro_batches: int) -> float:
     """Share of the time in which a rank idles, for passes of equal length and messages that cost nothing.
 
-    (p - 1) / (v m + p - 1), for p ranks with v stages each and m micro-batches, where v is 1 or p divides m: Narayanan et al. 2021, section 2.2,
-    there relative to the time of work.
+    (p - 1) / (v m + p - 1), for p ranks with v stages each and m micro-batches, where v is 1 or p divides m: Narayanan
+    et al. 2021, section 2.2, there relative to the time of work.
     """
     return 1 - 2 * virtual * micro_batches / rounds(schedule, ranks, virtual, micro_batches)
 
