@@ -198,7 +198,7 @@ def main() -> None:
             if given.ranks == 1:
                 result = measure(0, 1, **arguments)
             else:
-                from tests.ranks import ranks
+                from tests.support.ranks import ranks
 
                 result = ranks(given.ranks, "bench.overhead:measure", timeout_s=900, **arguments)[0]
             if not result["apart"] < 1e-5:

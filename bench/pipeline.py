@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--virtual", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=7)
     given = parser.parse_args()
-    from tests.ranks import ranks
+    from tests.support.ranks import ranks
 
     cores = len(os.sched_getaffinity(0))
     print(f"torch {torch.__version__}, {platform.machine()}, {cores} cores, {given.ranks} ranks of 1 thread")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import ranks as pool
+from tests.support import ranks as pool
 
 # A busy machine is not a failing property.
 settings.register_profile("dtf", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it 
 
 @pytest.fixture(scope="session")
 def ranks() -> Callable[..., list[Any]]:
-    """`ranks(count, "tests.module:function", **arguments)`: see `tests.ranks.ranks`."""
+    """`ranks(count, "tests.module:function", **arguments)`: see `tests.support.ranks.ranks`."""
     return pool.ranks
 
 
