@@ -38,14 +38,13 @@ from ctr_rivals import Log as Rows
 from endless import Endless
 from torch import Tensor, nn
 
-from dtf.api.launcher import Place
 from dtf.api.options import StepOptions
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.sampler import Epochs, Sequential
 from dtf.api.sparse_table import Table
 from dtf.api.strategy import Task
-from dtf.core.types import Event, Measured
+from dtf.core.types import Event, Measured, Place
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit

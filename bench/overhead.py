@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dtf.api.launcher import Place
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Task
+from dtf.core.types import Place
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit

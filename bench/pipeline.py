@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtf.api.launcher import Place
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.strategy import Program, Task
-from dtf.core.types import Batch, Train
+from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
 from dtf.optim.optimizers import Sgd
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem

@@ -34,12 +34,11 @@ from ctr_rivals import Log as Rows
 from endless import Endless
 from torch.distributed import TCPStore
 
-from dtf.api.launcher import Place
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Errand, Task
-from dtf.core.types import Event, Measured, Shard
+from dtf.core.types import Event, Measured, Place, Shard
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,35 +22,6 @@ LONGEST_S = 1_000_000
 """Of all times to wait, 11 days: poll(2) takes no more than twice that."""
 WORK = "dtf.engine.train:work"
 """What a rank does unless a job says otherwise: a function `module:function`, see `rank_process.Entry`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one rank stands. Plain values, so that it travels as JSON."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    role: str = "trainer"
-    number: int = 0  # among those of its role
-    slots: int = 1  # `launcher.processes`: how far to spread; equals size but for strategies that use threads
-    device: str = "cpu"  # "cpu" or "cuda:<index>"
-    devices: tuple[str, ...] = ()  # of all slots, for a process that spreads over several
-    threads: int = 1  # intra-op threads of this rank
-    store: str = ""  # "host:port" of the TCPStore, "" when size is 1
-    prefix: str = ""  # "<run id>/<attempt>": keys of an earlier attempt are never met
-    attempt: int = 0
-    again: int = 0  # how often this place alone was started again within the attempt
-    # of the run, a secret: travels through inherited descriptors only; "" where there is one role
-    token: str = field(default="", repr=False)
-    hang_timeout_s: float = 60.0  # silence that means that another process hangs
-    start_timeout_s: float = 600.0  # the same while it starts
-
-    @property
-    def starter(self) -> str:
-        """The command that started this process, the same in all attempts of its launcher."""
-        return self.prefix.partition("/")[0]
 
 
 class Launcher(ABC):

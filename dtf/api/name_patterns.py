@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from dtf.api.registry import suggest
 from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
 
 
 def covers(pattern: str, name: str) -> bool:

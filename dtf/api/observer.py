@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from dtf.core.types import Event
 
 if TYPE_CHECKING:
-    from dtf.api.launcher import Place
+    from dtf.core.types import Place
 
 
 class Probe(ABC):

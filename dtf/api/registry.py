@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform
 
 from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
 
 T = TypeVar("T", bound=type)
 
@@ -127,11 +127,3 @@ def lookup(group: str, name: str) -> type:
 def name_of(group: str, part: object) -> str:
     """What a config calls the class of an object."""
     return next((name for name, cls in registered(group).items() if cls is type(part)), type(part).__name__)
-
-
-def suggest(word: str, choices: Iterable[str]) -> str:
-    """`did you mean X? choices: A, B, C`, or only the choices when nothing is near."""
-    known = sorted(choices)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    listed = f"choices: {', '.join(known)}" if known else "there are no choices"
-    return f"did you mean {near[0]}? {listed}" if near else listed

@@ -13,8 +13,9 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from dtf.api.registry import Range, lookup, suggest
+from dtf.api.registry import Range, lookup
 from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

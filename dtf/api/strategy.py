@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from dtf.api.launcher import Place
     from dtf.api.optimizer import Optimizer
     from dtf.api.options import StepOptions
     from dtf.api.precision import Precision
     from dtf.api.row_optimizer import RowOptimizer
+    from dtf.core.types import Memory, Place
     from dtf.data.loader import Loader as Batches
     from dtf.distributed.world import World
-    from dtf.model.memory import Memory
 
 
 class Weights(Protocol):

@@ -77,7 +77,7 @@ def _dispatch(argv: list[str]) -> int:
         # torch is imported over there while the config is composed here; only now, since it slows every answer down
         prestart(argv)
     if "--version" in argv:
-        from dtf import __version__
+        from dtf.core.version import __version__
 
         print(f"dtf {__version__}")
         return Exit.OK

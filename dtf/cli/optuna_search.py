@@ -10,36 +10,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
+from dtf.config.hydra_sources import OptunaOptions
 from dtf.core.errors import BusyError, ConfigError
-from dtf.runs.run_folder import replace_text
+from dtf.core.files import replace_text
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-NAME = "optuna"
 _FILE = "proposals.json"
 _LARGEST_SEED = 2**32 - 1  # of numpy's generators
 _DIGITS = 4  # of a number that is drawn: more would make long names of folders and no better model
-
-
-@dataclass
-class OptunaOptions:
-    """The config node `hydra.sweeper`; `n_trials` as in Hydra's own plugin for Optuna 2."""
-
-    n_trials: int = 20
-    seed: int = 0
-
-
-def offer() -> None:
-    """Let Hydra know the option `hydra/sweeper=optuna`."""
-    ConfigStore.instance().store(group="hydra/sweeper", name=NAME, node=OptunaOptions, provider="dtf")
 
 
 class Tuner:

@@ -28,10 +28,9 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.schema import show
-from dtf.cli.optuna_search import NAME as OPTUNA
-from dtf.cli.optuna_search import OptunaOptions, Tuner
+from dtf.cli.optuna_search import Tuner
 from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
-from dtf.config.hydra_sources import Loader, Read
+from dtf.config.hydra_sources import OPTUNA, Loader, OptunaOptions, Read
 from dtf.config.messages import COMMAND_LINE, parse, shorten
 from dtf.core.errors import INTERRUPTED, BusyError, ConfigError, Exit
 from dtf.core.text import time_text

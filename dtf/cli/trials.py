@@ -16,9 +16,10 @@ from typing import Any
 from dtf.api.schema import show
 from dtf.config.messages import shorten
 from dtf.core.errors import BusyError, Exit, code_name
+from dtf.core.files import flat
 from dtf.core.text import number_text
 from dtf.runs.budget import spent_s
-from dtf.runs.run_folder import flat, redact
+from dtf.runs.run_folder import redact
 
 NOT_STARTED = -1
 _MAY_CHANGE = ("budget", "launcher", "observer", "plugins", "run")

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from dtf.api.job import Job
-from dtf.api.registry import registered, suggest
+from dtf.api.registry import registered
 from dtf.api.schema import RESERVED, KeyProblem, make_option, show, unset
 from dtf.api.strategy import Task
 from dtf.checkpoint.resolve_path import check_place
@@ -33,6 +33,7 @@ from dtf.config.messages import explain, hinted, key_for_number, origin, parse, 
 from dtf.config.presets import overtaken, reset
 from dtf.config.settings import EXPERIMENT, GROUPS, Settings, fit_config, load_parts, typed_fitted
 from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
 
 T = TypeVar("T")
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
-from dtf.api.registry import registered, suggest
+from dtf.api.registry import registered
 from dtf.api.schema import is_node, keys, option_node, show, to_plain, type_text
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composer

@@ -19,6 +19,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
@@ -28,7 +29,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.registry import registered
 from dtf.api.schema import option_node, to_plain
-from dtf.cli import optuna_search
 from dtf.config.limits import check_hydra, one_line, scan
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
@@ -174,7 +174,7 @@ def loader(config_dir: str | None) -> Loader:
     plugins = Plugins.instance()
     plugins.register(PartsSource)
     SourcesRegistry.instance().types["file"] = GuardedFiles
-    optuna_search.offer()
+    _offer_optuna()
     path = ConfigSearchPathImpl()
     path.append("hydra", "pkg://hydra.conf")
     path.append("main", f"file://{CONF}")
@@ -190,3 +190,19 @@ def loader(config_dir: str | None) -> Loader:
     path.append("dtf", "dtf://")
     path.append("schema", "structured://")
     return Loader(path)
+
+
+OPTUNA = "optuna"
+
+
+@dataclass
+class OptunaOptions:
+    """The config node `hydra.sweeper`; `n_trials` as in Hydra's own plugin for Optuna 2."""
+
+    n_trials: int = 20
+    seed: int = 0
+
+
+def _offer_optuna() -> None:
+    """Let Hydra know the option `hydra/sweeper=optuna`."""
+    ConfigStore.instance().store(group="hydra/sweeper", name=OPTUNA, node=OptunaOptions, provider="dtf")

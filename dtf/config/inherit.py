@@ -14,7 +14,7 @@ from dtf.api.schema import show
 from dtf.checkpoint.resolve_path import is_checkpoint, located
 from dtf.config.limits import scan
 from dtf.core.errors import ConfigError, DataError
-from dtf.runs.run_folder import flat
+from dtf.core.files import flat
 
 KEYS = ("seed", "recipe", "precision", "step")
 """What a run's config says of its model and data; how to spread the work is the job's own business."""

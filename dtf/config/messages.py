@@ -12,11 +12,12 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
-from dtf.api.registry import registered, suggest
+from dtf.api.registry import registered
 from dtf.api.schema import KeyProblem, is_node, keys, show
 from dtf.config.limits import one_line
 from dtf.config.settings import GROUPS, Root
 from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from dtf.api.lr import Schedule
 from dtf.api.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
 from dtf.api.recipe import Recipe
-from dtf.api.registry import brings, groups, lookup, option, registered, suggest
+from dtf.api.registry import brings, groups, lookup, option, registered
 from dtf.api.row_optimizer import DEFAULT
 from dtf.api.sampler import Tail
 from dtf.api.schema import KeyProblem, fit, fit_option, is_node, keys, make, make_option, show, unset
 from dtf.api.sparse_table import NO_NUMBA
 from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
 
 if TYPE_CHECKING:
     from dtf.api.job import Job

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dtf.api.registry import suggest
 from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed

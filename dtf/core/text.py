@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 class Pace:
@@ -123,3 +124,11 @@ def plain_text(text: str, limit: int = 512) -> str:
     """One line without control characters, cut at `limit`: text from a rank cannot move the cursor."""
     clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: limit + 1])
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def suggest(word: str, choices: Iterable[str]) -> str:
+    """`did you mean X? choices: A, B, C`, or only the choices when nothing is near."""
+    known = sorted(choices)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    listed = f"choices: {', '.join(known)}" if known else "there are no choices"
+    return f"did you mean {near[0]}? {listed}" if near else listed

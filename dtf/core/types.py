@@ -216,3 +216,51 @@ def event_from_json(data: dict[str, Any]) -> Event:
     if kind is Started:
         fields["recent"] = tuple(Measured(**measured) for measured in fields.get("recent", ()))
     return kind(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank stands. Plain values, so that it travels as JSON."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    role: str = "trainer"
+    number: int = 0  # among those of its role
+    slots: int = 1  # `launcher.processes`: how far to spread; equals size but for strategies that use threads
+    device: str = "cpu"  # "cpu" or "cuda:<index>"
+    devices: tuple[str, ...] = ()  # of all slots, for a process that spreads over several
+    threads: int = 1  # intra-op threads of this rank
+    store: str = ""  # "host:port" of the TCPStore, "" when size is 1
+    prefix: str = ""  # "<run id>/<attempt>": keys of an earlier attempt are never met
+    attempt: int = 0
+    again: int = 0  # how often this place alone was started again within the attempt
+    # of the run, a secret: travels through inherited descriptors only; "" where there is one role
+    token: str = field(default="", repr=False)
+    hang_timeout_s: float = 60.0  # silence that means that another process hangs
+    start_timeout_s: float = 600.0  # the same while it starts
+
+    @property
+    def starter(self) -> str:
+        """The command that started this process, the same in all attempts of its launcher."""
+        return self.prefix.partition("/")[0]
+
+
+class Memory(NamedTuple):
+    """Bytes that a rank needs: for as long as it trains, and for a micro-batch, or as many of them as are under way at
+    once.
+    """
+
+    parameters: int  # master copies and buffers included
+    gradients: int
+    optimizer: int
+    activations: int
+    exchange: int = 0  # what is on its way to or from other ranks: gathered parameters, copies of gradients
+    # of sparse tables: rows with their state, and the index of ids, whose whole range is reserved and taken as it is
+    # used
+    tables: int = 0
+
+
+TRACE_PREFIX = "dtf:"
+"""Before the names of sections in a trace, so that nobody else's mean the same."""

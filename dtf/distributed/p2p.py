@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtf.core.errors import ConfigError
+from dtf.distributed.sharding import byte_count
 from dtf.distributed.strides import axes, empty, message
-from dtf.model.memory import byte_count
 
 HEADER_BYTES = 65536
 

@@ -5,6 +5,7 @@ Works without importing DTensor, which would delay the first step of those who u
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -51,3 +52,8 @@ def deal(sizes: dict[str, int], count: int) -> list[frozenset[str]]:
         shares[owner].add(name)
         loads[owner] += size
     return [frozenset(part) for part in shares]
+
+
+def byte_count(tensors: Iterable[Tensor]) -> int:
+    """Bytes of plain tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dtf.api.launcher import Place
 from dtf.core.errors import ConfigError
+from dtf.core.types import Place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

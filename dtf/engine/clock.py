@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from dtf.api.lr import Schedule
-from dtf.api.registry import suggest
 from dtf.api.sampler import Epochs
 from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
 from dtf.core.types import Evaluate, Log, Poll, Save, Stop, Ticket, Train
 
 

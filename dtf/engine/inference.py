@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dtf.api.launcher import Place
 from dtf.api.options import Remat
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
@@ -26,7 +25,8 @@ from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Program, Task
 from dtf.config.settings import Settings
 from dtf.core.errors import BusyError, DataError, DtfError, Preempted
-from dtf.core.types import Batch, Evaluated, Event, Measured, Names
+from dtf.core.files import replace_text
+from dtf.core.types import Batch, Evaluated, Event, Measured, Names, Place
 from dtf.data.loader import Loader
 from dtf.distributed.sharding import is_slice
 from dtf.distributed.world import World
@@ -35,7 +35,6 @@ from dtf.engine.predictions import Answers, Kind, Row
 from dtf.model.forward import stand_ins
 from dtf.model.init import sketch
 from dtf.model.pretrained import Weights, fitted, open_weights
-from dtf.runs.run_folder import replace_text
 
 if TYPE_CHECKING:
     from dtf.jobs.evaluate import EvaluateJob

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtf import __version__
-from dtf.api.launcher import Place
 from dtf.api.name_patterns import check_used
 from dtf.api.observer import Probes
 from dtf.api.precision import set_switches
@@ -31,7 +29,9 @@ from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.config.settings import Settings, typed
 from dtf.core.consistency import agree, common, digest
 from dtf.core.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
-from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
+from dtf.core.files import flat
+from dtf.core.types import Ended, Event, Failed, Measured, Memory, Note, Place, Saved, Started
+from dtf.core.version import __version__
 from dtf.data.splits import Rows
 from dtf.distributed.world import World
 from dtf.engine import inference
@@ -42,11 +42,11 @@ from dtf.host import heartbeat
 from dtf.jobs import rank_export
 from dtf.model.ema import averaged
 from dtf.model.init import sketch
-from dtf.model.memory import Memory, Meter
+from dtf.model.memory import Meter
 from dtf.model.pretrained import Fit, Weights, fitted, open_weights
 from dtf.runs import budget
 from dtf.runs.record import Record
-from dtf.runs.run_folder import flat, redact
+from dtf.runs.run_folder import redact
 
 _USES = {"evaluate": inference.evaluate, "predict": inference.predict, "export": rank_export.export}
 """What ranks do for a job; for all others they train."""

@@ -9,8 +9,8 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-from dtf.api.registry import suggest
 from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
 
 _SIOCGIFADDR = 0x8915
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"

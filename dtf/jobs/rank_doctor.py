@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtf.api.launcher import Place
 from dtf.config.settings import typed
-from dtf.core.types import Event
+from dtf.core.types import Event, Place
 from dtf.distributed.world import World
 from dtf.host.devices import cores
 

@@ -16,20 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtf import __version__
-from dtf.api.launcher import Place
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Recipe
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Task
 from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, DataError, DtfError
-from dtf.core.types import Event
+from dtf.core.files import replace_text
+from dtf.core.types import Event, Place
+from dtf.core.version import __version__
 from dtf.distributed.world import World
 from dtf.engine.inference import names_of, weights_of
 from dtf.model.forward import cast_floating
 from dtf.model.init import cast_model, draw_model
-from dtf.runs.run_folder import replace_text
 from dtf.sparse.placement import tables_of
 
 if TYPE_CHECKING:

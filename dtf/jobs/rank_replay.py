@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtf.api.launcher import Place
 from dtf.api.precision import Format, set_switches
 from dtf.api.recipe import Recipe
 from dtf.api.strategy import Source, Task
@@ -21,7 +20,7 @@ from dtf.checkpoint.resolve_path import located
 from dtf.config.settings import typed
 from dtf.core.errors import ConfigError, DataError, Exit, Preempted
 from dtf.core.text import count_text
-from dtf.core.types import Box, Event, Failed, Note
+from dtf.core.types import Box, Event, Failed, Note, Place
 from dtf.data.splits import Rows
 from dtf.engine.inference import Pace
 from dtf.engine.train import stop_signals

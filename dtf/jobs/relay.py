@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dtf.api.job import Job
-from dtf.api.registry import option, register, suggest
+from dtf.api.registry import option, register
 from dtf.config.strategy_spec import Entry, read_entry
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
-from dtf.core.text import count_text
+from dtf.core.text import count_text, suggest
 from dtf.host.signals import preempting
 from dtf.jobs.fault_injection import Killed, Witness, kill_launcher
 from dtf.runs.run_folder import unique_id

@@ -18,11 +18,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.api.launcher import LONGEST_S, WORK, Launcher, Place, check_environment, check_one_role, report
+from dtf.api.launcher import LONGEST_S, WORK, Launcher, check_environment, check_one_role, report
 from dtf.api.registry import option, register
 from dtf.core.consistency import differences, from_answer, refusal, shared, to_answer
 from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
-from dtf.core.types import Event, Failed
+from dtf.core.types import Event, Failed, Place
 from dtf.host import devices, network
 from dtf.host.devices import MOST_THREADS
 from dtf.launch.cluster_env import standing

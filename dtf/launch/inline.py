@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from dtf.api.launcher import WORK, Launcher, Place, check_one_role, report
+from dtf.api.launcher import WORK, Launcher, check_one_role, report
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
-from dtf.core.types import Event, Failed
+from dtf.core.types import Event, Failed, Place
 from dtf.host import devices
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dtf.api.launcher import Place
 from dtf.core.errors import DtfError, Exit
-from dtf.core.types import Event, Failed, Note, event_to_json
+from dtf.core.types import Event, Failed, Note, Place, event_to_json
 from dtf.host import heartbeat
 
 MESSAGE_BYTES = 1 << 17

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtf.api.launcher import LONGEST_S, Launcher, Place, check_environment, log_folder
+from dtf.api.launcher import LONGEST_S, Launcher, check_environment, log_folder
 from dtf.api.registry import option
 from dtf.core.errors import ConfigError
-from dtf.core.types import Event
+from dtf.core.types import Event, Place
 from dtf.host import devices, network
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.host.signals import Stop

@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from dtf.api.launcher import Place
 from dtf.core.errors import ORDERLY, Exit, PeerError
-from dtf.core.types import Event, Failed, Note, Saved, Started, event_from_json
+from dtf.core.types import Event, Failed, Note, Place, Saved, Started, event_from_json
 from dtf.host.heartbeat import Beat, Board
 from dtf.host.signals import Stop
 from dtf.launch.exit_cause import Ending, Outcome, innermost, outcome, preload_error

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.autograd import profiler
 
-from dtf.observers.trace_shares import PREFIX
+from dtf.core.types import TRACE_PREFIX
 
 _NOTHING = nullcontext()
 
@@ -16,4 +16,4 @@ def section(name: str) -> AbstractContextManager[object]:
 
     While none is taken this costs less than a microsecond.
     """
-    return profiler.record_function(f"{PREFIX}{name}") if profiler._is_profiler_enabled else _NOTHING
+    return profiler.record_function(f"{TRACE_PREFIX}{name}") if profiler._is_profiler_enabled else _NOTHING

@@ -59,3 +59,9 @@ class Averaged(Optimizer):
         for parameter, average in zip(group.parameters, averages, strict=True):
             average.lerp_(parameter.to(average.dtype), weight.to(average.dtype))
         torch._foreach_add_(steps, done)
+
+
+AVERAGED = "ema/"
+"""Tensors under it are running statistics averaged as `step.ema` says; averages of parameters are optimizer state, see
+`dtf.model.ema`.
+"""

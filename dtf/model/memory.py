@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,21 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from dtf.core.text import bytes_text
-
-
-class Memory(NamedTuple):
-    """Bytes that a rank needs: for as long as it trains, and for a micro-batch, or as many of them as are under way at
-    once.
-    """
-
-    parameters: int  # master copies and buffers included
-    gradients: int
-    optimizer: int
-    activations: int
-    exchange: int = 0  # what is on its way to or from other ranks: gathered parameters, copies of gradients
-    # of sparse tables: rows with their state, and the index of ids, whose whole range is reserved and taken as it is
-    # used
-    tables: int = 0
+from dtf.core.types import Memory
 
 
 class Footprint(TorchDispatchMode):
@@ -111,11 +97,6 @@ def activations(trials: Sequence[tuple[int, Footprint]], rows: int, under_way: f
         return a + (b - a) * (rows - few) / (more - few) if few < more else a * rows / few
 
     return round(under_way * line(first.kept, second.kept) + line(first.again, second.again))
-
-
-def byte_count(tensors: Iterable[Tensor]) -> int:
-    """Bytes of plain tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def table_row(ranks: Sequence[Memory], who: str = "process") -> dict[str, str]:

@@ -21,9 +21,8 @@ from dtf.checkpoint import storage
 from dtf.checkpoint.checkpointer import TORCH_DTYPES, Stored
 from dtf.checkpoint.resolve_path import check_place, is_checkpoint, located
 from dtf.core.errors import ConfigError, DataError
-from dtf.model.ema import EMA
+from dtf.model.ema import AVERAGED, EMA
 from dtf.model.init import layout_of
-from dtf.strategies.spmd import AVERAGED
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]
 

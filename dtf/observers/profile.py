@@ -14,7 +14,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Event
 
 if TYPE_CHECKING:
-    from dtf.api.launcher import Place
+    from dtf.core.types import Place
 
 
 @register("observer", "profile")

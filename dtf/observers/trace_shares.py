@@ -13,14 +13,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from dtf.core.types import TRACE_PREFIX
+
 WORK = ("data", "forward", "backward", "communication", "optimizer")
 """What a step is made of; the rest is `other`."""
 
 MICRO = 1e-6
 """A trace counts microseconds."""
-
-PREFIX = "dtf:"
-"""Before the names of sections in a trace, so that nobody else's mean the same."""
 
 _NO_STEP = ("evaluate", "save")  # sections that lie between steps
 _CHANNELS = ("gloo:", "mpi:", "ucc:")  # how backends of a CPU name their messages
@@ -106,10 +105,12 @@ def _moments(spans: Iterable[_Span], first: float, last: float) -> Iterator[tupl
 
 def _classified(events: list[dict[str, Any]]) -> Iterator[_Span]:
     """What each event says of the moments it lasts."""
-    sections = [event for event in events if event["name"].startswith(PREFIX) and event["cat"] == "user_annotation"]
+    sections = [
+        event for event in events if event["name"].startswith(TRACE_PREFIX) and event["cat"] == "user_annotation"
+    ]
     kernels = [event for event in events if event["cat"] in _DEVICE]
     for event in sections:
-        label = event["name"].removeprefix(PREFIX)
+        label = event["name"].removeprefix(TRACE_PREFIX)
         if label in _NO_STEP:
             yield _span(event, "outside")
         elif label in WORK:
@@ -132,7 +133,7 @@ def _classified(events: list[dict[str, Any]]) -> Iterator[_Span]:
             continue
         at = launches.get(event.get("args", {}).get("correlation"), event["ts"])
         names = (
-            section["name"].removeprefix(PREFIX)
+            section["name"].removeprefix(TRACE_PREFIX)
             for section in sections
             if section["ts"] <= at < section["ts"] + section["dur"]
         )

@@ -14,10 +14,9 @@ from dtf.api.precision import Precision
 from dtf.api.strategy import Source, Update
 from dtf.core.errors import ConfigError
 from dtf.core.types import Box, State
-from dtf.distributed.sharding import local
+from dtf.distributed.sharding import byte_count, local
 from dtf.model.ema import EMA
 from dtf.model.init import formats
-from dtf.model.memory import byte_count
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import Tables

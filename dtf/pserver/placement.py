@@ -9,8 +9,9 @@ import itertools
 import zlib
 from collections.abc import Callable, Mapping
 
-from dtf.api.registry import bring, suggest
+from dtf.api.registry import bring
 from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
 
 Placing = Callable[[Mapping[str, list[int]], int], Mapping[str, list[int]]]
 """`placing(elements of each slice, by parameter, servers) -> server of each slice`; slices of one parameter go to

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from dtf.api.launcher import Place
 from dtf.api.strategy import Errand, Program, Source, Standing, Task
 from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
-from dtf.core.types import Shard
+from dtf.core.types import Place, Shard
 from dtf.distributed.world import World
 from dtf.host import network
 from dtf.pserver.discovery import ASK_S, NOBODY, QUIET_S, Absent, Guest, Host, Told, Watch, not_here

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dtf.runs.run_folder import replace_text
+from dtf.core.files import replace_text
 
 
 class Record:

@@ -16,9 +16,9 @@ from statistics import median
 from typing import Any
 
 from dtf.core.errors import ConfigError, DataError
+from dtf.core.files import flat
 from dtf.observers.trace_shares import Shares
 from dtf.runs.budget import spent_s
-from dtf.runs.run_folder import flat
 
 _SILENT = ("run.dir", "run.name", "launcher.processes", "job.", "observer.", "checkpoint.", "plugins")
 """Keys that say nothing about what a run is; `world` says it for processes."""

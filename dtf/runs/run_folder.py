@@ -16,15 +16,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf import __version__
 from dtf.core.errors import BusyError, ConfigError
+from dtf.core.files import flat, replace_text
+from dtf.core.version import __version__
 from dtf.pserver.endpoint_file import withdraw
 
 if TYPE_CHECKING:
@@ -280,15 +281,6 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dicts by dotted key."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from flat(value, f"{key}.{name}" if key else name)
-    else:
-        yield key, node
-
-
 def _show(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -314,14 +306,3 @@ def _git() -> str:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, finds the old or the new one."""
-    temporary = path.with_name(f".{path.name}.new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -108,9 +108,8 @@ class Ddp(Strategy):
         return {"cuda": "nccl"}.get(devices, "gloo") if self.backend is Backend.auto else self.backend.value
 
     def setup(self, task: Task, world: World) -> Program:
-        from dtf.distributed.sharding import deal
+        from dtf.distributed.sharding import byte_count, deal
         from dtf.model.init import cast_model, draw_model
-        from dtf.model.memory import byte_count
         from dtf.optim.update import LocalUpdate, whole
         from dtf.sparse.placement import tables_of
         from dtf.strategies.ddp_wrap import on_their_way, reduced

@@ -9,7 +9,7 @@ from inspect import signature
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dtf.model.memory import byte_count
+from dtf.distributed.sharding import byte_count
 
 
 def reduced(

@@ -12,12 +12,12 @@ from torch import Tensor
 from dtf.api.sampler import cut, share
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Source, Task
-from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
+from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
+from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.forward import draws_at_large, evaluated_together, loss_dtype, received, rows_of, to_device
 from dtf.model.init import cast_model, draw_model
-from dtf.model.memory import Memory, byte_count
 from dtf.optim.update import LocalUpdate, made, whole
 from dtf.sparse.placement import tables_of
 from dtf.strategies.spmd import Replica, buffers, load_buffers, own_averages, workload

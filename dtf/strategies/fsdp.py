@@ -93,8 +93,8 @@ class Fsdp(Strategy):
         import torch.distributed as dist
         from torch.distributed.fsdp import FSDPModule
 
+        from dtf.distributed.sharding import byte_count
         from dtf.model.init import layout_of, sketch
-        from dtf.model.memory import byte_count
         from dtf.optim.update import LocalUpdate
         from dtf.sparse.placement import tables_of
         from dtf.strategies.spmd import Replica, Spmd, alone, workload

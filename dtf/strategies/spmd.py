@@ -14,12 +14,13 @@ from dtf.api.sampler import cut, share
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Source, Task, Update
 from dtf.core.errors import ConfigError
-from dtf.core.types import Batch, Box, Evaluated, Shard, State, StepOutput, Train
+from dtf.core.types import Batch, Box, Evaluated, Memory, Shard, State, StepOutput, Train
 from dtf.distributed.device_mesh import Seat
-from dtf.distributed.sharding import is_slice, local, offset
+from dtf.distributed.sharding import byte_count, is_slice, local, offset
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import divisible, rematerialise
 from dtf.model.annotate import section
+from dtf.model.ema import AVERAGED
 from dtf.model.error_context import misfits_named
 from dtf.model.forward import (
     Passes,
@@ -33,7 +34,7 @@ from dtf.model.forward import (
     with_leaves,
 )
 from dtf.model.init import cast_model, draw_model
-from dtf.model.memory import Footprint, Memory, activations, byte_count
+from dtf.model.memory import Footprint, activations
 from dtf.model.microbatch import SMOOTH, Masks, RunningStatistics
 from dtf.optim.update import LocalUpdate, made, whole
 from dtf.sparse.placement import tables_of
@@ -43,12 +44,6 @@ if TYPE_CHECKING:
 
 SHARE = "share_"
 """Tensors under `share_<index>/` belong to one share of the rows; all others to the run."""
-
-
-AVERAGED = "ema/"
-"""Tensors under it are running statistics averaged as `step.ema` says; averages of parameters are optimizer state, see
-`dtf.model.ema`.
-"""
 
 
 class Replica:

@@ -55,7 +55,7 @@ def test_a_directory_that_is_gone_is_said_so(capsys: Capture, elsewhere: Path) -
 
 
 def test_version(capsys: Capture) -> None:
-    from dtf import __version__
+    from dtf.core.version import __version__
 
     assert main(["--version"]) == Exit.OK
     assert capsys.readouterr().out == f"dtf {__version__}\n"

@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import pytest
 
-from dtf.api.launcher import Place
 from dtf.config.settings import Settings
 from dtf.core import consistency
 from dtf.core.errors import BusyError, ConfigError, DtfError, Exit
+from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.launch.cluster_env import VARIABLES
 from dtf.launch.env import Env

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from dtf.api.launcher import Place
 from dtf.core.errors import ConfigError, Exit
-from dtf.core.types import Ended, Failed, Note, Started
+from dtf.core.types import Ended, Failed, Note, Place, Started
 from dtf.host.signals import Stop
 from dtf.launch import forkserver_cache, supervised, worker_group
 from dtf.launch.forkserver import ForkServer
@@ -31,7 +30,7 @@ Start = Callable[..., Launched]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start("add", config={...}, threads=1)`: launch an entry of tests/support/entries.py. Afterwards no rank may be left."""
+    """`start("add", config={...}, threads=1)`: launch an entry of tests/support/entries.py. No rank may be left."""
     yield lambda name, **options: launch(f"tests.support.entries:{name}", tmp_path, **options)
     assert not children_of(forkserver_cache.warm({}).pid)
 

@@ -13,11 +13,10 @@ from typing import Any, cast
 
 import pytest
 
-from dtf.api.launcher import Place
 from dtf.api.schema import fit_option, make_option
 from dtf.config.settings import Settings, load_parts
 from dtf.core.errors import ConfigError, Exit
-from dtf.core.types import Failed, Note
+from dtf.core.types import Failed, Note, Place
 from dtf.host import devices
 from dtf.host.devices import Devices
 from dtf.launch import forkserver_cache, worker_group

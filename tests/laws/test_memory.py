@@ -15,7 +15,6 @@ import torch
 from rich.console import Console as Terminal
 from torch import Tensor, nn
 
-from dtf.api.launcher import Place
 from dtf.api.layout import Layout, Split
 from dtf.api.options import Remat, StepOptions
 from dtf.api.precision import Precision
@@ -24,13 +23,13 @@ from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Task
 from dtf.config.settings import load_parts
 from dtf.core.text import bytes_text, memory_text
-from dtf.core.types import Ended, Started, Train
+from dtf.core.types import Ended, Memory, Place, Started, Train
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import divisible, rematerialise
 from dtf.model.ema import averaged
 from dtf.model.init import draw_model
-from dtf.model.memory import Footprint, Memory, Meter, activations, table_row
+from dtf.model.memory import Footprint, Meter, activations, table_row
 from dtf.model.microbatch import Masks
 from dtf.observers.terminal import Screen
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes

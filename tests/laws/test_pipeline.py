@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtf.api.launcher import Place
 from dtf.api.layout import Layout
 from dtf.api.options import Remat, StepOptions
 from dtf.api.precision import Precision
@@ -23,7 +22,7 @@ from dtf.api.recipe import Recipe
 from dtf.api.registry import register
 from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
-from dtf.core.types import Batch, Train
+from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
 from dtf.model.init import sketch
 from dtf.optim.optimizers import AdamW

@@ -136,7 +136,7 @@ def rehearse(made: type[nn.Module], strategy: Ddp | Dp, rows: int = 2, mean: boo
     recipe = Own()
     recipe.made, recipe.mean = made, mean
     task = Task(recipe, Sgd(), Precision(), StepOptions(batch_size=8), 0)
-    from dtf.api.launcher import Place
+    from dtf.core.types import Place
 
     program = strategy.setup(task, World(Place(slots=2)))
     data: Dataset = Rows(8, "train", -1)

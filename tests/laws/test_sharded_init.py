@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from dtf.api.launcher import Place
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
+from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.optim.optimizers import AdamW
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes

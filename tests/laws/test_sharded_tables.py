@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from dtf.api.launcher import Place
 from dtf.api.options import StepOptions
 from dtf.api.registry import lookup, registered
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Task
 from dtf.core.errors import DataError
+from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.sparse.placement import tables_of
 from tests.support.harness import PRECISIONS, difference, meshes, reference, spread, variants

@@ -13,14 +13,13 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtf.api.launcher import Place
 from dtf.api.layout import Split
 from dtf.api.options import Remat, StepOptions
 from dtf.api.precision import Precision
 from dtf.api.recipe import Recipe
 from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
-from dtf.core.types import Batch, Train
+from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
 from dtf.model.error_context import misfits_named
 from dtf.model.memory import Footprint

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtf.api.launcher import Place
 from dtf.api.registry import lookup, registered
 from dtf.checkpoint.checkpointer import Stored, write_boxes
+from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import COUNT, GIVE, LOAD, LOOK, SAVE, rows_schemas

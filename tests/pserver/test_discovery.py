@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from dtf.api.launcher import Place
 from dtf.api.strategy import Errand, Standing
 from dtf.core.errors import BusyError, ConfigError, PeerError
+from dtf.core.types import Place
 from dtf.pserver import discovery, session
 from dtf.pserver.net.rpc import Client
 from dtf.pserver.net.transport import Lost

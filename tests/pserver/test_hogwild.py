@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from dtf.api.launcher import Place
 from dtf.api.options import StepOptions
 from dtf.api.recipe import Recipe
 from dtf.api.strategy import Errand, Task
 from dtf.core.errors import ConfigError
-from dtf.core.types import Batch
+from dtf.core.types import Batch, Place
 from dtf.optim.optimizers import Sgd
 from dtf.pserver.net.codec import encode
 from dtf.pserver.net.messages import READY, exchange_schemas

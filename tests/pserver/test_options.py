@@ -14,11 +14,11 @@ from typing import cast
 import pytest
 from torch import nn
 
-from dtf.api.launcher import Place
 from dtf.api.strategy import Program
 from dtf.config.compose import compose
 from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, Exit
+from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan
 from dtf.engine.summary import overview

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dtf.api.launcher import Place
 from dtf.core.errors import DataError, Exit
+from dtf.core.types import Place
 from dtf.jobs import rank_replay
 from dtf.jobs.verify import _replayed
 from dtf.pserver.record.recorder import Pull, Recorder, path_of, read

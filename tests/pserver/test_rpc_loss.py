@@ -16,9 +16,9 @@ from typing import Any, cast
 
 import pytest
 
-from dtf.api.launcher import Place
 from dtf.api.strategy import Errand, Task
 from dtf.core.errors import AuthError, PeerError
+from dtf.core.types import Place
 from dtf.pserver import session
 from dtf.pserver.net.codec import WireError
 from dtf.pserver.net.rpc import Service

@@ -18,12 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from dtf.api.launcher import Place
 from dtf.api.options import StepOptions
 from dtf.api.recipe import Recipe
 from dtf.api.strategy import Task
 from dtf.core.errors import SaveError
-from dtf.core.types import Train
+from dtf.core.types import Place, Train
 from dtf.distributed.world import World
 from dtf.optim.optimizers import Sgd
 from dtf.pserver import session

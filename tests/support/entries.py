@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtf.api.launcher import Place
 from dtf.core.errors import ConfigError, DataError, DivergedError, Exit
-from dtf.core.types import Ended, Event, Failed, Note, Saved, Started
+from dtf.core.types import Ended, Event, Failed, Note, Place, Saved, Started
 from dtf.host import heartbeat
 
 Send = Callable[[Event], None]

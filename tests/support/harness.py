@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from dtf.api.launcher import Place
 from dtf.api.lr import Constant
 from dtf.api.options import FineTuning, Remat, StepOptions
 from dtf.api.precision import Cast, Format, Precision
@@ -25,7 +24,7 @@ from dtf.api.sampler import Epochs, Sequential, Shuffle, Tail
 from dtf.api.strategy import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.config.settings import load_parts
-from dtf.core.types import Box, Measured, Saved, Shard, State
+from dtf.core.types import Box, Measured, Place, Saved, Shard, State
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan, PlannedClock

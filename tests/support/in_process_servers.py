@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtf.api.launcher import Place
 from dtf.api.strategy import Errand, Program, Strategy, Task
+from dtf.core.types import Place
 from dtf.pserver.net import shared_memory
 from dtf.pserver.net.codec import WireError
 from dtf.pserver.net.transport import Failed, Lost, Refused, Stale, Transport

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtf.api.launcher import Place
-from dtf.core.types import Event
+from dtf.core.types import Event, Place
 from dtf.host.signals import Stop
 from dtf.launch import forkserver_cache
 from dtf.launch.worker_group import Attempt, Limits

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtf.api.launcher import Place
 from dtf.api.strategy import Program, Strategy, Task
 from dtf.core.errors import Exit, PeerError
-from dtf.core.types import Event, Failed
+from dtf.core.types import Event, Failed, Place
 from dtf.distributed.world import World
 from dtf.host import heartbeat
 

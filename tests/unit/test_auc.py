@@ -128,7 +128,7 @@ def rank_part(rank: int, size: int, exact: bool, grouped: bool) -> dict[str, flo
     part = rows_of(grouped)[rank :: max(1, size - 1)] if rank < max(1, size - 1) else None
     if part is not None:
         judge.add(torch.cat([part, part[:1] * torch.tensor([1.0, 1.0, 0.0, 1.0])[: part.shape[1]]]))
-    from dtf.api.launcher import Place
+    from dtf.core.types import Place
 
     return judge.values(World(Place(rank=rank, size=size, slots=size)))
 

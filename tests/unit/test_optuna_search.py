@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dtf.cli.optuna_search import OptunaOptions, Tuner
+from dtf.cli.optuna_search import Tuner
+from dtf.config.hydra_sources import OptunaOptions
 from dtf.config.messages import parse
 from dtf.core.errors import BusyError, ConfigError
 

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.launcher import Place
 from dtf.api.strategy import Source, Task
 from dtf.core.errors import DataError
-from dtf.core.types import Box, Train
+from dtf.core.types import Box, Place, Train
 from dtf.distributed.world import World
 from dtf.model.init import sketch
 from dtf.pserver.net.compression import FORMATS, rounded

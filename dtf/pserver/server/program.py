@@ -18,10 +18,9 @@ from torch import Tensor
 from dtf.api.sampler import cut, share
 from dtf.api.strategy import Program, Source, Task
 from dtf.core.errors import ConfigError, DtfError
-from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
+from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
 from dtf.distributed.world import World
 from dtf.host import heartbeat
-from dtf.model.memory import Memory
 from dtf.pserver.net.transport import MOST_BYTES
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Recorder

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from dtf.api.sampler import cut, share
 from dtf.api.strategy import Source, Task
-from dtf.core.types import Shard, State, Train
+from dtf.core.types import Memory, Shard, State, Train
 from dtf.distributed.world import World
 from dtf.model.init import cast_model, draw_model
-from dtf.model.memory import Memory
 from dtf.model.microbatch import RunningStatistics
 from dtf.optim.update import LocalUpdate, Piece, made
 from dtf.pserver.net.compression import FORMATS

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.launcher import Place
 from dtf.api.strategy import Task
+from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
 from dtf.optim.update import LocalUpdate, made, whole

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from dtf.api.sampler import cut, share
 from dtf.api.strategy import Program, Source, Task, Update
-from dtf.core.types import Batch, Evaluated, State, StepOutput, Train
+from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
 from dtf.distributed.device_mesh import Seat
 from dtf.distributed.p2p import Arrival, Form, Link
+from dtf.distributed.sharding import byte_count
 from dtf.distributed.strides import axes, dense
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import divisible, rematerialise
@@ -37,7 +38,7 @@ from dtf.model.forward import (
     to_device,
     with_leaves,
 )
-from dtf.model.memory import Footprint, Memory, activations, byte_count
+from dtf.model.memory import Footprint, activations
 from dtf.model.microbatch import Masks, RunningStatistics
 from dtf.optim.update import made
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
