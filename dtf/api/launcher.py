@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dtf.api.schema import KeyProblem, show
 from dtf.core.errors import ConfigError, Exit, error_line
@@ -15,13 +15,24 @@ from dtf.core.types import Failed
 if TYPE_CHECKING:
     from dtf.api.strategy import Strategy
     from dtf.core.types import Event
-    from dtf.runs.run_folder import Run
 
 
 LONGEST_S = 1_000_000
 """Of all times to wait, 11 days: poll(2) takes no more than twice that."""
 WORK = "dtf.engine.train:work"
 """What a rank does unless a job says otherwise: a function `module:function`, see `rank_process.Entry`."""
+
+
+class LaunchedRun(Protocol):
+    """What a launcher needs to know of a run."""
+
+    folder: Path
+    id: str
+    config: dict[str, Any]  # resolved
+    strategy: Strategy
+
+
+AnyRun = TypeVar("AnyRun", bound=LaunchedRun)
 
 
 class Launcher(ABC):
@@ -54,7 +65,7 @@ class Launcher(ABC):
         """
         return None
 
-    def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
+    def open(self, config: dict[str, Any], make: Callable[[str], AnyRun], command: Sequence[str] = ()) -> AnyRun:
         """The run this process takes part in: `make("")`, but for launchers whose ranks exist already, where one
         process makes it for all.
 
@@ -65,7 +76,7 @@ class Launcher(ABC):
         return make("")
 
     @abstractmethod
-    def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
+    def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
         """Run ranks of the function `entry` to their end, restarting as configured; feed every event of the run to
         `see`. Returns an exit code.
 

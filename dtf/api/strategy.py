@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from dtf.api.options import StepOptions
     from dtf.api.precision import Precision
     from dtf.api.row_optimizer import RowOptimizer
-    from dtf.core.types import Memory, Place
-    from dtf.data.loader import Loader as Batches
+    from dtf.core.types import Batches, Memory, Place
     from dtf.distributed.world import World
 
 

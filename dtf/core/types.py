@@ -264,3 +264,20 @@ class Memory(NamedTuple):
 
 TRACE_PREFIX = "dtf:"
 """Before the names of sections in a trace, so that nobody else's mean the same."""
+
+
+class Batches(Protocol):
+    """This rank's rows by number of the global batch; see `loader.Loader`."""
+
+    batches: int
+    prefetch: int
+
+    @property
+    def allowed(self) -> int: ...  # rows of an epoch that all ranks together may fail to read
+
+    def bad(self, epoch: int) -> int: ...  # rows of it that this rank could not read so far
+
+    def reading(self) -> dict[str, float]: ...  # how it went since the last call, where that is of interest
+
+    def get(self, epoch: int, index: int) -> Batch | None: ...
+    def ahead(self, keys: list[tuple[int, int]]) -> None: ...

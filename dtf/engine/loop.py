@@ -19,28 +19,25 @@ from torch import Tensor
 from dtf.api.recipe import Peers, Recipe
 from dtf.api.strategy import Program
 from dtf.core.errors import DataError, DivergedError, DtfError
-from dtf.core.types import Batch, Evaluate, Event, Log, Measured, Poll, Save, Saved, State, StepOutput, Stop, Train
+from dtf.core.types import (
+    Batch,
+    Batches,
+    Evaluate,
+    Event,
+    Log,
+    Measured,
+    Poll,
+    Save,
+    Saved,
+    State,
+    StepOutput,
+    Stop,
+    Train,
+)
 from dtf.engine.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
 
 RECENT = 256
 """Measurements that a checkpoint repeats: more than are on their way to the observers at any time."""
-
-
-class Batches(Protocol):
-    """This rank's rows by number of the global batch; see `loader.Loader`."""
-
-    batches: int
-    prefetch: int
-
-    @property
-    def allowed(self) -> int: ...  # rows of an epoch that all ranks together may fail to read
-
-    def bad(self, epoch: int) -> int: ...  # rows of it that this rank could not read so far
-
-    def reading(self) -> dict[str, float]: ...  # how it went since the last call, where that is of interest
-
-    def get(self, epoch: int, index: int) -> Batch | None: ...
-    def ahead(self, keys: list[tuple[int, int]]) -> None: ...
 
 
 class Saver(Protocol):

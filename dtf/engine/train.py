@@ -136,7 +136,7 @@ def _train(
     world = (
         World.join(replace(place, size=count), strategy.communication(kind)) if leads else World(replace(place, size=1))
     )
-    rows = Rows(settings, config["recipe"]["name"], config["sampler"]["name"], pin=kind == "cuda")
+    rows = Rows(settings.recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=kind == "cuda")
     facts = {"versions": _versions(strategy.communication(kind) == "nccl"), **config_facts}
     facts |= {"training data": rows.fingerprint, "evaluation data": rows.eval.fingerprint()}
     batch = settings.step.batch_size

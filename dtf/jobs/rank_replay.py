@@ -62,7 +62,7 @@ def _replay(
     set_switches(settings.precision)
     final = located(str(run), "job.replay")[0]
     start, recorded, events = read(run / strategy.record, strategy.count())
-    rows = Rows(settings, config["recipe"]["name"], config["sampler"]["name"], pin=False)
+    rows = Rows(settings.recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=False)
     rows.cut()
     task = Task(
         settings.recipe,

@@ -33,8 +33,8 @@ _MARGIN_S = 10.0
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from dtf.api.launcher import LaunchedRun
     from dtf.api.strategy import Strategy
-    from dtf.runs.run_folder import Run
 
 
 @register("launcher", "env")
@@ -150,11 +150,11 @@ class Env(Launcher):
                     ]
                     store.wait([f"heard/{other}" for other in came], timedelta(seconds=10))
 
-    def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
+    def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
         from dtf.launch.rank_process import entry as function
 
         me = self._me
-        roles = [role for role, number in run.settings.strategy.roles(me.size).items() for _ in range(number)]
+        roles = [role for role, number in run.strategy.roles(me.size).items() for _ in range(number)]
         place = Place(
             rank=me.rank,
             size=me.size,

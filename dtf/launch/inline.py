@@ -17,8 +17,8 @@ from dtf.host import devices
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 
 if TYPE_CHECKING:
+    from dtf.api.launcher import LaunchedRun
     from dtf.api.strategy import Strategy
-    from dtf.runs.run_folder import Run
 
 
 @register("launcher", "inline")
@@ -56,7 +56,7 @@ class Inline(Launcher):
                 "or launcher=local"
             )
 
-    def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
+    def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
         slots, chosen = self.count(), devices.choose(self.devices)
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         failed: list[Failed] = []
@@ -76,7 +76,7 @@ class Inline(Launcher):
             threads=self.threads or devices.cores(),
             prefix=f"{run.id}/0",
         )
-        strategy = run.settings.strategy
+        strategy = run.strategy
         if alone := strategy.alone():
             device = all_devices[0] if strategy.computes_on_device(alone.role) else "cpu"
             roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]

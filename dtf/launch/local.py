@@ -18,18 +18,18 @@ from dtf.launch.supervised import Watched
 from dtf.launch.worker_group import Attempt
 
 if TYPE_CHECKING:
-    from dtf.runs.run_folder import Run
+    from dtf.api.launcher import LaunchedRun
 
 
 @register("launcher", "local")
 class Local(Watched):
     """Start ranks on this host, watch them, restart them from the last checkpoint when one is lost."""
 
-    def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
+    def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
         with Stop() as stop:
 
             def attempt(number: int) -> Attempt:
-                alone = run.settings.strategy.alone()
+                alone = run.strategy.alone()
                 towards = alone.towards if alone else ("127.0.0.1", 1)
                 inside = network.loopback_variables(os.environ) if not (alone or self.interface) else None
                 sockets = inside or network.socket_variables(self.interface, towards, os.environ)

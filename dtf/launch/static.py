@@ -25,7 +25,7 @@ from dtf.launch.supervised import Watched
 from dtf.launch.worker_group import Attempt
 
 if TYPE_CHECKING:
-    from dtf.runs.run_folder import Run
+    from dtf.api.launcher import LaunchedRun
 
 
 @register("launcher", "static")
@@ -107,7 +107,7 @@ class Static(Watched):
             self._hosts.close()
             raise
 
-    def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
+    def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
         with Stop() as stop:
             try:
                 outcome = self._follow(run, see, entry, stop) if self.node_rank else self._lead(run, see, entry, stop)
@@ -118,7 +118,7 @@ class Static(Watched):
             report(outcome.cause)
         return outcome.exit
 
-    def _lead(self, run: Run, see: Callable[[Event], None], entry: str, stop: Stop) -> Outcome:
+    def _lead(self, run: LaunchedRun, see: Callable[[Event], None], entry: str, stop: Stop) -> Outcome:
         """Host 0: decides about attempts, as launcher=local does."""
         host = network.endpoint(self.address, "launcher.address")[0]
 
@@ -139,7 +139,7 @@ class Static(Watched):
             if outcome:  # else a bug ends this process, and the others hear that it is gone
                 self._hosts.tell({"end": outcome.to_json()})
 
-    def _follow(self, run: Run, see: Callable[[Event], None], entry: str, stop: Stop) -> Outcome:
+    def _follow(self, run: LaunchedRun, see: Callable[[Event], None], entry: str, stop: Stop) -> Outcome:
         """Other hosts: do what host 0 says, until it says how the run ended."""
         while True:
             said = self._hosts.next(lambda: stop.count < 2)

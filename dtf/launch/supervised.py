@@ -23,8 +23,8 @@ from dtf.launch.restart_policy import NO_PROGRESS
 from dtf.launch.worker_group import Attempt, Limits, Others
 
 if TYPE_CHECKING:
+    from dtf.api.launcher import LaunchedRun
     from dtf.api.strategy import Strategy
-    from dtf.runs.run_folder import Run
 
 
 @dataclass(kw_only=True)
@@ -115,7 +115,7 @@ class Watched(Launcher):
 
     def attempt(
         self,
-        run: Run,
+        run: LaunchedRun,
         entry: str,
         number: int,
         sockets: dict[str, str],
@@ -129,7 +129,7 @@ class Watched(Launcher):
 
         `store`: see `Attempt`.
         """
-        strategy = run.settings.strategy
+        strategy = run.strategy
         places, pins = self._places(strategy)
         order = {
             "entry": entry,

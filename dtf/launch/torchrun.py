@@ -25,8 +25,8 @@ from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.launch.restart_policy import NO_PROGRESS
 
 if TYPE_CHECKING:
+    from dtf.api.launcher import LaunchedRun
     from dtf.api.strategy import Strategy
-    from dtf.runs.run_folder import Run
 
 
 @register("launcher", "torchrun")
@@ -107,7 +107,7 @@ class Torchrun(Launcher):
         self._command = [word for word in command if not word.lstrip("+~").startswith("launcher")]
         return Run(Path(config["run"]["dir"]).absolute(), unique_id(), config, typed(config), leader=False)
 
-    def launch(self, run: Run, see: Callable[[Event], None], entry: str = WORK) -> int:
+    def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
         """Ranks choose their `entry` themselves: they do the job of the same command line."""
         from torch.distributed.elastic.agent.server.api import WorkerSpec
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -225,6 +225,6 @@ class Torchrun(Launcher):
         return [*self._command, "launcher=env", *(f"launcher.{key}={value}" for key, value in mine.items())]
 
 
-def _id(run: Run) -> str:
+def _id(run: LaunchedRun) -> str:
     """Of the rendezvous: the same on all hosts, another for each run folder."""
     return hashlib.sha256(str(run.folder).encode()).hexdigest()[:16]

@@ -29,6 +29,7 @@ from dtf.core.version import __version__
 from dtf.pserver.endpoint_file import withdraw
 
 if TYPE_CHECKING:
+    from dtf.api.strategy import Strategy
     from dtf.config.settings import Settings
 
 _LOCK = ".lock"
@@ -52,6 +53,11 @@ class Run:
         self._lock: int | None = None
         self._temporary = False
         self._record: dict[str, Any] = {}
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the run is spread over processes."""
+        return self.settings.strategy
 
     @classmethod
     def open(cls, config: dict[str, Any], settings: Settings, processes: int, devices: str, again: str = "") -> Run:
