@@ -29,7 +29,16 @@ class LaunchedRun(Protocol):
     folder: Path
     id: str
     config: dict[str, Any]  # resolved
-    strategy: Strategy
+
+    @property
+    def strategy(self) -> Strategy:
+        """How it is spread over processes."""
+        ...
+
+    @property
+    def token(self) -> str:
+        """A secret that its processes share."""
+        ...
 
 
 AnyRun = TypeVar("AnyRun", bound=LaunchedRun)

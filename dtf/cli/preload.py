@@ -10,6 +10,9 @@ import importlib
 import pkgutil
 
 import dtf.engine.train
+import dtf.jobs.rank_evaluate
+import dtf.jobs.rank_export
+import dtf.jobs.rank_predict
 import dtf.launch.rank_process
 import dtf.model.init
 import dtf.model.metrics

@@ -280,9 +280,8 @@ class Composer:
             finally:
                 state.cfg = before
         config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
-        return Composed(
-            config, OmegaConf.to_container(OmegaConf.create(choices)), tuple(overrides), composed, self, reads
-        )  # type: ignore[arg-type]
+        plain: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(choices))  # type: ignore[assignment]
+        return Composed(config, plain, tuple(overrides), composed, self, reads)
 
     def _without_overtaken(
         self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str]

@@ -5,12 +5,10 @@ rank 0. Trains nothing.
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,21 +22,15 @@ from dtf.api.registry import lookup
 from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Program, Task
 from dtf.config.settings import Settings
-from dtf.core.errors import BusyError, DataError, DtfError, Preempted
-from dtf.core.files import replace_text
-from dtf.core.types import Batch, Evaluated, Event, Measured, Names, Place
+from dtf.core.errors import DataError, DtfError, Preempted
+from dtf.core.types import Batch, Evaluated, Event, Measured, Place
 from dtf.data.loader import Loader
 from dtf.distributed.sharding import is_slice
 from dtf.distributed.world import World
-from dtf.engine.loop import counted
-from dtf.engine.predictions import Answers, Kind, Row
+from dtf.engine.predictions import Row
 from dtf.model.forward import stand_ins
 from dtf.model.init import sketch
 from dtf.model.pretrained import Weights, fitted, open_weights
-
-if TYPE_CHECKING:
-    from dtf.jobs.evaluate import EvaluateJob
-    from dtf.jobs.predict import PredictJob
 
 REPORT_S = 5.0
 """Seconds between two reports of how far it is."""
@@ -193,104 +185,6 @@ def weights_of(settings: Settings, model: str) -> Weights:
 def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:
     """The names of classes: those of the run that made the weights, else those of the recipe's data."""
     return tuple(map(str, weights.scalars.get("classes") or recipe.class_names()))
-
-
-def evaluate(
-    settings: Settings,
-    folder: Path,
-    place: Place,
-    send: Callable[[Event], None],
-    beat: Callable[[str, int], None],
-    stop: Callable[[], bool],
-) -> None:
-    """Write evaluation.json: metrics over a split, each row once, and a table of classes."""
-    job: EvaluateJob = settings.job  # type: ignore[assignment]
-    used = Inference(
-        settings,
-        place,
-        job.model,
-        lambda recipe: recipe.open_data(job.split.value, settings.seed).unaugmented(),
-        top=1,
-        whole=False,
-    )
-    pace, total, table = Pace(send, "rows", len(used.rows)), None, Answers(used.names)
-    judge = used.recipe.judge(len(used.rows))
-    for done, (sums, judged), rows in used.batches(0, beat, stop):
-        total = sums if total is None else total + sums
-        if judge is not None and judged is not None:
-            judge.add(judged)
-        table.add(rows)
-        pace.tell(done)
-    assert total is not None
-    unread = int(used.world.reduce(torch.tensor([used.unread], dtype=torch.float64)).item())
-    values = counted(used.world, total, used.recipe, len(used.rows), used.unread, used.rows.allowed)
-    values |= judge.values(used.world) if judge is not None else {}
-    if used.world.rank == 0:
-        found = {
-            "model": used.weights.about,
-            "digest": used.digest,
-            "split": job.split.value,
-            "rows": len(used.rows),
-            "unread": unread,
-            "metrics": values,
-        }
-        replace_text(folder / "evaluation.json", json.dumps(found | {"classes": table.classes()}, indent=1) + "\n")
-    used.world.leave()
-
-
-def predict(
-    settings: Settings,
-    folder: Path,
-    place: Place,
-    send: Callable[[Event], None],
-    beat: Callable[[str, int], None],
-    stop: Callable[[], bool],
-) -> None:
-    """Append what the model says of each row to a file in the run folder, in order, from the first row that is not in
-    it yet.
-    """
-    job: PredictJob = settings.job  # type: ignore[assignment]
-    inputs: Names | None = None
-
-    def data(recipe: Recipe) -> Dataset:
-        nonlocal inputs
-        if not job.input:
-            return recipe.open_data(job.split.value, settings.seed).unaugmented()
-        inputs, rows = recipe.open_inputs(Path(job.input).expanduser())
-        return rows
-
-    used = Inference(settings, place, job.model, data, job.top, whole=True)
-    file = Kind[job.format.name].file(folder, used.names, job.top)
-    rank_0 = used.world.rank == 0
-    begun = {"model": used.digest, "rows": len(used.rows), "inputs": used.rows.fingerprint()}
-    first, other = used.world.broadcast(_begin(folder / "predictions.json", file, begun) if rank_0 else None)
-    if other:
-        raise BusyError(f"{folder} holds predictions of {other}; choose another run.dir")
-    pace = Pace(send, "rows", len(used.rows))
-    if first < len(used.rows):
-        for done, _, rows in used.batches(first, beat, stop):
-            if rank_0:
-                file.append(rows, inputs)
-            pace.tell(done)
-    used.world.leave()
-
-
-def _begin(path: Path, file: Any, begun: dict[str, Any]) -> tuple[int, str]:
-    """Rank 0's part: the first row to predict, or what else the folder holds predictions of."""
-    if path.exists():
-        try:
-            before = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise DataError(
-                f"{path} cannot be read, so what {file.path.name} answers is not known; move both away, or choose "
-                "another run.dir"
-            ) from error
-        other = [key for key in begun if before.get(key) != begun[key]]
-        if other:
-            return 0, f"other {' and '.join(other)}"
-    else:
-        replace_text(path, json.dumps(begun, indent=1) + "\n")
-    return file.open(), ""
 
 
 class Pace:

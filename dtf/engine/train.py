@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import json
 import platform
-import signal
-import threading
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,20 +22,18 @@ from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.strategy import Errand, Program, Standing, Task
 from dtf.checkpoint.checkpointer import Checkpointer
-from dtf.config.settings import Settings, typed
+from dtf.config.settings import Settings
 from dtf.core.consistency import agree, common, digest
-from dtf.core.errors import BudgetError, ConfigError, DataError, DtfError, Exit, PeerError, Preempted
+from dtf.core.errors import BudgetError, ConfigError, DataError, Preempted
 from dtf.core.files import flat
-from dtf.core.types import Ended, Event, Failed, Measured, Memory, Note, Place, Saved, Started
+from dtf.core.types import Ended, Event, Measured, Memory, Note, Place, Saved, Started
 from dtf.core.version import __version__
 from dtf.data.splits import Rows
 from dtf.distributed.world import World
-from dtf.engine import inference
 from dtf.engine.clock import Plan, PlannedClock
 from dtf.engine.loop import RECENT, Loop, fit
+from dtf.engine.rank import Rank, nobody, run_rank
 from dtf.engine.summary import overview
-from dtf.host import heartbeat
-from dtf.jobs import rank_export
 from dtf.model.ema import averaged
 from dtf.model.init import sketch
 from dtf.model.memory import Meter
@@ -48,65 +42,18 @@ from dtf.runs import budget
 from dtf.runs.record import Record
 from dtf.runs.run_folder import redact
 
-_USES = {"evaluate": inference.evaluate, "predict": inference.predict, "export": rank_export.export}
-"""What ranks do for a job; for all others they train."""
-
 RECENT_BYTES = 65536
 """Of the measurements sent again: as much as a pipe holds, and half of what a message may."""
 
 
 def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
-    """Train as one rank, or do what another job is for; returns the exit code and never raises: failures are sent as a
-    Failed event.
-    """
-    last = {"step": 0}
-
-    def beat(phase: str, step: int) -> None:
-        last["step"] = step
-        heartbeat.beat(phase, step)
-
-    try:
-        beat("start", 0)
-        with stop_signals() as told:
-            settings, use = typed(config), _USES.get(config["job"]["name"])
-            if use is not None:
-                use(settings, Path(folder), place, send if place.rank == 0 else _nobody, beat, lambda: bool(told))
-            else:
-                _train(settings, config, Path(folder), run_id, place, send, beat, lambda: bool(told))
-        return Exit.OK
-    except BaseException as error:  # noqa: BLE001 (the last words of a rank)
-        if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):
-            error = Preempted(
-                "interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint"
-            )
-        if _peer_is_gone(error):
-            error = PeerError(f"lost another rank: {error}")
-        exit = error.exit if isinstance(error, DtfError) else Exit.BUG
-        patient = isinstance(error, DtfError) and error.patient
-        message = str(error) if isinstance(error, DtfError) else f"{type(error).__name__}: {error}"
-        send(
-            Failed(
-                place.rank,
-                last["step"],
-                int(exit),
-                message,
-                "" if patient or isinstance(error, Preempted) else traceback.format_exc(),
-                patient,
-            )
-        )
-        return exit
+    """Train as one rank. An entry, see `rank_process.Entry`."""
+    return run_rank(_train, config, folder, run_id, place, send)
 
 
-def _train(
-    settings: Settings,
-    config: dict[str, Any],
-    folder: Path,
-    run_id: str,
-    place: Place,
-    send: Callable[[Event], None],
-    beat: Callable[[str, int], None],
-    stop_requested: Callable[[], bool],
-) -> None:
+def _train(rank: Rank) -> None:
+    settings, config, folder, run_id, place = rank.settings, rank.config, rank.folder, rank.run_id, rank.place
+    send, beat, stop_requested = rank.send, rank.beat, rank.stop_requested
     recipe, strategy, options = settings.recipe, settings.strategy, settings.train
     torch.set_num_threads(place.threads)
     set_switches(settings.precision)
@@ -192,7 +139,7 @@ def _train(
     } | {"train": {"steps": plan.total}}  # may change on the way
     # 0 is another number under another strategy
     course["step"] = course["step"] | {"micro_batch_rows": program.micro_batch_rows}
-    see = send if world.rank == 0 else _progress(send) if alone else _nobody
+    see = send if world.rank == 0 else _progress(send) if alone else nobody
     checkpointer = Checkpointer(
         folder / "checkpoints",
         settings.checkpoint,
@@ -322,13 +269,6 @@ def _finds(folder: Path, run_id: str) -> bool:
         return False
 
 
-def _peer_is_gone(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank. gloo has no exception class of its own."""
-    lost = ("closed by peer", "reset by peer", "Timed out", "Broken pipe")
-    gloo = isinstance(error, RuntimeError) and "gloo" in str(error) and any(words in str(error) for words in lost)
-    return gloo or isinstance(error, torch.distributed.DistError)
-
-
 def _plan(settings: Settings, batches: int) -> Plan:
     """The course of the run in steps; `None` means each end of an epoch."""
     options, recipe = settings.train, settings.recipe
@@ -391,33 +331,6 @@ def _resume(
     return scalars["clock"], scalars["window"], scalars.get("updated", True), tuple(recent)
 
 
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Filled by SIGTERM and SIGINT: the rank then stops with the others within a few seconds, its state saved. A second
-    SIGINT stops at once.
-
-    Not a second SIGTERM: a scheduler that signals a whole process group reaches a rank twice, through its launcher too.
-    """
-    told: list[int] = []  # no threading.Event: a second signal inside its `set` would wait for the first for ever
-
-    def heard(number: int, frame: object) -> None:
-        if told and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        told.append(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield told
-        return
-    # A launcher that hears Ctrl-C for its ranks has told them to ignore it, and sends SIGTERM.
-    numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, heard) for number in numbers}
-    try:
-        yield told
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _probes(settings: Settings, place: Place, folder: Path, send: Callable[[Event], None]) -> Probes:
     """What the observers want to see from inside this rank."""
     found = {
@@ -442,7 +355,3 @@ def _progress(send: Callable[[Event], None]) -> Callable[[Event], None]:
     help.
     """
     return lambda event: send(event) if isinstance(event, Saved | Started) else None
-
-
-def _nobody(event: Event) -> None:
-    """Ranks other than 0 report nothing."""

@@ -50,7 +50,7 @@ class EvaluateJob(Job):
 
         check_split(composed.settings.recipe, self.split)
         try:
-            folder = launch(composed)
+            folder = launch(composed, "dtf.jobs.rank_evaluate:work")
         except Ended as ended:
             return ended.exit
         if folder is None:

@@ -48,7 +48,7 @@ class ExportJob(Job):
         if self.input and not Path(self.input).expanduser().exists():
             raise DataError(f"job.input={self.input} does not exist")
         try:
-            folder = launch(composed, data=not self.input, alone=True)
+            folder = launch(composed, "dtf.jobs.rank_export:work", data=not self.input, alone=True)
         except Ended as ended:
             return ended.exit
         if folder is None:

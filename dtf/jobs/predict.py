@@ -58,7 +58,7 @@ class PredictJob(Job):
         if self.input and not Path(self.input).expanduser().exists():
             raise DataError(f"job.input={self.input} does not exist")
         try:
-            folder = launch(composed, data=not self.input)
+            folder = launch(composed, "dtf.jobs.rank_predict:work", data=not self.input)
         except Ended as ended:
             return ended.exit
         if folder is not None:

@@ -27,6 +27,7 @@ from dtf.core.types import Event, Place
 from dtf.core.version import __version__
 from dtf.distributed.world import World
 from dtf.engine.inference import names_of, weights_of
+from dtf.engine.rank import Rank, run_rank
 from dtf.model.forward import cast_floating
 from dtf.model.init import cast_model, draw_model
 from dtf.sparse.placement import tables_of
@@ -47,18 +48,17 @@ METADATA = "dtf.json"
 """Name of the metadata in both files."""
 
 
-def export(
-    settings: Settings,
-    folder: Path,
-    place: Place,
-    send: Callable[[Event], None],
-    beat: Callable[[str, int], None],
-    stop: Callable[[], bool],
-) -> None:
+def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
+    """An entry, see `rank_process.Entry`."""
+    return run_rank(_export, config, folder, run_id, place, send)
+
+
+def _export(rank: Rank) -> None:
     """Write the files into the run folder.
 
     DtfError when what is read back from one says something else than the model.
     """
+    settings, folder, place = rank.settings, rank.folder, rank.place
     job: ExportJob = settings.job  # type: ignore[assignment]
     recipe = settings.recipe
     torch.set_num_threads(place.threads)
@@ -109,7 +109,7 @@ def export(
     text = json.dumps(metadata, indent=1)
     found = {}
     for form in job.forms:
-        beat("start", 0)
+        rank.beat("start", 0)
         name = f"model.{form.value}"
         work = _pt2 if form.value == "pt2" else _safetensors
         again = work(folder / f".{name}.new", model, inputs, text, lambda: _bare(settings, model))

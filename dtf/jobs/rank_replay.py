@@ -23,7 +23,7 @@ from dtf.core.text import count_text
 from dtf.core.types import Box, Event, Failed, Note, Place
 from dtf.data.splits import Rows
 from dtf.engine.inference import Pace
-from dtf.engine.train import stop_signals
+from dtf.engine.rank import stop_signals
 from dtf.host.heartbeat import beat
 from dtf.model.ema import averaged
 from dtf.model.init import sketch

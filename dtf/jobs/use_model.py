@@ -13,8 +13,8 @@ from dtf.core.types import Event, Failed, Measured, Note
 from dtf.runs.run_folder import Run
 
 
-def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path | None:
-    """Start ranks for the config's job in a run folder; returns it once they have ended well, else raises `Ended`.
+def launch(composed: Composed, entry: str, data: bool = True, alone: bool = False) -> Path | None:
+    """Start ranks of the function `entry` in a run folder; returns it once they have ended well, else raises `Ended`.
 
     None in a process that another one reports for. `data`: whether the recipe's own data are needed; `alone`: one rank
     is to do it. ConfigError when there is no model.
@@ -50,7 +50,7 @@ def launch(composed: Composed, data: bool = True, alone: bool = False) -> Path |
         tell(event)
 
     try:
-        exit = Exit(launcher.launch(run, see))
+        exit = Exit(launcher.launch(run, see, entry))
         cause = cause if exit else "finished"
     except DtfError as error:
         exit, cause = error.exit, str(error)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from dtf.api.launcher import LaunchedRun
     from dtf.api.strategy import Strategy
+    from dtf.runs.run_folder import Run
 
 
 @register("launcher", "env")

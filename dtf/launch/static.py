@@ -26,6 +26,7 @@ from dtf.launch.worker_group import Attempt
 
 if TYPE_CHECKING:
     from dtf.api.launcher import LaunchedRun
+    from dtf.runs.run_folder import Run
 
 
 @register("launcher", "static")

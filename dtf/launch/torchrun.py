@@ -27,6 +27,7 @@ from dtf.launch.restart_policy import NO_PROGRESS
 if TYPE_CHECKING:
     from dtf.api.launcher import LaunchedRun
     from dtf.api.strategy import Strategy
+    from dtf.runs.run_folder import Run
 
 
 @register("launcher", "torchrun")

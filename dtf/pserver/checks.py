@@ -14,12 +14,12 @@ from dtf.api.registry import name_of
 from dtf.api.schema import KeyProblem
 from dtf.core.errors import ConfigError
 from dtf.pserver import manual_start
-from dtf.pserver.choices import Device, Mode, TlsMode, Wire
+from dtf.pserver.options import Device, Mode, TlsMode, Wire
 from dtf.pserver.placement import check_placement
 
 if TYPE_CHECKING:
     from dtf.api.strategy import Task
-    from dtf.pserver.strategy import Pserver
+    from dtf.pserver.options import PserverOptions
 
 _FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")
 _SWITCHES = ("yes", "no", "on", "off")  # true and false are no text
@@ -27,7 +27,7 @@ _LOOPBACK = "127.0.0.1"
 """Where a launcher's processes meet."""
 
 
-def check(strategy: Pserver, task: Task, trainers: int, devices: str) -> None:
+def check(strategy: PserverOptions, task: Task, trainers: int, devices: str) -> None:
     """ConfigError for what cannot run. `trainers`: as servers count them; `devices`: `cpu` or `cuda`."""
     if strategy.server_device is Device.cuda and devices == "cpu":
         raise ConfigError(
@@ -44,7 +44,7 @@ def check(strategy: Pserver, task: Task, trainers: int, devices: str) -> None:
     _check_task(strategy, task)
 
 
-def _check_meeting(strategy: Pserver) -> None:
+def _check_meeting(strategy: PserverOptions) -> None:
     """By hand or by a launcher: what each of them knows, and what it lacks."""
     alone, tls = strategy.alone(), strategy.tls
     if alone and strategy.team > 1:
@@ -74,7 +74,7 @@ def _check_meeting(strategy: Pserver) -> None:
         )
 
 
-def _check_service(strategy: Pserver, trainers: int) -> None:
+def _check_service(strategy: PserverOptions, trainers: int) -> None:
     """What a server does, whatever the mode."""
     check_placement(strategy.placement)
     if strategy.record.lower() in _SWITCHES:
@@ -101,7 +101,7 @@ def _check_service(strategy: Pserver, trainers: int) -> None:
         )
 
 
-def _check_mode(strategy: Pserver) -> None:
+def _check_mode(strategy: PserverOptions) -> None:
     """Options of one mode in another."""
     mode = strategy.mode
     if strategy.gather and mode is not Mode.half_async:
@@ -123,7 +123,7 @@ def _check_mode(strategy: Pserver) -> None:
         )
 
 
-def _check_task(strategy: Pserver, task: Task) -> None:
+def _check_task(strategy: PserverOptions, task: Task) -> None:
     """What a mode, or several servers, cannot do of what the task asks."""
     mode, several = strategy.mode, strategy.count() > 1 and not strategy.rows_alone
     tables = task.rows is not None and bool(task.recipe.table_widths())
@@ -173,7 +173,7 @@ def _check_task(strategy: Pserver, task: Task) -> None:
         )
 
 
-def _check_hogwild(strategy: Pserver, devices: str) -> None:
+def _check_hogwild(strategy: PserverOptions, devices: str) -> None:
     said = f"strategy.hogwild_threads={strategy.hogwild_threads}"
     if strategy.mode is Mode.sync:
         raise ConfigError(
@@ -204,7 +204,7 @@ def _check_hogwild(strategy: Pserver, devices: str) -> None:
         )
 
 
-def _check_rows_alone(strategy: Pserver, task: Task, trainers: int) -> None:
+def _check_rows_alone(strategy: PserverOptions, task: Task, trainers: int) -> None:
     said, plain = "strategy.dense=allreduce", type(strategy)()
     if not task.recipe.table_widths():
         because, name = task.recipe.idle().get("sparse"), name_of("recipe", task.recipe)

@@ -43,8 +43,8 @@ from dtf.pserver.trainer.group_compute import follow
 from dtf.pserver.trainer.hogwild import numbers, work
 
 if TYPE_CHECKING:
-    from dtf.data.loader import Loader
-    from dtf.pserver.strategy import Pserver
+    from dtf.core.types import Batches
+    from dtf.pserver.options import PserverOptions
 
 Handlers = Mapping[str, Callable[[bytes], bytes]]
 
@@ -70,7 +70,7 @@ class Post:
     store: TCPStore | None = None  # kept for all servers, by server 0
 
 
-def meet(standing: Standing, strategy: Pserver, trainers: int) -> tuple[Standing, Post]:
+def meet(standing: Standing, strategy: PserverOptions, trainers: int) -> tuple[Standing, Post]:
     """By hand: wait until all servers are there; trainers may come, and are told to wait."""
     place, endpoints = standing.place, strategy.where()
     if not endpoints:
@@ -113,7 +113,7 @@ def _check_free(endpoint: str, server: int) -> None:
         ) from None
 
 
-def _arrive(standing: Standing, strategy: Pserver, post: Post, service: Service) -> Standing:
+def _arrive(standing: Standing, strategy: PserverOptions, post: Post, service: Service) -> Standing:
     """A server other than 0 is told where it is."""
     place, endpoints = standing.place, strategy.where()
     service.epoch = UNKNOWN
@@ -134,7 +134,7 @@ def _arrive(standing: Standing, strategy: Pserver, post: Post, service: Service)
     )
 
 
-def serve(task: Task, world: World, strategy: Pserver, trainers: int, post: Post) -> Program:
+def serve(task: Task, world: World, strategy: PserverOptions, trainers: int, post: Post) -> Program:
     """The program of a server, with its service running. Collective over the servers."""
     serving = Serving(task, world, strategy, strategy.merging(), trainers)
     place = world.place
@@ -180,11 +180,11 @@ def _status(moment: Callable[[], dict[str, Any]]) -> Callable[[bytes], bytes]:
     return status
 
 
-def _announce(folder: Path, endpoints: list[str], place: Place, strategy: Pserver) -> None:
+def _announce(folder: Path, endpoints: list[str], place: Place, strategy: PserverOptions) -> None:
     announce(folder, Live(endpoints, viewer(place.token), strategy.tls.files(), strategy.tls.mutual))
 
 
-def train(task: Task, errand: Errand, strategy: Pserver, trainers: int) -> None:
+def train(task: Task, errand: Errand, strategy: PserverOptions, trainers: int) -> None:
     """A trainer's life. PeerError when a server is gone; by hand, when servers do not come back."""
     place, endpoints = errand.place, strategy.where()
     number, member = divmod(place.rank - strategy.count(), strategy.team)
@@ -211,7 +211,7 @@ def _team(errand: Errand, number: int, part: Shard) -> Team:
 
 
 def lend(
-    task: Task, errand: Errand, strategy: Pserver, trainers: int, read: Callable[[Path], Source], write: Write
+    task: Task, errand: Errand, strategy: PserverOptions, trainers: int, read: Callable[[Path], Source], write: Write
 ) -> None:
     """The life of a server of rows alone."""
     place, store = errand.place, _store(errand.place)
@@ -241,7 +241,7 @@ def lend(
         service.stop(STOP_S)
 
 
-def servers(place: Place, strategy: Pserver) -> list[Retrying]:
+def servers(place: Place, strategy: PserverOptions) -> list[Retrying]:
     """What carries requests to each server that the launcher started."""
     endpoints = _endpoints(_store(place), strategy.count())
     return [
@@ -255,7 +255,7 @@ class _ByHand:
     them.
     """
 
-    def __init__(self, task: Task, errand: Errand, strategy: Pserver, trainers: int, number: int) -> None:
+    def __init__(self, task: Task, errand: Errand, strategy: PserverOptions, trainers: int, number: int) -> None:
         self._task, self._errand, self._strategy, self._trainers, self._number = (
             task,
             errand,
@@ -345,7 +345,7 @@ class _ByHand:
                     PATIENCE_S,
                 )
 
-    def _open(self, split: str, shard: Shard, rows: int) -> Loader:
+    def _open(self, split: str, shard: Shard, rows: int) -> Batches:
         self._loaders.append(self._errand.open(split, shard, rows))
         return self._loaders[-1]
 
@@ -353,7 +353,7 @@ class _ByHand:
         return Client(self._endpoints[server], self._errand.place.token, epoch, tls=tls(self._strategy))
 
 
-def _patience_s(strategy: Pserver) -> float:
+def _patience_s(strategy: PserverOptions) -> float:
     """By hand, for what is lost to arrive after all: no longer than servers are waited for."""
     return min(PATIENCE_S, strategy.patience_s)
 
@@ -370,7 +370,7 @@ def _await(server: int, client: Client) -> None:
 
 
 def _service(
-    handlers: Handlers, place: Place, strategy: Pserver, trainers: int, address: str = "127.0.0.1:0"
+    handlers: Handlers, place: Place, strategy: PserverOptions, trainers: int, address: str = "127.0.0.1:0"
 ) -> Service:
     return Service(
         handlers,
@@ -385,7 +385,7 @@ def _service(
     )
 
 
-def tls(strategy: Pserver) -> Tls | None:
+def tls(strategy: PserverOptions) -> Tls | None:
     """What `strategy.tls` says."""
     files = {name: Path(path) for name, path in strategy.tls.files().items()}
     return Tls(**files, mutual=strategy.tls.mutual) if files else None

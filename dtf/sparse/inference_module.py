@@ -30,7 +30,7 @@ class Served(nn.Module):
         return Served(
             model,
             {
-                name: (torch.zeros_like(table.ids), torch.zeros_like(table.rows[:-1]))
+                name: (torch.zeros_like(table.ids), torch.zeros_like(table.rows[:-1]))  # type: ignore[arg-type,index,union-attr]
                 for name, table in self.tables.items()
             },
         )  # type: ignore[union-attr,index]

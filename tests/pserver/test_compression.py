@@ -16,8 +16,9 @@ from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
 from dtf.pserver.net.codec import Array, Schema, decode, encode
 from dtf.pserver.net.compression import FORMATS, narrow, rounded, widen
+from dtf.pserver.options import Mode, Wire
 from dtf.pserver.param_slices import lay_out, travelling, views
-from dtf.pserver.strategy import Mode, Pserver, Wire
+from dtf.pserver.strategy import Pserver
 from tests.laws.test_sharded_tables import ANY
 from tests.support.harness import PRECISIONS, difference, spread
 from tests.support.toy import Toy

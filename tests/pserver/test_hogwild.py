@@ -21,8 +21,9 @@ from dtf.core.types import Batch, Place
 from dtf.optim.optimizers import Sgd
 from dtf.pserver.net.codec import encode
 from dtf.pserver.net.messages import READY, exchange_schemas
+from dtf.pserver.options import Dense, Device, Mode
 from dtf.pserver.param_slices import lay_out
-from dtf.pserver.strategy import Dense, Device, Mode, Pserver
+from dtf.pserver.strategy import Pserver
 from dtf.pserver.trainer import hogwild
 from dtf.pserver.trainer.compute import Blocks, Computing, Pulled
 from dtf.pserver.trainer.hogwild import Ended, Together, numbers
@@ -140,10 +141,8 @@ def test_an_answer_without_blocks_is_of_those_that_its_question_named() -> None:
         def start(self, method: str, data: bytes, deadline_s: float) -> Any:
             raise AssertionError("one server is called")
 
-    errand, strategy = (
-        Errand(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False),
-        Pserver(mode=Mode.async_),
-    )  # type: ignore[arg-type,return-value]
+    errand = Errand(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type,return-value]
+    strategy = Pserver(mode=Mode.async_)
     trainer = Trainer(TASK, errand, strategy, strategy.merging(), 1, 0, [Slow()])
     state, pulled = trainer._answers([b""], [old])
     assert state == READY and pulled is not None and pulled.dense == [old] and trainer._latest == [new]

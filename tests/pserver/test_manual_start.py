@@ -22,9 +22,9 @@ from dtf.core.consistency import common
 from dtf.core.errors import AuthError, ConfigError, Exit, PeerError
 from dtf.jobs.status import ask
 from dtf.pserver import manual_start
-from dtf.pserver.choices import Role, TlsMode, TlsOptions
 from dtf.pserver.endpoint_file import Live, find
 from dtf.pserver.net.rpc import viewer
+from dtf.pserver.options import Role, TlsMode, TlsOptions
 from dtf.pserver.strategy import Pserver
 from tests.conftest import Result
 from tests.pserver.test_rpc import certificate

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtf.pserver.strategy import Mode
+from dtf.pserver.options import Mode
 from tests.laws.test_sharded_tables import ANY
 from tests.support.harness import difference, reference, spread
 

@@ -30,6 +30,7 @@ from dtf.pserver.net import messages
 from dtf.pserver.net.codec import decode, encode
 from dtf.pserver.net.messages import EXCHANGE, HELLO, LATE, LEASE, OVER, READY
 from dtf.pserver.net.transport import Refused
+from dtf.pserver.options import Mode
 from dtf.pserver.param_slices import views
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Recorder
@@ -37,7 +38,7 @@ from dtf.pserver.server import handlers as desks
 from dtf.pserver.server import program
 from dtf.pserver.server.handlers import Desk
 from dtf.pserver.server.program import Serving
-from dtf.pserver.strategy import Mode, Pserver
+from dtf.pserver.strategy import Pserver
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.sparse.sharded_tables import dealt
 from tests.support.harness import PRECISIONS

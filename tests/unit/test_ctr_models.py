@@ -264,11 +264,8 @@ def test_what_a_file_sets_for_another_model_gives_way(words: str, gone: str) -> 
         found, default = composed.config[group], option_node(group, composed.config[group]["name"])
         for name in path:
             found, default = found[name], default[name]
-        assert (
-            found
-            == default
-            == OmegaConf.to_container(OmegaConf.create({"at": OmegaConf.select(composed.tree, key)}))["at"]
-        )  # type: ignore[index]
+        chosen: Any = OmegaConf.to_container(OmegaConf.create({"at": OmegaConf.select(composed.tree, key)}))
+        assert found == default == chosen["at"]
     assert composed.config["lr"]["peak"] != option_node("lr", composed.config["lr"]["name"])["peak"], (
         "the rest of the file counts"
     )

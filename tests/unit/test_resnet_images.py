@@ -18,8 +18,8 @@ def small(**options: object) -> Images:
         np.arange(50) % 5,
         (0.5, 0.4, 0.3),
         (0.2, 0.3, 0.1),
-        **options,
-    )  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
+    )
 
 
 def test_a_row_has_the_same_pixels_whatever_batch_it_is_in() -> None:

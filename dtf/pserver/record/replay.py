@@ -31,7 +31,7 @@ from dtf.pserver.trainer.prefetch import Prepared
 from dtf.pserver.trainer.reader import Open, Reading
 
 if TYPE_CHECKING:
-    from dtf.pserver.strategy import Pserver
+    from dtf.pserver.options import PserverOptions
 
 Part = tuple[int, int]
 """First step of a lease, and its share."""
@@ -58,7 +58,7 @@ class Replay:
     """`rows` opens the training data; `source`: the checkpoint that the recorded attempt began with."""
 
     def __init__(
-        self, task: Task, strategy: Pserver, merging: Merging, trainers: int, rows: Open, source: Source | None
+        self, task: Task, strategy: PserverOptions, merging: Merging, trainers: int, rows: Open, source: Source | None
     ) -> None:
         self._merging = merging
         self._servers, self._shares = strategy.count(), merging.shares(trainers)

@@ -30,7 +30,7 @@ from dtf.pserver.server.state import Holdings
 from dtf.pserver.server.sync_modes import Merging
 
 if TYPE_CHECKING:
-    from dtf.pserver.strategy import Pserver
+    from dtf.pserver.options import PserverOptions
 
 WAIT_S = 0.5
 """Between two signs of life while there is nothing to merge."""
@@ -50,7 +50,7 @@ class Serving(Program):
 
     shard = None
 
-    def __init__(self, task: Task, world: World, strategy: Pserver, merging: Merging, trainers: int) -> None:
+    def __init__(self, task: Task, world: World, strategy: PserverOptions, merging: Merging, trainers: int) -> None:
         self.shares = merging.shares(trainers)
         self.micro_batch_rows = task.step.rows_each(self.shares * strategy.team)
         self._task, self._world, self._merging, self._trainers = task, world, merging, trainers

@@ -33,7 +33,7 @@ from dtf.sparse.sharded_tables import dealt
 from dtf.strategies.spmd import buffers, load_buffers
 
 if TYPE_CHECKING:
-    from dtf.pserver.strategy import Pserver
+    from dtf.pserver.options import PserverOptions
 
 Tickets = Mapping[int, Sequence[Train]]
 """First step of each lease -> its tickets."""
@@ -54,7 +54,7 @@ class Holdings:
     """
 
     def __init__(
-        self, task: Task, world: World, strategy: Pserver, merging: Merging, shares: int, micro_batch_rows: int
+        self, task: Task, world: World, strategy: PserverOptions, merging: Merging, shares: int, micro_batch_rows: int
     ) -> None:
         self._task, self._world, self._merging, self._shares, self._micro_batch_rows = (
             task,

@@ -23,7 +23,7 @@ from dtf.pserver.trainer.group import Team
 from dtf.pserver.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
-    from dtf.pserver.strategy import Pserver
+    from dtf.pserver.options import PserverOptions
 
 LOOK_S = 0.5
 """Between two looks at the threads: signals are handled in between."""
@@ -32,7 +32,7 @@ END_S = 2.0
 """For the other threads to end when one has failed; the process ends with them or without."""
 
 
-def numbers(process: int, strategy: Pserver) -> range:
+def numbers(process: int, strategy: PserverOptions) -> range:
     """The trainers that a process is, as servers count them."""
     return range(process * strategy.hogwild_threads, (process + 1) * strategy.hogwild_threads)
 
@@ -40,7 +40,7 @@ def numbers(process: int, strategy: Pserver) -> range:
 def work(
     task: Task,
     errand: Errand,
-    strategy: Pserver,
+    strategy: PserverOptions,
     count: int,
     process: int,
     servers: Sequence[Transport],

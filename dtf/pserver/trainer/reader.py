@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from dtf.api.sampler import within
 from dtf.api.strategy import Task
-from dtf.core.types import WHOLE, Shard, Train
+from dtf.core.types import WHOLE, Batches, Shard, Train
 from dtf.model.forward import received, to_device
 from dtf.pserver.row_routing import Wanted
 from dtf.pserver.server.leases import EVALUATE, Lease
 from dtf.pserver.trainer.prefetch import Prepared
 
-if TYPE_CHECKING:
-    from dtf.data.loader import Loader
-
-Open = Callable[[str, Shard, int], "Loader"]
+Open = Callable[[str, Shard, int], Batches]
 """See `Errand.open`."""
 
 
@@ -35,7 +31,7 @@ class Reading:
         self._task, self._open, self._device = task, open, device
         self._micro_batch_rows, self._sources, self._part = micro_batch_rows, sources, part
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
-        self._loaders: dict[tuple[int, int, int], Loader] = {}
+        self._loaders: dict[tuple[int, int, int], Batches] = {}
         self._turn = threading.Lock()
 
     def __call__(self, lease: Lease, ticket: Train) -> Prepared:

@@ -34,7 +34,7 @@ from dtf.pserver.trainer.prefetch import DEADLINE_S, WAIT_S, Feeder, Prepared
 from dtf.pserver.trainer.reader import Reading
 
 if TYPE_CHECKING:
-    from dtf.pserver.strategy import Pserver
+    from dtf.pserver.options import PserverOptions
 
 
 UNKNOWN = Blocks(ANY, np.empty(0))
@@ -50,7 +50,7 @@ class Trainer:
         self,
         task: Task,
         errand: Errand,
-        strategy: Pserver,
+        strategy: PserverOptions,
         merging: Merging,
         trainers: int,
         number: int,
