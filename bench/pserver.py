@@ -43,7 +43,8 @@ from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
 from dtf.optim.optimizers import Adagrad
-from dtf.pserver.options import Mode, Pserver
+from dtf.pserver.options import Mode
+from dtf.pserver.strategy import Pserver
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.sparse.store import SparseTable, unique
 

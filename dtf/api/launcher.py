@@ -29,15 +29,11 @@ class LaunchedRun(Protocol):
     folder: Path
     id: str
     config: dict[str, Any]  # resolved
+    token: str  # a secret that its processes share
 
     @property
     def strategy(self) -> Strategy:
         """How it is spread over processes."""
-        ...
-
-    @property
-    def token(self) -> str:
-        """A secret that its processes share."""
         ...
 
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +49,8 @@ class Run:
 
     def __init__(self, folder: Path, id: str, config: dict[str, Any], settings: Settings, leader: bool = True) -> None:
         self.folder, self.id, self.config, self.settings, self.leader = folder, id, config, settings, leader
+        # of this process alone, a secret that its ranks share
+        self.token = secrets.token_hex(32)
         self._lock: int | None = None
         self._temporary = False
         self._record: dict[str, Any] = {}
@@ -98,11 +99,6 @@ class Run:
         run = cls(Path(tempfile.mkdtemp(prefix=f"dtf-{name}-")), id, config, settings, leader=False)
         run._temporary = True
         return run
-
-    @cached_property
-    def token(self) -> str:
-        """By which processes of this run know each other: 256 bits, drawn anew for each launch, never written down."""
-        return secrets.token_hex(32)
 
     def end(self, exit: int, cause: str = "", results: Mapping[str, Any] | None = None) -> None:
         """Write how the run ended, and `results`, into run.json and unlock the folder; nothing to do where it was not
