@@ -168,7 +168,7 @@ _PUBLIC = {
     "init_model": "model.init",
     "placing": "pserver.placement",
 }
-"""Public name -> the module that defines it: `module`, `module:name` where it is called otherwise there, `module:` itself."""
+"""Public name -> where it is defined: `module`, `module:name` if it has another name there, `module:` is itself."""
 
 
 __all__ = [
