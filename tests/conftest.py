@@ -14,12 +14,27 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import ranks as pool
+from tests.support.budget import BUDGET_S, Budget
 
-# A busy machine is not a failing property.
-settings.register_profile("dtf", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine is not a failing property; two workers would share a database of examples.
+settings.register_profile("dtf", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dtf")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--hold-budget", action="store_true", help="fail when a folder takes longer than its budget")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Budget(config.getoption("hold_budget")), "budget")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folders that take longest first, so that both workers end at the same time."""
+    order = list(BUDGET_S)
+    items.sort(key=lambda item: order.index(name) if (name := item.path.parent.name) in order else len(order))
 
 
 @pytest.fixture(scope="session")
