@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.ranks import ranks
+
 ROOT = Path(__file__).parents[2]
 
 FLOORS = {
@@ -244,8 +246,13 @@ def test_registered_classes_import_without_torch() -> None:
 
 def test_the_fork_server_never_imports_grpc() -> None:
     """It does not survive a fork: calls in the child would hang."""
-    code = "import sys, dtf.cli.preload; sys.exit('grpc' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    ((loads, grpc),) = ranks(1, "tests.laws.test_architecture:loaded")
+    assert loads and not grpc
+
+
+def loaded(rank: int, size: int) -> tuple[bool, bool]:
+    """What a rank has from the fork server: whether it loads what runs load, and whether grpc is among it."""
+    return "dtf.cli.preload" in sys.modules, "grpc" in sys.modules
 
 
 # ---------------------------------------------------------------- no code from data
