@@ -2,13 +2,16 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: run test check
+.PHONY: run test test-fast check
 
 run: .venv/ready  ## make run ARGS='strategy=ddp precision=bf16'
 	.venv/bin/python -m dtf $(ARGS)
 
 test: .venv/ready  ## make test ARGS='-m slow'
 	.venv/bin/python -m pytest $(ARGS)
+
+test-fast: .venv/ready  ## within a minute: unit tests, and the law of the same numbers on one and two ranks
+	.venv/bin/python -m pytest --fast tests/unit tests/laws/test_same_numbers.py $(ARGS)
 
 check: .venv/ready  ## lint, formats, types
 	.venv/bin/ruff check
