@@ -31,6 +31,7 @@ SHORT_VERIFY = ["launcher.threads=1", "job.processes=[2]", "job.micro_batches=[1
 SMALL_IMAGES = ["recipe.data.train_rows=64", "recipe.data.eval_rows=16"]
 
 RunDtf = Callable[..., Result]
+PAGES.append(PAGES[0].parents[1] / "README.md")  # its recipe runs too
 
 
 @dataclass(frozen=True)
