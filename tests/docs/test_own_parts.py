@@ -39,6 +39,7 @@ SHORT_VERIFY = [
 SMALL_IMAGES = ["recipe.data.train_rows=64", "recipe.data.eval_rows=16"]
 
 RunDtf = Callable[..., Result]
+PAGES.append(PAGES[0].parents[1] / "README.md")  # its recipe runs too
 
 
 @dataclass(frozen=True)
