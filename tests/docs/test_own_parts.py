@@ -247,7 +247,7 @@ def test_a_class_that_lacks_methods_is_refused() -> None:
     class Empty(Schedule):
         pass
 
-    with pytest.raises(ConfigError, match=r"^observer=half: tests\.test_own_parts\..*Half must define see$"):
+    with pytest.raises(ConfigError, match=r"^observer=half: tests\.docs\.test_own_parts\..*Half must define see$"):
         register("observer", "half")(Half)
     with pytest.raises(ConfigError, match=r"^lr=empty: .*Empty must define __call__$"):
         register("lr", "empty")(Empty)
