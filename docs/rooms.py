@@ -174,10 +174,10 @@ def svg(files: Mapping[str, Path], imports: Imports) -> str:
         shade = "#f3f6fb" if number % 2 else "#e7eef8"
         parts.append(f'<rect x="10" y="{y}" width="{width - 20}" height="{row - 2}" fill="{shade}"/>')
         parts.append(f'<text x="16" y="{y + 16}" font-weight="bold">{room}</text>')
-        parts.append(f'<text x="96" y="{y + 16}" fill="#777" text-anchor="end">{sizes[room]}</text>')
+        parts.append(f'<text x="118" y="{y + 16}" fill="#777" text-anchor="end">{sizes[room]}</text>')
         text = purpose(room, files)
-        text = text if len(text) < 76 else f"{text[:73].rsplit(' ', 1)[0]} ..."
-        parts.append(f'<text x="106" y="{y + 16}" fill="#333" font-size="11">{escape(text)}</text>')
+        text = text if len(text) < 72 else f"{text[:69].rsplit(' ', 1)[0]} ..."
+        parts.append(f'<text x="128" y="{y + 16}" fill="#333" font-size="11">{escape(text)}</text>')
         for place, target in enumerate(ROOMS):
             x = left + column * place + column / 2
             if target == room:
