@@ -53,11 +53,15 @@ class Poll:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
+    """Evaluate the whole evaluation split, each row once."""
+
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
+    """Write a checkpoint."""
+
     step: int
 
 
@@ -162,6 +166,8 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
+    """A checkpoint was written, in so many seconds. `best`: the objective is the best so far."""
+
     step: int
     path: str
     best: bool
