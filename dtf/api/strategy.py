@@ -392,18 +392,18 @@ def check_tables(task: Task, placement: Placement, processes: int) -> None:
     widths = task.recipe.table_widths()
     if processes == 1 or not widths:
         return
-    if placement is Placement.tables and len(widths) == 1:
+    if placement is Placement.table_wise and len(widths) == 1:
         raise ConfigError(
-            f"strategy.tables=tables puts whole tables on ranks, and {type(task.recipe).__name__} has one; use "
-            "strategy.tables=rows"
+            f"strategy.tables=table_wise puts whole tables on ranks, and {type(task.recipe).__name__} has one; use "
+            "strategy.tables=row_wise"
         )
-    if placement is not Placement.columns:
+    if placement is not Placement.column_wise:
         return
     for name, width in widths.items():
         if bounds(width, processes, processes - 1)[0] == width:  # nothing is left for the last
             raise ConfigError(
-                f"strategy.tables=columns: table {name} has {width} columns, too few for {processes} ranks; use "
-                "strategy.tables=rows"
+                f"strategy.tables=column_wise: table {name} has {width} columns, too few for {processes} ranks; use "
+                "strategy.tables=row_wise"
             )
         whole = (
             [state for state, (count, _) in task.rows.states(width).items() if count != width]
@@ -412,6 +412,6 @@ def check_tables(task: Task, placement: Placement, processes: int) -> None:
         )
         if whole:
             raise ConfigError(
-                f"strategy.tables=columns divides rows, and {type(task.rows).__name__} keeps {whole[0]} of whole "
-                "ones; use strategy.tables=rows"
+                f"strategy.tables=column_wise divides rows, and {type(task.rows).__name__} keeps {whole[0]} of whole "
+                "ones; use strategy.tables=row_wise"
             )

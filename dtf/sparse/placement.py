@@ -54,16 +54,16 @@ def tables_of(
     )
     spread: dict[str, ShardedTable] = {}
     for name, spec in specs.items():
-        columns = bounds(spec.width, world.size, world.rank) if placement is Placement.columns else (0, spec.width)
+        columns = bounds(spec.width, world.size, world.rank) if placement is Placement.column_wise else (0, spec.width)
         store = SparseTable(spec, task.rows, task.seed, name, kind, columns)
         match placement:
             case Placement.replicated:
                 spread[name] = DataParallelTable(store, world, givers)
-            case Placement.rows:
+            case Placement.row_wise:
                 spread[name] = RowWiseTable(store, world, givers)
-            case Placement.columns:
+            case Placement.column_wise:
                 spread[name] = ColumnWiseTable(store, world, givers)
-            case Placement.tables:
+            case Placement.table_wise:
                 spread[name] = TableWiseTable(
                     store, world, givers, next(rank for rank, own in enumerate(owners) if name in own)
                 )

@@ -41,9 +41,9 @@ class Pipeline(Strategy):
     """
 
     tables: Placement = option(
-        default=Placement.rows,
-        doc="who holds the rows of sparse tables: each rank some, `rows` by a hash of their id, `columns` of all rows "
-        "or whole `tables`; or every rank all",
+        default=Placement.row_wise,
+        doc="how sparse tables are sharded: `rows` (or `row_wise`): by a hash of the id; `columns` (`column_wise`): "
+        "each rank some columns of all rows; `tables` (`table_wise`): each rank whole tables; `replicated`: not at all",
     )
     degree: int = option(
         default=0,
