@@ -239,7 +239,7 @@ class Recipe(ABC):
     @abstractmethod
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
         """Additive metric state, shape (M,): [0] the sum of weights, [i] as `train_metrics[i - 1]`; see
-        `dtf.model.metrics.weighted_sums`.
+        `dtf.weighted_sums`.
 
         `loss` (B,) is `self.loss(outputs, batch.targets)`, detached. No host synchronisation.
         """

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dtf.api.job import Job
 from dtf.api.registry import registered
 from dtf.api.schema import RESERVED, KeyProblem, build_option, show, unset
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.checkpoint.resolve_path import check_place
 from dtf.config.hydra_sources import CONF, Read, loader, recording
 from dtf.config.limits import resolve

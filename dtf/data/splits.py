@@ -8,10 +8,11 @@ import numpy as np
 
 from dtf.api.recipe import Recipe
 from dtf.api.registry import name_of
-from dtf.api.sampler import Epochs, Sampler, Sequential
+from dtf.api.sampler import Sampler
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Sequential
 from dtf.model.forward import stand_ins
 
 

@@ -19,12 +19,13 @@ from dtf.api.options import Remat
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import lookup
-from dtf.api.sampler import Epochs, Sequential
-from dtf.api.strategy import Program, Task
+from dtf.api.strategy import Program
+from dtf.api.task import Task
 from dtf.config.settings import Settings
 from dtf.core.errors import DataError, DtfError, Preempted
 from dtf.core.types import Batch, Evaluated, Event, Measured, Place
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Sequential
 from dtf.distributed.sharding import is_slice
 from dtf.distributed.world import World
 from dtf.engine.predictions import Prediction

@@ -20,7 +20,8 @@ from dtf.api.name_patterns import check_used
 from dtf.api.observer import Probes
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
-from dtf.api.strategy import Program, RendezvousContext, RoleContext, Task
+from dtf.api.strategy import Program, RendezvousContext, RoleContext
+from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.config.settings import Settings
 from dtf.core.consistency import agree, common, digest

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.checkpoint import storage
-from dtf.checkpoint.checkpointer import STATE, read_scalars
+from dtf.checkpoint.boxes import STATE, read_scalars
 from dtf.checkpoint.manifest import ITEM_BYTES, Manifest, volume
 from dtf.checkpoint.resolve_path import resolve_checkpoint
 from dtf.checkpoint.safetensors_format import slots

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Recipe
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.files import replace_text

@@ -14,8 +14,9 @@ import torch
 
 from dtf.api.precision import Format, set_switches
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Source, Task
-from dtf.checkpoint.checkpointer import Checkpointer, Every, Stored
+from dtf.api.task import Source, Task
+from dtf.checkpoint.boxes import Stored
+from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.checkpoint.resolve_path import resolve_checkpoint
 from dtf.config.settings import parse_settings
 from dtf.core.errors import ConfigError, DataError, Exit, Preempted

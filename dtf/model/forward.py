@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from dtf.api.precision import Cast
 from dtf.api.sparse_table import Table
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.model.init import DTYPES

@@ -1,5 +1,5 @@
 """Losses and metrics of class scores, whole or divided by classes over ranks (a DTensor): recipes that use these run
-under any split.
+under any split. And `weighted_sums`, the additive state of any metric.
 
 Scores have shape (B, C). Divided, each call is collective over the ranks that hold the slices: it moves a few numbers
 per row, never the scores.
@@ -97,3 +97,11 @@ def _slices(scores: Tensor) -> _Slices | None:
     if not is_slice(scores):
         return None
     return _Slices(local(scores), offset(scores)[1], scores.device_mesh.get_group())  # type: ignore[attr-defined]
+
+
+def weighted_sums(weight: Tensor, *values: Tensor) -> Tensor:
+    """[sum(weight), sum(weight * value), ...] of per-row values, each (B,): shape (1 + len(values),), float64 for an
+    exact count.
+    """
+    rows = torch.stack([torch.ones_like(weight), *(value.to(weight.dtype) for value in values)])
+    return (rows * weight).sum(dim=1, dtype=torch.float64)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtf.api.layout import Split
 from dtf.api.recipe import Recipe
 from dtf.checkpoint import storage
-from dtf.checkpoint.checkpointer import TORCH_DTYPES, Stored
+from dtf.checkpoint.boxes import TORCH_DTYPES, Stored
 from dtf.checkpoint.resolve_path import check_place, is_checkpoint, resolve_checkpoint
 from dtf.core.errors import ConfigError, DataError
 from dtf.model.ema import AVERAGED, EMA

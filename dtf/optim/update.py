@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from dtf.api.optimizer import Combine, Optimizer
 from dtf.api.precision import Precision
-from dtf.api.strategy import Source, Update
+from dtf.api.strategy import Update
+from dtf.api.task import Source
 from dtf.core.errors import ConfigError
 from dtf.core.types import Box, State
 from dtf.distributed.sharding import byte_count, local

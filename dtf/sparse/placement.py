@@ -8,14 +8,16 @@ import numpy as np
 import torch
 
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Task, check_tables
+from dtf.api.strategy import check_tables
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import bounds, greedy_balance
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
 
 if TYPE_CHECKING:
-    from dtf.sparse.sharded_tables import ShardedTable, ShardedTables
+    from dtf.sparse.sharded_tables import ShardedTables
+    from dtf.sparse.table_layouts import ShardedTable
 
 
 def tables_of(
@@ -34,14 +36,9 @@ def tables_of(
             f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
         )
 
-    from dtf.sparse.sharded_tables import (
-        ColumnWiseTable,
-        DataParallelTable,
-        RowWiseTable,
-        ShardedTables,
-        TableWiseTable,
-    )
+    from dtf.sparse.sharded_tables import ShardedTables
     from dtf.sparse.store import SparseTable
+    from dtf.sparse.table_layouts import ColumnWiseTable, DataParallelTable, RowWiseTable, TableWiseTable
 
     flags = torch.zeros(world.size, dtype=torch.int64)
     flags[world.rank] = int(gives)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtf.api.sampler import cut, share
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Source, Task
+from dtf.api.strategy import Program
+from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
+from dtf.data.samplers import cut, share
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section

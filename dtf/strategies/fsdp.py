@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from dtf.api.precision import Cast
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Strategy, Task, check_divides, check_tables
+from dtf.api.strategy import Program, Strategy, check_divides, check_tables
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:

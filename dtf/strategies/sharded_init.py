@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.precision import Precision
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.distributed.sharding import is_slice, local, offset
 from dtf.model.init import build_on_meta, formats, init_modules
 from dtf.optim.update import ParamShard

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dtf.api.sampler import cut, share
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Source, Task, Update
+from dtf.api.strategy import Program, Update
+from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Box, Evaluated, Memory, Shard, State, StepOutput, Train
+from dtf.data.samplers import cut, share
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.sharding import byte_count, is_slice, local, offset
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
+from dtf.model.batch_statistics import SMOOTH, BatchNormStatistics
 from dtf.model.ema import AVERAGED
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
@@ -35,7 +37,7 @@ from dtf.model.forward import (
 )
 from dtf.model.init import cast, init_model
 from dtf.model.memory import Footprint, activations
-from dtf.model.microbatch import SMOOTH, BatchNormStatistics, SeededDropout
+from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.placement import tables_of
 

@@ -18,9 +18,10 @@ from dtf.api.recipe import Recipe
 from dtf.api.registry import register
 from dtf.core.errors import ConfigError, Exit
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
+from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import init_model
 from dtf.model.memory import Footprint
-from dtf.model.microbatch import BatchNormStatistics, SeededDropout
+from dtf.model.seeded_dropout import SeededDropout
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
 from tests.conftest import Result
 from tests.support.harness import spread, variants

@@ -19,18 +19,18 @@ from dtf.api.layout import Layout, Split
 from dtf.api.options import Remat, StepOptions
 from dtf.api.precision import Precision
 from dtf.api.registry import lookup, register
-from dtf.api.sampler import Epochs, Sequential
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.config.settings import load_parts
 from dtf.core.text import bytes_text, memory_text
 from dtf.core.types import Ended, Memory, Place, Started, Train
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Sequential
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.ema import averaged
 from dtf.model.init import init_model
 from dtf.model.memory import Footprint, MemoryMeter, activations, table_row
-from dtf.model.microbatch import SeededDropout
+from dtf.model.seeded_dropout import SeededDropout
 from dtf.observers.terminal import Screen
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
 from tests.conftest import Result

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dtf.api.sampler import share
 from dtf.core.errors import ConfigError
 from dtf.core.types import Shard
-from dtf.model.microbatch import BatchNormStatistics, SeededDropout
+from dtf.data.samplers import share
+from dtf.model.batch_statistics import BatchNormStatistics
+from dtf.model.seeded_dropout import SeededDropout
 
 
 def simulate(

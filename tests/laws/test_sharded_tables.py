@@ -17,7 +17,7 @@ import torch
 from dtf.api.options import StepOptions
 from dtf.api.registry import lookup, registered
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import DataError
 from dtf.core.types import Place
 from dtf.distributed.world import World

@@ -17,7 +17,7 @@ from dtf.api.layout import Split
 from dtf.api.options import Remat, StepOptions
 from dtf.api.precision import Precision
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
@@ -192,7 +192,7 @@ SPLITS |= {"grouped": Split.local, "channels": Split.local, "back": Split.row, "
 def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split]) -> tuple[nn.Module, nn.Module]:
     """A model, whole and divided, with the same numbers and masks."""
     from dtf.distributed.sharding import local, offset
-    from dtf.model.microbatch import SeededDropout
+    from dtf.model.seeded_dropout import SeededDropout
     from dtf.strategies.tensor_modules import divide
 
     torch.manual_seed(0)
@@ -299,7 +299,7 @@ def forgetful(rank: int, size: int) -> dict[str, Any]:
     """By kind of rematerialisation: gradients, and bytes that a block with both kinds of sums keeps for a row."""
     from dtf.distributed.sharding import local
     from dtf.model.activation_checkpointing import apply_activation_checkpointing
-    from dtf.model.microbatch import SeededDropout
+    from dtf.model.seeded_dropout import SeededDropout
 
     def build() -> nn.Module:
         scattered = [

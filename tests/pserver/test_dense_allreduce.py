@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dtf.api.registry import lookup, registered
-from dtf.checkpoint.checkpointer import Stored, write_boxes
+from dtf.checkpoint.boxes import Stored, write_boxes
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.pserver.net.codec import Message, decode, encode

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.consistency import common
 from dtf.core.errors import AuthError, ConfigError, Exit, PeerError
 from dtf.jobs.status import ask

@@ -20,12 +20,13 @@ from dtf.api.lr import Constant
 from dtf.api.options import FineTuning, Remat, StepOptions
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.registry import lookup, registered
-from dtf.api.sampler import Epochs, Sequential, Shuffle, Tail
-from dtf.api.strategy import Task
+from dtf.api.sampler import Tail
+from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.config.settings import load_parts
 from dtf.core.types import Box, Measured, Place, Saved, Shard, State
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Sequential, Shuffle
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan, PlannedClock
 from dtf.engine.loop import Loop, fit

@@ -153,7 +153,7 @@ def test_plugins_named_in_files_bring_the_options_those_files_choose(
     write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "front_late.py").write_text(
-        "from dtf.api.registry import register, option\nfrom dtf.api.sampler import Shuffle\n"
+        "from dtf.api.registry import register, option\nfrom dtf.data.samplers import Shuffle\n"
         "@register('sampler', 'front_late')\nclass Late(Shuffle):\n    twist: int = option(default=1, doc='d')\n"
     )
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.consistency import mixture
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import Message, decode, encode

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Source
+from dtf.api.task import Source
 from dtf.core.errors import DtfError
 from dtf.core.types import Box
 from dtf.pserver.net.codec import Message, decode, encode

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.sampler import cut, share, within
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
+from dtf.data.samplers import cut, share, within
 from dtf.model.forward import loss_dtype, received, refuse_global_rng, rows_of, stand_ins
 from dtf.model.init import cast, init_model
 from dtf.pserver.net.compression import rounded

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
@@ -19,8 +19,9 @@ from dtf.pserver.param_slices import Field, Layout, fields, views
 from dtf.pserver.row_routing import Wanted
 from dtf.pserver.trainer.compute import ByTable, Computed, Computing
 from dtf.pserver.trainer.prefetch import Prepared
-from dtf.sparse.sharded_tables import DataParallelTable, ShardedTables, owner_of
+from dtf.sparse.sharded_tables import ShardedTables
 from dtf.sparse.store import SparseTable
+from dtf.sparse.table_layouts import DataParallelTable, owner_of
 
 
 class Local:

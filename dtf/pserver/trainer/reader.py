@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from dtf.api.sampler import within
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.types import WHOLE, Batches, Shard, Train
+from dtf.data.samplers import within
 from dtf.model.forward import received, to_device
 from dtf.pserver.row_routing import Wanted
 from dtf.pserver.server.leases import EVALUATE, Lease

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.strategy import Source, Task
+from dtf.api.task import Source, Task
 from dtf.core.errors import PeerError
 from dtf.core.types import Batch, Box, State
 from dtf.distributed.world import World

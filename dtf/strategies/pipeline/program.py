@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtf.api.sampler import cut, share
-from dtf.api.strategy import Program, Source, Task, Update
+from dtf.api.strategy import Program, Update
+from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
+from dtf.data.samplers import cut, share
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.p2p import P2PChannel, PendingRecv, TensorMeta
 from dtf.distributed.sharding import byte_count
@@ -26,6 +27,7 @@ from dtf.distributed.strides import axes, dense
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
+from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.forward import (
     Passes,
     batch_norm_error,
@@ -39,7 +41,7 @@ from dtf.model.forward import (
     with_leaves,
 )
 from dtf.model.memory import Footprint, activations
-from dtf.model.microbatch import BatchNormStatistics, SeededDropout
+from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import update_applied
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
 from dtf.strategies.spmd import buffers, buffers_kept, load_buffers, microbatch_load, own_averages

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
+from dtf.api.strategy import Program, Strategy, check_divides, check_layout, check_tables
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.strategies.pipeline.schedules import Schedule, bubble, in_flight
 
@@ -117,7 +118,7 @@ class Pipeline(Strategy):
         if world.size == 1:
             return single_process(task, world)
 
-        from dtf.api.sampler import cut
+        from dtf.data.samplers import cut
         from dtf.distributed.device_mesh import ParallelDims
         from dtf.optim.update import LocalUpdate
         from dtf.sparse.placement import tables_of
