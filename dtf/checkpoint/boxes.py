@@ -87,7 +87,7 @@ def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
     return scalars
 
 
-class Stored:
+class StoredCheckpoint:
     """A checkpoint on disk as programs read it (`strategy.Source`). Bytes are compared with their digests as they are
     read.
 

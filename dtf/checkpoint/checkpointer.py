@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dtf.api.registry import option, register
 from dtf.api.schema import KeyProblem
 from dtf.checkpoint import storage
-from dtf.checkpoint.boxes import STATE, Stored, write_boxes
+from dtf.checkpoint.boxes import STATE, StoredCheckpoint, write_boxes
 from dtf.checkpoint.manifest import (
     Manifest,
     Objective,
@@ -24,7 +24,7 @@ from dtf.checkpoint.manifest import (
     StoredTensor,
     exact_json,
 )
-from dtf.checkpoint.resolve_path import resolve_checkpoint
+from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.core.errors import BusyError, DataError, DtfError, Exit, SaveError
 from dtf.core.types import State
 
@@ -66,7 +66,7 @@ class Every:
                 "checkpoint.resume is empty; use auto, never or the path of a checkpoint or run folder",
             )
         if self.resume not in ("auto", "never"):
-            resolve_checkpoint(self.resume, "checkpoint.resume")
+            resolve_checkpoints(self.resume, "checkpoint.resume")
 
 
 class Peers(Protocol):
@@ -212,9 +212,9 @@ class Checkpointer:
             f"says more; {cure}"
         )
 
-    def load(self, path: Path) -> Stored:
+    def load(self, path: Path) -> StoredCheckpoint:
         """A checkpoint to read from. Not collective."""
-        return Stored(path)
+        return StoredCheckpoint(path)
 
     def _candidates(self, attempt: int) -> list[str]:
         """Rank 0's part of `find`: checkpoints of this run folder, or without any those of the path given; newest
@@ -227,7 +227,7 @@ class Checkpointer:
         resume, own = self._options.resume, storage.checkpoints(self._folder)
         if own and attempt:
             return [str(path) for path in own]
-        given = [] if resume in ("auto", "never") else resolve_checkpoint(resume, "checkpoint.resume")
+        given = [] if resume in ("auto", "never") else resolve_checkpoints(resume, "checkpoint.resume")
         if own:
             if resume == "never":
                 raise BusyError(

@@ -9,7 +9,7 @@ from dtf.core.errors import ConfigError
 from dtf.model.ema import decay_at
 
 _KINDS = ("running_mean", "running_var")
-SMOOTH = "_ema"
+EMA_SUFFIX = "_ema"
 """What is appended to a running average's name for its own average over steps."""
 
 _Layer = tuple[str, nn.modules.batchnorm._NormBase, float | None]  # name, module, its own momentum
@@ -58,7 +58,7 @@ class BatchNormStatistics:
                 # name.
                 module.num_batches_tracked = None
                 for kind in _KINDS if ema else ():
-                    module.register_buffer(f"{kind}{SMOOTH}", module._buffers[kind].detach().clone())  # type: ignore[union-attr]
+                    module.register_buffer(f"{kind}{EMA_SUFFIX}", module._buffers[kind].detach().clone())  # type: ignore[union-attr]
         self._ema, self._aside = ema, list[Tensor]()
         self._steps = 0
         self._before: list[Tensor] | None = None
@@ -73,13 +73,13 @@ class BatchNormStatistics:
 
     def tensors(self) -> list[Tensor]:
         """The running averages, then their own averages, in a fixed order."""
-        return _averages(self._layers) + (_averages(self._layers, SMOOTH) if self._ema else [])
+        return _averages(self._layers) + (_averages(self._layers, EMA_SUFFIX) if self._ema else [])
 
     def names(self) -> list[str]:
         """The names of their buffers, in that order."""
         return [
             f"{name}.{kind}{suffix}"
-            for suffix in ("", *([SMOOTH] if self._ema else []))
+            for suffix in ("", *([EMA_SUFFIX] if self._ema else []))
             for name, _, _ in self._layers
             for kind in _KINDS
         ]
@@ -98,7 +98,7 @@ class BatchNormStatistics:
         if self._live and own * ranks != total:
             self._before = [t.clone() for t in _averages(self._live)]
 
-    def enter(self, j: int) -> None:
+    def begin_micro_batch(self, j: int) -> None:
         """Before this rank's micro-batch `j` of the step."""
         plain = self._own == 1 and not self._cumulative
         if plain and not self._changed:
@@ -108,7 +108,7 @@ class BatchNormStatistics:
             layer.momentum = part / (1 - (self._own - 1 - j) * part)
         self._changed = not plain
 
-    def pad(self) -> None:
+    def begin_padding(self) -> None:
         """Before a pass over padding, which is there for the collectives in it: averages do not hear of it."""
         for _, layer, _ in self._live:
             layer.momentum = 0.0
@@ -128,7 +128,7 @@ class BatchNormStatistics:
     def _average_steps(self) -> None:
         if self._ema and self._layers:
             weight = 1 - float(decay_at(self._ema, torch.tensor(self._steps - 1, dtype=torch.float64)))
-            torch._foreach_lerp_(_averages(self._layers, SMOOTH), _averages(self._layers), weight)
+            torch._foreach_lerp_(_averages(self._layers, EMA_SUFFIX), _averages(self._layers), weight)
 
     def forget(self, steps: int) -> None:
         """After so many steps: averages of layers in training become zero, so that after the next step they are what it
@@ -172,7 +172,7 @@ class BatchNormStatistics:
         tensors = _averages(self._layers) if self._ema else []
         if tensors:
             self._aside = [t.clone() for t in tensors] if on else self._aside
-            torch._foreach_copy_(tensors, _averages(self._layers, SMOOTH) if on else self._aside)
+            torch._foreach_copy_(tensors, _averages(self._layers, EMA_SUFFIX) if on else self._aside)
 
     def _correct(self) -> None:
         if self._before is None:
@@ -199,7 +199,7 @@ class BatchNormStatistics:
         tensors = self.tensors()
         if not tensors:
             return
-        self.hold()
+        self.stash()
         flat = self._flat()
         reduce_mean(flat)
         self._set(flat)
@@ -212,13 +212,13 @@ class BatchNormStatistics:
         parts = flat.split([t.numel() for t in tensors])
         torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
-    def hold(self) -> None:
+    def stash(self) -> None:
         """Keep this rank's own averages, to go on from in the next step: evaluating and saving then leave no trace in
         the numbers.
         """
         self._held = [t.clone() for t in self.tensors()]
 
-    def own(self) -> dict[str, Tensor]:
+    def stashed(self) -> dict[str, Tensor]:
         """This rank's own averages by the names of their buffers, while the mean stands in for them; else nothing."""
         return dict(zip(self.names(), self._held, strict=True)) if self._held is not None else {}
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dtf.distributed.sharding import is_slice, local, offset
+from dtf.distributed.sharding import is_dtensor, local, offset
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,7 +94,7 @@ class _Slices(NamedTuple):
 
 
 def _slices(scores: Tensor) -> _Slices | None:
-    if not is_slice(scores):
+    if not is_dtensor(scores):
         return None
     return _Slices(local(scores), offset(scores)[1], scores.device_mesh.get_group())  # type: ignore[attr-defined]
 

@@ -26,7 +26,7 @@ class SeededDropout:
             if isinstance(module, DROPOUTS) and type(module).forward in _FORWARDS:  # also one whose class FSDP changed
                 # The class changes, the module and its name stay: parameter names and hooks of the user's model are
                 # untouched. Others that draw (AlphaDropout, functional dropout) follow the global generator, which
-                # `enter` seeds.
+                # `begin_micro_batch` seeds.
                 kind: Any = type(
                     f"Seeded{type(module).__name__}",
                     (_Seeded, type(module)),
@@ -37,7 +37,7 @@ class SeededDropout:
                 module.__dict__ |= {"_masks": self, "_name": name}
 
     @contextmanager
-    def watched(self) -> Iterator[dict[str, Tensor]]:
+    def record_input_norms(self) -> Iterator[dict[str, Tensor]]:
         """Filled with the norms of what dropouts get that draw their mask for all channels: it must be all channels."""
         seen: dict[str, Tensor] = {}
 
@@ -51,11 +51,11 @@ class SeededDropout:
             for hook in hooks:
                 hook.remove()
 
-    def state(self) -> Tensor:
+    def rng_state(self) -> Tensor:
         """Of the generator that everything draws from but the seeded layers."""
         return self._generator.get_state()
 
-    def enter(self, step: int, micro_batch: int) -> None:
+    def begin_micro_batch(self, step: int, micro_batch: int) -> None:
         """Before a micro-batch: all that draws at random in it draws from (seed, step, micro-batch)."""
         self.key = seed_of(self._seed, "mask", step, micro_batch)
         self._generator.manual_seed(self.key)  # for functional dropout and torch.rand in a user's forward

@@ -70,7 +70,7 @@ class Shelves(ShardedTables):
         return self._shelves[name].store.lookup(ids, create)
 
     def take(self, given: Mapping[str, Sequence[Given]], together: bool) -> float:
-        """What the next `step` applies; the sum of its squares. `together`: all servers take parts of the same
+        """What the next `apply` applies; the sum of its squares. `together`: all servers take parts of the same
         gradient, whose norm is then known; collective."""
         total = torch.zeros(1 + len(self._shelves), dtype=torch.float64)
         for name, shelf in self._shelves.items():

@@ -104,10 +104,10 @@ class Pserver(PserverOptions, Strategy):
 
     def run_helper(self, task: Task, errand: RoleContext) -> None:
         if self.rows_alone:
-            from dtf.checkpoint.boxes import Stored, write_boxes
+            from dtf.checkpoint.boxes import StoredCheckpoint, write_boxes
             from dtf.pserver.session import lend
 
-            lend(task, errand, self, self.count_trainers(errand.place.slots), Stored, write_boxes)
+            lend(task, errand, self, self.count_trainers(errand.place.slots), StoredCheckpoint, write_boxes)
         else:
             from dtf.pserver.session import train
 

@@ -1,8 +1,8 @@
-"""The sparse tables of a run over its ranks: rows take the place of ids before a step, gradients go to whoever holds
-the rows after it.
+"""All sparse tables of a run over its ranks: rows replace ids before a step, gradients go to the rank that holds the
+rows after it. Checkpoints of tables are written and read here.
 
-A table lies in host memory. Here rows are found and gradients summed by id; how a table keeps and updates its rows is
-`dtf.sparse.store`.
+A table lies in host memory. How one table lies on ranks is `dtf.sparse.table_layouts`; how it keeps and updates its
+rows is `dtf.sparse.store`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from dtf.sparse.table_layouts import ShardedTable
 COUNT, DECAY = "count", "decay"
 """In a checkpoint: rows over all ranks; `SparseTable.decayed`."""
 
-PIECE = 1 << 18
+ROWS_PER_READ = 1 << 18
 """Rows of a table that are read from a checkpoint at once."""
 
 
 class ShardedTables:
-    """One step is `look` for training, `give`, `step`; in between `norm` is that of the gradient of all rows, over all
-    ranks.
+    """The sparse tables of a run on one rank.
 
-    All but `norm` and `byte_count` are collective.
+    A step calls `lookup` for training, `backward` and `apply`, in this order. After `backward`, `norm` is the norm of
+    the gradient of all rows over all ranks. All methods are collective, but for `clear`, `learnt` and `byte_count`.
+
+    `share`: the factor of each rank's gradients in their sum.
     """
 
     def __init__(self, tables: Mapping[str, ShardedTable], world: World, share: float) -> None:
@@ -41,15 +43,15 @@ class ShardedTables:
         self._asked: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.norm = torch.zeros((), dtype=torch.float64)
 
-    def look(self, batch: Batch, train: bool) -> Batch:
+    def lookup(self, batch: Batch, train: bool) -> Batch:
         """The batch with rows (B, F, width) in place of ids (B, F). Evaluation makes no new rows."""
         inputs = dict(batch.inputs)
         for name, table in self._tables.items():
             inputs[name] = self._rows(name, table, batch.inputs[name], train)
         return batch._replace(inputs=inputs)
 
-    def give(self, gradients: Mapping[str, Tensor]) -> None:
-        """Take the gradients (B, F, width) of what `look` gave for training; only names of inputs that this rank
+    def backward(self, gradients: Mapping[str, Tensor]) -> None:
+        """Take the gradients (B, F, width) of what `lookup` gave for training; only names of inputs that this rank
         has.
         """
         total = torch.zeros(1 + len(self._tables), dtype=torch.float64)  # squares of the gradient, rows of each table
@@ -77,7 +79,7 @@ class ShardedTables:
                 raise full(name, table.store.spec.capacity, int(rows))
         self.norm = total[0].sqrt() * self._share
 
-    def step(self, factor: float, lr: float, step: int) -> None:
+    def apply(self, factor: float, lr: float, step: int) -> None:
         """One step of the rows that were looked up; their gradients times `factor`."""
         for table in self._tables.values():
             table.apply(factor * self._share, lr, step)
@@ -103,9 +105,9 @@ class ShardedTables:
                     f"{source.place}: table {name} has {count} rows by its own count, and ids of {len(every)}"
                 )
             first, last = store.columns
-            for at in range(0, count, PIECE):
-                ids = every[at : at + PIECE]
-                size, mine = len(ids), table.own(ids)
+            for at in range(0, count, ROWS_PER_READ):
+                ids = every[at : at + ROWS_PER_READ]
+                size, mine = len(ids), table.owns(ids)
                 read = {
                     key: source.read(
                         prefix + key, *(((at, first), (size, last - first)) if wide else ((at,), (size,)))
@@ -155,7 +157,7 @@ class ShardedTables:
             found, inverse = np.empty(0, np.int64), np.empty(0, np.int32)
         else:
             found, inverse = unique(ids.cpu().numpy().reshape(-1))
-        rows = table.look(found, train)
+        rows = table.lookup(found, train)
         if train:
             self._asked[name] = found, inverse
         kind = torch.float64 if table.store.dtype == np.float64 else torch.float32

@@ -34,17 +34,17 @@ class ShardedTable(ABC):
         )
 
     @abstractmethod
-    def look(self, ids: np.ndarray, train: bool) -> np.ndarray:
+    def lookup(self, ids: np.ndarray, train: bool) -> np.ndarray:
         """Rows (U, width) of distinct ids (U,)."""
 
     @abstractmethod
     def merge(self, gradients: np.ndarray) -> float:
-        """Take gradients (U, width) of the ids of the last `look` for training; the sum of squares of what this rank
+        """Take gradients (U, width) of the ids of the last `lookup` for training; the sum of squares of what this rank
         will apply.
         """
 
     @abstractmethod
-    def own(self, ids: np.ndarray) -> np.ndarray:
+    def owns(self, ids: np.ndarray) -> np.ndarray:
         """Which of the ids (n,) this rank keeps, bool (n,)."""
 
     def apply(self, factor: float, lr: float, step: int) -> None:
@@ -62,7 +62,7 @@ class DataParallelTable(ShardedTable):
 
     _ids = np.empty(0, np.int64)
 
-    def look(self, ids: np.ndarray, train: bool) -> np.ndarray:
+    def lookup(self, ids: np.ndarray, train: bool) -> np.ndarray:
         if train:
             self._ids = ids
         return self.store.lookup(ids, train)
@@ -76,7 +76,7 @@ class DataParallelTable(ShardedTable):
         self._merged = ids, gradients
         return squares(gradients)
 
-    def own(self, ids: np.ndarray) -> np.ndarray:
+    def owns(self, ids: np.ndarray) -> np.ndarray:
         return np.ones(len(ids), bool)
 
     def _together(self, ids: np.ndarray, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -112,7 +112,7 @@ class RowWiseTable(ShardedTable):
 
     by_rows = True
 
-    def look(self, ids: np.ndarray, train: bool) -> np.ndarray:
+    def lookup(self, ids: np.ndarray, train: bool) -> np.ndarray:
         owner = self._owner(ids)
         order = np.argsort(owner, kind="stable")
         send = np.bincount(owner, minlength=self._world.size)
@@ -141,7 +141,7 @@ class RowWiseTable(ShardedTable):
         self._merged = distinct, summed
         return squares(summed)
 
-    def own(self, ids: np.ndarray) -> np.ndarray:
+    def owns(self, ids: np.ndarray) -> np.ndarray:
         return self._owner(ids) == self._world.rank
 
     def _owner(self, ids: np.ndarray) -> np.ndarray:
@@ -149,7 +149,7 @@ class RowWiseTable(ShardedTable):
 
 
 class TableWiseTable(RowWiseTable):
-    """One rank holds the whole table. Bytes as of Dealt, all to and from that rank."""
+    """One rank holds the whole table. Bytes as of RowWiseTable, all to and from that rank."""
 
     def __init__(self, store: SparseTable, world: World, givers: Sequence[bool], rank: int) -> None:
         super().__init__(store, world, givers)
@@ -167,7 +167,7 @@ class ColumnWiseTable(ShardedTable):
 
     by_columns = True
 
-    def look(self, ids: np.ndarray, train: bool) -> np.ndarray:
+    def lookup(self, ids: np.ndarray, train: bool) -> np.ndarray:
         size = self._world.size
         counts = torch.zeros(size, dtype=torch.int64)
         counts[self._world.rank] = len(ids)
@@ -198,7 +198,7 @@ class ColumnWiseTable(ShardedTable):
         self._merged = distinct, summed
         return squares(summed)
 
-    def own(self, ids: np.ndarray) -> np.ndarray:
+    def owns(self, ids: np.ndarray) -> np.ndarray:
         return np.ones(len(ids), bool)
 
     def _ends(self) -> list[tuple[int, int]]:

@@ -207,7 +207,7 @@ def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split])
             here = local(tensor)
             here.copy_(state[name][tuple(slice(at, at + n) for at, n in zip(offset(tensor), here.shape, strict=True))])
     for model in (whole, parts):
-        SeededDropout(model, 0, torch.device("cpu")).enter(0, 0)
+        SeededDropout(model, 0, torch.device("cpu")).begin_micro_batch(0, 0)
     return whole, parts
 
 
@@ -326,7 +326,7 @@ def forgetful(rank: int, size: int) -> dict[str, Any]:
                 parts(torch.arange(400.0, dtype=torch.float64).view(100, 4).cos()).square().sum().backward()
                 for _ in range(4):
                     dist.all_reduce(torch.zeros(1))
-            kept.append(footprint.kept / 100 / 8)
+            kept.append(footprint.saved_bytes / 100 / 8)
         found[kind.value] = [[local(p.grad).tolist() for p in parts.parameters() if p.grad is not None], min(kept)]
     return found
 

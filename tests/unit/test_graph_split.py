@@ -164,7 +164,7 @@ def test_any_cut_computes_the_same(name: str, fine: bool) -> None:
         model.load_state_dict(before)
         model.zero_grad()
         for stage in stages:
-            SeededDropout(stage, 5, torch.device("cpu")).enter(1, 2)
+            SeededDropout(stage, 5, torch.device("cpu")).begin_micro_batch(1, 2)
         return run(stages, sample)
 
     whole = result([model])

@@ -143,7 +143,7 @@ class Lending:
         if version > self._version + 1:
             raise Refused(f"update {version} comes after {self._version}")
         if version == self._version + 1:
-            self._shelves.step(
+            self._shelves.apply(
                 float(message.scalars["factor"]), float(message.scalars["lr"]), int(message.scalars["step"])
             )
             self._version, self._steps = version, int(message.scalars["step"]) + 1

@@ -88,11 +88,11 @@ class Local:
         if first == last:  # the last batch of an epoch may be too small for all shares
             self._statistics.append(np.zeros_like(self._computing.added()))
             return
-        batch = prepared.batch if self._tables is None else self._tables.look(prepared.batch, train=True)
+        batch = prepared.batch if self._tables is None else self._tables.lookup(prepared.batch, train=True)
         self._sums += self._computing.passes(prepared, batch, 1.0 / (bounds[last] - bounds[first])).cpu().double()
         added = self._computing.added()
         if self._tables is not None:
-            self._tables.give(self._computing.replica.row_gradients)
+            self._tables.backward(self._computing.replica.row_gradients)
         if not np.isfinite(added).all():  # then the step is skipped, as everywhere
             for parameter in self._computing.parameters.values():
                 parameter.grad = None if parameter.grad is None else torch.full_like(parameter.grad, torch.nan)
