@@ -22,6 +22,7 @@ from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
 from dtf.model.batch_statistics import EMA_SUFFIX, BatchNormStatistics
+from dtf.model.ema import EMA_PREFIX
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
     ForwardPass,
