@@ -1,4 +1,6 @@
-"""Which rows make up which global batch: a pure function of (seed, epoch, index). Ranks and restarts change nothing."""
+"""The contract of samplers: in which order an epoch visits its rows. A pure function of (seed, epoch), so that ranks
+and restarts change nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,17 @@ if TYPE_CHECKING:
 
 
 class Tail(Enum):
+    """What becomes of the rows at the end of an epoch that do not fill a global batch: a smaller batch (`partial`), a
+    batch completed with other rows (`fill`), or no batch (`drop`).
+    """
+
     partial = "partial"
     fill = "fill"
     drop = "drop"
 
 
 class Sampler(ABC):
-    """Fields are the config node `sampler`. Torch-free."""
+    """Decides in which order rows are visited. Fields are the config node `sampler`. Torch-free."""
 
     tail: Tail
 
@@ -25,15 +31,17 @@ class Sampler(ABC):
     """Whether each epoch visits each row exactly once."""
 
     repeats: bool = False
-    """Whether ids from `rows` on occur: further views of a row, see `Dataset.repeats`."""
+    """Whether `order` also gives ids from `rows` on, which stand for further views of a row. See `Dataset.repeats`."""
 
     def fingerprint(self) -> str:
-        """Text that differs when what the order is drawn from, beside these options, does. Default: nothing else is."""
+        """Text that differs when anything outside these options that decides the order differs, such as a file.
+        Default: empty, there is nothing.
+        """
         return ""
 
     @abstractmethod
     def order(self, rows: int, seed: int, epoch: int, groups: np.ndarray | None) -> np.ndarray:
-        """Row numbers of one epoch in the order they are visited, int64.
+        """The row numbers of one epoch in the order in which they are visited, int64, at most `rows` of them.
 
-        `groups`: class of each row (rows,), where the data set has classes.
+        `groups`: the class of each row (rows,), where the data set has classes. A pure function of its arguments.
         """

@@ -19,32 +19,35 @@ if TYPE_CHECKING:
 
 
 class Weights(Protocol):
-    """Numbers of a model, or of some of its tensors, on disk; see `dtf.model.pretrained`."""
+    """Values of a model's tensors on disk, to start from. See `dtf.model.pretrained`."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether it has the parameter or buffer of this full name, in the model's own shape."""
+        """Whether the file has the parameter or buffer of this full name, in the shape that the model gives it."""
         ...
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The part at `offset` of `shape` (default: all), on CPU, in the format it is stored in; memory of its own.
+        """The part of a tensor at `offset` with shape `shape` (default: all of it). On CPU, in the format in which it
+        is stored, in memory of its own.
 
         DataError when it cannot be read.
         """
         ...
 
     def source(self) -> Source | None:
-        """The checkpoint they come from, which may hold sparse tables too; None for files of other programs."""
+        """The checkpoint that the values come from, which may hold sparse tables too. None for files of other
+        programs.
+        """
         ...
 
     @property
     def place(self) -> str:
-        """Where they are, as it was given."""
+        """The path, as the user gave it."""
         ...
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to train: everything a strategy needs to know of a run."""
+    """What to train: all that a strategy needs to know of a run."""
 
     recipe: Recipe
     optimizer: Optimizer
@@ -52,31 +55,31 @@ class Task:
     step: StepOptions
     seed: int
     sample: Callable[[int], Any] | None = None
-    """Inputs of so many training rows, for strategies that look how a model computes before they divide it; only some
-    ranks need to read data for it.
+    """Inputs of so many training rows, for strategies that measure how a model computes before they divide it. Reads
+    data only when it is called.
     """
 
     weights: Weights | None = None
-    """Numbers to start from, in place of drawn ones."""
+    """Values to start from, in place of initialisation. None: the recipe initialises the model."""
 
     rows: RowOptimizer | None = None
-    """How rows of sparse tables learn; only recipes that have some need it."""
+    """The optimizer of the rows of sparse tables. Only recipes that have such tables need it."""
 
 
 class Source(Protocol):
-    """A checkpoint as a program reads it."""
+    """A checkpoint, as programs and updates read it. Any rank may read any part of any tensor."""
 
     scalars: dict
     place: str  # what errors call it
     folder: Path  # where it is
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """The names of all tensors."""
         ...
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The part at `offset` of `shape` (default: all) of a global tensor, on CPU.
+        """The part of a global tensor at `offset` with shape `shape` (default: all of it), on CPU.
 
-        DataError when absent or of another shape.
+        DataError when the checkpoint has no such tensor, or one of another shape, or a damaged one.
         """
         ...
