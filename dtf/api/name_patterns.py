@@ -1,4 +1,4 @@
-"""Names of modules and parameters by pattern, one dotted part at a time. Knows no model."""
+"""Names of modules and parameters by pattern. Patterns match one dotted part at a time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dtf.core.text import suggest
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Whether `name` is what the pattern names, or lies in it: `layer*` covers `layer1` and `layer1.0.conv1.weight`,
-    `*.bn1` only `layer1.bn1`.
+    """Whether the pattern names `name` or something that contains it: `layer*` covers `layer1` and
+    `layer1.0.conv1.weight`, `*.bn1` covers only `layer1.bn1`.
 
-    `*`, `?` and `[...]` stand for characters of one part; a dot is never among them.
+    `*`, `?` and `[...]` stand for characters of one part, never for a dot.
     """
     wanted, parts = pattern.split("."), name.split(".")
     return len(wanted) <= len(parts) and all(map(fnmatchcase, parts, wanted))

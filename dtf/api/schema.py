@@ -162,7 +162,7 @@ def coerce(hint: Any, value: Any, key: str) -> Any:
             raise KeyProblem(
                 inner, f"{inner} is no known key; choices: none, as {key} is one of {', '.join(sorted(_members(hint)))}"
             )
-        raise KeyProblem(key, f"{key}={show(value)} is no choice; {suggest(show(value), _members(hint))}")
+        raise KeyProblem(key, f"{key}={show(value)} is no choice; {suggest(show(value), _spellings(hint))}")
     if hint is type(None) and value is None:
         return None
     if hint is str and type(value) is str:
@@ -331,6 +331,12 @@ def _accepts(hint: Any, value: Any) -> bool:
 def _members(hint: type[enum.Enum]) -> dict[str, enum.Enum]:
     """By what a config calls them: a member's name may not be that, as `async` is a word of Python."""
     return {str(member.value): member for member in hint}
+
+
+def _spellings(hint: type[enum.Enum]) -> list[str]:
+    """All that a config may write for a member: values, and names that are more than a value with an underscore."""
+    names = [name for name, member in hint.__members__.items() if name != f"{member.value}_"]
+    return list(dict.fromkeys([*_members(hint), *names]))
 
 
 def _text_key(name: Any, key: str) -> str:

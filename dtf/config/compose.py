@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from dtf.api.job import Job
 from dtf.api.registry import registered
 from dtf.api.schema import RESERVED, KeyProblem, build_option, show, unset
-from dtf.api.strategy import Task
-from dtf.checkpoint.resolve_path import check_place
+from dtf.api.task import Task
+from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.hydra_sources import CONF, Read, loader, recording
 from dtf.config.limits import resolve
 from dtf.config.messages import explain, hinted, key_for_number, origin, parse, typed_in
@@ -93,7 +93,7 @@ class Composed:
             settings.check()
             if data:
                 settings.recipe.check()
-            check_place(settings.recipe.fine_tuning.weights, "recipe.model.weights")
+            check_weights_path(settings.recipe.fine_tuning.weights, "recipe.model.weights")
             settings.optimizer.check()
             settings.sparse.check()
             settings.lr.check()

@@ -128,7 +128,7 @@ class State(NamedTuple):
     scalars: dict[str, Any]
     others: Callable[[Path], list[dict[str, Any]]] | None = None
     """Has processes that work for this rank write boxes of their own into a checkpoint's folder; what they wrote, see
-    `checkpointer.write_boxes`.
+    `boxes.write_boxes`.
     """
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from dtf.api.recipe import Dataset
-from dtf.api.sampler import Epochs, cut, share
 from dtf.core.types import Batch, Shard
+from dtf.data.samplers import Epochs, cut, share
 
 MOST_AHEAD = 64
 """Batches fetched ahead of one, however small they are: each step looks at all of them."""

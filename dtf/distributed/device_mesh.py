@@ -11,7 +11,7 @@ from dtf.distributed.batch_broadcast import BatchBroadcast
 from dtf.distributed.grad_allreduce import GradientSum
 from dtf.distributed.world import World
 
-APART = 1e-3
+TOLERANCE = 1e-3
 """Relative difference of what should be alike bit for bit, but for kernels that are not deterministic."""
 
 
@@ -49,7 +49,9 @@ class ParallelDims:
         least, most = mine.clone(), mine.clone()
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-        apart = [name for name, differs in zip(norms, (most - least > APART * most).tolist(), strict=True) if differs]
+        apart = [
+            name for name, differs in zip(norms, (most - least > TOLERANCE * most).tolist(), strict=True) if differs
+        ]
         if apart:
             raise ConfigError(
                 f"strategy.degree={self.mesh.size()}: ranks that should agree have different {apart[0]}: it works on "

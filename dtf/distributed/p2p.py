@@ -42,7 +42,7 @@ class P2PChannel:
     def __init__(self, source: int, target: int, tag: int, device: torch.device) -> None:
         self.source, self.target, self._tag, self._device = source, target, tag, device
         self._group: Any = dist.new_group([source, target])
-        self._forms: dict[Any, list[TensorMeta]] = {}
+        self._metas: dict[Any, list[TensorMeta]] = {}
         # a message each, from the first; the memory must stay until it is sent
         self._under_way: deque[list[tuple[dist.Work | None, Tensor]]] = deque()
         self._freed = 0  # messages
@@ -54,9 +54,9 @@ class P2PChannel:
         `key=None`: the receiver knows.
         """
         parts = []
-        if key is not None and key not in self._forms:
-            self._forms[key] = [TensorMeta.of(tensor) for tensor in tensors]
-            text = json.dumps(self._forms[key]).encode()
+        if key is not None and key not in self._metas:
+            self._metas[key] = [TensorMeta.of(tensor) for tensor in tensors]
+            text = json.dumps(self._metas[key]).encode()
             if len(text) > HEADER_BYTES:
                 raise ConfigError(
                     f"{len(tensors)} tensors cross a cut of the pipeline, more than a message describes; cut "
@@ -71,21 +71,21 @@ class P2PChannel:
         self._under_way.append(parts)
         self.byte_count = byte_count(tensors)
 
-    def knows(self, key: Any) -> bool:
+    def has_meta(self, key: Any) -> bool:
         """Whether messages of this key can be received without waiting for a header."""
-        return key in self._forms
+        return key in self._metas
 
-    def form(self, key: Any) -> list[TensorMeta]:
+    def meta(self, key: Any) -> list[TensorMeta]:
         """What messages of this key look like; waits for the first one's header."""
-        if key not in self._forms:
+        if key not in self._metas:
             header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             dist.recv(header, self.source, tag=self._tag)
-            self._forms[key] = [TensorMeta(*found) for found in json.loads(header.numpy().tobytes().rstrip(b"\0"))]
-        return self._forms[key]
+            self._metas[key] = [TensorMeta(*found) for found in json.loads(header.numpy().tobytes().rstrip(b"\0"))]
+        return self._metas[key]
 
-    def receive(self, forms: list[TensorMeta]) -> PendingRecv:
-        """Begin to receive a message of these forms."""
-        tensors = tuple(empty(form.shape, form.order, getattr(torch, form.dtype), self._device) for form in forms)
+    def receive(self, metas: list[TensorMeta]) -> PendingRecv:
+        """Begin to receive a message of these metas."""
+        tensors = tuple(empty(meta.shape, meta.order, getattr(torch, meta.dtype), self._device) for meta in metas)
         self.byte_count = byte_count(tensors)
         return PendingRecv(tensors, [dist.irecv(message(tensor), self.source, group=self._group) for tensor in tensors])
 
@@ -100,7 +100,7 @@ class P2PChannel:
                 work.wait()
             self._freed += 1
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until all that was sent has left."""
         self.free(self._freed + len(self._under_way))
         self._freed = 0

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def is_slice(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a DTensor: a global tensor of which this rank holds a part."""
     return hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, the same memory; a plain tensor as it is."""
-    return tensor.to_local() if is_slice(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def bounds(width: int, size: int, rank: int) -> tuple[int, int]:
@@ -33,7 +33,7 @@ def bounds(width: int, size: int, rank: int) -> tuple[int, int]:
 def offset(tensor: Tensor) -> tuple[int, ...]:
     """Where this rank's part begins. A DTensor is cut along one axis of its mesh at most."""
     start = [0] * tensor.dim()
-    if is_slice(tensor):
+    if is_dtensor(tensor):
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
         for axis, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
             if placement.is_shard():

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Recipe
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.files import replace_text
@@ -75,9 +75,9 @@ def _export(rank: Rank) -> None:
     )
     tables = tables_of(task, World(place), Placement.replicated)
     if tables is not None:
-        from dtf.sparse.inference_module import Served
+        from dtf.sparse.inference_module import InferenceModule
 
-        model = Served.of(model, tables)
+        model = InferenceModule.of(model, tables)
     model.eval()
     dtype = next(t.dtype for t in model.parameters() if t.dtype.is_floating_point)
     inputs = cast_floating(recipe.receive(rows.fetch(np.arange(ROWS) % len(rows), 0)[0]), dtype)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from dtf.api.precision import Cast
 from dtf.api.sparse_table import Table
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.model.init import DTYPES
@@ -23,7 +23,7 @@ from dtf.model.init import DTYPES
 HALF = (torch.bfloat16, torch.float16)
 
 
-class Passes:
+class ForwardPass:
     """What every strategy does alike with a micro-batch, on one device."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class Passes:
         return Evaluated(self.measure(outputs, batch, loss), self._recipe.eval_outputs(_detach(outputs), batch))
 
 
-def evaluated_together(parts: Sequence[Evaluated], device: torch.device) -> Evaluated:
+def merge_evaluated(parts: Sequence[Evaluated], device: torch.device) -> Evaluated:
     """What several micro-batches left behind, on one device."""
     sums, rows = ([part.to(device) for part in column if part is not None] for column in zip(*parts, strict=True))
     return Evaluated(functools.reduce(torch.add, sums), torch.cat(rows) if rows else None)
@@ -108,7 +108,7 @@ def leaf_gradients(parts: Sequence[Batch], names: Iterable[str]) -> dict[str, Te
     }
 
 
-def stand_ins(inputs: Any, tables: Mapping[str, Table]) -> Any:
+def zero_rows_for_tables(inputs: Any, tables: Mapping[str, Table]) -> Any:
     """Inputs as the model gets them, with zeros for rows of sparse tables."""
     if not tables:
         return inputs
@@ -121,18 +121,20 @@ def stand_ins(inputs: Any, tables: Mapping[str, Table]) -> Any:
 def to_device(batch: Batch, device: torch.device, task: Task) -> Batch:
     """The batch on the device, `weight` in the format of the loss. Copies from pinned memory do not wait.
 
-    `received` comes next.
+    `apply_receive` comes next.
     """
     weights = batch.weight.to(device, loss_dtype(task), non_blocking=True)
-    return Batch(moved(batch.inputs, device), batch.targets.to(device, non_blocking=True), weights, batch.ids)
+    return Batch(
+        inputs_to_device(batch.inputs, device), batch.targets.to(device, non_blocking=True), weights, batch.ids
+    )
 
 
-def received(batch: Batch, task: Task) -> Batch:
+def apply_receive(batch: Batch, task: Task) -> Batch:
     """The batch with its inputs as the model gets them."""
     return batch._replace(inputs=task.recipe.receive(batch.inputs))
 
 
-def moved(inputs: Any, device: torch.device) -> Any:
+def inputs_to_device(inputs: Any, device: torch.device) -> Any:
     """Inputs, a tensor or a dict of them, on the device."""
     if isinstance(inputs, dict):
         return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}

@@ -26,7 +26,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if isinstance(module, nn.modules.batchnorm._NormBase):
             own = list(module.parameters(recurse=False))
             if covered(patterns, name) or (own and not any(parameter.requires_grad for parameter in own)):
-                # The class changes, the module and its name stay, as with seeded dropout in `microbatch`.
+                # The class changes, the module and its name stay, as with seeded dropout in `dtf.model.seeded_dropout`.
                 kind: Any = type(
                     f"Frozen{type(module).__name__}", (_Frozen, type(module)), {"__module__": type(module).__module__}
                 )

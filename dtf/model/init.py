@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dtf.api.layout import Layout, Split
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Weights
+from dtf.api.task import Weights
 from dtf.core.errors import ConfigError
 from dtf.core.seeding import seed_of
 from dtf.core.text import suggest

@@ -1,5 +1,5 @@
 """Losses and metrics of class scores, whole or divided by classes over ranks (a DTensor): recipes that use these run
-under any split.
+under any split. And `weighted_sums`, the additive state of any metric.
 
 Scores have shape (B, C). Divided, each call is collective over the ranks that hold the slices: it moves a few numbers
 per row, never the scores.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dtf.distributed.sharding import is_slice, local, offset
+from dtf.distributed.sharding import is_dtensor, local, offset
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,6 +94,14 @@ class _Slices(NamedTuple):
 
 
 def _slices(scores: Tensor) -> _Slices | None:
-    if not is_slice(scores):
+    if not is_dtensor(scores):
         return None
     return _Slices(local(scores), offset(scores)[1], scores.device_mesh.get_group())  # type: ignore[attr-defined]
+
+
+def weighted_sums(weight: Tensor, *values: Tensor) -> Tensor:
+    """[sum(weight), sum(weight * value), ...] of per-row values, each (B,): shape (1 + len(values),), float64 for an
+    exact count.
+    """
+    rows = torch.stack([torch.ones_like(weight), *(value.to(weight.dtype) for value in values)])
+    return (rows * weight).sum(dim=1, dtype=torch.float64)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from dtf.api.layout import Split
 from dtf.api.recipe import Recipe
 from dtf.checkpoint import storage
-from dtf.checkpoint.checkpointer import TORCH_DTYPES, Stored
-from dtf.checkpoint.resolve_path import check_place, is_checkpoint, resolve_checkpoint
+from dtf.checkpoint.boxes import TORCH_DTYPES, StoredCheckpoint
+from dtf.checkpoint.resolve_path import check_weights_path, is_checkpoint, resolve_checkpoints
 from dtf.core.errors import ConfigError, DataError
-from dtf.model.ema import AVERAGED, EMA
+from dtf.model.ema import EMA, EMA_PREFIX
 from dtf.model.init import layout_of
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]
@@ -46,14 +46,14 @@ class Weights:
     part: Read = field(repr=False)
     file: Path = field(repr=False)  # it stands for every byte of them
     about: str
-    stored: Stored | None = field(default=None, repr=False)  # the checkpoint, if they come from one
+    stored: StoredCheckpoint | None = field(default=None, repr=False)  # the checkpoint, if they come from one
 
     @property
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors."""
         return self.stored.scalars if self.stored else {}
 
-    def source(self) -> Stored | None:
+    def source(self) -> StoredCheckpoint | None:
         return self.stored
 
     def digest(self) -> str:
@@ -72,7 +72,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Fit:
+class WeightMatch:
     """How weights and a model go together."""
 
     kept: tuple[str, ...]  # tensors of the model that are in the file
@@ -95,10 +95,10 @@ def open_weights(place: str, key: str) -> Weights:
 
     DataError when it holds none.
     """
-    check_place(place, key)
+    check_weights_path(place, key)
     path = Path(place).expanduser()
     if is_checkpoint(path):
-        return _checkpoint(resolve_checkpoint(path, key)[0], place)
+        return _checkpoint(resolve_checkpoints(path, key)[0], place)
     try:
         if path.suffix == ".safetensors":
             shapes, formats, part = _safetensors(path)
@@ -109,7 +109,9 @@ def open_weights(place: str, key: str) -> Weights:
     return Weights(place, shapes, formats, part, path, place)
 
 
-def fitted(weights: Weights, recipe: Recipe, model: nn.Module, key: str, whole: bool = False) -> tuple[Weights, Fit]:
+def match_weights(
+    weights: Weights, recipe: Recipe, model: nn.Module, key: str, whole: bool = False
+) -> tuple[Weights, WeightMatch]:
     """Those of the weights that a model takes, and what is to be drawn. `model` may be on meta. `whole`: nothing may
     be.
 
@@ -164,7 +166,7 @@ def fitted(weights: Weights, recipe: Recipe, model: nn.Module, key: str, whole: 
         raise ConfigError(f"{key}={weights.place} does not fit the model: {'; '.join(problems[:3])}{more}; {advice}")
     kept = tuple(name for name in wanted if name in found and name not in drawn)
     told = tuple(f"{name} ({_sizes(found[name])} there, {_sizes(wanted[name])} here)" for name in other)
-    return replace(weights, shapes={name: wanted[name] for name in kept}), Fit(kept, told, tuple(missing))
+    return replace(weights, shapes={name: wanted[name] for name in kept}), WeightMatch(kept, told, tuple(missing))
 
 
 def _unwrapped(weights: Weights, own: Collection[str]) -> Weights:
@@ -205,11 +207,11 @@ def _checkpoint(folder: Path, place: str) -> Weights:
     """The model in a checkpoint of dtf: averages of the weights (`step.ema`) where there are some, since it was judged
     by them.
     """
-    stored = Stored(folder)
+    stored = StoredCheckpoint(folder)
     places: dict[str, str] = {}
     for name in sorted(stored.names(), key=lambda name: not name.startswith("model/")):  # averages last: they win
         kind, _, rest = name.partition("/")
-        if kind == "model" or f"{kind}/" == AVERAGED:
+        if kind == "model" or f"{kind}/" == EMA_PREFIX:
             places[rest] = name
         elif kind == "optimizer" and rest.endswith(f"/{EMA}"):
             places[rest.removesuffix(f"/{EMA}")] = name

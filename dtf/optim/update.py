@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from dtf.api.optimizer import Combine, Optimizer
 from dtf.api.precision import Precision
-from dtf.api.strategy import Source, Update
+from dtf.api.strategy import Update
+from dtf.api.task import Source
 from dtf.core.errors import ConfigError
 from dtf.core.types import Box, State
 from dtf.distributed.sharding import byte_count, local
@@ -34,7 +35,7 @@ class ParamShard(NamedTuple):
     shape: tuple[int, ...]  # of the global tensor
     offset: tuple[int, ...]  # of the local part in it
     # False: held in whole by several ranks that together hold the model, and another of them counts for it
-    counts: bool = True
+    is_primary: bool = True
 
 
 def full_params(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, ParamShard]:
@@ -131,7 +132,8 @@ class LocalUpdate(Update):
         self._own, self._divided = own, owned is not None
         self._own_index = [i for i, name in enumerate(self._pieces) if owned is None or name in owned]
         masters = {name: self._pieces[name].master for name in own}
-        shapes, counts = ({name: getattr(self._pieces[name], key) for name in own} for key in ("shape", "counts"))
+        shapes = {name: self._pieces[name].shape for name in own}
+        counts = {name: self._pieces[name].is_primary for name in own}
         self._bound = optimizer.bind(masters, shapes, combine, counts)
         self._trained = list(self._pieces.values())
         # weights of a narrower format than their averages, while these stand in for them
@@ -146,8 +148,8 @@ class LocalUpdate(Update):
         self._host, self._none = device.type == "cpu", torch.zeros(0, dtype=self._norm_dtype, device=device)
         self._counts = (
             None
-            if all(piece.counts for piece in self._trained)
-            else torch.tensor([float(p.counts) for p in self._trained], device=device)
+            if all(piece.is_primary for piece in self._trained)
+            else torch.tensor([float(p.is_primary) for p in self._trained], device=device)
         )
         self._scale = torch.full((), loss_scale, dtype=torch.float32, device=device) if loss_scale else None
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
@@ -218,7 +220,7 @@ class LocalUpdate(Update):
 
     def _step_tables(self, factor: Tensor | None, lr: float) -> None:
         if self._tables is not None and self._leads:
-            self._tables.step(1.0 if factor is None else factor.item(), lr, self.table_steps)
+            self._tables.apply(1.0 if factor is None else factor.item(), lr, self.table_steps)
             self.table_steps += 1
 
     def _count(self, skipped: bool) -> None:
@@ -293,10 +295,12 @@ class LocalUpdate(Update):
     def state(self) -> State:
         boxes: list[Box] = []
         if self._writes:
-            boxes += [box for name, piece in self._frozen.items() if piece.counts for box in _boxes(name, piece, {})]
+            boxes += [
+                box for name, piece in self._frozen.items() if piece.is_primary for box in _boxes(name, piece, {})
+            ]
         if self._writes or self._divided:
             kept = ((name, self._pieces[name], state) for name, state in self._bound.states.items())
-            boxes += [box for name, piece, state in kept if piece.counts for box in _boxes(name, piece, state)]
+            boxes += [box for name, piece, state in kept if piece.is_primary for box in _boxes(name, piece, state)]
         if self._tables is not None and self._leads:
             boxes += self._tables.boxes()
         boxes = [box for box in boxes if box.tensor.numel()]
