@@ -30,7 +30,8 @@ from dtf.api.sampler import Epochs, Shuffle
 from dtf.core.types import Shard
 from dtf.data.loader import Loader
 from dtf.recipes.ctr.clicks import write_criteo
-from dtf.recipes.ctr.data import ClicksOptions, Ids, Integers, LogOptions, Mode
+from dtf.recipes.ctr.generated_data import ClicksOptions
+from dtf.recipes.ctr.log_data import Ids, Integers, LogOptions, Mode
 
 
 def passed_through(data: Dataset, batch: int, ranks: int, most: int) -> tuple[int, float, float]:

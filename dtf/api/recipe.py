@@ -127,7 +127,9 @@ class Recipe(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        accept_old_methods(cls, {"judge": "evaluator", "judged": "eval_outputs", "measures": "train_metrics"})
+        accept_old_methods(
+            cls, {"idle": "inactive_keys", "judge": "evaluator", "judged": "eval_outputs", "measures": "train_metrics"}
+        )
 
     @property
     @abstractmethod
@@ -175,7 +177,7 @@ class Recipe(ABC):
         """
         return "min" if metric == "loss" else self.objective[1] if metric == self.objective[0] else "max"
 
-    def idle(self) -> dict[str, str]:
+    def inactive_keys(self) -> dict[str, str]:
         """Keys of the config, of any group, that have no effect as this recipe is set -> the key that makes it so.
         Torch-free, quick. Default: none.
 

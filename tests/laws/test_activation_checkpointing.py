@@ -21,7 +21,8 @@ from dtf.model.activation_checkpointing import apply_activation_checkpointing, m
 from dtf.model.init import init_model
 from dtf.model.memory import Footprint
 from dtf.model.microbatch import BatchNormStatistics, SeededDropout
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
+from dtf.recipes.resnet.options import Arch, ModelOptions
+from dtf.recipes.resnet.recipe import ResnetShapes
 from tests.conftest import Result
 from tests.support.harness import spread, variants
 from tests.support.ranks import ranks

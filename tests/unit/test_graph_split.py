@@ -17,7 +17,8 @@ from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.model.init import build_on_meta, init_model
 from dtf.model.microbatch import BatchNormStatistics, SeededDropout
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, Stem
+from dtf.recipes.resnet.options import Arch, ModelOptions, Stem
+from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from tests.support.toy import Toy
 
