@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def combinations(overrides: Sequence[Override]) -> tuple[list[list[str]], bool]:
-    """The overrides of override trial, and whether these are all: where a sweeper chooses values as it goes, one possible
-    trial.
+    """The overrides of each trial, and whether these are all.
+
+    They are not all where a sweeper chooses values as it goes: then it is one possible trial. ConfigError for a sweep
+    over a setting of Hydra.
     """
     for override in overrides:
         if override.is_sweep_override() and override.is_hydra_override():
