@@ -130,23 +130,25 @@ class Composed:
         which spoke of the other one.
         """
         new = parse(overrides, self.composer.loader)
-        chosen = {each.key_or_group: each.value() for each in new if self.composer.is_group(each.key_or_group)}
-        kept = []
-        for text, each in zip(self.overrides, parse(self.overrides, self.composer.loader), strict=True):
-            group = each.key_or_group.split(".")[0]
-            other = group in chosen and chosen[group] != self.choices.get(group)
-            if each.key_or_group not in chosen and not other:
-                kept.append(text)
-        return self.composer.compose([*kept, *overrides])
+        chosen = {
+            override.key_or_group: override.value() for override in new if self.composer.is_group(override.key_or_group)
+        }
+        remaining = []
+        for text, override in zip(self.overrides, parse(self.overrides, self.composer.loader), strict=True):
+            group = override.key_or_group.split(".")[0]
+            is_other_option = group in chosen and chosen[group] != self.choices.get(group)
+            if override.key_or_group not in chosen and not is_other_option:
+                remaining.append(text)
+        return self.composer.compose([*remaining, *overrides])
 
     def chosen(self) -> dict[str, list[str]]:
         """The options that the command line itself chooses, by group."""
         named = [
-            each
-            for each in parse(self.overrides, self.composer.loader)
-            if self.composer.is_group(each.key_or_group) and not each.is_delete()
+            override
+            for override in parse(self.overrides, self.composer.loader)
+            if self.composer.is_group(override.key_or_group) and not override.is_delete()
         ]
-        values = {each.key_or_group: each.value() for each in named}
+        values = {override.key_or_group: override.value() for override in named}
         return {group: value if isinstance(value, list) else [value] for group, value in values.items() if value}  # type: ignore[dict-item]
 
     def origin(self, key: str) -> str:
@@ -186,17 +188,17 @@ class Composer:
         """
         parsed = parse(overrides, self.loader)
         chosen = {
-            each.key_or_group: str(each.value())
-            for each in parsed
-            if not each.is_delete() and not each.is_sweep_override()
+            override.key_or_group: str(override.value())
+            for override in parsed
+            if not override.is_delete() and not override.is_sweep_override()
         }
         first = overrides
         # which run it is must be found without keys that only the run's recipe may have
         if _uses_model(chosen.get("job")):
             first = [
                 text
-                for text, each in zip(overrides, parsed, strict=True)
-                if "." not in each.key_or_group or each.key_or_group.startswith("job.")
+                for text, override in zip(overrides, parsed, strict=True)
+                if "." not in override.key_or_group or override.key_or_group.startswith("job.")
             ]
         config, reads = self.with_plugins(overrides, lambda: self._load(first))
         job = OmegaConf.to_container(config.job) if OmegaConf.is_dict(config.get("job")) else {}
@@ -204,11 +206,11 @@ class Composer:
             return config, reads
         from dtf.config.inherit import inherit
 
-        behind = inherit(str(job.get("model", "")), chosen, self._plugins)
-        config, reads = self.with_plugins(overrides, lambda: self._load([*behind, *overrides]))
+        inherited = inherit(str(job.get("model", "")), chosen, self._plugins)
+        config, reads = self.with_plugins(overrides, lambda: self._load([*inherited, *overrides]))
         with read_write(config.hydra.overrides):
             # what was typed, for titles of trials
-            config.hydra.overrides.task = list(config.hydra.overrides.task)[len(behind) :]
+            config.hydra.overrides.task = list(config.hydra.overrides.task)[len(inherited) :]
         return config, reads
 
     def with_plugins(self, overrides: Sequence[str], action: Callable[[], T]) -> tuple[T, dict[str, Read]]:
@@ -314,8 +316,8 @@ class Composer:
                 raise
         # An unknown key, or a new entry of a mapping. Let it in, so that it is judged like a key of a file.
         forced = [
-            f"++{text}" if self._is_plain(each) else text
-            for text, each in zip(overrides, parse(overrides, self.loader), strict=True)
+            f"++{text}" if self._is_plain(override) else text
+            for text, override in zip(overrides, parse(overrides, self.loader), strict=True)
         ]
         return self.loader.load_configuration(self.config_name, forced, RunMode.RUN)
 
@@ -359,7 +361,10 @@ def _fit(plain: dict[Any, Any]) -> dict[str, Any]:
 def _plugins_in_overrides(overrides: Sequence[str]) -> list[str]:
     named = [text for text in overrides if text.lstrip("+").startswith("plugins=")]
     return [
-        name for each in parse(named) if not each.is_sweep_override() for name in _plugins_in({"plugins": each.value()})
+        name
+        for override in parse(named)
+        if not override.is_sweep_override()
+        for name in _plugins_in({"plugins": override.value()})
     ]
 
 

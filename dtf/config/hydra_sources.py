@@ -76,10 +76,10 @@ class PartsSource(ConfigSource):
         return "dtf"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        found = self._find(config_path)
-        if found is None:
+        option = self._find(config_path)
+        if option is None:
             raise ConfigLoadError(f"{config_path} is not registered")
-        group, name = found
+        group, name = option
         if group == "":
             node, package = to_plain(Root()), "_global_"
         else:

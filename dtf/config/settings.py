@@ -216,12 +216,12 @@ def load_parts(plugins: list[str]) -> None:
     """Import every module that registers classes: dtf's own, those of installed packages (entry points), and
     `plugins`.
     """
-    found = [f"dtf.{package}.{module}" for package, modules in _PARTS.items() for module in modules.split()]
+    modules = [f"dtf.{package}.{module}" for package, names in _PARTS.items() for module in names.split()]
     recipes = importlib.import_module("dtf.recipes")
     for family in pkgutil.iter_modules(recipes.__path__):
         files = {file.stem for path in recipes.__path__ for file in Path(path, family.name).glob("*recipe.py")}
-        found += [f"dtf.recipes.{family.name}.{module}" for module in sorted(files)]
-    for name in found:
+        modules += [f"dtf.recipes.{family.name}.{module}" for module in sorted(files)]
+    for name in modules:
         importlib.import_module(name)
     for name in _entry_point_modules():
         load_plugin(name)
@@ -242,11 +242,13 @@ def load_parts(plugins: list[str]) -> None:
 
 def _brings(plugin: str) -> bool:
     """Whether a loaded module holds registered classes: its own, or those of what it imports."""
-    told = vars(sys.modules[plugin]).values()
-    homes = {plugin, *(value.__name__ for value in told if isinstance(value, ModuleType))}
+    members = vars(sys.modules[plugin]).values()
+    sources = {plugin, *(value.__name__ for value in members if isinstance(value, ModuleType))}
     classes = [cls for group in groups() for cls in registered(group).values()]
-    known = any(cls in told or cls.__module__ in homes or cls.__module__.startswith(f"{plugin}.") for cls in classes)
-    return known or any(brings(home) for home in homes)
+    known = any(
+        cls in members or cls.__module__ in sources or cls.__module__.startswith(f"{plugin}.") for cls in classes
+    )
+    return known or any(brings(home) for home in sources)
 
 
 def load_plugin(name: str) -> None:

@@ -112,7 +112,7 @@ class Relay(Job):
     legs: list[str] = option(
         factory=lambda: list(STANDARD),
         doc="strategies, each for one segment of the run, in order, with options after a blank; options of the segment "
-        "are `processes` (1), `steps` (job.steps), and `kill`: `rank` (any one), `launcher` or a role such as `server`, "
+        "are `processes` (1), `steps` (job.steps) and `kill`: `rank` (any one), `launcher` or a role such as `server`, "
         "killed by SIGKILL in the middle",
     )
     reference: str = option(
