@@ -147,7 +147,9 @@ class Recipe(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        accept_old_methods(cls, {"judge": "evaluator", "judged": "eval_outputs", "measures": "train_metrics"})
+        accept_old_methods(
+            cls, {"idle": "inactive_keys", "judge": "evaluator", "judged": "eval_outputs", "measures": "train_metrics"}
+        )
 
     @property
     @abstractmethod
@@ -195,7 +197,7 @@ class Recipe(ABC):
         """
         return "min" if metric == "loss" else self.objective[1] if metric == self.objective[0] else "max"
 
-    def idle(self) -> dict[str, str]:
+    def inactive_keys(self) -> dict[str, str]:
         """Config keys of any group that have no effect with these options -> the key that makes them ineffective.
         Torch-free and fast. Default: none.
 
