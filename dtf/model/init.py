@@ -1,4 +1,4 @@
-"""From a recipe to a model with drawn parameters: every layout starts from the same numbers, with no broadcast."""
+"""From a recipe to an initialised model. Every strategy starts from the same numbers, without a broadcast."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ DTYPES = {
 
 
 def init_model(recipe: Recipe, seed: int, weights: Weights | None = None) -> nn.Module:
-    """The recipe's model on CPU in fp32, with all its numbers; see `init_modules`.
+    """The recipe's model on CPU in fp32, with all values; see `init_modules`. Not collective.
 
-    Those that `weights` has are taken from there, in their format.
+    Tensors that `weights` has are taken from there, in their format. ConfigError for a parameter that is never
+    initialised, DataError for weights that cannot be read.
     """
     model = build_on_meta(recipe)
     for _, found in init_modules(recipe, seed, model):
@@ -39,9 +40,9 @@ def init_model(recipe: Recipe, seed: int, weights: Weights | None = None) -> nn.
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:
-    """The recipe's model without memory (on meta), frozen where it says so.
+    """The recipe's model on meta, without memory, with frozen parameters where the recipe says so.
 
-    ConfigError for parameters that would not stay what they are.
+    ConfigError for parameters of dtypes that cannot be kept: parameters that are not floating, or of several dtypes.
     """
     with torch.device("meta"):
         model = recipe.build_model()
@@ -66,9 +67,9 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
 
 
 def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
-    """The recipe's layout of its model.
+    """The recipe's layout of its model, checked.
 
-    ConfigError when it names what is not there or a module twice, or is no layout.
+    ConfigError when it names a module that does not exist, names one twice, or is no Layout.
     """
     who = f"{type(recipe).__name__}.layout()"
     try:
@@ -102,11 +103,12 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
 
 
 def init_modules(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
-    """Draw a sketched model module by module, each under a generator seeded by hash(seed, module name), on CPU in fp32.
+    """Initialise a model that is on meta, module by module, each under a generator seeded with hash(seed, module name).
+    On CPU, in fp32 whatever the precision, so that runs of different precision start alike.
 
-    Always in fp32, so that runs of different precision start alike. Yields each module and what it now owns, parameters
-    and buffers by their full names, a shared tensor under its first one; whoever keeps only parts of them may drop them
-    then. Raises ConfigError when a parameter or buffer was never drawn.
+    Yields each module and the parameters and buffers that it now owns, by full name; a shared tensor under its first
+    name. A caller that keeps only parts of them may drop the rest then. ConfigError when a parameter or buffer was
+    never drawn.
     """
     names = {id(p): name for name, p in model.named_parameters()}  # the first name of a tied parameter
     # and its last owner, by when it must be drawn
@@ -157,16 +159,16 @@ def _never_drawn(recipe: Recipe, name: str, why: str) -> NoReturn:
 
 
 def is_statistics(module: nn.Module) -> bool:
-    """Whether it keeps fp32 (or `param`, when that is fp64) in half formats: running averages in bf16 lose most of
-    their updates.
+    """Whether a module stays in fp32 (in fp64 where `param` is) in half precision runs: running averages in bf16 lose
+    most of their updates.
     """
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def formats(model: nn.Module, precision: Precision) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """Name of each floating parameter and buffer -> the formats in which it is kept and computes.
+    """Name of each floating parameter and buffer -> the dtypes in which it is kept and computes.
 
-    They differ only with `cast=module` and another `compute` than `param`; those of buffers never do.
+    They differ only with `cast=module` and another `compute` than `param`. Those of a buffer never differ.
     """
     param = DTYPES[precision.param]
     compute = param if precision.cast is Cast.autocast else DTYPES[precision.compute]
@@ -185,10 +187,11 @@ def formats(model: nn.Module, precision: Precision) -> dict[str, tuple[torch.dty
 
 
 def cast(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, torch.Tensor]:
-    """Move the model to its device and formats; returns the tensors the optimizer updates, by parameter name.
+    """Move the model to its device and dtypes, in place. Returns the tensors that the optimizer updates, by parameter
+    name. Not collective.
 
-    These are the module's own parameters unless they compute in another format than the one they are kept in: then they
-    are master copies.
+    They are the module's own parameters, except where a parameter computes in another dtype than it is kept in: there
+    they are master copies.
     """
     model.to(device)
     pairs, masters = formats(model, precision), {}
