@@ -39,13 +39,13 @@ class GradientSum:
 
 def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Consecutive tensors of one dtype, in lists up to the size of a bucket."""
-    found: list[list[Tensor]] = []
+    lists: list[list[Tensor]] = []
     held = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if not found or held + size > BUCKET_BYTES or found[-1][0].dtype is not tensor.dtype:
-            found.append([])
+        if not lists or held + size > BUCKET_BYTES or lists[-1][0].dtype is not tensor.dtype:
+            lists.append([])
             held = 0
-        found[-1].append(tensor)
+        lists[-1].append(tensor)
         held += size
-    return found
+    return lists

@@ -81,7 +81,7 @@ class P2PChannel:
         if key not in self._metas:
             header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             dist.recv(header, self.source, tag=self._tag)
-            self._metas[key] = [TensorMeta(*found) for found in json.loads(header.numpy().tobytes().rstrip(b"\0"))]
+            self._metas[key] = [TensorMeta(*fields) for fields in json.loads(header.numpy().tobytes().rstrip(b"\0"))]
         return self._metas[key]
 
     def receive(self, metas: list[TensorMeta]) -> PendingRecv:

@@ -19,13 +19,13 @@ def dense(tensor: Tensor, order: Sequence[int] | None = None) -> Tensor:
     """The tensor itself if it has no gaps in memory and its axes lie in this `order` (default: any), else a copy for
     which that is true.
     """
-    own = axes(tensor) if order is None else [*order]
-    view = tensor.permute(own)
+    order_in_memory = axes(tensor) if order is None else [*order]
+    view = tensor.permute(order_in_memory)
     return (
         tensor
         if view.is_contiguous()
         else empty(
-            tensor.shape, own if order is not None else [*range(tensor.dim())], tensor.dtype, tensor.device
+            tensor.shape, order_in_memory if order is not None else [*range(tensor.dim())], tensor.dtype, tensor.device
         ).copy_(tensor)
     )
 

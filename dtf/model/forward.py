@@ -106,8 +106,8 @@ def leaf_gradients(parts: Sequence[Batch], names: Iterable[str]) -> dict[str, Te
     """
     leaves = {name: [part.inputs[name] for part in parts] for name in names if parts}
     return {
-        name: torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in found])
-        for name, found in leaves.items()
+        name: torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in parts_of_input])
+        for name, parts_of_input in leaves.items()
     }
 
 

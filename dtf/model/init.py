@@ -32,8 +32,8 @@ def init_model(recipe: Recipe, seed: int, weights: Weights | None = None) -> nn.
     initialised, DataError for weights that cannot be read.
     """
     model = build_on_meta(recipe)
-    for _, found in init_modules(recipe, seed, model):
-        for name, tensor in found.items():
+    for _, tensors in init_modules(recipe, seed, model):
+        for name, tensor in tensors.items():
             if weights is not None and name in weights:
                 tensor.data = weights.read(name)
     return model
@@ -97,7 +97,7 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
     for name, split in layout.splits.items():
         if not isinstance(split, Split):
             raise ConfigError(
-                f"{who} splits {name} as {split!r}; use one of Split.{', Split.'.join(each.name for each in Split)}"
+                f"{who} splits {name} as {split!r}; use one of Split.{', Split.'.join(kind.name for kind in Split)}"
             )
     return layout
 
@@ -116,7 +116,7 @@ def init_modules(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[
     made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     for prefix, module in model.named_modules():
         unfinished: set[str] = set()
-        found: dict[str, Tensor] = {}
+        owned: dict[str, Tensor] = {}
         # not named_parameters: that leaves out a second name of the same tensor
         for key, parameter in module._parameters.items():
             if parameter is None:
@@ -130,13 +130,13 @@ def init_modules(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[
             if last[key_of] is not module:
                 made[key_of] = drawing
                 unfinished.add(name)
-            module._parameters[key] = found[name] = drawing
+            module._parameters[key] = owned[name] = drawing
         for key, buffer in module.named_buffers(recurse=False):
             floating = buffer.dtype.is_floating_point
             empty = torch.full(
                 buffer.shape, torch.nan if floating else 0, dtype=torch.float32 if floating else buffer.dtype
             )
-            module._buffers[key] = found[f"{prefix}.{key}" if prefix else key] = empty
+            module._buffers[key] = owned[f"{prefix}.{key}" if prefix else key] = empty
         buffers = {key: (buffer, buffer._version) for key, buffer in module.named_buffers(recurse=False)}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(seed_of(seed, "initialise", prefix))
@@ -145,10 +145,10 @@ def init_modules(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[
             if module._buffers[key] is buffer and buffer._version == version and key != "num_batches_tracked":
                 name = f"{prefix}.{key}" if prefix else key
                 _never_drawn(recipe, name, "what its constructor put there is lost, the model is built without memory")
-        for name, tensor in found.items():
+        for name, tensor in owned.items():
             if name not in unfinished and tensor.dtype.is_floating_point and bool(tensor.detach().isnan().any()):
                 _never_drawn(recipe, name, "or only in part")
-        yield module, found
+        yield module, owned
 
 
 def _never_drawn(recipe: Recipe, name: str, why: str) -> NoReturn:
@@ -172,7 +172,7 @@ def formats(model: nn.Module, precision: Precision) -> dict[str, tuple[torch.dty
     """
     param = DTYPES[precision.param]
     compute = param if precision.cast is Cast.autocast else DTYPES[precision.compute]
-    found = {}
+    dtypes = {}
     for prefix, module in model.named_modules():
         wide = torch.float32 if is_statistics(module) else None
         kept, computing = (wide if wide and to.itemsize < wide.itemsize else to for to in (param, compute))
@@ -180,10 +180,10 @@ def formats(model: nn.Module, precision: Precision) -> dict[str, tuple[torch.dty
             (module.named_parameters(recurse=False), (kept, computing)),
             (module.named_buffers(recurse=False), (computing, computing)),
         ):
-            found |= {
+            dtypes |= {
                 f"{prefix}.{key}" if prefix else key: pair for key, tensor in tensors if tensor.dtype.is_floating_point
             }
-    return found
+    return dtypes
 
 
 def cast(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, torch.Tensor]:

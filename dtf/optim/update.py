@@ -104,7 +104,7 @@ class LocalUpdate(Update):
     `owned`: names whose optimizer state is here (default: all). `after`: called when owned parameters have changed, to
     fetch the others. `writes`: whether this rank writes its parameters to checkpoints, which other ranks may hold too.
 
-    Three operations over several ranks, all in place and collective: `reduce` sums gradients over the ranks that
+    Three collective operations over several ranks, the first two in place: `reduce` sums gradients over the ranks that
     computed other rows. `combine` sums numbers per parameter, the last axis, over the ranks that hold other slices of
     the same parameters. `gather` turns the norms (n,) of these parameters into those (N,) of the whole model.
 
@@ -137,12 +137,12 @@ class LocalUpdate(Update):
         self._frozen = {name: piece for name, piece in pieces.items() if not piece.parameter.requires_grad}
         if not self._pieces and gather is None:  # else other ranks have some
             raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
-        own = [name for name in self._pieces if owned is None or name in owned]
-        self._own, self._divided = own, owned is not None
+        owned_names = [name for name in self._pieces if owned is None or name in owned]
+        self._own, self._divided = owned_names, owned is not None
         self._own_index = [i for i, name in enumerate(self._pieces) if owned is None or name in owned]
-        masters = {name: self._pieces[name].master for name in own}
-        shapes = {name: self._pieces[name].shape for name in own}
-        counts = {name: self._pieces[name].is_primary for name in own}
+        masters = {name: self._pieces[name].master for name in owned_names}
+        shapes = {name: self._pieces[name].shape for name in owned_names}
+        counts = {name: self._pieces[name].is_primary for name in owned_names}
         self._bound = optimizer.bind(masters, shapes, combine, counts)
         self._trained = list(self._pieces.values())
         # weights of a narrower format than their averages, while these stand in for them
@@ -222,8 +222,8 @@ class LocalUpdate(Update):
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor)
         self._bound.apply(gradients, lr, skip)
-        for here, master in self._copies:
-            here.copy_(master)
+        for computing, master in self._copies:
+            computing.copy_(master)
         if self._after is not None:
             self._after()
 
@@ -263,8 +263,8 @@ class LocalUpdate(Update):
                 master.copy_(average)
             else:
                 master.copy_(self._aside.pop(name))
-        for here, master in self._copies:
-            here.copy_(master)
+        for computing, master in self._copies:
+            computing.copy_(master)
         if self._after is not None:
             self._after()
 
@@ -297,8 +297,8 @@ class LocalUpdate(Update):
     @torch.no_grad()
     def refresh(self, steps: int) -> None:
         """Follow a change to the tensors of `kept`, as if by so many steps."""
-        for here, master in self._copies:
-            here.copy_(master)
+        for computing, master in self._copies:
+            computing.copy_(master)
         self.table_steps += steps
 
     def state(self) -> State:
