@@ -37,10 +37,10 @@ class Layout:
 
     def stages(self) -> tuple[tuple[str, ...], ...]:
         """The blocks, with neighbours that lie in the same child of the model joined into one."""
-        found: list[list[str]] = []
+        joined: list[list[str]] = []
         for block in self.blocks:
-            if found and {name.partition(".")[0] for name in (*found[-1], *block)} == {block[0].partition(".")[0]}:
-                found[-1].extend(block)
+            if joined and {name.partition(".")[0] for name in (*joined[-1], *block)} == {block[0].partition(".")[0]}:
+                joined[-1].extend(block)
             else:
-                found.append([*block])
-        return tuple(tuple(stage) for stage in found)
+                joined.append([*block])
+        return tuple(tuple(stage) for stage in joined)

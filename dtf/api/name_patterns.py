@@ -35,8 +35,8 @@ def factor(factors: Mapping[str, float], name: str) -> float:
 
 def longest(values: Mapping[str, float], name: str) -> float | None:
     """The value of the longest pattern that covers the name; None: no pattern does."""
-    found = [pattern for pattern in values if covers(pattern, name)]
-    return values[max(found, key=lambda pattern: (len(pattern), pattern))] if found else None
+    matches = [pattern for pattern in values if covers(pattern, name)]
+    return values[max(matches, key=lambda pattern: (len(pattern), pattern))] if matches else None
 
 
 def check_used(key: str, patterns: Iterable[str], names: Iterable[str], frozen: Collection[str] = ()) -> None:
@@ -45,13 +45,13 @@ def check_used(key: str, patterns: Iterable[str], names: Iterable[str], frozen: 
     """
     known = list(names)
     for pattern in patterns:
-        found = [name for name in known if covers(pattern, name)]
-        if found and all(name in frozen for name in found):
+        matches = [name for name in known if covers(pattern, name)]
+        if matches and all(name in frozen for name in matches):
             raise ConfigError(
                 f"{key} names {pattern!r}, which covers only parameters that recipe.model.freeze keeps from learning; "
                 "leave it out of one of them"
             )
-        if not found:
+        if not matches:
             heads = {".".join(name.split(".")[: pattern.count(".") + 1]) for name in known}
             raise ConfigError(
                 f"{key} names {pattern!r}, which covers no parameter of the model; {suggest(pattern, heads)}; where a "

@@ -144,7 +144,7 @@ class Bound:
         ]
         self._groups: list[tuple[list[int], Group, float]] = []
         for kind in sorted(set(kinds), key=lambda kind: (kind[0] is None, kind)):
-            chosen = [index for index, each in enumerate(kinds) if each == kind]
+            chosen = [index for index, other in enumerate(kinds) if other == kind]
             slots = {key: [states[index][key] for index in chosen] for key in states[chosen[0]]}
             members = [self._parameters[index] for index in chosen]
             add = combine

@@ -367,13 +367,13 @@ def check_tables(task: Task, placement: Placement, processes: int) -> None:
                 f"strategy.tables=column_wise: table {name} has {width} columns, too few for {processes} ranks; use "
                 "strategy.tables=row_wise"
             )
-        whole = (
+        states = (
             [state for state, (count, _) in task.rows.states(width).items() if count != width]
             if task.rows is not None
             else []
         )
-        if whole:
+        if states:
             raise ConfigError(
-                f"strategy.tables=column_wise divides rows, and {type(task.rows).__name__} keeps {whole[0]} of whole "
+                f"strategy.tables=column_wise divides rows, and {type(task.rows).__name__} keeps {states[0]} of whole "
                 "ones; use strategy.tables=row_wise"
             )

@@ -129,12 +129,12 @@ class StoredCheckpoint:
             fits = shape == stored.shape
         else:
             shape = (
-                tuple(whole - at for whole, at in zip(stored.shape, offset, strict=True))
+                tuple(length - at for length, at in zip(stored.shape, offset, strict=True))
                 if shape is None
                 else tuple(shape)
             )
             fits = len(offset) == len(shape) == len(stored.shape) and all(
-                min(at, n) >= 0 and at + n <= whole for at, n, whole in zip(offset, shape, stored.shape, strict=True)
+                min(at, n) >= 0 and at + n <= length for at, n, length in zip(offset, shape, stored.shape, strict=True)
             )
         if not fits:
             raise DataError(

@@ -130,8 +130,8 @@ class Checkpointer:
 
     def _write(self, draft: Path, state: State) -> list[dict[str, Any]]:
         """What this rank, and others for it, wrote."""
-        own = [write_boxes(draft / f"rank_{self._world.rank}.safetensors", state.boxes)] if state.boxes else []
-        return own + (state.others(draft) if state.others else [])
+        written = [write_boxes(draft / f"rank_{self._world.rank}.safetensors", state.boxes)] if state.boxes else []
+        return written + (state.others(draft) if state.others else [])
 
     def _finish(
         self, draft: Path, step: int, parts: list[dict[str, Any]], scalars: dict[str, Any], value: float | None
@@ -204,9 +204,9 @@ class Checkpointer:
                 self._note(f"checkpoint {path} is skipped: {fault}")
         if not candidates:
             return None
-        mine = candidates[0].parent == self._folder
-        where = self._folder if mine else f"checkpoint.resume={self._options.resume}"
-        cure = "move them away to start anew, or use another run.dir" if mine else "give another"
+        in_run_folder = candidates[0].parent == self._folder
+        where = self._folder if in_run_folder else f"checkpoint.resume={self._options.resume}"
+        cure = "move them away to start anew, or use another run.dir" if in_run_folder else "give another"
         raise DataError(
             f"{where} holds no checkpoint that can be loaded ({newest_fault}); `dtf job=checkpoint job.action=verify` "
             f"says more; {cure}"
@@ -224,23 +224,23 @@ class Checkpointer:
             storage.clean(self._folder)
         except OSError as error:
             self._note(f"leftovers in {self._folder} could not be removed: {error}")
-        resume, own = self._options.resume, storage.checkpoints(self._folder)
-        if own and attempt:
-            return [str(path) for path in own]
+        resume, existing = self._options.resume, storage.checkpoints(self._folder)
+        if existing and attempt:
+            return [str(path) for path in existing]
         given = [] if resume in ("auto", "never") else resolve_checkpoints(resume, "checkpoint.resume")
-        if own:
+        if existing:
             if resume == "never":
                 raise BusyError(
-                    f"checkpoint.resume=never, but {self._folder} holds {own[0].name}; a run folder is one run: "
+                    f"checkpoint.resume=never, but {self._folder} holds {existing[0].name}; a run folder is one run: "
                     "use checkpoint.resume=auto to go on, or another run.dir"
                 )
-            if given and given[0].resolve() in [path.resolve() for path in own[1:]]:
+            if given and given[0].resolve() in [path.resolve() for path in existing[1:]]:
                 raise BusyError(
-                    f"checkpoint.resume={resume} is older than {own[0].name} in the same run folder; a run folder is "
+                    f"checkpoint.resume={resume} is older than {existing[0].name} in the same run folder; a run folder is "
                     "one run: "
                     "use another run.dir to start from there"
                 )
-        return [str(path) for path in own or given]
+        return [str(path) for path in existing or given]
 
     # ------------------------------------------------------------ agreement
 

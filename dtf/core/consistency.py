@@ -59,14 +59,14 @@ def digest(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(shared_keys(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def differences(expected: Any, found: Any, first: str, key: str = "") -> Iterator[str]:
+def differences(expected: Any, actual: Any, first: str, key: str = "") -> Iterator[str]:
     """`key=found, <first> has expected` for every leaf in which two trees of JSON differ; `first`: who expects."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        for name in sorted(expected.keys() | found.keys()):
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        for name in sorted(expected.keys() | actual.keys()):
             inner = f"{key}.{name}" if key else name
-            yield from differences(expected.get(name), found.get(name), first, inner)
-    elif expected != found:
-        yield f"{key.removeprefix('config.')}={json.dumps(found)}, {first} has {json.dumps(expected)}"
+            yield from differences(expected.get(name), actual.get(name), first, inner)
+    elif expected != actual:
+        yield f"{key.removeprefix('config.')}={json.dumps(actual)}, {first} has {json.dumps(expected)}"
 
 
 def refusal(who: str, first: str, how: str) -> ConfigError:
@@ -76,12 +76,12 @@ def refusal(who: str, first: str, how: str) -> ConfigError:
     )
 
 
-def describe_differences(found: Mapping[str, Any]) -> str:
+def describe_differences(trees: Mapping[str, Any]) -> str:
     """What is wrong with these trees of JSON by their owners' names, in order: all must be like the first.
 
     Empty when nothing is.
     """
-    (first, expected), *others = found.items()
+    (first, expected), *others = trees.items()
     wrong = {who: "; ".join(differences(expected, tree, first)) for who, tree in others}
     named = [f"{who}: {how}" for who, how in wrong.items() if how]
     if not named:
@@ -103,14 +103,16 @@ class Peers(Protocol):
     def broadcast(self, value: Any) -> Any: ...
 
 
-def check_consistent(peers: Peers, found: dict[str, Any]) -> None:
+def check_consistent(peers: Peers, facts: dict[str, Any]) -> None:
     """ConfigError on all ranks, naming those that differ and their hosts, unless all have found the same.
 
     Collective.
     """
-    told = peers.gather([socket.gethostname(), found])
+    gathered = peers.gather([socket.gethostname(), facts])
     wrong = peers.broadcast(
-        describe_differences({f"rank {rank} on {host}": tree for rank, (host, tree) in enumerate(told)}) if told else ""
+        describe_differences({f"rank {rank} on {host}": tree for rank, (host, tree) in enumerate(gathered)})
+        if gathered
+        else ""
     )
     if wrong:
         raise ConfigError(wrong)

@@ -184,8 +184,8 @@ class Epochs:
     @property
     def batches(self) -> int:
         """Global batches per epoch."""
-        whole, rest = divmod(self._rows, self._batch_size)
-        return whole + (rest > 0 and self._sampler.tail is not Tail.drop)
+        full, rest = divmod(self._rows, self._batch_size)
+        return full + (rest > 0 and self._sampler.tail is not Tail.drop)
 
     def size(self, index: int) -> int:
         """Rows of global batch `index` of any epoch."""

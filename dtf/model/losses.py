@@ -43,9 +43,9 @@ def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0)
     sums = [shifted.exp().sum(dim=1), slices.at(shifted, targets)]
     if label_smoothing:
         sums.append(shifted.sum(dim=1))
-    whole, right, *rest = total(torch.stack(sums), group).unbind()
+    denominator, right, *rest = total(torch.stack(sums), group).unbind()
     spread = label_smoothing / scores.shape[1] * rest[0] if rest else 0.0
-    loss = whole.log() - (1 - label_smoothing) * right - spread
+    loss = denominator.log() - (1 - label_smoothing) * right - spread
     return loss.masked_fill(_beyond(scores, targets), torch.nan).masked_fill(targets == IGNORED, 0.0)
 
 
@@ -86,11 +86,11 @@ class _Slices(NamedTuple):
     def at(self, columns: Tensor, targets: Tensor) -> Tensor:
         """The element of each row at its target, 0 where another rank has it, (B,)."""
         index = targets - self.first
-        mine = (index >= 0) & (index < columns.shape[1])
+        in_slice = (index >= 0) & (index < columns.shape[1])
         if not columns.shape[1]:
             return columns.new_zeros(len(columns)) + 0 * columns.sum(dim=1)
-        found = columns.gather(1, index.clamp(0, columns.shape[1] - 1)[:, None])[:, 0]
-        return torch.where(mine, found, torch.zeros_like(found))
+        chosen = columns.gather(1, index.clamp(0, columns.shape[1] - 1)[:, None])[:, 0]
+        return torch.where(in_slice, chosen, torch.zeros_like(chosen))
 
 
 def _slices(scores: Tensor) -> _Slices | None:

@@ -62,7 +62,7 @@ def tables_of(
                 spread[name] = ColumnWiseTable(store, world, givers)
             case Placement.table_wise:
                 spread[name] = TableWiseTable(
-                    store, world, givers, next(rank for rank, own in enumerate(owners) if name in own)
+                    store, world, givers, next(rank for rank, names in enumerate(owners) if name in names)
                 )
     tables = ShardedTables(spread, world, share)
     if task.weights is not None:

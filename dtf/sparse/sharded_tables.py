@@ -99,26 +99,26 @@ class ShardedTables:
             parts = {"rows": True, **(table.wide if resume else {}), **({DECAYED: False} if decay is not None else {})}
             if resume and decay is not None:
                 store.decayed = decay
-            every = source.read(f"{prefix}ids").numpy() if count else np.empty(0, np.int64)
-            if len(every) != count:
+            all_ids = source.read(f"{prefix}ids").numpy() if count else np.empty(0, np.int64)
+            if len(all_ids) != count:
                 raise DataError(
-                    f"{source.place}: table {name} has {count} rows by its own count, and ids of {len(every)}"
+                    f"{source.place}: table {name} has {count} rows by its own count, and ids of {len(all_ids)}"
                 )
             first, last = store.columns
             for at in range(0, count, ROWS_PER_READ):
-                ids = every[at : at + ROWS_PER_READ]
-                size, mine = len(ids), table.owns(ids)
+                ids = all_ids[at : at + ROWS_PER_READ]
+                size, owned = len(ids), table.owns(ids)
                 read = {
                     key: source.read(
                         prefix + key, *(((at, first), (size, last - first)) if wide else ((at,), (size,)))
-                    ).numpy()[mine]
+                    ).numpy()[owned]
                     for key, wide in parts.items()
                 }
                 rows = read.pop("rows")
                 if not resume and decay is not None:
                     rows = rows * np.exp(decay - read.pop(DECAYED))[:, None]
                 try:
-                    store.put(ids[mine], rows, read if resume else None)
+                    store.put(ids[owned], rows, read if resume else None)
                 except DataError as error:
                     raise DataError(f"{source.place}: {error}") from error
 
@@ -142,10 +142,10 @@ class ShardedTables:
 
         Not collective.
         """
-        found = {name: table.store.export().ids for name, table in self._tables.items()}
+        ids_of = {name: table.store.export().ids for name, table in self._tables.items()}
         return {
             name: (torch.from_numpy(ids), torch.from_numpy(self._tables[name].store.lookup(ids, False)))
-            for name, ids in found.items()
+            for name, ids in ids_of.items()
         }
 
     def byte_count(self) -> int:
@@ -154,12 +154,12 @@ class ShardedTables:
 
     def _rows(self, name: str, table: ShardedTable, ids: Tensor, train: bool) -> Tensor:
         if ids.is_meta:  # of a rank that computes none of the first layers
-            found, inverse = np.empty(0, np.int64), np.empty(0, np.int32)
+            distinct, inverse = np.empty(0, np.int64), np.empty(0, np.int32)
         else:
-            found, inverse = unique(ids.cpu().numpy().reshape(-1))
-        rows = table.lookup(found, train)
+            distinct, inverse = unique(ids.cpu().numpy().reshape(-1))
+        rows = table.lookup(distinct, train)
         if train:
-            self._asked[name] = found, inverse
+            self._asked[name] = distinct, inverse
         kind = torch.float64 if table.store.dtype == np.float64 else torch.float32
         if ids.is_meta:
             return torch.empty((*ids.shape, table.width), dtype=kind, device="meta")

@@ -97,8 +97,8 @@ class DataParallelTable(ShardedTable):
         padded_ids, padded = np.full(most, -1), np.zeros((most, self.width), gradients.dtype)
         padded_ids[: len(ids)], padded[: len(ids)] = ids, gradients[: len(ids)]
         all_ids, everything = np.empty((size, most), np.int64), np.empty((size, most, self.width), gradients.dtype)
-        for mine, into in ((padded_ids, all_ids), (padded, everything)):
-            dist.all_gather(list(torch.from_numpy(into)), torch.from_numpy(mine))
+        for local_part, into in ((padded_ids, all_ids), (padded, everything)):
+            dist.all_gather(list(torch.from_numpy(into)), torch.from_numpy(local_part))
         real = all_ids.reshape(-1) >= 0
         distinct, inverse = unique(all_ids.reshape(-1)[real])
         return distinct, segment_sum(everything.reshape(-1, self.width)[real], inverse, len(distinct))
@@ -120,10 +120,10 @@ class RowWiseTable(ShardedTable):
         dist.all_to_all_single(torch.from_numpy(receive), torch.from_numpy(send))
         asked = _exchange(ids[order], send, receive)
         distinct, at = unique(asked)
-        found = self.store.lookup(distinct, train)
-        reply = np.empty((len(asked), self.width), found.dtype)
-        gather(found, at, reply)
-        rows = np.empty((len(ids), self.width), found.dtype)
+        stored_rows = self.store.lookup(distinct, train)
+        reply = np.empty((len(asked), self.width), stored_rows.dtype)
+        gather(stored_rows, at, reply)
+        rows = np.empty((len(ids), self.width), stored_rows.dtype)
         rows[order] = _exchange(reply, receive, send)
         if train:
             self._last = order, send, receive, distinct, at
@@ -189,9 +189,9 @@ class ColumnWiseTable(ShardedTable):
     def merge(self, gradients: np.ndarray) -> float:
         asked_by, widths, distinct, at = self._last
         gives = np.array(self._givers)
-        mine = gradients if gives[self._world.rank] else gradients[:0]
-        parts = np.concatenate([mine[:, first:last].reshape(-1) for first, last in self._ends()])
-        received = _exchange(parts, len(mine) * widths, asked_by * gives * self.store.width).reshape(
+        sent = gradients if gives[self._world.rank] else gradients[:0]
+        parts = np.concatenate([sent[:, first:last].reshape(-1) for first, last in self._ends()])
+        received = _exchange(parts, len(sent) * widths, asked_by * gives * self.store.width).reshape(
             -1, self.store.width
         )
         summed = segment_sum(received, at[np.repeat(gives, asked_by)], len(distinct))
