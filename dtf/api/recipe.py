@@ -113,6 +113,7 @@ class Peers(Protocol):
 
     def reduce(self, sums: Tensor) -> Tensor:
         """Sum a CPU tensor over ranks, in place; the same on all ranks. Collective."""
+        ...
 
     def collect(self, rows: Tensor) -> Tensor | None:
         """The rows of all ranks, (R, ...) of any R each, in order of rank on rank 0; None on other ranks.
