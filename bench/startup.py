@@ -3,9 +3,9 @@ ranks.
 
     python bench/startup.py
 
-Alternating, medians and spread. The first step is the moment its report appears on standard output, against `python -c
-"import torch"`. Ends with status 1 when an answer takes more than 0.25 s of the processor beyond a bare Hydra
-application, or a heartbeat more than a microsecond.
+The commands alternate with `python -c "import torch"`; the medians and their spread are printed. The first step is the
+moment when its report appears on standard output. Ends with status 1 when an answer takes more than 0.25 s of the
+processor beyond a bare Hydra application, or a heartbeat more than a microsecond.
 """
 
 from __future__ import annotations
