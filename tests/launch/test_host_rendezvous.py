@@ -51,8 +51,8 @@ class Meeting:
     def pair(self, silence_s: float = 60.0) -> tuple[Hosts, Hosts]:
         """Two that have met."""
         lead, other = self.host(0, silence_s=silence_s), self.host(1, silence_s=silence_s)
-        led = self.start(lead.lead, TASK, 10.0, lambda: ANSWER)
-        assert other.follow(TASK, 10.0) == ANSWER
+        led = self.start(lead.lead, TASK, HANG_S, lambda: ANSWER)
+        assert other.follow(TASK, HANG_S) == ANSWER
         led.result()
         return lead, other
 
@@ -64,19 +64,19 @@ def meeting() -> Iterator[Meeting]:
 
 
 def test_hosts_meet_whoever_comes_first(meeting: Meeting) -> None:
-    others = [meeting.start(meeting.host(node, 3).follow, TASK, 10.0) for node in (2, 1)]
-    meeting.host(0, 3).lead(TASK, 10.0, lambda: ANSWER)
+    others = [meeting.start(meeting.host(node, 3).follow, TASK, HANG_S) for node in (2, 1)]
+    meeting.host(0, 3).lead(TASK, HANG_S, lambda: ANSWER)
     assert [other.result() for other in others] == [ANSWER, ANSWER]
 
 
 def test_a_host_that_differs_is_named_to_all(meeting: Meeting) -> None:
-    other = meeting.start(meeting.host(1).follow, {"config": {"seed": 2}, "versions": {"torch": "2.14"}}, 10.0)
+    other = meeting.start(meeting.host(1).follow, {"config": {"seed": 2}, "versions": {"torch": "2.14"}}, HANG_S)
     words = (
         f'host {socket.gethostname()} differs from host 0: seed=2, host 0 has 1; versions.torch="2.14", host 0 '
         'has "2.15"; give all the same'
     )
     with pytest.raises(ConfigError) as caught:
-        meeting.host(0).lead(TASK, 10.0, lambda: pytest.fail("nothing may be made"))
+        meeting.host(0).lead(TASK, HANG_S, lambda: pytest.fail("nothing may be made"))
     assert words in str(caught.value)
     with pytest.raises(
         ConfigError, match=f"^host {socket.gethostname()} differs from host 0 in seed, versions.torch; host 0 says how$"
@@ -85,9 +85,9 @@ def test_a_host_that_differs_is_named_to_all(meeting: Meeting) -> None:
 
 
 def test_a_node_rank_that_is_none_is_refused(meeting: Meeting) -> None:
-    other = meeting.start(meeting.host(5, 3).follow, TASK, 10.0)
+    other = meeting.start(meeting.host(5, 3).follow, TASK, HANG_S)
     with pytest.raises(ConfigError, match="launcher.node_rank=5; give each host its own, 0 to 2"):
-        meeting.host(0, 3).lead(TASK, 10.0, lambda: ANSWER)
+        meeting.host(0, 3).lead(TASK, HANG_S, lambda: ANSWER)
     with pytest.raises(ConfigError, match="launcher.node_rank=5"):
         other.result()
 
@@ -95,11 +95,11 @@ def test_a_node_rank_that_is_none_is_refused(meeting: Meeting) -> None:
 def test_a_node_rank_that_another_host_has_is_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter(("a", "b"))
     monkeypatch.setattr(socket, "gethostname", lambda: next(names))
-    others = [meeting.start(meeting.host(1, 3).follow, TASK, 10.0) for _ in range(2)]
+    others = [meeting.start(meeting.host(1, 3).follow, TASK, HANG_S) for _ in range(2)]
     with pytest.raises(
         ConfigError, match="host [ab] says launcher.node_rank=1, as [ab] does; give each host its own, 0 to 2"
     ):
-        meeting.host(0, 3).lead(TASK, 10.0, lambda: ANSWER)
+        meeting.host(0, 3).lead(TASK, HANG_S, lambda: ANSWER)
     for other in others:
         with pytest.raises(ConfigError, match="as [ab] does"):
             other.result()
@@ -108,10 +108,10 @@ def test_a_node_rank_that_another_host_has_is_refused(meeting: Meeting, monkeypa
 def test_hosts_may_come_long_before_the_last(meeting: Meeting) -> None:
     """Those that wait are told of life, and lose nobody for it."""
     first, last = (meeting.host(node, 3, silence_s=0.4) for node in (1, 2))
-    led = meeting.start(meeting.host(0, 3, silence_s=0.4).lead, TASK, 10.0, lambda: ANSWER)
-    early = meeting.start(first.follow, TASK, 10.0)
+    led = meeting.start(meeting.host(0, 3, silence_s=0.4).lead, TASK, HANG_S, lambda: ANSWER)
+    early = meeting.start(first.follow, TASK, HANG_S)
     time.sleep(0.8)  # several signs of life
-    assert last.follow(TASK, 10.0) == ANSWER == early.result()
+    assert last.follow(TASK, HANG_S) == ANSWER == early.result()
     led.result()
     assert not first.failed
 
@@ -126,7 +126,7 @@ def connect(meeting: Meeting) -> socket.socket:
     """To node 0, once it listens."""
     for _ in range(200):
         with suppress(ConnectionRefusedError):
-            return socket.create_connection(meeting.address, timeout=10.0)
+            return socket.create_connection(meeting.address, timeout=HANG_S)
         time.sleep(0.01)
     raise TimeoutError
 
@@ -152,8 +152,8 @@ def test_a_host_without_the_token_is_turned_away(meeting: Meeting) -> None:
     led = meeting.start(meeting.host(0, token="right").lead, TASK, 20.0, lambda: ANSWER)
     for token in ("", "wrong"):
         with pytest.raises(ConfigError, match=f"DTF_TOKEN of host {socket.gethostname()} is not that of host 0"):
-            meeting.host(1, token=token).follow(TASK, 10.0)
-    assert meeting.host(1, token="right").follow(TASK, 10.0) == ANSWER
+            meeting.host(1, token=token).follow(TASK, HANG_S)
+    assert meeting.host(1, token="right").follow(TASK, HANG_S) == ANSWER
     led.result()
     assert len([note for note in meeting.notes if "turned away" in note]) == 2, (
         "host 0 said so, and waited for the right one"
@@ -163,14 +163,14 @@ def test_a_host_without_the_token_is_turned_away(meeting: Meeting) -> None:
 def test_a_token_on_the_others_alone_is_refused(meeting: Meeting) -> None:
     led = meeting.start(meeting.host(0).lead, TASK, 20.0, lambda: ANSWER)
     with pytest.raises(ConfigError, match="DTF_TOKEN of host"):
-        meeting.host(1, token="mine").follow(TASK, 10.0)
-    assert meeting.host(1).follow(TASK, 10.0) == ANSWER
+        meeting.host(1, token="mine").follow(TASK, HANG_S)
+    assert meeting.host(1).follow(TASK, HANG_S) == ANSWER
     led.result()
 
 
 def test_who_plays_host_0_without_the_token_is_found_out(meeting: Meeting) -> None:
     with socket.create_server(meeting.address) as server:
-        other = meeting.start(meeting.host(1, token="mine").follow, TASK, 10.0)
+        other = meeting.start(meeting.host(1, token="mine").follow, TASK, HANG_S)
         connection, _ = server.accept()
         with connection:
             connection.sendall(b'{"nonce": "n"}\n{"proof": "", "differs": true}\n')
@@ -184,11 +184,11 @@ def test_who_plays_host_0_without_the_token_is_found_out(meeting: Meeting) -> No
 def test_strangers_that_say_nothing_delay_nobody(meeting: Meeting) -> None:
     """Neither while hosts meet, nor signs of life while they wait for a lost one."""
     lead, _, third = met = [meeting.host(node, 3, silence_s=1.0) for node in range(3)]
-    led = meeting.start(lead.lead, TASK, 10.0, lambda: ANSWER)
+    led = meeting.start(lead.lead, TASK, HANG_S, lambda: ANSWER)
     with ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(connect(meeting)).sendall(b'{"nonce"')
-        for each in [meeting.start(each.follow, TASK, 10.0) for each in met[1:]]:
+        for each in [meeting.start(each.follow, TASK, HANG_S) for each in met[1:]]:
             assert each.result() == ANSWER
         led.result()
         met[1].close()
@@ -205,7 +205,7 @@ def test_strangers_that_say_nothing_delay_nobody(meeting: Meeting) -> None:
 def test_a_host_that_comes_again_replaces_what_is_left_of_it(meeting: Meeting) -> None:
     lead, first = meeting.pair()
     lead.begin(0, "")
-    again = meeting.start(meeting.host(1).follow, TASK, 10.0)
+    again = meeting.start(meeting.host(1).follow, TASK, HANG_S)
     while not lead.failed:  # the first one is silent, and its connection lives
         lead.listen()
     assert "host 1 (" in lead.failed.message and "was started once more" in lead.failed.message
@@ -221,7 +221,7 @@ def test_a_host_that_comes_again_replaces_what_is_left_of_it(meeting: Meeting) -
 def test_a_wrong_host_harms_no_run_under_way(meeting: Meeting) -> None:
     lead, _ = meeting.pair()
     lead.begin(0, "")
-    wrong = meeting.start(meeting.host(1).follow, {"config": {"seed": 2}}, 10.0)
+    wrong = meeting.start(meeting.host(1).follow, {"config": {"seed": 2}}, HANG_S)
     while not wrong.done():
         lead.listen()
     with pytest.raises(ConfigError, match="differs from host 0 in seed, versions"):
@@ -230,13 +230,13 @@ def test_a_wrong_host_harms_no_run_under_way(meeting: Meeting) -> None:
 
 
 def test_what_fails_at_host_0_ends_all(meeting: Meeting) -> None:
-    other = meeting.start(meeting.host(1).follow, TASK, 10.0)
+    other = meeting.start(meeting.host(1).follow, TASK, HANG_S)
 
     def busy() -> dict[str, Any]:
         raise BusyError("somebody lives here")
 
     with pytest.raises(BusyError):
-        meeting.host(0).lead(TASK, 10.0, busy)
+        meeting.host(0).lead(TASK, HANG_S, busy)
     with pytest.raises(BusyError, match="somebody lives here"):
         other.result()
 
@@ -309,8 +309,8 @@ def test_a_lost_host_fails_the_attempt_and_may_come_back(meeting: Meeting) -> No
     cause = lead.failed
     outcome = lead.settle(Outcome(Exit.PEER, LOST, external=True, consequence=True))
     assert outcome.external and outcome.cause == cause
-    again = meeting.start(meeting.host(1).follow, TASK, 10.0)
-    lead.complete(10.0)
+    again = meeting.start(meeting.host(1).follow, TASK, HANG_S)
+    lead.complete(HANG_S)
     assert again.result() == ANSWER
 
 
@@ -358,7 +358,7 @@ def test_waiting_for_a_host_hears_a_stop(meeting: Meeting) -> None:
     while not lead.failed:
         lead.listen()
     with pytest.raises(Preempted, match="waiting for host 1"):
-        lead.complete(10.0, lambda: True)
+        lead.complete(HANG_S, lambda: True)
 
 
 def test_outcomes_travel() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dtf.pserver.net.rpc import Client, Service
 
-TOKEN, EPOCH, SOON_S = "t" * 64, "attempt-3", 10.0
+TOKEN, EPOCH, SOON_S = "t" * 64, "attempt-3", 60.0
 Handlers = dict[str, Callable[[bytes], bytes]]
 
 

@@ -164,7 +164,7 @@ def test_drawing_keeps_up_with_any_number_of_measurements():
     threads = set(threading.enumerate())
     assert len(drawn(events, 80)) < 200_000  # drawn once per measurement it would be 4 million characters
     for thread in set(threading.enumerate()) - threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert set(threading.enumerate()) <= threads
 
 
