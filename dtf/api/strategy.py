@@ -183,7 +183,7 @@ class ExternalProcess:
     role: str
     rank: int  # among all processes of the run; 0 makes its folder, and reports
     towards: tuple[str, int]  # host and port of rank 0
-    token: str = field(repr=False)  # by which they know each other
+    token: str = field(repr=False)  # the secret that processes of a run share
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Evaluated(NamedTuple):
     """The result of one batch of an evaluation, on the device."""
 
     sums: Tensor  # (M,) additive metric state; zeros on a rank that owns no outputs
-    # (R, K) as Recipe.eval_outputs gives them, of rows that no other rank tells of; None: there are none, or none here
+    # (R, K) as Recipe.eval_outputs gives them, of rows that no other rank reports; None: there are none
     rows: Tensor | None
 
 
@@ -195,7 +195,7 @@ class Failed:
     exit: int
     message: str
     traceback: str
-    patient: bool = False  # it has waited long for what it misses: to start it again would be to wait again
+    patient: bool = False  # it has already waited long for what it misses, so that a restart is of no use
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class Place:
     local_rank: int = 0
     local_size: int = 1
     role: str = "trainer"
-    number: int = 0  # among those of its role
+    number: int = 0  # among the processes of its role
     slots: int = 1  # `launcher.processes`: how far to spread; equals size but for strategies that use threads
     device: str = "cpu"  # "cpu" or "cuda:<index>"
     devices: tuple[str, ...] = ()  # of all slots, for a process that spreads over several
@@ -249,7 +249,7 @@ class Place:
     store: str = ""  # "host:port" of the TCPStore, "" when size is 1
     prefix: str = ""  # "<run id>/<attempt>": keys of an earlier attempt are never met
     attempt: int = 0
-    again: int = 0  # how often this place alone was started again within the attempt
+    again: int = 0  # how often this process alone was restarted within the attempt
     # of the run, a secret: travels through inherited descriptors only; "" where there is one role
     token: str = field(default="", repr=False)
     hang_timeout_s: float = 60.0  # silence that means that another process hangs
@@ -277,7 +277,7 @@ class Memory(NamedTuple):
 
 
 TRACE_PREFIX = "dtf:"
-"""Before the names of sections in a trace, so that nobody else's mean the same."""
+"""The prefix of section names in a trace, which tells them from those of other programs."""
 
 
 class Batches(Protocol):
