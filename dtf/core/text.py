@@ -89,7 +89,7 @@ def number_text(value: object) -> str:
     return f"{value:.0f}" if size >= 1000 else f"{value:.4f}" if size >= 0.01 else f"{value:.3g}"
 
 
-def setting_text(value: object) -> str:
+def option_text(value: object) -> str:
     """For a chosen number, such as a learning rate: three digits, no trailing zeros."""
     return f"{value:.3g}" if isinstance(value, float) else number_text(value)
 

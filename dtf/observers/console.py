@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
-from dtf.core.text import StepRate, memory_text, number_text, plain_text, setting_text, time_text
+from dtf.core.text import StepRate, memory_text, number_text, option_text, plain_text, time_text
 from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Lines:
 def _train_values(values: dict[str, float]) -> dict[str, str]:
     """Metrics first, then what belongs to the optimizer, then speed."""
     last = {
-        "lr": ("lr", setting_text),
+        "lr": ("lr", option_text),
         "grad_norm": ("grad_norm", number_text),
         "rows_per_s": ("rows/s", "{:.0f}".format),
     }

@@ -21,8 +21,8 @@ from dtf.core.text import (
     count_text,
     memory_text,
     number_text,
+    option_text,
     plain_text,
-    setting_text,
     time_text,
 )
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
@@ -32,8 +32,8 @@ _TICKS_PER_SECOND = 2  # clocks move while nothing is measured
 _COLOURS = {"finished": "green", "early_stop": "green", "preempted": "yellow", "budget": "yellow", "failed": "red"}
 _LAST: dict[str, tuple[str, Callable[[float], str]]] = {  # after the metrics, in this order
     "rows_per_s": ("rows/s", "{:,.0f}".format),
-    "lr": ("lr", setting_text),
-    "grad_norm": ("grad_norm", setting_text),
+    "lr": ("lr", option_text),
+    "grad_norm": ("grad_norm", option_text),
 }
 
 

@@ -74,7 +74,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer, precision: Precision) ->
     return total
 
 
-def warmup_bytes(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], None]]:
+def trial_update(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], None]]:
     """For timing: a function that takes a part of a model with gradients, and returns one that does the work of an
     update on it. The numbers mean nothing.
     """

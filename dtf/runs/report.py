@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from dtf.core.text import bytes_text, count_text, number_text, setting_text, time_text
+from dtf.core.text import bytes_text, count_text, number_text, option_text, time_text
 from dtf.observers.trace_shares import WORK
 from dtf.runs import html as page
 from dtf.runs.charts import Axes, Bar, Chart, Line, svg
@@ -220,7 +220,7 @@ def _value(value: Any) -> str:
     if value is None:
         return '<span style="color:var(--muted)">none</span>'
     if isinstance(value, float):
-        text = setting_text(value)
+        text = option_text(value)
     else:
         text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"<code>{escape(text)}</code>"

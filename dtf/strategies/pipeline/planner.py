@@ -16,7 +16,7 @@ from dtf.model.activation_checkpointing import apply_activation_checkpointing, m
 from dtf.model.forward import batch_norm_error, cast_floating, inputs_to_device
 from dtf.model.init import DTYPES, layout_of
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.optim.update import state_bytes, warmup_bytes
+from dtf.optim.update import state_bytes, trial_update
 from dtf.strategies.pipeline import cost_model, partition
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from dtf.strategies.sharded_init import cast_on_meta
@@ -80,7 +80,7 @@ def _look(
         if not wish.timed:
             return cost_model.count(chain, sample, held_bytes, autocast, prepare)
         return cost_model.measure(
-            chain, sample, held_bytes, autocast, prepare, warmup_bytes(task.optimizer), wish.micro_batches
+            chain, sample, held_bytes, autocast, prepare, trial_update(task.optimizer), wish.micro_batches
         )
 
     stages = wish.ranks * wish.virtual
