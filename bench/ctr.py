@@ -4,10 +4,14 @@ rows in memory.
     python bench/ctr.py                     # dtf and the loop written by hand
     python bench/ctr.py --rivals PYTHON     # and what is installed beside the interpreter PYTHON
 
-An environment for the others: `python -m venv rivals`, a torch for CPUs that FBGEMM was built for (2.13 for 1.8), then
-`rivals/bin/pip install fbgemm-gpu-cpu==1.8.0 fuxictr deepctr-torch requests tensordict torchmetrics==1.0.3
-pyre-extensions` and `rivals/bin/pip install --no-deps torchrec==1.8.0`. One that cannot run is named with its error and
-left out.
+The other frameworks need an environment of their own, with the torch for CPUs that FBGEMM was built for (2.13 for 1.8):
+
+    python -m venv rivals
+    rivals/bin/pip install fbgemm-gpu-cpu==1.8.0 fuxictr deepctr-torch requests
+    rivals/bin/pip install tensordict torchmetrics==1.0.3 pyre-extensions
+    rivals/bin/pip install --no-deps torchrec==1.8.0
+
+A framework that cannot run is named with its error and left out.
 
 13 numbers and 26 fields, whose ids follow Zipf's law; rows of 16 numbers; Adagrad on all. Contestants take turns, in
 each round in the other direction. The first steps warm up; then dtf's table is given the rest of its rows, so that

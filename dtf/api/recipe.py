@@ -113,6 +113,7 @@ class Peers(Protocol):
 
     def reduce(self, sums: Tensor) -> Tensor:
         """Sum a CPU tensor over ranks, in place; the same on all ranks. Collective."""
+        ...
 
     def collect(self, rows: Tensor) -> Tensor | None:
         """The rows of all ranks, (R, ...) of any R each, in order of rank on rank 0; None on other ranks.
@@ -147,7 +148,9 @@ class Recipe(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        accept_old_methods(cls, {"judge": "evaluator", "judged": "eval_outputs", "measures": "train_metrics"})
+        accept_old_methods(
+            cls, {"idle": "inactive_keys", "judge": "evaluator", "judged": "eval_outputs", "measures": "train_metrics"}
+        )
 
     @property
     @abstractmethod
@@ -195,7 +198,7 @@ class Recipe(ABC):
         """
         return "min" if metric == "loss" else self.objective[1] if metric == self.objective[0] else "max"
 
-    def idle(self) -> dict[str, str]:
+    def inactive_keys(self) -> dict[str, str]:
         """Config keys of any group that have no effect with these options -> the key that makes them ineffective.
         Torch-free and fast. Default: none.
 

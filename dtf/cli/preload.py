@@ -23,6 +23,6 @@ import dtf.strategies.spmd
 from dtf.config.settings import load_parts
 
 load_parts([])
-for found in pkgutil.walk_packages(dtf.recipes.__path__, "dtf.recipes."):
+for module in pkgutil.walk_packages(dtf.recipes.__path__, "dtf.recipes."):
     with contextlib.suppress(ModuleNotFoundError):  # of an extra that is not installed; a recipe that needs it says so
-        importlib.import_module(found.name)
+        importlib.import_module(module.name)

@@ -77,19 +77,19 @@ def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:
     """What a saved config says of the keys in KEYS, as overrides, but for groups that the command line chooses
     otherwise.
     """
-    found = []
+    overrides = []
     for key in KEYS:
         value = saved.get(key)
         if value is None or (key in chosen and not (isinstance(value, dict) and value.get("name") == chosen[key])):
             continue
         if not isinstance(value, dict):
-            found.append(f"{key}={_written(value)}")
+            overrides.append(f"{key}={_written(value)}")
             continue
         rest = dict(value)
         if "name" in rest:
-            found.append(f"{key}={rest.pop('name')}")
-        found += [f"{name}={_written(leaf)}" for name, leaf in _leaves(rest, key) if name != "recipe.model.weights"]
-    return found
+            overrides.append(f"{key}={rest.pop('name')}")
+        overrides += [f"{name}={_written(leaf)}" for name, leaf in _leaves(rest, key) if name != "recipe.model.weights"]
+    return overrides
 
 
 def _leaves(node: dict[str, Any], key: str) -> list[tuple[str, Any]]:

@@ -57,14 +57,14 @@ class Poll:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Evaluate the model on the split `eval`."""
+    """Evaluate the whole evaluation split, each row once."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Save a checkpoint."""
+    """Write a checkpoint."""
 
     step: int
 
@@ -170,7 +170,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint was saved. `best`: it follows the best evaluation so far."""
+    """A checkpoint was written, in so many seconds. `best`: the objective is the best so far."""
 
     step: int
     path: str

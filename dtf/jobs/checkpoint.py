@@ -106,12 +106,14 @@ def _faults(folder: Path) -> list[str]:
     readers = {name: storage.Blocks(folder, name, file) for name, file in manifest.files.items()}
     try:
         read_scalars(folder, manifest)
-        found = {name: slots(readers[name].read, manifest.files[name].size) for name in manifest.files if name != STATE}
+        stored = {
+            name: slots(readers[name].read, manifest.files[name].size) for name in manifest.files if name != STATE
+        }
     except (DataError, OSError) as error:
         return [str(error)]
     for name, tensor in manifest.tensors.items():
         for box in tensor.boxes:
-            slot = found.get(box.file, {}).get(box.key)
+            slot = stored.get(box.file, {}).get(box.key)
             if slot is None or (slot.dtype, slot.shape) != (tensor.dtype, box.shape):
                 faults.append(f"{box.file}: {box.key!a} is not the box of {name} that the manifest lists")
     return faults

@@ -72,7 +72,7 @@ def _check_one_role(composed: Composed) -> None:
             f"strategy={name} has {' and '.join(f'{role}s' for role in roles)}, who train, and "
             f"job={config['job']['name']} uses a model that exists, in "
             "processes that are all alike; whatever trained it, use "
-            f"{', '.join(each for each in choices if each != name)}"
+            f"{', '.join(choice for choice in choices if choice != name)}"
         )
 
 
@@ -95,7 +95,7 @@ def check_split(recipe: Recipe, split: Split) -> None:
     if split not in recipe.splits:
         raise ConfigError(
             f"job.split={split.value}: {type(recipe).__name__} has no such rows; use "
-            f"{' or '.join(each.value for each in recipe.splits)}"
+            f"{' or '.join(known.value for known in recipe.splits)}"
         )
 
 

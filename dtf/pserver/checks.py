@@ -207,7 +207,7 @@ def _check_hogwild(strategy: PserverOptions, devices: str) -> None:
 def _check_rows_alone(strategy: PserverOptions, task: Task, trainers: int) -> None:
     said, plain = "strategy.dense=allreduce", type(strategy)()
     if not task.recipe.table_widths():
-        because, name = task.recipe.idle().get("sparse"), name_of("recipe", task.recipe)
+        because, name = task.recipe.inactive_keys().get("sparse"), name_of("recipe", task.recipe)
         none = (
             f"this recipe has none as {because} is set; use {because}=sparse"
             if because

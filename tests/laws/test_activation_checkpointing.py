@@ -22,7 +22,8 @@ from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import init_model
 from dtf.model.memory import Footprint
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
+from dtf.recipes.resnet.options import Arch, ModelOptions
+from dtf.recipes.resnet.recipe import ResnetShapes
 from tests.conftest import Result
 from tests.support.harness import spread, variants
 from tests.support.ranks import ranks

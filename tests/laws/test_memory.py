@@ -32,7 +32,8 @@ from dtf.model.init import init_model
 from dtf.model.memory import Footprint, MemoryMeter, activations, table_row
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.observers.terminal import Screen
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
+from dtf.recipes.resnet.options import Arch, ModelOptions
+from dtf.recipes.resnet.recipe import ResnetShapes
 from tests.conftest import Result
 from tests.support.harness import _enums
 from tests.support.ranks import ranks

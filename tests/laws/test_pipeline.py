@@ -26,7 +26,8 @@ from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
 from dtf.model.init import build_on_meta
 from dtf.optim.optimizers import AdamW
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions
+from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions
+from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.pipeline import cost_model
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from dtf.strategies.pipeline.partition import Cost

@@ -24,7 +24,8 @@ from dtf.distributed.world import World
 from dtf.model.error_context import name_failing_module
 from dtf.model.memory import Footprint
 from dtf.optim.optimizers import AdamW
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
+from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions, Stem
+from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.tensor import Tensor as TensorStrategy
 from tests.support.ranks import ranks
 

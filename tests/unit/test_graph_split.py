@@ -18,7 +18,8 @@ from dtf.core.errors import ConfigError
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import build_on_meta, init_model
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, Stem
+from dtf.recipes.resnet.options import Arch, ModelOptions, Stem
+from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from tests.support.toy import Toy
 
