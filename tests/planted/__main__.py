@@ -27,11 +27,15 @@ from tests.planted import FAULTS
 from tests.planted.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "outputs", "shared", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis")
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv", "outputs", "shared", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"
+)
 TEST_S, SUITE_S = 240.0, 2400.0
 """The longest that the tests of one fault may take, and the whole suite."""
 
-BROKEN = re.compile(r"^E .*\b(SyntaxError|IndentationError|ImportError|ModuleNotFoundError|NameError|UnboundLocalError)\b", re.MULTILINE)
+BROKEN = re.compile(
+    r"^E .*\b(SyntaxError|IndentationError|ImportError|ModuleNotFoundError|NameError|UnboundLocalError)\b", re.MULTILINE
+)
 """What a change leaves that is no fault of the kind meant here, but no program at all."""
 
 
@@ -70,14 +74,30 @@ class Copy:
         """Run tests; `first`: until one fails."""
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             report = Path(folder, "report.xml")
-            command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.planted.guard"]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "--tb=short",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "tests.planted.guard",
+            ]
             command += [f"--junitxml={report}", f"--basetemp={folder}/tmp", *(["-x"] if first else []), *tests]
             environment = {**os.environ, "PYTHONPATH": str(self.root), "TMPDIR": folder}
             if compile_anew:  # numba knows when a file changed, not when one did that it took a function from
                 environment["NUMBA_CACHE_DIR"] = f"{folder}/numba"
             start = time.monotonic()
             process = subprocess.Popen(
-                command, cwd=self.root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+                command,
+                cwd=self.root,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
             )
             try:
                 output, _ = process.communicate(timeout=timeout_s)
@@ -110,7 +130,9 @@ def read(report: Path) -> tuple[tuple[str, ...], str]:
 def faulty(fault: Fault, text: str) -> str:
     """The file with the fault. ValueError when the list is stale or the result no program."""
     if text.count(fault.old) != 1:
-        raise ValueError(f"{fault.name}: {fault.file} has {text.count(fault.old)} times what it should have once: {fault.old!r}")
+        raise ValueError(
+            f"{fault.name}: {fault.file} has {text.count(fault.old)} times what it should have once: {fault.old!r}"
+        )
     found = text.replace(fault.old, fault.new)
     if fault.file.endswith(".py"):
         compile(found, fault.file, "exec", dont_inherit=True)
@@ -132,17 +154,28 @@ def look(copy: Copy, fault: Fault) -> Found:
     with copy.planted(fault):
         done = copy.test(fault.tests, TEST_S, compile_anew=compiled(fault))
     by = done.failed[0] if done.failed else ""
-    why = "" if by else done.broken or ("its tests pass" if done.code == 0 else f"exit code {done.code}: {done.output[-300:]}")
-    print(f"  {'found' if by else 'NOT FOUND'}  {fault.name} ({done.seconds:.0f} s){f': {why}' if why else ''}", flush=True)
+    why = (
+        ""
+        if by
+        else done.broken or ("its tests pass" if done.code == 0 else f"exit code {done.code}: {done.output[-300:]}")
+    )
+    print(
+        f"  {'found' if by else 'NOT FOUND'}  {fault.name} ({done.seconds:.0f} s){f': {why}' if why else ''}",
+        flush=True,
+    )
     return Found(fault, by, why, done.seconds)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
-    parser.add_argument("--only", action="append", metavar="NAME", help="faults whose name holds this; may be given several times")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="faults whose name holds this; may be given several times"
+    )
     parser.add_argument("--list", action="store_true", help="show the faults and their tests, plant none")
     parser.add_argument("--jobs", type=int, default=2, help="copies in which tests run at once")
-    parser.add_argument("--no-suite", action="store_true", help="do not look for what is not found with the whole suite")
+    parser.add_argument(
+        "--no-suite", action="store_true", help="do not look for what is not found with the whole suite"
+    )
     given = parser.parse_args()
     faults = [fault for fault in FAULTS if not given.only or any(part in fault.name for part in given.only)]
     if given.list:
@@ -186,7 +219,9 @@ def judge(faults: list[Fault], copies: list[Copy], start: float, suite: bool) ->
     for one in found:
         print(f"{one.fault.name:{width}}  {one.seconds:5.0f} s  {one.by or f'NOT FOUND: {one.why}'}")
     lost = sum(not one.by or one.why != "" for one in found)
-    print(f"{len(found) - lost} of {len(found)} planted faults are found by their tests, in {time.monotonic() - start:.0f} s")
+    print(
+        f"{len(found) - lost} of {len(found)} planted faults are found by their tests, in {time.monotonic() - start:.0f} s"
+    )
     return int(bool(lost))
 
 

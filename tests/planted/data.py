@@ -50,8 +50,10 @@ FAULTS = [
         "dtf/loader.py",
         "weight[unread] = 0",
         "weight[unread] = 1",
-        ("tests/test_photos_runs.py::test_a_bad_file_is_counted_once_however_many_ranks_meet_it",
-         "tests/test_photos_runs.py::test_a_run_counts_unreadable_files_and_ends_when_they_are_too_many"),
+        (
+            "tests/test_photos_runs.py::test_a_bad_file_is_counted_once_however_many_ranks_meet_it",
+            "tests/test_photos_runs.py::test_a_run_counts_unreadable_files_and_ends_when_they_are_too_many",
+        ),
     ),
     Fault(
         "augmentation ignores the epoch",
@@ -86,8 +88,10 @@ FAULTS = [
         "recipes/ctr/criteo.py",
         "key_of(INTEGERS + column, value)",
         "key_of(INTEGERS, value)",
-        ("tests/test_ctr_parsing.py::test_a_log_of_criteo_is_read_whole",
-         "tests/test_ctr_parsing.py::test_any_bytes_are_read_as_the_reference_reads_them"),
+        (
+            "tests/test_ctr_parsing.py::test_a_log_of_criteo_is_read_whole",
+            "tests/test_ctr_parsing.py::test_any_bytes_are_read_as_the_reference_reads_them",
+        ),
     ),
     Fault(
         "integers of a log lose their sign",

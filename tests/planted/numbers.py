@@ -94,8 +94,10 @@ FAULTS = [
         "dtf/update.py",
         "            if finite:\n",
         "            if finite or True:\n",
-        ("tests/test_update.py::test_rows_count_the_steps_that_dense_adam_counts",
-         "tests/test_update.py::test_a_non_finite_row_on_one_rank_updates_nobody[ddp-{}-fp32]"),
+        (
+            "tests/test_update.py::test_rows_count_the_steps_that_dense_adam_counts",
+            "tests/test_update.py::test_a_non_finite_row_on_one_rank_updates_nobody[ddp-{}-fp32]",
+        ),
     ),
     Fault(
         "a run goes on after one skipped update too many",

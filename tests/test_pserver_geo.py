@@ -1,0 +1,23 @@
+"""Mode geo against the reference: with one step a lease, and an update that is linear in gradients, learning apart is learning together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dtf.strategies.pserver import Mode
+from tests.harness import difference, reference, spread
+
+
+@pytest.mark.parametrize(("processes", "servers"), [(1, 1), (3, 1), (2, 2)])
+def test_what_trainers_learnt_in_one_step_adds_up_to_the_step_of_all(processes: int, servers: int) -> None:
+    """Descent with momentum, no clipping: the mean of the differences, weighted by rows, is the update by the mean of the gradients."""
+    options = {"mode": Mode.geo.value, "geo_steps": 1, "staleness": 0, "servers": servers, "min_block": 1}
+    runs: list[dict[str, Any]] = [
+        reference(clip_norm=0.0),
+        spread("pserver", processes, options=options, clip_norm=0.0),
+    ]
+    for run in runs:  # nobody knows the norm of the whole gradient
+        run["train"] = {step: values | {"grad_norm": 0.0} for step, values in run["train"].items()}
+    assert difference(*runs) <= 1e-10
