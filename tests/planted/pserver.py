@@ -102,21 +102,21 @@ FAULTS = [
         "dtf/pserver/wire.py",
         "if dimensions != ndim or code not in dtypes or name in names:",
         "if dimensions != ndim or name in names:",
-        ("tests/test_wire.py",),
+        ("tests/test_wire.py::test_changed_messages_with_a_fitting_checksum",),
     ),
     Fault(
         "a message longer than it says is taken",
         "dtf/pserver/wire.py",
         "if total != len(data) or not _BODY <= header <= total:",
         "if not _BODY <= header <= total:",
-        ("tests/test_wire.py",),
+        ("tests/test_wire.py::test_shorter_and_longer_messages_are_refused",),
     ),
     Fault(
         "a changed header of a message is taken",
         "dtf/pserver/wire.py",
         "!= zlib.crc32(front[_BODY:], zlib.crc32(front[: _HEAD.size])):",
         "< 0:",
-        ("tests/test_wire.py",),
+        ("tests/test_wire.py::test_every_flip_outside_the_arrays_is_refused",),
     ),
     Fault(
         "an array of a message begins anywhere",
@@ -130,7 +130,7 @@ FAULTS = [
         "dtf/pserver/regions.py",
         "return self._free.pop()",
         "return self._free[-1]",
-        ("tests/test_regions.py",),
+        ("tests/test_regions.py::test_many_threads_over_grpc",),
     ),
     Fault(
         "a request that comes twice is answered twice",
@@ -179,7 +179,7 @@ FAULTS = [
         "dtf/id_kernels.py",
         "out[row, j] += values[i, j]",
         "out[row, j] = values[i, j]",
-        ("tests/test_sparse.py",),
+        ("tests/test_sparse.py::test_rows_out_and_gradients_back",),
     ),
     Fault(
         "Adagrad forgets earlier gradients of a row",
