@@ -1,15 +1,18 @@
-"""How fast dtf trains a click-through model, against a loop written by hand and against other frameworks, on the same rows in memory.
+"""How fast dtf trains a click-through model, against a loop written by hand and against other frameworks, on the same
+rows in memory.
 
     python bench/ctr.py                     # dtf and the loop written by hand
     python bench/ctr.py --rivals PYTHON     # and what is installed beside the interpreter PYTHON
 
 An environment for the others: `python -m venv rivals`, a torch for CPUs that FBGEMM was built for (2.13 for 1.8), then
-`rivals/bin/pip install fbgemm-gpu-cpu==1.8.0 fuxictr deepctr-torch requests tensordict torchmetrics==1.0.3 pyre-extensions` and
-`rivals/bin/pip install --no-deps torchrec==1.8.0`. One that cannot run is named with its error and left out.
+`rivals/bin/pip install fbgemm-gpu-cpu==1.8.0 fuxictr deepctr-torch requests tensordict torchmetrics==1.0.3
+pyre-extensions` and `rivals/bin/pip install --no-deps torchrec==1.8.0`. One that cannot run is named with its error and
+left out.
 
-13 numbers and 26 fields, whose ids follow Zipf's law; rows of 16 numbers; Adagrad on all. Contestants take turns, in each round in the other direction.
-The first steps warm up; then dtf's table is given the rest of its rows, so that nobody makes rows in what is timed. dtf and the loop by hand see every
-row of the log once, and it fails when they do not come to the same loss on rows that they had not seen before.
+13 numbers and 26 fields, whose ids follow Zipf's law; rows of 16 numbers; Adagrad on all. Contestants take turns, in
+each round in the other direction. The first steps warm up; then dtf's table is given the rest of its rows, so that
+nobody makes rows in what is timed. dtf and the loop by hand see every row of the log once, and it fails when they do
+not come to the same loss on rows that they had not seen before.
 """
 
 from __future__ import annotations
@@ -35,27 +38,30 @@ from ctr_rivals import Log as Rows
 from endless import Endless
 from torch import Tensor, nn
 
-from dtf.engine import Loop, fit
-from dtf.launcher import Place
-from dtf.loader import Loader
-from dtf.metrics import weighted_sums
-from dtf.optimizers.adagrad import Adagrad
-from dtf.options import StepOptions
-from dtf.precision import Cast, Format, Precision
-from dtf.recipe import Dataset, Recipe
+from dtf.api.options import StepOptions
+from dtf.api.precision import Cast, Format, Precision
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.sampler import Epochs, Sequential
+from dtf.api.sparse_table import Table
+from dtf.api.strategy import Task
+from dtf.core.types import Event, Measured, Place
+from dtf.data.loader import Loader
+from dtf.distributed.world import World
+from dtf.engine.loop import Loop, fit
+from dtf.model.metrics import weighted_sums
+from dtf.optim.optimizers import Adagrad
 from dtf.recipes.ctr.model import DNN, Inputs, Tower
-from dtf.row_optimizers.adagrad import RowAdagrad
-from dtf.sampler import Epochs, Sequential
+from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.strategies.ddp import Ddp
-from dtf.strategy import Task
-from dtf.table import Table
-from dtf.values import Event, Measured
-from dtf.world import World
 
 if TYPE_CHECKING:
-    from dtf.values import Batch
+    from dtf.core.types import Batch
 
-CASES = {"400-400-400": ((400, 400, 400), False), "400-400-400 bf16": ((400, 400, 400), True), "64-32": ((64, 32), False)}
+CASES = {
+    "400-400-400": ((400, 400, 400), False),
+    "400-400-400 bf16": ((400, 400, 400), True),
+    "64-32": ((64, 32), False),
+}
 TURN_S = 3.0
 """A turn of another framework takes about so long, or less."""
 
@@ -67,7 +73,9 @@ class Clicks(Dataset):
 
     def __init__(self, rows: Rows) -> None:
         starts = np.cumsum([0, *rows.sizes[:-1]])
-        self.ids, self.dense, self.clicks = (torch.from_numpy(part) for part in (rows.ids + starts, rows.dense, rows.clicks))
+        self.ids, self.dense, self.clicks = (
+            torch.from_numpy(part) for part in (rows.ids + starts, rows.dense, rows.clicks)
+        )
 
     def __len__(self) -> int:
         return len(self.clicks)
@@ -117,7 +125,11 @@ def engine(rows: Rows, case: Case) -> tuple[Run, Any]:
     task = Task(recipe, Adagrad(), precision, StepOptions(batch_size=rows.batch), 0, rows=RowAdagrad())
     program = Ddp().setup(task, world)
     epochs = Epochs(Sequential(), len(recipe.data), rows.batch, 0)
-    clock, loader, heard = Endless(epochs, LR, logs=True), Loader(recipe.data, epochs, program.shard, program.micro_batch_rows), []
+    clock, loader, heard = (
+        Endless(epochs, LR, logs=True),
+        Loader(recipe.data, epochs, program.shard, program.micro_batch_rows),
+        [],
+    )
 
     def see(event: Event) -> None:
         if isinstance(event, Measured):
@@ -138,7 +150,9 @@ class Rival:
 
     def __init__(self, python: str, name: str, case: Case, log: Path) -> None:
         command = [python, str(Path(__file__).with_name("ctr_rivals.py")), name, json.dumps(case), str(log)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         self.steps = 2
         self.torch = self._answer()["torch"]
 
@@ -222,7 +236,10 @@ def say(name: str, rates: dict[str, list[float]], losses: dict[str, list[float]]
     for key, values in rates.items():
         ratios = sorted(a / b for a, b in zip(rates["dtf"], values, strict=True))
         spread, ratio_spread = f"{min(values):,.0f} to {max(values):,.0f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        print(f"{key:28}{statistics.median(values):10,.0f} {spread:>20} {statistics.median(ratios):10.3f} {ratio_spread:>16} {losses[key][-1]:8.4f}")
+        print(
+            f"{key:28}{statistics.median(values):10,.0f} {spread:>20} {statistics.median(ratios):10.3f} "
+            f"{ratio_spread:>16} {losses[key][-1]:8.4f}"
+        )
     sys.stdout.flush()
 
 
@@ -238,13 +255,16 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=100, help="steps before the first turn")
     given = parser.parse_args()
     if given.rivals and not shutil.which(given.rivals):
-        parser.error(f"--rivals={given.rivals} is no program; give the interpreter of an environment that has the others")
+        parser.error(
+            f"--rivals={given.rivals} is no program; give the interpreter of an environment that has the others"
+        )
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
     torch.set_num_threads(given.threads)
     log = draw(given.ids, given.batch, given.warm + given.rounds * given.steps)
     seen = sum(len(np.unique(ids)) for ids in log.ids.T)
     print(
-        f"{processor()}, {given.threads} threads, torch {torch.__version__}; {sum(log.sizes):,} ids in {len(log.sizes)} fields, "
+        f"{processor()}, {given.threads} threads, torch {torch.__version__}; {sum(log.sizes):,} ids in "
+        f"{len(log.sizes)} fields, "
         f"{seen:,} of them in the {len(log.clicks):,} rows of the log; batches of {log.batch}",
         flush=True,
     )

@@ -1,7 +1,8 @@
-"""Click-through training without dtf: a loop written by hand, torchrec, FBGEMM alone, FuxiCTR, DeepCTR-Torch. Knows nothing of dtf.
+"""Click-through training without dtf: a loop written by hand, torchrec, FBGEMM alone, FuxiCTR, DeepCTR-Torch. Knows
+nothing of dtf.
 
-`bench/ctr.py --rivals PYTHON` starts it, once for each of them, in an environment that has them. It then takes numbers of steps, one a line, and
-answers each with a line of JSON: seconds and mean log loss.
+`bench/ctr.py --rivals PYTHON` starts it, once for each of them, in an environment that has them. It then takes numbers
+of steps, one a line, and answers each with a line of JSON: seconds and mean log loss.
 """
 
 # pyright: reportMissingImports=false
@@ -64,7 +65,9 @@ def field_sizes(total: int) -> list[int]:
 
 
 def draw(total: int, batch: int, batches: int) -> Log:
-    """Ids by Zipf's law, popular ones anywhere in their field; clicks from known probabilities, to which every id and number contributes."""
+    """Ids by Zipf's law, popular ones anywhere in their field; clicks from known probabilities, to which every id and
+    number contributes.
+    """
     rng, rows, sizes = np.random.default_rng(0), batch * batches, field_sizes(total)
     ids = np.empty((rows, FIELDS), np.int64)
     logit = np.full(rows, -1.0)
@@ -95,10 +98,18 @@ class Batches:
 def tower(hidden: Sequence[int]) -> nn.Sequential:
     """The multilayer perceptron of all contestants."""
     ends = zip((NUMBERS + FIELDS * DIM, *hidden), hidden, strict=False)
-    return nn.Sequential(*(part for inputs, outputs in ends for part in (nn.Linear(inputs, outputs), nn.ReLU())), nn.Linear(hidden[-1], 1))
+    return nn.Sequential(
+        *(part for inputs, outputs in ends for part in (nn.Linear(inputs, outputs), nn.ReLU())),
+        nn.Linear(hidden[-1], 1),
+    )
 
 
-def loop(batches: Batches, logits: Callable[[Tensor, Tensor], Tensor], optimizers: Sequence[torch.optim.Optimizer], bf16: bool) -> Run:
+def loop(
+    batches: Batches,
+    logits: Callable[[Tensor, Tensor], Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    bf16: bool,
+) -> Run:
     """The training loop that everybody writes; the optimizers of what is not here already ran in the backward pass."""
 
     def run(steps: int) -> float:
@@ -125,7 +136,10 @@ def hand(log: Log, case: Case) -> Run:
     for table in tables:
         nn.init.normal_(table.weight, std=SCALE)
     mlp = tower(case.hidden)
-    optimizers = torch.optim.Adagrad([table.weight for table in tables], LR), torch.optim.Adagrad(mlp.parameters(), LR, fused=True)
+    optimizers = (
+        torch.optim.Adagrad([table.weight for table in tables], LR),
+        torch.optim.Adagrad(mlp.parameters(), LR, fused=True),
+    )
 
     def logits(ids: Tensor, dense: Tensor) -> Tensor:
         return mlp(torch.cat([dense, *(table(ids[:, field]) for field, table in enumerate(tables))], 1))
@@ -140,7 +154,10 @@ def torchrec(log: Log, case: Case) -> Run:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     names = [f"field{field}" for field in range(FIELDS)]
-    configs = [EmbeddingBagConfig(num_embeddings=size, embedding_dim=DIM, name=name, feature_names=[name]) for name, size in zip(names, log.sizes, strict=True)]
+    configs = [
+        EmbeddingBagConfig(num_embeddings=size, embedding_dim=DIM, name=name, feature_names=[name])
+        for name, size in zip(names, log.sizes, strict=True)
+    ]
     tables = FusedEmbeddingBagCollection(configs, torch.optim.Adagrad, {"lr": LR, "eps": 1e-10})
     mlp, lengths = tower(case.hidden), torch.ones(FIELDS * log.batch, dtype=torch.int32)
     offsets = torch.arange(FIELDS * log.batch + 1)
@@ -155,10 +172,16 @@ def torchrec(log: Log, case: Case) -> Run:
 def fbgemm(log: Log, case: Case) -> Run:
     """The operator below torchrec, called as directly as can be: table-batched embeddings with exact Adagrad."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, EmbeddingLocation, SplitTableBatchedEmbeddingBagsCodegen
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        EmbeddingLocation,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
 
     specs = [(size, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU) for size in log.sizes]
-    tables = SplitTableBatchedEmbeddingBagsCodegen(specs, optimizer=EmbOptimType.EXACT_ADAGRAD, learning_rate=LR, eps=1e-10, device=torch.device("cpu"))
+    tables = SplitTableBatchedEmbeddingBagsCodegen(
+        specs, optimizer=EmbOptimType.EXACT_ADAGRAD, learning_rate=LR, eps=1e-10, device=torch.device("cpu")
+    )
     for weight in tables.split_embedding_weights():
         nn.init.normal_(weight, std=SCALE)
     mlp, offsets = tower(case.hidden), torch.arange(FIELDS * log.batch + 1)
@@ -170,7 +193,9 @@ def fbgemm(log: Log, case: Case) -> Run:
 
 
 def fuxictr(log: Log, case: Case) -> Run:
-    """FuxiCTR's base model, embedding layer, perceptron and training step; numbers go into the perceptron as they are."""
+    """FuxiCTR's base model, embedding layer, perceptron and training step; numbers go into the perceptron as they
+    are.
+    """
     from fuxictr.features import FeatureMap
     from fuxictr.pytorch.layers import FeatureEmbedding, MLP_Block
     from fuxictr.pytorch.models import BaseModel
@@ -178,14 +203,25 @@ def fuxictr(log: Log, case: Case) -> Run:
     fields = [f"C{field}" for field in range(FIELDS)]
     features = FeatureMap("bench", ".")
     features.labels = ["click"]
-    features.features.update({name: {"type": "categorical", "source": "", "vocab_size": size} for name, size in zip(fields, log.sizes, strict=True)})
+    features.features.update(
+        {
+            name: {"type": "categorical", "source": "", "vocab_size": size}
+            for name, size in zip(fields, log.sizes, strict=True)
+        }
+    )
     features.features["dense"] = {"type": "numeric", "source": ""}
 
     class DNN(BaseModel):
         def __init__(self) -> None:
             super().__init__(features, gpu=-1, verbose=0, model_root=".", metrics=["logloss"])
             self.embedding_layer = FeatureEmbedding(features, DIM, required_feature_columns=fields)
-            self.mlp = MLP_Block(NUMBERS + FIELDS * DIM, list(case.hidden), output_dim=1, hidden_activations="ReLU", output_activation=None)
+            self.mlp = MLP_Block(
+                NUMBERS + FIELDS * DIM,
+                list(case.hidden),
+                output_dim=1,
+                hidden_activations="ReLU",
+                output_activation=None,
+            )
             self.compile("Adagrad", "binary_crossentropy", LR)
             self.reset_parameters()
             self.model_to_device()
@@ -204,7 +240,9 @@ def fuxictr(log: Log, case: Case) -> Run:
         total = torch.zeros(())
         for _ in range(steps):
             ids, dense, clicks = batches()
-            total += model.train_step({**dict(zip(fields, ids.unbind(1), strict=True)), "dense": dense, "click": clicks}).detach()
+            total += model.train_step(
+                {**dict(zip(fields, ids.unbind(1), strict=True)), "dense": dense, "click": clicks}
+            ).detach()
         return float(total) / max(steps, 1)
 
     return run
@@ -216,7 +254,14 @@ def deepctr(log: Log, case: Case) -> Run:
     from deepctr_torch.models import WDL
 
     fields = [SparseFeat(f"C{field}", size, embedding_dim=DIM) for field, size in enumerate(log.sizes)]
-    model: Any = WDL([], [*fields, DenseFeat("dense", NUMBERS)], dnn_hidden_units=case.hidden, l2_reg_linear=0, l2_reg_embedding=0, l2_reg_dnn=0)
+    model: Any = WDL(
+        [],
+        [*fields, DenseFeat("dense", NUMBERS)],
+        dnn_hidden_units=case.hidden,
+        l2_reg_linear=0,
+        l2_reg_embedding=0,
+        l2_reg_dnn=0,
+    )
     model.compile("adagrad", "binary_crossentropy")
     model.train()
     columns = torch.from_numpy(np.concatenate([log.ids.astype(np.float32), log.dense], 1)).split(log.batch)

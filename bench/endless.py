@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtf.clock import Clock, Plan, PlannedClock
-from dtf.lr import Constant
-from dtf.sampler import Epochs
-from dtf.values import Log, Stop, Ticket, Train
+from dtf.api.lr import Constant
+from dtf.api.sampler import Epochs
+from dtf.core.types import Log, Stop, Ticket, Train
+from dtf.engine.clock import Clock, Plan, PlannedClock
 
 
 class Endless(Clock):

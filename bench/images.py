@@ -1,11 +1,13 @@
-"""Images per second from JPEG files of natural size to batches of 224 x 224 bytes, RandomResizedCrop, against what else there is.
+"""Images per second from JPEG files of natural size to batches of 224 x 224 bytes, RandomResizedCrop, against what else
+there is.
 
     python bench/images.py shared/data/imagenet-sample-200.tar             # any archive or folder of JPEG files
     python bench/images.py ARCHIVE --threads 2 --rounds 5
 
-All read the same files into memory first, draw their own crops, use so many threads or worker processes, and are run in turn; the median over rounds
-is told with its range. `floor` decodes each file at 1/8 of its size and does nothing else: no reader of the original files that knows no
-crop can be faster. Readers whose package is missing are left out, and named.
+All read the same files into memory first, draw their own crops, use so many threads or worker processes, and are run in
+turn; the median over rounds is told with its range. `floor` decodes each file at 1/8 of its size and does nothing else:
+no reader of the original files that knows no crop can be faster. Readers whose package is missing are left out, and
+named.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
+from dtf.core.seeding import draws
 from dtf.recipes.resnet import jpeg
 from dtf.recipes.resnet.crops import CROP_DRAWS, random_part
 from dtf.recipes.resnet.photos import Look, Photos, resized
 from dtf.recipes.resnet.store import Store
-from dtf.seeding import draws
 
 SIDE, BATCH = 224, 64
 AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -67,7 +69,9 @@ class Decoded(torch.utils.data.Dataset):
         return len(self.files)
 
     def __getitem__(self, row: int) -> torch.Tensor:
-        return self.crop(decode_jpeg(torch.frombuffer(bytearray(self.files[row]), dtype=torch.uint8), ImageReadMode.RGB))
+        return self.crop(
+            decode_jpeg(torch.frombuffer(bytearray(self.files[row]), dtype=torch.uint8), ImageReadMode.RGB)
+        )
 
 
 def dtf(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
@@ -81,7 +85,9 @@ def dtf(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
 
 
 def floor(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
-    return _threaded(files, threads, lambda content, out, draw: simplejpeg.decode_jpeg(content, min_height=1, min_width=1))
+    return _threaded(
+        files, threads, lambda content, out, draw: simplejpeg.decode_jpeg(content, min_height=1, min_width=1)
+    )
 
 
 def whole(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]:
@@ -119,7 +125,11 @@ def simplejpeg_torch(files: list[bytes], threads: int, folder: Path) -> Callable
     def work(content: bytes, out: np.ndarray, draw: np.ndarray) -> None:
         image = simplejpeg.decode_jpeg(content)
         part = random_part(image.shape[0], image.shape[1], AREA, RATIO, draw)
-        torch.from_numpy(out).copy_(resized(image[part.top : part.top + part.height, part.left : part.left + part.width], SIDE, SIDE).permute(1, 2, 0))
+        torch.from_numpy(out).copy_(
+            resized(image[part.top : part.top + part.height, part.left : part.left + part.width], SIDE, SIDE).permute(
+                1, 2, 0
+            )
+        )
 
     return _threaded(files, threads, work)
 
@@ -160,7 +170,9 @@ def spdl(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]
         with Image.open(io.BytesIO(content)) as file:
             width, height = file.size
         part = random_part(height, width, AREA, RATIO, draw)
-        wish = spdl_io.get_video_filter_desc(filter_desc=f"crop={part.width}:{part.height}:{part.left}:{part.top},scale={SIDE}:{SIDE}", pix_fmt="rgb24")
+        wish = spdl_io.get_video_filter_desc(
+            filter_desc=f"crop={part.width}:{part.height}:{part.left}:{part.top},scale={SIDE}:{SIDE}", pix_fmt="rgb24"
+        )
         frames = spdl_io.decode_packets(spdl_io.demux_image(content), filter_desc=wish)
         out[:] = spdl_io.to_numpy(spdl_io.convert_frames(frames))
 
@@ -176,7 +188,9 @@ def dali(files: list[bytes], threads: int, folder: Path) -> Callable[[int], int]
     @dali_.pipeline_def(batch_size=BATCH, num_threads=threads, device_id=None, prefetch_queue_depth=2)
     def reader() -> Any:
         content = fn.external_source(source=_forever(arrays), batch=True)
-        images = fn.decoders.image_random_crop(content, device="cpu", output_type=types.RGB, random_area=AREA, random_aspect_ratio=RATIO)
+        images = fn.decoders.image_random_crop(
+            content, device="cpu", output_type=types.RGB, random_area=AREA, random_aspect_ratio=RATIO
+        )
         return fn.resize(images, size=(SIDE, SIDE), interp_type=types.INTERP_LINEAR, antialias=True)
 
     pipe = reader()
@@ -216,7 +230,10 @@ def main() -> None:
     torch.set_num_threads(1)
     files = list(_read(given.images))
     kilobytes = sum(map(len, files)) / len(files) / 1000
-    print(f"{len(files)} files of {kilobytes:.0f} kB, {given.threads} threads or processes, {platform.processor() or platform.machine()}")
+    print(
+        f"{len(files)} files of {kilobytes:.0f} kB, {given.threads} threads or processes, "
+        f"{platform.processor() or platform.machine()}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         readers: dict[str, Callable[[int], int]] = {}
         for name, make in READERS.items():
@@ -238,7 +255,10 @@ def main() -> None:
     for name, found in sorted(rates.items(), key=lambda item: -statistics.median(item[1])):
         rate = statistics.median(found)
         print(f"{name:44}{rate:9,.0f}  {min(found):6,.0f}-{max(found):<6,.0f} {rate / lowest:9.2f} {own / rate:7.2f}x")
-    print(f"dtf and whole pictures through torch's anti-aliased bilinear are {_apart(files):.3f} of 255 apart, mean over pixels; crops alike")
+    print(
+        f"dtf and whole pictures through torch's anti-aliased bilinear are {_apart(files):.3f} of 255 apart, mean "
+        "over pixels; crops alike"
+    )
 
 
 def _apart(files: list[bytes]) -> float:
@@ -286,7 +306,9 @@ def _loaded(data: Any, workers: int) -> Callable[[int], int]:
     return epoch
 
 
-def _threaded(files: list[bytes], threads: int, work: Callable[[bytes, np.ndarray, np.ndarray], Any]) -> Callable[[int], int]:
+def _threaded(
+    files: list[bytes], threads: int, work: Callable[[bytes, np.ndarray, np.ndarray], Any]
+) -> Callable[[int], int]:
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
     def epoch(number: int) -> int:
@@ -294,7 +316,14 @@ def _threaded(files: list[bytes], threads: int, work: Callable[[bytes, np.ndarra
         for rows in _batches(len(files)):
             out = np.empty((len(rows), SIDE, SIDE, 3), np.uint8)
             uniform = draws(0, number, rows, CROP_DRAWS)
-            done += len(list(pool.map(lambda i, out=out, rows=rows, uniform=uniform: work(files[rows[i]], out[i], uniform[i]), range(len(rows)))))
+            done += len(
+                list(
+                    pool.map(
+                        lambda i, out=out, rows=rows, uniform=uniform: work(files[rows[i]], out[i], uniform[i]),
+                        range(len(rows)),
+                    )
+                )
+            )
         return done
 
     return epoch

@@ -1,13 +1,15 @@
 """Rows per second from click logs to batches, and the memory that takes; also writes a log to read.
 
-    python bench/logs.py write day.tsv --rows 2000000          # a generated Criteo log; names that end with .gz are compressed
-    python bench/logs.py read day.tsv --threads 2              # parsed, encoded and delivered in batches, in the seeded order of blocks
-    python bench/logs.py read day.tsv --mode memory            # into columns, then from them in the order of a shuffle
-    python bench/logs.py generate --threads 2                  # rows of recipe=ctr_clicks, which need no file
-    python bench/logs.py ceiling                               # their best reachable AUC and log loss
+    python bench/logs.py write day.tsv --rows 2000000          # a generated Criteo log; names that end with .gz are
+    compressed python bench/logs.py read day.tsv --threads 2              # parsed, encoded and delivered in batches, in
+    the seeded order of blocks python bench/logs.py read day.tsv --mode memory            # into columns, then from them
+    in the order of a shuffle python bench/logs.py generate --threads 2                  # rows of recipe=ctr_clicks,
+    which need no file python bench/logs.py ceiling                               # their best reachable AUC and log
+    loss
 
-`read` and `generate` take batches from a loader as a training rank does, do nothing with them, and tell the median of the rounds, the seconds of CPU
-that went into a million rows, and the peak of the process's memory. Nothing is warmed but the kernels, which are compiled before.
+`read` and `generate` take batches from a loader as a training rank does, do nothing with them, and tell the median of
+the rounds, the seconds of CPU that went into a million rows, and the peak of the process's memory. Nothing is warmed
+but the kernels, which are compiled before.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ from pathlib import Path
 
 import torch
 
-from dtf.loader import Loader
-from dtf.recipe import Dataset
+from dtf.api.recipe import Dataset
+from dtf.api.sampler import Epochs, Shuffle
+from dtf.core.types import Shard
+from dtf.data.loader import Loader
 from dtf.recipes.ctr.clicks import write_criteo
 from dtf.recipes.ctr.data import ClicksOptions, Ids, Integers, LogOptions, Mode
-from dtf.sampler import Epochs, Shuffle
-from dtf.values import Shard
 
 
 def passed_through(data: Dataset, batch: int, ranks: int, most: int) -> tuple[int, float, float]:
-    """Rows that rank 0 of so many takes from its loader in one epoch, at most so many batches; seconds; seconds of CPU."""
+    """Rows that rank 0 of so many takes from its loader in one epoch, at most so many batches; seconds; seconds of
+    CPU.
+    """
     epochs = Epochs(Shuffle(), len(data), batch, 0, None, data.runs())
     loader = Loader(data, epochs, Shard(0, ranks), -(-batch // ranks))
     started, cpu, rows = time.perf_counter(), time.process_time(), 0
@@ -53,25 +57,43 @@ def tell(name: str, data: Dataset, args: argparse.Namespace) -> None:
     found = [passed_through(data, args.batch, args.ranks, args.batches) for _ in range(args.rounds)]
     rates = [rows / wall for rows, wall, _ in found]
     cpu = statistics.median(used / rows * 1e6 for rows, _, used in found)
-    peak = int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0]) >> 10  # getrusage's may be that of the process before exec
-    print(f"{name}: {statistics.median(rates):,.0f} rows/s ({min(rates):,.0f} to {max(rates):,.0f}), {cpu:.2f} s of CPU per million, peak {peak} MiB")
+    # getrusage's may be that of the process before exec
+    peak = int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0]) >> 10
+    print(
+        f"{name}: {statistics.median(rates):,.0f} rows/s ({min(rates):,.0f} to {max(rates):,.0f}), {cpu:.2f} s of CPU "
+        f"per million, peak {peak} MiB"
+    )
 
 
 def read(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(dir=args.cache or None) as cache:
-        options = LogOptions(train=args.file, eval=args.file, mode=Mode[args.mode], ids=Ids[args.ids], integers=Integers[args.integers], cache=cache)
+        options = LogOptions(
+            train=args.file,
+            eval=args.file,
+            mode=Mode[args.mode],
+            ids=Ids[args.ids],
+            integers=Integers[args.integers],
+            cache=cache,
+        )
         options.check()
         started = time.perf_counter()
         data = options.open("train", 0)
         passed, cpu = time.perf_counter() - started, time.process_time()
-        print(f"opened {len(data):,} rows in {passed:.2f} s ({len(data) / passed:,.0f} rows/s, {cpu:.1f} s of CPU with imports and compilation)")
+        print(
+            f"opened {len(data):,} rows in {passed:.2f} s ({len(data) / passed:,.0f} rows/s, {cpu:.1f} s of CPU with "
+            "imports and compilation)"
+        )
         tell(f"{args.mode}, {args.threads} threads, {args.file}", data, args)
 
 
 def generate(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    tell(f"generated, {args.threads} threads", ClicksOptions(train_rows=args.rows, values=args.values).open("train", 0), args)
+    tell(
+        f"generated, {args.threads} threads",
+        ClicksOptions(train_rows=args.rows, values=args.values).open("train", 0),
+        args,
+    )
 
 
 def write(args: argparse.Namespace) -> None:
@@ -107,7 +129,9 @@ def main() -> None:
         if name in ("read", "generate"):
             command.add_argument("--threads", type=int, default=2)
             command.add_argument("--batch", type=int, default=2048)
-            command.add_argument("--ranks", type=int, default=1, help="as one of so many ranks, which reads its share of each batch")
+            command.add_argument(
+                "--ranks", type=int, default=1, help="as one of so many ranks, which reads its share of each batch"
+            )
             command.add_argument("--batches", type=int, default=0, help="stop after so many; 0: a whole epoch")
             command.add_argument("--rounds", type=int, default=3)
         if name == "read":

@@ -3,7 +3,8 @@
     python bench/overhead.py                # toy MLP and ResNet-18 at 64 px, one process
     python bench/overhead.py --ranks 2      # the same under ddp, against DistributedDataParallel by hand
 
-Both loops run in the same processes on the same rows, alternating in blocks. It fails when the weights that both trained differ by more than 1e-5.
+Both loops run in the same processes on the same rows, alternating in blocks. It fails when the weights that both
+trained differ by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dtf.build import draw_model
-from dtf.engine import Loop, fit
-from dtf.launcher import Place
-from dtf.loader import Loader
-from dtf.metrics import weighted_sums
-from dtf.optimizers.sgd import Sgd
-from dtf.options import StepOptions
-from dtf.precision import Precision
-from dtf.recipe import Dataset, Recipe
-from dtf.sampler import Epochs, Sequential
+from dtf.api.options import StepOptions
+from dtf.api.precision import Precision
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.sampler import Epochs, Sequential
+from dtf.api.strategy import Task
+from dtf.core.types import Place
+from dtf.data.loader import Loader
+from dtf.distributed.world import World
+from dtf.engine.loop import Loop, fit
+from dtf.model.init import draw_model
+from dtf.model.metrics import weighted_sums
+from dtf.optim.optimizers import Sgd
 from dtf.strategies.ddp import Ddp
-from dtf.strategy import Task
-from dtf.world import World
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from dtf.values import Batch
+    from dtf.core.types import Batch
 
 LR = 0.01
 
@@ -135,7 +136,11 @@ def by_hand(case: Case, world: World) -> tuple[Callable[[int], None], nn.Module]
             losses = cross_entropy(outputs, targets, reduction="none")
             losses.mean().backward()
             with torch.no_grad():
-                sums.add_(torch.stack([torch.ones_like(losses), losses.detach(), (outputs.argmax(-1) == targets).float()]).sum(1, dtype=torch.float64))
+                sums.add_(
+                    torch.stack(
+                        [torch.ones_like(losses), losses.detach(), (outputs.argmax(-1) == targets).float()]
+                    ).sum(1, dtype=torch.float64)
+                )
             norms = norms + nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             optimizer.step()
             optimizer.zero_grad()
@@ -170,8 +175,10 @@ def report(name: str, ranks: int, batch: int, steps: int, result: dict[str, Any]
     return {
         "model": name, "ranks": ranks, "batch": batch, "steps": steps, "blocks": len(extra),
         "hand_us": round(statistics.median(hand), 1), "engine_us": round(statistics.median(engine), 1),
-        "extra_us": round(statistics.median(extra), 1), "extra_us_10_90": [round(extra[tenth], 1), round(extra[-1 - tenth], 1)],
-        "ratio": round(statistics.median(ratio), 4), "ratio_10_90": [round(ratio[tenth], 4), round(ratio[-1 - tenth], 4)],
+        "extra_us": round(statistics.median(extra), 1),
+        "extra_us_10_90": [round(extra[tenth], 1), round(extra[-1 - tenth], 1)],
+        "ratio": round(statistics.median(ratio), 4),
+        "ratio_10_90": [round(ratio[tenth], 4), round(ratio[-1 - tenth], 4)],
         "weights_apart": result["apart"],
     }  # fmt: skip
 
@@ -191,11 +198,13 @@ def main() -> None:
             if given.ranks == 1:
                 result = measure(0, 1, **arguments)
             else:
-                from tests.ranks import ranks
+                from tests.support.ranks import ranks
 
                 result = ranks(given.ranks, "bench.overhead:measure", timeout_s=900, **arguments)[0]
             if not result["apart"] < 1e-5:
-                raise SystemExit(f"{name}: both loops must train the same weights, they are {result['apart']:.1e} apart")
+                raise SystemExit(
+                    f"{name}: both loops must train the same weights, they are {result['apart']:.1e} apart"
+                )
             print(json.dumps(report(name, given.ranks, batch, steps, result)), flush=True)
 
 

@@ -1,10 +1,11 @@
-"""How much faster a pipeline of p ranks trains than one rank, with equal micro-batches and one thread per process on both sides.
+"""How much faster a pipeline of p ranks trains than one rank, with equal micro-batches and one thread per process on
+both sides.
 
     python bench/pipeline.py                                # ResNet-50 at 128 px on 2 ranks, 8 micro-batches of 4 rows
     python bench/pipeline.py --ranks 4 --schedule gpipe
 
-Both run in the same processes, in turn: the first rank trains the whole model while the others wait, then all train in the pipeline. The ideal is
-p m / (m + p - 1). It fails when the losses of both differ by more than 1e-4.
+Both run in the same processes, in turn: the first rank trains the whole model while the others wait, then all train in
+the pipeline. The ideal is p m / (m + p - 1). It fails when the losses of both differ by more than 1e-4.
 """
 
 from __future__ import annotations
@@ -20,29 +21,39 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtf.launcher import Place
-from dtf.optimizers.sgd import Sgd
-from dtf.options import StepOptions
-from dtf.precision import Precision
+from dtf.api.options import StepOptions
+from dtf.api.precision import Precision
+from dtf.api.strategy import Program, Task
+from dtf.core.types import Batch, Place, Train
+from dtf.distributed.world import World
+from dtf.optim.optimizers import Sgd
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
-from dtf.schedules import Schedule
 from dtf.strategies.ddp import Ddp
-from dtf.strategies.pipeline import Pipeline
-from dtf.strategy import Program, Task
-from dtf.values import Batch, Train
-from dtf.world import World
+from dtf.strategies.pipeline.schedules import Schedule
+from dtf.strategies.pipeline.strategy import Pipeline
 
 LR = 1e-4
 
 
-def measure(rank: int, size: int, arch: str, pixels: int, rows: int, micro_batches: int, schedule: str, virtual: int, blocks: int) -> dict[str, Any]:
+def measure(
+    rank: int,
+    size: int,
+    arch: str,
+    pixels: int,
+    rows: int,
+    micro_batches: int,
+    schedule: str,
+    virtual: int,
+    blocks: int,
+) -> dict[str, Any]:
     """Seconds per step of both, in turn, and their losses."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     batch_rows = rows * micro_batches
     recipe = ResnetShapes(
-        model=ModelOptions(arch=Arch[arch], classes=8, stem=Stem.imagenet), data=ShapesOptions(pixels=pixels, train_rows=batch_rows, eval_rows=8)
+        model=ModelOptions(arch=Arch[arch], classes=8, stem=Stem.imagenet),
+        data=ShapesOptions(pixels=pixels, train_rows=batch_rows, eval_rows=8),
     )
     data = recipe.open_data("train", 0)
     ids = np.arange(batch_rows)
@@ -84,7 +95,7 @@ def main() -> None:
     parser.add_argument("--virtual", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=7)
     given = parser.parse_args()
-    from tests.ranks import ranks
+    from tests.support.ranks import ranks
 
     cores = len(os.sched_getaffinity(0))
     print(f"torch {torch.__version__}, {platform.machine()}, {cores} cores, {given.ranks} ranks of 1 thread")
@@ -99,8 +110,10 @@ def main() -> None:
     ideal = p * v * m / (v * m + p - 1)
     median = statistics.median(ratios)
     print(json.dumps({
-        **arguments, "ranks": p, "alone_s": round(statistics.median(found["alone"][1:]), 3), "pipeline_s": round(statistics.median(found["pipeline"][1:]), 3),
-        "speed_up": round(median, 3), "least_most": [round(ratios[0], 3), round(ratios[-1], 3)], "ideal": round(ideal, 3),
+        **arguments, "ranks": p, "alone_s": round(statistics.median(found["alone"][1:]), 3),
+        "pipeline_s": round(statistics.median(found["pipeline"][1:]), 3),
+        "speed_up": round(median, 3), "least_most": [round(ratios[0], 3), round(ratios[-1], 3)],
+        "ideal": round(ideal, 3),
         "share_of_ideal": round(median / ideal, 3), "losses_apart": apart,
     }))  # fmt: skip
 

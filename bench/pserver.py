@@ -1,13 +1,16 @@
-"""How fast a parameter server trains a click-through model: one server and one trainer, against dtf's table in one process, on the same rows in memory.
+"""How fast a parameter server trains a click-through model: one server and one trainer, against dtf's table in one
+process, on the same rows in memory.
 
     python bench/pserver.py                          # modes async and sync, both models of bench/ctr.py in fp32
     python bench/pserver.py --only 64-32 --modes async
-    python bench/pserver.py --rows                   # how many rows one thread of a server steps and looks up in a second, alone
+    python bench/pserver.py --rows                   # how many rows one thread of a server steps and looks up in a
+    second, alone
 
-Server and trainers are processes that talk over gRPC on loopback, as with `launcher=local`; the server runs the engine, and the trainer has the threads of
-the one process. The model, the log and the turns are those of bench/ctr.py: contestants take turns, all tables hold all rows before anything is timed, and
-what they lose on rows that they had not seen before is compared at the end: sync must be the same as one process, async near it.
-A turn ends when its last gradients are applied. Ratios are medians of those of each round.
+Server and trainers are processes that talk over gRPC on loopback, as with `launcher=local`; the server runs the engine,
+and the trainer has the threads of the one process. The model, the log and the turns are those of bench/ctr.py:
+contestants take turns, all tables hold all rows before anything is timed, and what they lose on rows that they had not
+seen before is compared at the end: sync must be the same as one process, async near it. A turn ends when its last
+gradients are applied. Ratios are medians of those of each round.
 """
 
 from __future__ import annotations
@@ -31,19 +34,19 @@ from ctr_rivals import Log as Rows
 from endless import Endless
 from torch.distributed import TCPStore
 
-from dtf.engine import Loop, fit
-from dtf.launcher import Place
-from dtf.loader import Loader
-from dtf.optimizers.adagrad import Adagrad
-from dtf.options import StepOptions
-from dtf.precision import Precision
-from dtf.row_optimizers.adagrad import RowAdagrad
-from dtf.sampler import Epochs, Sequential
-from dtf.sparse import SparseTable, unique
-from dtf.strategies.pserver import Mode, Pserver
-from dtf.strategy import Errand, Task
-from dtf.values import Event, Measured, Shard
-from dtf.world import World
+from dtf.api.options import StepOptions
+from dtf.api.precision import Precision
+from dtf.api.sampler import Epochs, Sequential
+from dtf.api.strategy import Errand, Task
+from dtf.core.types import Event, Measured, Place, Shard
+from dtf.data.loader import Loader
+from dtf.distributed.world import World
+from dtf.engine.loop import Loop, fit
+from dtf.optim.optimizers import Adagrad
+from dtf.pserver.options import Mode
+from dtf.pserver.strategy import Pserver
+from dtf.sparse.row_optimizers import RowAdagrad
+from dtf.sparse.store import SparseTable, unique
 
 MODELS = ("400-400-400", "64-32")
 APART = {"sync": 1e-4, "async": 0.01}
@@ -52,11 +55,15 @@ APART = {"sync": 1e-4, "async": 0.01}
 
 def parts(log: Rows, hidden: str) -> tuple[Task, Epochs]:
     recipe = Deep(log, CASES[hidden][0])
-    return Task(recipe, Adagrad(), Precision(), StepOptions(batch_size=log.batch), 0, rows=RowAdagrad()), Epochs(Sequential(), len(log.clicks), log.batch, 0)
+    return Task(recipe, Adagrad(), Precision(), StepOptions(batch_size=log.batch), 0, rows=RowAdagrad()), Epochs(
+        Sequential(), len(log.clicks), log.batch, 0
+    )
 
 
 def serve(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
-    """A server: it takes numbers of steps, one a line, and answers each with seconds and mean loss; at the end of the lines it ends the run."""
+    """A server: it takes numbers of steps, one a line, and answers each with seconds and mean loss; at the end of the
+    lines it ends the run.
+    """
     world = World(replace(place, size=1))
     program = strategy.setup(task, world)
     clock, heard = Endless(epochs, LR, logs=True), []
@@ -94,7 +101,15 @@ def role(given: argparse.Namespace) -> None:
     torch.set_num_threads(given.threads)
     task, epochs = parts(opened(Path(given.log)), given.only)
     strategy = Pserver(mode=Mode(given.modes[0]), servers=1, trainers=1)
-    place = Place(int(given.role == "trainer"), 2, role=given.role, threads=given.threads, store=given.store, prefix=given.modes[0], token="bench")
+    place = Place(
+        int(given.role == "trainer"),
+        2,
+        role=given.role,
+        threads=given.threads,
+        store=given.store,
+        prefix=given.modes[0],
+        token="bench",
+    )
     (serve if given.role == "server" else train)(task, epochs, place, strategy)
 
 
@@ -103,9 +118,23 @@ class Pair:
 
     def __init__(self, name: str, mode: str, log: Path, given: argparse.Namespace) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
-        command = [sys.executable, __file__, "--log", str(log), "--only", name, "--modes", mode, "--store", f"127.0.0.1:{self._store.port}"]
+        command = [
+            sys.executable,
+            __file__,
+            "--log",
+            str(log),
+            "--only",
+            name,
+            "--modes",
+            mode,
+            "--store",
+            f"127.0.0.1:{self._store.port}",
+        ]
         self._server = subprocess.Popen(
-            [*command, "--role", "server", "--threads", str(given.server_threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, "--role", "server", "--threads", str(given.server_threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._trainer = subprocess.Popen([*command, "--role", "trainer", "--threads", str(given.threads)])
 
@@ -147,16 +176,25 @@ def compare(name: str, log: Rows, saved: Path, given: argparse.Namespace) -> Non
     for key, turns in found.items():
         apart = abs(turns[-1][1] - found["one process"][-1][1])
         if apart > APART.get(key, 0):
-            raise SystemExit(f"{name}: the losses of mode {key} must be those of one process within {APART[key]:g}, they are {apart:.6f} apart")
+            raise SystemExit(
+                f"{name}: the losses of mode {key} must be those of one process within {APART[key]:g}, they are "
+                f"{apart:.6f} apart"
+            )
 
 
 def say(name: str, found: dict[str, list[tuple[float, float]]], steps: int, batch: int) -> None:
     """A table of medians and ranges, of ratios to one process, and of the losses of the last turn."""
-    print(f"\n{name:14}{'rows/s':>10} {'least to most':>20} {'of one process':>16} {'least to most':>14} {'ms a step':>10} {'loss':>10}")
+    print(
+        f"\n{name:14}{'rows/s':>10} {'least to most':>20} {'of one process':>16} {'least to most':>14} "
+        f"{'ms a step':>10} {'loss':>10}"
+    )
     one = [seconds for seconds, _ in found["one process"]]
     for key, turns in found.items():
         took, loss = [seconds for seconds, _ in turns], turns[-1][1]
-        rates, ratios = sorted(steps * batch / seconds for seconds in took), sorted(base / seconds for base, seconds in zip(one, took, strict=True))
+        rates, ratios = (
+            sorted(steps * batch / seconds for seconds in took),
+            sorted(base / seconds for base, seconds in zip(one, took, strict=True)),
+        )
         spread, range_text = f"{rates[0]:,.0f} to {rates[-1]:,.0f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
         middle = f"{statistics.median(rates):10,.0f} {spread:>20} {statistics.median(ratios):16.3f} {range_text:>14}"
         print(f"{key:14}{middle} {1e3 * statistics.median(took) / steps:10.2f} {loss:10.6f}")
@@ -181,7 +219,10 @@ def rows_alone(log: Rows, batches: int) -> None:
         rates["step" if number < batches else "look up"].append(len(ids) / (time.perf_counter() - started))
     for name, values in rates.items():
         low, middle, high = (1e-6 * rate for rate in (min(values), statistics.median(values), max(values)))
-        print(f"{name:8} {middle:7.1f} million rows of {table.width} numbers a second, {low:.1f} to {high:.1f}; of {len(store):,}")
+        print(
+            f"{name:8} {middle:7.1f} million rows of {table.width} numbers a second, {low:.1f} to {high:.1f}; of "
+            f"{len(store):,}"
+        )
 
 
 def main() -> None:
@@ -204,7 +245,8 @@ def main() -> None:
         return
     torch.set_num_threads(given.threads)
     print(
-        f"{processor()}, {given.threads} threads, {given.server_threads} of the server, torch {torch.__version__}; {given.ids:,} ids, batches of {given.batch}",
+        f"{processor()}, {given.threads} threads, {given.server_threads} of the server, torch {torch.__version__}; "
+        f"{given.ids:,} ids, batches of {given.batch}",
         flush=True,
     )
     with TemporaryDirectory() as folder:

@@ -1,11 +1,12 @@
 """Bytes and round trips per second of requests on loopback, and the seconds of CPU that they take.
 
-    python bench/rpc.py                       # gRPC as it comes, gRPC with kept buffers, our client and service, and messages of arrays over them
-    python bench/rpc.py --kinds dtf --clients 2 --threads 4
-    python bench/rpc.py --address '[::1]:0'   # or unix:/tmp/socket, for the first two
+    python bench/rpc.py                       # gRPC as it comes, gRPC with kept buffers, our client and service, and
+    messages of arrays over them python bench/rpc.py --kinds dtf --clients 2 --threads 4 python bench/rpc.py --address
+    '[::1]:0'   # or unix:/tmp/socket, for the first two
 
-The server is a process of its own. `push`: the request is large, `pull`: the response is, `echo`: both are. Each number is the median over rounds in which
-the kinds take turns, so that a busy machine slows all of them alike. `of plain`: bytes per second over those of gRPC as it comes.
+The server is a process of its own. `push`: the request is large, `pull`: the response is, `echo`: both are. Each number
+is the median over rounds in which the kinds take turns, so that a busy machine slows all of them alike. `of plain`:
+bytes per second over those of gRPC as it comes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from dtf.pserver.rpc import Client, Service, keep_buffers
-from dtf.pserver.wire import Array, Schema, decode, encode
+from dtf.pserver.net.codec import Array, Schema, decode, encode
+from dtf.pserver.net.rpc import Client, Service, keep_buffers
 
 KINDS = ("plain", "kept", "dtf", "message")
 WAYS = ("push", "pull", "echo")
@@ -47,7 +48,8 @@ def rows(size: int) -> np.ndarray:
 class Handlers(grpc.GenericRpcHandler):
     def __init__(self, handlers: dict[str, Callable[[bytes], bytes]]) -> None:
         self._handlers = {
-            f"/plain/{name}": grpc.unary_unary_rpc_method_handler(lambda data, _, handler=handler: handler(data)) for name, handler in handlers.items()
+            f"/plain/{name}": grpc.unary_unary_rpc_method_handler(lambda data, _, handler=handler: handler(data))
+            for name, handler in handlers.items()
         }
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
@@ -70,7 +72,12 @@ def serve(kind: str, address: str) -> None:
     def echo(data: bytes) -> bytes:
         return data if kind != "message" else encode(SCHEMA, {}, decode(SCHEMA, data).arrays)
 
-    handlers: dict[str, Callable[[bytes], bytes]] = {"push": push, "pull": pull, "echo": echo, "cpu": lambda _: repr(cpu_s()).encode()}
+    handlers: dict[str, Callable[[bytes], bytes]] = {
+        "push": push,
+        "pull": pull,
+        "echo": echo,
+        "cpu": lambda _: repr(cpu_s()).encode(),
+    }
     if kind in ("dtf", "message"):
         service = Service(handlers, "token", "epoch", address, most_bytes=MOST)
         print(service.endpoint, flush=True)
@@ -111,7 +118,9 @@ def once(kind: str, way: str, size: int, call: Call, data: Any) -> int:
 
 @contextmanager
 def client_process(kind: str, args: argparse.Namespace) -> Iterator[Callable[[str, int], list[float]]]:
-    """A server of this kind and a process that calls it; `ask(way, size)` -> bytes/s, median latency, CPU of client and server per GB."""
+    """A server of this kind and a process that calls it; `ask(way, size)` -> bytes/s, median latency, CPU of client and
+    server per GB.
+    """
     command = [sys.executable, __file__, "--role", "call", "--kinds", kind, "--address", args.address]
     command += ["--threads", str(args.threads), "--clients", str(args.clients), "--seconds", str(args.seconds)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -131,7 +140,10 @@ def call(kind: str, args: argparse.Namespace) -> None:
     if kind == "kept":
         keep_buffers()
     command = [sys.executable, __file__, "--role", "serve", "--kinds", kind, "--address", args.address]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server, ExitStack() as stack:
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server,
+        ExitStack() as stack,
+    ):
         assert server.stdin and server.stdout
         endpoint = server.stdout.readline().strip()
         callers = [caller(kind, endpoint, stack) for _ in range(args.clients)]
@@ -144,7 +156,9 @@ def call(kind: str, args: argparse.Namespace) -> None:
             before, start = (cpu_s(), float(callers[0]("cpu", b""))), time.perf_counter()
             end = start + args.seconds
 
-            def work(index: int, way: str = way, size: int = size, data: Any = data, end: float = end) -> tuple[int, list[float]]:
+            def work(
+                index: int, way: str = way, size: int = size, data: Any = data, end: float = end
+            ) -> tuple[int, list[float]]:
                 moved, took = 0, []
                 while not took or time.perf_counter() < end:
                     at = time.perf_counter()
@@ -156,7 +170,14 @@ def call(kind: str, args: argparse.Namespace) -> None:
             wall, moved = time.perf_counter() - start, sum(each[0] for each in done)
             used = cpu_s() - before[0], float(callers[0]("cpu", b"")) - before[1]
             took = [each for _, some in done for each in some]
-            print(moved / wall, statistics.median(took), len(took) / wall, used[0] / len(took), used[1] / len(took), flush=True)
+            print(
+                moved / wall,
+                statistics.median(took),
+                len(took) / wall,
+                used[0] / len(took),
+                used[1] / len(took),
+                flush=True,
+            )
         server.stdin.close()
 
 
@@ -177,17 +198,28 @@ def main() -> None:
         return
     with ExitStack() as stack:
         ask = {kind: stack.enter_context(client_process(kind, args)) for kind in args.kinds}
-        print(f"{'':6}{'bytes':>10} {'kind':8}{'MB/s':>8}{'of plain':>10}{'requests/s':>12}{'median ms':>11}{'CPU ms: client':>16}{'server':>8}")
+        print(
+            f"{'':6}{'bytes':>10} "
+            f"{'kind':8}{'MB/s':>8}{'of plain':>10}{'requests/s':>12}{'median ms':>11}"
+            f"{'CPU ms: client':>16}{'server':>8}"
+        )
         for way in args.ways:
             for size in args.sizes:
                 found = {kind: [] for kind in args.kinds}
                 for _ in range(args.rounds):
                     for kind in args.kinds:
                         found[kind].append(ask[kind](way, size))
-                middle = {kind: [statistics.median(column) for column in zip(*some, strict=True)] for kind, some in found.items()}
+                middle = {
+                    kind: [statistics.median(column) for column in zip(*some, strict=True)]
+                    for kind, some in found.items()
+                }
                 for kind, (rate, latency, requests, client, server) in middle.items():
                     over = f"{rate / middle['plain'][0]:.2f}" if "plain" in middle else ""
-                    print(f"{way:6}{size:10} {kind:8}{rate / 1e6:8.1f}{over:>10}{requests:12.0f}{latency * 1e3:11.3f}{client * 1e3:16.3f}{server * 1e3:8.3f}")
+                    print(
+                        f"{way:6}{size:10} "
+                        f"{kind:8}{rate / 1e6:8.1f}{over:>10}{requests:12.0f}{latency * 1e3:11.3f}"
+                        f"{client * 1e3:16.3f}{server * 1e3:8.3f}"
+                    )
 
 
 if __name__ == "__main__":

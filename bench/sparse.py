@@ -3,8 +3,9 @@
     python bench/sparse.py              # 26 fields, 10 million ids, batch 2048, width 16
     python bench/sparse.py --steps 20 --ids 100000
 
-A step finds the rows of a batch, hands them out by field, takes a gradient for each and learns from it; no model. Both sides run in this process on
-the same rows and ids, in turn. It fails when the rows that both trained differ by more than 1e-5.
+A step finds the rows of a batch, hands them out by field, takes a gradient for each and learns from it; no model. Both
+sides run in this process on the same rows and ids, in turn. It fails when the rows that both trained differ by more
+than 1e-5.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtf.row_optimizers.adagrad import RowAdagrad
-from dtf.sparse import SparseTable, gather, segment_sum, unique
-from dtf.table import Table
+from dtf.api.sparse_table import Table
+from dtf.sparse.row_optimizers import RowAdagrad
+from dtf.sparse.store import SparseTable, gather, segment_sum, unique
 
 FIELDS, WIDTH, LR = 26, 16, 0.05
 PHASES = ("unique", "lookup", "gather", "segment_sum", "update")
@@ -31,7 +32,9 @@ Step = Callable[[np.ndarray, np.ndarray], float]
 
 
 def draw_batches(count: int, rows: int, size: int, exponent: float = 1.05) -> list[np.ndarray]:
-    """Ids (rows, FIELDS) int64 of one fused table: popularity falls as rank ** -exponent, ranks are scattered over each field's ids."""
+    """Ids (rows, FIELDS) int64 of one fused table: popularity falls as rank ** -exponent, ranks are scattered over each
+    field's ids.
+    """
     random = np.random.default_rng(0)
     scattered = [random.permutation(size) for _ in range(FIELDS)]
     power = 1 - exponent
@@ -92,7 +95,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2, help="of torch; a table uses one")
     parser.add_argument("--hashed", action="store_true", help="a table of any int64 ids, not of a range")
-    parser.add_argument("--empty", action="store_true", help="the table draws its rows when they first appear, as in training")
+    parser.add_argument(
+        "--empty", action="store_true", help="the table draws its rows when they first appear, as in training"
+    )
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "Sparse invariant checks")
     torch.set_num_threads(given.threads)
@@ -100,7 +105,9 @@ def main() -> None:
     batches = draw_batches(given.steps, given.batch, size)
     gradients = np.random.default_rng(1).normal(size=(given.batch * FIELDS, WIDTH)).astype(np.float32)
 
-    table = SparseTable(Table(WIDTH, 0 if given.hashed else FIELDS * size, FIELDS * size, 0.01), RowAdagrad(), 0, "bench")
+    table = SparseTable(
+        Table(WIDTH, 0 if given.hashed else FIELDS * size, FIELDS * size, 0.01), RowAdagrad(), 0, "bench"
+    )
     embeddings = []
     for number in range(FIELDS):
         rows = table.lookup(np.arange(number * size, (number + 1) * size), create=not given.empty)
@@ -130,9 +137,11 @@ def main() -> None:
     report = {
         "ids": FIELDS * size, "batch": given.batch, "distinct": round(statistics.mean(distinct)),
         "table_rows": len(table), "table_mb": table.byte_count() >> 20,
-        "table_ms": round(median["table"], 2), "torch_ms": round(median["torch"], 2), "ratio": round(statistics.median(ratios), 2),
+        "table_ms": round(median["table"], 2), "torch_ms": round(median["torch"], 2),
+        "ratio": round(statistics.median(ratios), 2),
         "ratio_10_90": [round(ratios[tenth], 2), round(ratios[-1 - tenth], 2)],
-        "phases_ms": {phase: round(statistics.median(values[3:]) * 1e3, 3) for phase, values in phases.items()}, "rows_apart": apart,
+        "phases_ms": {phase: round(statistics.median(values[3:]) * 1e3, 3) for phase, values in phases.items()},
+        "rows_apart": apart,
     }  # fmt: skip
     print(json.dumps(report))
 

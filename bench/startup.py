@@ -1,8 +1,10 @@
-"""How long a person waits: from the command to an answer, and from the command to the first optimizer step of two ranks.
+"""How long a person waits: from the command to an answer, and from the command to the first optimizer step of two
+ranks.
 
     python bench/startup.py
 
-Alternating, medians and spread. The first step is the moment its report appears on standard output, against `python -c "import torch"`.
+Alternating, medians and spread. The first step is the moment its report appears on standard output, against `python -c
+"import torch"`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def seconds(command: list[str], folder: Path, until: str = "") -> float:
     """Wall time of a command, or until a line of its output starts with `until`."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     started = time.perf_counter()
-    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout is not None
         passed = 0.0
         for line in process.stdout:
@@ -52,7 +56,15 @@ def main() -> None:
         (folder / "bare.py").write_text(BARE)
         python = sys.executable
         dtf = [python, "-m", "dtf"]
-        run = [*dtf, "strategy=ddp", "launcher.processes=2", "train.until=1", "train.log_every=1", "train.eval_every=0", "checkpoint=off"]
+        run = [
+            *dtf,
+            "strategy=ddp",
+            "launcher.processes=2",
+            "train.until=1",
+            "train.log_every=1",
+            "train.eval_every=0",
+            "checkpoint=off",
+        ]
         cases = {
             "bare hydra": ([python, "bare.py"], ""),
             "dtf --help": ([*dtf, "--help"], ""),
@@ -66,10 +78,22 @@ def main() -> None:
         for _ in range(ROUNDS + 1):
             for key, (command, until) in cases.items():
                 times[key].append(seconds(command, folder, until))
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {ROUNDS} rounds after one to warm up")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {ROUNDS} rounds after one "
+        "to warm up"
+    )
     for key, values in times.items():
         rest = sorted(values[1:])
-        print(json.dumps({"what": key, "median_s": round(statistics.median(rest), 3), "min_s": round(rest[0], 3), "max_s": round(rest[-1], 3)}))
+        print(
+            json.dumps(
+                {
+                    "what": key,
+                    "median_s": round(statistics.median(rest), 3),
+                    "min_s": round(rest[0], 3),
+                    "max_s": round(rest[-1], 3),
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import ranks as pool
+from tests.support import ranks as pool
 
 # A busy machine is not a failing property.
 settings.register_profile("dtf", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it 
 
 @pytest.fixture(scope="session")
 def ranks() -> Callable[..., list[Any]]:
-    """`ranks(count, "tests.module:function", **arguments)`: see `tests.ranks.ranks`."""
+    """`ranks(count, "tests.module:function", **arguments)`: see `tests.support.ranks.ranks`."""
     return pool.ranks
 
 
@@ -42,11 +42,12 @@ class Result:
 def run_dtf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`run_dtf("strategy=ddp", "train.steps=2")`: the command line in this process, so that the forkserver stays warm.
 
-    The current directory is the test's own. A rank has one thread, unless told otherwise: several wait for each other where other work takes a core, and
-    such a run takes ten times as long. Each call gets a run folder of its own, unless `folder=` names one.
+    The current directory is the test's own. A rank has one thread, unless told otherwise: several wait for each other
+    where other work takes a core, and such a run takes ten times as long. Each call gets a run folder of its own,
+    unless `folder=` names one.
     """
-    from dtf import devices
-    from dtf.__main__ import main
+    from dtf.cli.main import main
+    from dtf.host import devices
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(devices, "cores", lambda: 1)

@@ -9,17 +9,17 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf import commit
-from dtf.checkpoint import STATE, read_scalars
-from dtf.errors import ConfigError, DataError, Exit
-from dtf.job import Job
-from dtf.located import located
-from dtf.manifest import ITEM_BYTES, Manifest, volume
-from dtf.registry import option, register
-from dtf.shards import slots
+from dtf.api.job import Job
+from dtf.api.registry import option, register
+from dtf.checkpoint import storage
+from dtf.checkpoint.checkpointer import STATE, read_scalars
+from dtf.checkpoint.manifest import ITEM_BYTES, Manifest, volume
+from dtf.checkpoint.resolve_path import located
+from dtf.checkpoint.safetensors_format import slots
+from dtf.core.errors import ConfigError, DataError, Exit
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 
 class Action(Enum):
@@ -36,7 +36,10 @@ class Output(Enum):
 class Checkpoint(Job):
     """Show what a checkpoint holds, or check that every byte of it is what was written."""
 
-    action: Action = option(default=Action.inspect, doc="`inspect`: step, writer, tensors, scalars; `verify`: compare all digests, exit 65 when one differs")
+    action: Action = option(
+        default=Action.inspect,
+        doc="`inspect`: step, writer, tensors, scalars; `verify`: compare all digests, exit 65 when one differs",
+    )
     path: str = option(default="", doc="a checkpoint, a run folder, which means its newest one, or RUN/best")
     format: Output = option(default=Output.text, doc="`text` to read, `json` for programs")
 
@@ -48,16 +51,28 @@ class Checkpoint(Job):
 
     def _inspect(self, folder: Path) -> int:
         try:
-            manifest = commit.read_manifest(folder)
+            manifest = storage.read_manifest(folder)
             scalars = read_scalars(folder, manifest)
         except (DataError, OSError) as error:
-            raise DataError(f"checkpoint {folder} cannot be read: {error}; `job.action=verify` looks at every byte") from None
+            raise DataError(
+                f"checkpoint {folder} cannot be read: {error}; `job.action=verify` looks at every byte"
+            ) from None
         if self.format is Output.json:
-            print(json.dumps(_plain({"path": str(folder), **_summary(manifest), "tensors": _tensors(manifest), "scalars": scalars}), indent=2))
+            print(
+                json.dumps(
+                    _plain(
+                        {"path": str(folder), **_summary(manifest), "tensors": _tensors(manifest), "scalars": scalars}
+                    ),
+                    indent=2,
+                )
+            )
             return Exit.OK
         summary = _summary(manifest)
         print(f"{folder}\n" + "\n".join(f"  {key:<10} {_readable(key, value)}" for key, value in summary.items()))
-        rows = [[t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", str(len(t["boxes"])), f"{t['bytes']:,}"] for t in _tensors(manifest)]
+        rows = [
+            [t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", str(len(t["boxes"])), f"{t['bytes']:,}"]
+            for t in _tensors(manifest)
+        ]
         print("\n" + _table(["tensor", "dtype", "shape", "boxes", "bytes"], rows))
         print("\nscalars\n" + "\n".join(f"  {key:<28} {_short(value)}" for key, value in _flat(scalars)))
         return Exit.OK
@@ -71,21 +86,24 @@ class Checkpoint(Job):
         elif faults:
             print("\n".join(f"damaged {folder}: {fault}" for fault in faults))
         else:
-            manifest = commit.read_manifest(folder)
-            print(f"ok {folder}: {len(manifest.files) + 1} files, {_bytes(manifest):,} bytes, every byte as written ({seconds:.1f} s)")
+            manifest = storage.read_manifest(folder)
+            print(
+                f"ok {folder}: {len(manifest.files) + 1} files, {_bytes(manifest):,} bytes, every byte as written "
+                f"({seconds:.1f} s)"
+            )
         return Exit.DATA if faults else Exit.OK
 
 
 def _faults(folder: Path) -> list[str]:
     """Everything wrong with a checkpoint: files, bytes, and tensors that do not lie where the manifest says."""
     try:
-        manifest = commit.read_manifest(folder)
+        manifest = storage.read_manifest(folder)
     except (DataError, OSError) as error:
         return [str(error)]
-    faults = list(commit.faults(folder, manifest))
+    faults = list(storage.faults(folder, manifest))
     if faults:
         return faults
-    readers = {name: commit.Blocks(folder, name, file) for name, file in manifest.files.items()}
+    readers = {name: storage.Blocks(folder, name, file) for name, file in manifest.files.items()}
     try:
         read_scalars(folder, manifest)
         found = {name: slots(readers[name].read, manifest.files[name].size) for name in manifest.files if name != STATE}
@@ -159,4 +177,7 @@ def _short(value: Any) -> str:
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows])
+    return "\n".join(
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [head, *rows]
+    )

@@ -6,12 +6,12 @@ import shutil
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from dtf.errors import Exit
-from dtf.job import Job
-from dtf.registry import option, register
+from dtf.api.job import Job
+from dtf.api.registry import option, register
+from dtf.core.errors import Exit
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 
 class Output(Enum):
@@ -26,14 +26,18 @@ class Describe(Job):
     Options chosen beside it are described alone: `job=describe recipe=ctr_clicks optimizer=adam`.
     """
 
-    group: str = option(default="", doc="only this group, e.g. strategy; empty: those that the command line chooses options of, else all")
+    group: str = option(
+        default="",
+        doc="only this group, e.g. strategy; empty: those that the command line chooses options of, else all",
+    )
     format: Output = option(default=Output.text, doc="`text` to read, `json` for programs")
     option: str = option(
-        default="", doc="only this option of the group, e.g. ddp; empty: the one that the command line chooses, else all"
+        default="",
+        doc="only this option of the group, e.g. ddp; empty: the one that the command line chooses, else all",
     )  # last: the name hides the function
 
     def run(self, composed: Composed) -> int:
-        from dtf.describe import as_json, as_text, catalogue
+        from dtf.config.describe import as_json, as_text, catalogue
 
         group = self.group
         chosen = {name: options for name, options in composed.chosen().items() if name != "job" and group in ("", name)}

@@ -1,4 +1,6 @@
-"""`job=doctor`: what stands between these hosts and a run on them: names, addresses, ports, interfaces, storage, bandwidth, clocks."""
+"""`job=doctor`: what stands between these hosts and a run on them: names, addresses, ports, interfaces, storage,
+bandwidth, clocks.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,36 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf import network
-from dtf.errors import ConfigError, DtfError, Exit, error_line
-from dtf.job import Job
-from dtf.registry import option, register
-from dtf.run import Run, unique_id
+from dtf.api.job import Job
+from dtf.api.registry import option, register
+from dtf.core.errors import ConfigError, DtfError, Exit, error_line
+from dtf.host import network
+from dtf.runs.run_folder import Run, unique_id
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
-_RESULT = "doctor.json"  # as dtf.examine names it, which needs torch
+_RESULT = "doctor.json"  # as dtf.jobs.rank_doctor names it, which needs torch
 _CONNECT_S = 3.0
 
 
 @register("job", "doctor")
 class Doctor(Job):
-    """Check this launcher's hosts, with its ranks: start it on each host as you would a run. Exit 2 when something is wrong."""
+    """Check this launcher's hosts, with its ranks: start it on each host as you would a run.
+
+    Exit 2 when something is wrong.
+    """
 
     megabytes: int = option(default=64, least=1, most=4096, doc="what is sent to measure bandwidth", unit="MB")
-    slow_mb_s: float = option(default=100.0, least=0, doc="bandwidth between two hosts below which something is wrong; a gigabit cable has 118", unit="MB/s")
-    clock_s: float = option(default=0.5, above=0, doc="difference between clocks above which something is wrong", unit="s")
+    slow_mb_s: float = option(
+        default=100.0,
+        least=0,
+        doc="bandwidth between two hosts below which something is wrong; a gigabit cable has 118",
+        unit="MB/s",
+    )
+    clock_s: float = option(
+        default=0.5, above=0, doc="difference between clocks above which something is wrong", unit="s"
+    )
 
     def run(self, composed: Composed) -> int:
         settings = composed.settings
@@ -46,14 +58,18 @@ class Doctor(Job):
         def make(folder: str) -> Run:
             try:
                 parent.mkdir(parents=True, exist_ok=True)
-                return Run(Path(tempfile.mkdtemp(prefix=".doctor-", dir=parent)), unique_id(), composed.config, settings)
+                return Run(
+                    Path(tempfile.mkdtemp(prefix=".doctor-", dir=parent)), unique_id(), composed.config, settings
+                )
             except OSError as error:
-                raise ConfigError(f"the place for run folders, {parent}, cannot be written: {error.strerror}; give run.dir") from error
+                raise ConfigError(
+                    f"the place for run folders, {parent}, cannot be written: {error.strerror}; give run.dir"
+                ) from error
 
         try:
             run = launcher.open(composed.config, make, composed.command)
             try:
-                code = launcher.launch(run, lambda event: None, "dtf.examine:examine")
+                code = launcher.launch(run, lambda event: None, "dtf.jobs.rank_doctor:examine")
                 found = json.loads((run.folder / _RESULT).read_text()) if run.leader and not code else None
             finally:
                 if run.leader:
@@ -82,24 +98,37 @@ class Doctor(Job):
         if len(hosts) > 1:
             for rank, each in enumerate(ranks):
                 if each["interface"] == "lo":
-                    yield f"rank {rank} on {each['host']} talks on loopback, which no other host hears; give launcher.interface"
+                    yield (
+                        f"rank {rank} on {each['host']} talks on loopback, which no other host hears; give "
+                        "launcher.interface"
+                    )
         for clock in found["clocks"]:
             if abs(clock["ahead_s"]) > self.clock_s + clock["round_trip_s"]:
                 yield (
-                    f"the clock of {ranks[clock['rank']]['host']} is {abs(clock['ahead_s']):.2f} s {'ahead of' if clock['ahead_s'] > 0 else 'behind'} that of "
+                    f"the clock of {ranks[clock['rank']]['host']} is {abs(clock['ahead_s']):.2f} s "
+                    f"{'ahead of' if clock['ahead_s'] > 0 else 'behind'} that of "
                     f"{ranks[0]['host']}; run chrony or another NTP service on both"
                 )
         fastest = max((link["mb_s"] for link in found["links"]), default=0.0)
         for link in found["links"]:
             pair = f"{ranks[link['from']]['host']} to {ranks[link['to']]['host']}"
             if link["mb_s"] < self.slow_mb_s:
-                yield f"{pair}: {link['mb_s']:.0f} MB/s, less than job.slow_mb_s={self.slow_mb_s:g}; is it the right launcher.interface?"
+                yield (
+                    f"{pair}: {link['mb_s']:.0f} MB/s, less than job.slow_mb_s={self.slow_mb_s:g}; is it the right "
+                    "launcher.interface?"
+                )
             elif link["mb_s"] < fastest / 3:
-                yield f"{pair}: {link['mb_s']:.0f} MB/s, less than a third of the fastest pair; look at its cable, port and interface"
+                yield (
+                    f"{pair}: {link['mb_s']:.0f} MB/s, less than a third of the fastest pair; look at its cable, "
+                    "port and interface"
+                )
 
 
 def _before(point: tuple[str, int, bool] | None) -> Iterator[str]:
-    """What is wrong with the address where ranks meet, as seen from here, before anybody is there. `point`: host, port, whether it is served here."""
+    """What is wrong with the address where ranks meet, as seen from here, before anybody is there.
+
+    `point`: host, port, whether it is served here.
+    """
     if point is None:
         return
     host, port, serves = point
@@ -107,17 +136,29 @@ def _before(point: tuple[str, int, bool] | None) -> Iterator[str]:
     try:
         address = network.own_address(host, port)
     except socket.gaierror:
-        yield f"this host, {socket.gethostname()}, knows no address of {host}; use an IP address, or enter the name in DNS or /etc/hosts"
+        yield (
+            f"this host, {socket.gethostname()}, knows no address of {host}; use an IP address, or enter the name "
+            "in DNS or /etc/hosts"
+        )
         return
     except OSError as error:
-        yield f"there is no way from {socket.gethostname()} to {host}: {error.strerror}; look at its interfaces and routes (ip route get {host})"
+        yield (
+            f"there is no way from {socket.gethostname()} to {host}: {error.strerror}; look at its interfaces and "
+            f"routes (ip route get {host})"
+        )
         return
-    print(f"{socket.gethostname()} reaches {host} from {address} by {network.interface_of(address) or 'an unknown interface'}")
+    print(
+        f"{socket.gethostname()} reaches {host} from {address} by "
+        f"{network.interface_of(address) or 'an unknown interface'}"
+    )
     if serves:
         target = socket.getaddrinfo(host, port)[0][4][0]
         loopback = ipaddress.ip_address(str(target).partition("%")[0]).is_loopback
         if address != target and not loopback:
-            yield f"{host} is {target}, which is not an address of this host, {socket.gethostname()}, but the first rank is to be here"
+            yield (
+                f"{host} is {target}, which is not an address of this host, {socket.gethostname()}, but the first "
+                "rank is to be here"
+            )
             return
         if loopback:
             print(f"{host} is loopback: only this host can meet there")
@@ -129,12 +170,18 @@ def _before(point: tuple[str, int, bool] | None) -> Iterator[str]:
     except ConnectionRefusedError:
         print(f"nobody listens at {where} yet; the host is there")
     except OSError as error:
-        yield f"{where} does not answer within {_CONNECT_S:g} s ({error}): the host is down, or a firewall between drops what is sent"
+        yield (
+            f"{where} does not answer within {_CONNECT_S:g} s ({error}): the host is down, or a firewall between "
+            "drops what is sent"
+        )
 
 
 def _table(found: dict[str, Any]) -> Iterator[str]:
     ranks = found["ranks"]
-    yield f"{'rank':>4}  {'host':<20} {'device':<24} {'cores':>5} {'threads':>7} {'interface':<12} {'backend':<8} {'clock':>12} {'round trip':>11}"
+    yield (
+        f"{'rank':>4}  {'host':<20} {'device':<24} {'cores':>5} {'threads':>7} {'interface':<12} {'backend':<8} "
+        f"{'clock':>12} {'round trip':>11}"
+    )
     clocks = {clock["rank"]: clock for clock in found["clocks"]}
     for rank, each in enumerate(ranks):
         clock = clocks.get(rank)

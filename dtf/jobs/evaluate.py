@@ -6,14 +6,14 @@ import json
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import Exit
-from dtf.job import Job
-from dtf.recipe import Split
-from dtf.registry import option, register
-from dtf.tracking import number_text, plain_text
+from dtf.api.job import Job
+from dtf.api.recipe import Split
+from dtf.api.registry import option, register
+from dtf.core.errors import Exit
+from dtf.core.text import number_text, plain_text
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 SHOWN = 40
 """Classes in the printed table; of more, those with the lowest recall."""
@@ -26,33 +26,39 @@ class Output(Enum):
 
 @register("job", "evaluate")
 class EvaluateJob(Job):
-    """Evaluate a run, a checkpoint or a file of weights: metrics and a table of the recipe's classes, printed and kept in evaluation.json in a run folder."""
+    """Evaluate a run, a checkpoint or a file of weights: metrics and a table of the recipe's classes, printed and kept
+    in evaluation.json in a run folder.
+    """
 
     uses_model = True
 
     model: str = option(
         default="",
-        doc="a run folder, which means its newest checkpoint, RUN/best, which means its best, a checkpoint, or a .ckpt, .pth, .pt or .safetensors file; "
+        doc="a run folder, which means its newest checkpoint, RUN/best, which means its best, a checkpoint, or a "
+        ".ckpt, .pth, .pt or .safetensors file; "
         "recipe, precision, step and seed are the run's, but for keys given here; empty: recipe.model.weights",
     )
     split: Split = option(
         default=Split.eval,
-        doc="which rows: `eval`, `train`, which are looked at as in evaluation: no augmentation, no mixing; or `test`, where the recipe has such rows",
+        doc="which rows: `eval`, `train`, which are looked at as in evaluation: no augmentation, no mixing; or "
+        "`test`, where the recipe has such rows",
     )
     format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
 
     def run(self, composed: Composed) -> int:
-        from dtf.trained import Ended, check_split, launch
+        from dtf.jobs.use_model import Ended, check_split, launch
 
         check_split(composed.settings.recipe, self.split)
         try:
-            folder = launch(composed)
+            folder = launch(composed, "dtf.jobs.rank_evaluate:work")
         except Ended as ended:
             return ended.exit
         if folder is None:
             return Exit.OK
         file = folder / "evaluation.json"
-        print(file.read_text(), end="") if self.format is Output.json else print(_text(json.loads(file.read_text())), file, sep="\n")
+        print(file.read_text(), end="") if self.format is Output.json else print(
+            _text(json.loads(file.read_text())), file, sep="\n"
+        )
         return Exit.OK
 
 
@@ -63,12 +69,18 @@ def _text(found: dict[str, Any]) -> str:
     lines = [found["model"], f"{found['split']} split, {found['rows']:,} rows{unread}: {values}"]
     classes = found["classes"]
     if classes:
-        worst = sorted(classes, key=lambda each: (each["recall"] is None, each["recall"]))[:SHOWN] if len(classes) > SHOWN else classes
+        worst = (
+            sorted(classes, key=lambda each: (each["recall"] is None, each["recall"]))[:SHOWN]
+            if len(classes) > SHOWN
+            else classes
+        )
         names = [plain_text(each["class"], 40) for each in worst]
         width = max(map(len, [*names, "class"]))
         lines += ["", f"{'class':<{width}}  {'rows':>8}  {'predicted':>9}  {'recall':>7}  {'precision':>9}"]
         for name, each in zip(names, worst, strict=True):
-            recall, precision = (f"{each[key]:.4f}" if each[key] is not None else "-" for key in ("recall", "precision"))
+            recall, precision = (
+                f"{each[key]:.4f}" if each[key] is not None else "-" for key in ("recall", "precision")
+            )
             lines.append(f"{name:<{width}}  {each['rows']:>8,}  {each['predicted']:>9,}  {recall:>7}  {precision:>9}")
         if len(classes) > SHOWN:
             lines.append(f"the {SHOWN} of {len(classes)} classes with the lowest recall")

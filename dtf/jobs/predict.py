@@ -6,13 +6,13 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError, DataError, Exit
-from dtf.job import Job
-from dtf.recipe import Split
-from dtf.registry import option, register
+from dtf.api.job import Job
+from dtf.api.recipe import Split
+from dtf.api.registry import option, register
+from dtf.core.errors import ConfigError, DataError, Exit
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 
 class Form(Enum):
@@ -22,31 +22,43 @@ class Form(Enum):
 
 @register("job", "predict")
 class PredictJob(Job):
-    """Write a line for each row, in order of rows, to predictions.jsonl in a run folder: the classes and their probabilities, or that of the event.
+    """Write a line for each row, in order of rows, to predictions.jsonl in a run folder: the classes and their
+    probabilities, or that of the event.
 
-    Killed and started again with the same run.dir, under any strategy and number of processes, it goes on after the last line.
+    Killed and started again with the same run.dir, under any strategy and number of processes, it goes on after the
+    last line.
     """
 
     uses_model = True
 
-    model: str = option(default="", doc="as in job=evaluate: a run folder, a checkpoint or a file of weights; empty: recipe.model.weights")
-    input: str = option(
-        default="", doc="rows that nobody need have labelled: a folder of images, files of a click log, or whatever else the recipe opens; empty: job.split"
+    model: str = option(
+        default="",
+        doc="as in job=evaluate: a run folder, a checkpoint or a file of weights; empty: recipe.model.weights",
     )
-    split: Split = option(default=Split.eval, doc="which rows of the recipe's data, without job.input; as in job=evaluate")
+    input: str = option(
+        default="",
+        doc="rows that nobody need have labelled: a folder of images, files of a click log, or whatever else the "
+        "recipe opens; empty: job.split",
+    )
+    split: Split = option(
+        default=Split.eval, doc="which rows of the recipe's data, without job.input; as in job=evaluate"
+    )
     top: int = option(default=5, least=1, most=1000, doc="most probable classes to write for each row")
     format: Form = option(default=Form.jsonl, doc="`jsonl`: a JSON object a line; `csv`: a table with a line of names")
 
     def run(self, composed: Composed) -> int:
-        from dtf.trained import Ended, check_split, launch
+        from dtf.jobs.use_model import Ended, check_split, launch
 
         check_split(composed.settings.recipe, self.split)
         if self.input and self.split is not Split.eval:
-            raise ConfigError(f"job.input={self.input} and job.split={self.split.value} are two sources of rows; leave one of them out")
+            raise ConfigError(
+                f"job.input={self.input} and job.split={self.split.value} are two sources of rows; leave one of them "
+                "out"
+            )
         if self.input and not Path(self.input).expanduser().exists():
             raise DataError(f"job.input={self.input} does not exist")
         try:
-            folder = launch(composed, data=not self.input)
+            folder = launch(composed, "dtf.jobs.rank_predict:work", data=not self.input)
         except Ended as ended:
             return ended.exit
         if folder is not None:

@@ -1,4 +1,6 @@
-"""`job=relay`: one run handed from strategy to strategy, with processes killed on the way, against the same run undisturbed under one strategy."""
+"""`job=relay`: one run handed from strategy to strategy, with processes killed on the way, against the same run
+undisturbed under one strategy.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,19 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from dtf.entries import Entry, read_entry
-from dtf.errors import ConfigError, DtfError, Exit, Preempted
-from dtf.job import Job
-from dtf.killing import Killed, Witness, kill_launcher
-from dtf.registry import option, register, suggest
-from dtf.run import unique_id
-from dtf.stop import preempting
-from dtf.tracking import count_text
+from dtf.api.job import Job
+from dtf.api.registry import option, register
+from dtf.config.strategy_spec import Entry, read_entry
+from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
+from dtf.core.text import count_text, suggest
+from dtf.host.signals import preempting
+from dtf.jobs.fault_injection import Killed, Witness, kill_launcher
+from dtf.runs.run_folder import unique_id
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
-    from dtf.evidence import Evidence, Verdict
-    from dtf.values import Event
+    from dtf.config.compose import Composed
+    from dtf.core.types import Event
+    from dtf.runs.compare import Evidence, Verdict
 
 
 class Format(Enum):
@@ -49,7 +51,10 @@ LEGS = "job.legs"
 RELAY, REFERENCE = "relay", "reference"
 """Run folders."""
 ANY, LAUNCHER = "rank", "launcher"
-ASKED = "asked to stop in the middle of a relay, which says nothing of what it has not done, and cannot go on; start it again with another run.dir"
+ASKED = (
+    "asked to stop in the middle of a relay, which says nothing of what it has not done, and cannot go on; start "
+    "it again with another run.dir"
+)
 LATEST = 2
 """Steps before the end of a leg after which nobody is killed: the ranks are ahead of what they have reported."""
 
@@ -98,19 +103,27 @@ class Leg:
 
 @register("job", "relay")
 class Relay(Job):
-    """Train on from one checkpoint under one strategy after the other, kill processes meanwhile, and compare with an undisturbed run; exit 1 on a break."""
+    """Train on from one checkpoint under one strategy after the other, kill processes meanwhile, and compare with an
+    undisturbed run; exit 1 on a break.
+    """
 
     trains = True
 
     legs: list[str] = option(
         factory=lambda: list(STANDARD),
-        doc="strategies in their order, with options after a blank, and of the leg: `processes` (1), `steps` (job.steps), and `kill`: `rank` (any one), "
+        doc="strategies in their order, with options after a blank, and of the leg: `processes` (1), `steps` "
+        "(job.steps), and `kill`: `rank` (any one), "
         "`launcher` or a role such as `server`, killed by SIGKILL in the middle",
     )
-    reference: str = option(default="ddp processes=1", doc="the strategy of the undisturbed run, written as a leg without `steps` and `kill`")
+    reference: str = option(
+        default="ddp processes=1",
+        doc="the strategy of the undisturbed run, written as a leg without `steps` and `kill`",
+    )
     steps: int = option(default=30, least=2, doc="length of a leg that gives none", unit="steps")
     save_every: int = option(default=8, least=1, doc="save so often, and at the end of each leg", unit="steps")
-    precision: Format = option(default=Format.fp64, doc="fp64: every tensor within 1e-10; fp32: all parameters together within 1e-5")
+    precision: Format = option(
+        default=Format.fp64, doc="fp64: every tensor within 1e-10; fp32: all parameters together within 1e-5"
+    )
     keep: bool = option(default=False, doc="keep the run folders of both runs beside relay.json")
 
     def run(self, composed: Composed) -> int:
@@ -119,7 +132,9 @@ class Relay(Job):
         legs, reference = self._legs(composed, folder)
         folder.mkdir(parents=True, mode=0o700, exist_ok=bool(run["dir"]))
         if any(folder.iterdir()):
-            raise ConfigError(f"run.dir={folder} is not empty, and a relay is run from its start; remove the folder or choose another")
+            raise ConfigError(
+                f"run.dir={folder} is not empty, and a relay is run from its start; remove the folder or choose another"
+            )
         with preempting(ASKED):
             try:
                 return self._compare(composed, folder, legs, reference)
@@ -129,7 +144,7 @@ class Relay(Job):
                         shutil.rmtree(folder / name, ignore_errors=True)
 
     def _compare(self, composed: Composed, folder: Path, legs: list[Leg], reference: Leg) -> int:
-        from dtf.evidence import Evidence, compare
+        from dtf.runs.compare import Evidence, compare
 
         print(f"{'steps':<9} {'strategy':<24} {'world':<22} {'seconds':>7}  killed", flush=True)
         rows = []
@@ -158,7 +173,7 @@ class Relay(Job):
         if importlib.util.find_spec("matplotlib") is None:
             print(f"{folder / 'relay.json'}; for the picture: {sys.executable} -m pip install 'matplotlib>=3.8'")
         else:
-            from dtf.charts import relay
+            from dtf.runs.charts import relay
 
             relay(report, folder / "relay.png")
             print(folder / "relay.png")
@@ -170,9 +185,13 @@ class Relay(Job):
         """All legs, and the reference as one. ConfigError for what cannot run."""
         config = composed.config
         if config["launcher"]["name"] != "local":
-            raise ConfigError(f"launcher={config['launcher']['name']} has no ranks that job=relay could kill; use launcher=local")
+            raise ConfigError(
+                f"launcher={config['launcher']['name']} has no ranks that job=relay could kill; use launcher=local"
+            )
         if not self.legs:
-            raise ConfigError("job.legs=[] must hold at least one; job.legs=['ddp processes=2','fsdp processes=3 kill=rank']")
+            raise ConfigError(
+                "job.legs=[] must hold at least one; job.legs=['ddp processes=2','fsdp processes=3 kill=rank']"
+            )
         entries = [self._entry(composed, LEGS, text, ("processes", "steps", "kill")) for text in self.legs]
         widths = [_number(LEGS, entry, "processes", 1) for entry in entries]
         bounds = [0, *accumulate(_number(LEGS, entry, "steps", self.steps) for entry in entries)]
@@ -180,14 +199,24 @@ class Relay(Job):
         shared = {"train.steps": bounds[-1], "step.micro_batch_rows": micro}
         legs = []
         for number, (entry, width, (first, last)) in enumerate(zip(entries, widths, pairwise(bounds), strict=True)):
-            more = {**shared, "checkpoint.every_steps": self.save_every, "checkpoint.resume": "auto", "run.dir": f"'{folder / RELAY}'"}
+            more = {
+                **shared,
+                "checkpoint.every_steps": self.save_every,
+                "checkpoint.resume": "auto",
+                "run.dir": f"'{folder / RELAY}'",
+            }
             leg = self._leg(composed, LEGS, entry, width, first, last, more)
             legs.append(replace(leg, kill=self._kill(leg, random.Random(f"{config['seed']} {number}"))))
         entry = self._entry(composed, "job.reference", self.reference, ("processes",))
-        width, more = _number("job.reference", entry, "processes", 1), {**shared, "checkpoint.every_steps": bounds[-1], "run.dir": f"'{folder / REFERENCE}'"}
+        width, more = (
+            _number("job.reference", entry, "processes", 1),
+            {**shared, "checkpoint.every_steps": bounds[-1], "run.dir": f"'{folder / REFERENCE}'"},
+        )
         return legs, self._leg(composed, "job.reference", entry, width, 0, bounds[-1], more)
 
-    def _leg(self, composed: Composed, place: str, entry: Entry, processes: int, first: int, last: int, more: dict[str, Any]) -> Leg:
+    def _leg(
+        self, composed: Composed, place: str, entry: Entry, processes: int, first: int, last: int, more: dict[str, Any]
+    ) -> Leg:
         overrides = {
             "job": "train",
             **entry.overrides,
@@ -224,9 +253,15 @@ class Relay(Job):
         if who not in (ANY, LAUNCHER, *leg.roles):
             raise ConfigError(f"{has}, but kill={who} names nobody; {suggest(who, (ANY, LAUNCHER, *leg.roles))}")
         every, lost = self.save_every, max(1, self.save_every // 2)
-        moments = [step for step in range(leg.first + 1, leg.last - LATEST) if step - max(leg.first, step - step % every) >= lost]
+        moments = [
+            step
+            for step in range(leg.first + 1, leg.last - LATEST)
+            if step - max(leg.first, step - step % every) >= lost
+        ]
         if not moments:
-            raise ConfigError(f"{has}, but no step between two saves to kill somebody at; use more steps, or a larger job.save_every")
+            raise ConfigError(
+                f"{has}, but no step between two saves to kill somebody at; use more steps, or a larger job.save_every"
+            )
         ranks = [rank for rank, role in enumerate(_roles(leg.roles)) if who in (role, ANY, LAUNCHER)]
         return Kill(who, chance.choice(moments), chance.choice(ranks))
 
@@ -239,14 +274,17 @@ def _go(leg: Leg, folder: Path) -> Killed | None:
     if leg.kill.who == LAUNCHER:
         who, witness = "the launcher", Witness(at=kill_launcher(leg.composed.command, folder, leg.kill.after))
     else:
-        from dtf.warm import warm
+        from dtf.launch.forkserver_cache import warm
 
         server, rank = warm(leg.composed.config["launcher"]["env"]), leg.kill.rank
         who, witness = leg.called(rank), Witness(leg.kill.after, lambda: server.signal(rank, signal.SIGKILL))
     _train(leg, witness)
     killed = witness.killed(who)
     if killed is None:
-        raise DtfError(f"the leg '{leg.entry.text}' was over before {who} was missed, killed at step {leg.kill.after}; give it more steps")
+        raise DtfError(
+            f"the leg '{leg.entry.text}' was over before {who} was missed, killed at step {leg.kill.after}; give it "
+            "more steps"
+        )
     return killed
 
 
@@ -277,8 +315,18 @@ def _number(place: str, entry: Entry, key: str, default: int) -> int:
 
 
 def _row(leg: Leg, killed: Killed | None, seconds: float) -> dict[str, Any]:
-    options = " ".join(f"{key}={value}" for key, value in leg.entry.options.items() if not (key in ("servers", "trainers") and len(leg.roles) > 1))
-    row = {"strategy": f"{leg.entry.strategy} {options}".strip(), "world": leg.world, "first": leg.first, "last": leg.last, "seconds": round(seconds, 1)}
+    options = " ".join(
+        f"{key}={value}"
+        for key, value in leg.entry.options.items()
+        if not (key in ("servers", "trainers") and len(leg.roles) > 1)
+    )
+    row = {
+        "strategy": f"{leg.entry.strategy} {options}".strip(),
+        "world": leg.world,
+        "first": leg.first,
+        "last": leg.last,
+        "seconds": round(seconds, 1),
+    }
     return row | ({"killed": asdict(killed)} if killed else {})
 
 
@@ -292,7 +340,8 @@ def _line(row: dict[str, Any], told: str) -> str:
 def _steps(a: Evidence, b: Evidence) -> list[dict[str, Any]]:
     """Loss and gradient norm of the reference and of the relay, by finished steps."""
     return [
-        {"step": step, **{key: [a.metrics[step][key], b.metrics[step][key]] for key in ("loss", "grad_norm")}} for step in sorted(a.metrics.keys() & b.metrics)
+        {"step": step, **{key: [a.metrics[step][key], b.metrics[step][key]] for key in ("loss", "grad_norm")}}
+        for step in sorted(a.metrics.keys() & b.metrics)
     ]
 
 
@@ -300,7 +349,11 @@ def _title(report: dict[str, Any]) -> str:
     """What a picture says in one line."""
     legs = report["legs"]
     killed = count_text(sum("killed" in leg for leg in legs), "kill")
-    near = f"every tensor within {report['tensor']:.0e}" if report["precision"] == Format.fp64.value else f"all parameters within {report['parameters']:.0e}"
+    near = (
+        f"every tensor within {report['tensor']:.0e}"
+        if report["precision"] == Format.fp64.value
+        else f"all parameters within {report['parameters']:.0e}"
+    )
     end = f"{near} of the undisturbed run" if report["ok"] else f"broken: {report['first']}"
     return f"One run, {count_text(len(legs), 'leg')}, {killed}, the same {report['samples']:,} samples: {end}"
 
@@ -317,6 +370,7 @@ def _summary(report: dict[str, Any], verdict: Verdict) -> str:
         return f"{done}\nBREAK{where}: {verdict.first}"
     return (
         f"{done}; {report['samples']:,} samples, the same ones in the same order as the reference\n"
-        f"differences: loss {verdict.loss:.1e}, gradient norm {verdict.grad_norm:.1e}, all parameters {verdict.parameters:.1e}, "
+        f"differences: loss {verdict.loss:.1e}, gradient norm {verdict.grad_norm:.1e}, all parameters "
+        f"{verdict.parameters:.1e}, "
         f"worst tensor {verdict.tensor:.1e} ({verdict.worst}); bound {verdict.bound:.0e}"
     )

@@ -8,14 +8,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError, Exit
-from dtf.job import Job
-from dtf.registry import option, register
-from dtf.run import unique_id
-from dtf.tracking import count_text
+from dtf.api.job import Job
+from dtf.api.registry import option, register
+from dtf.core.errors import ConfigError, Exit
+from dtf.core.text import count_text
+from dtf.runs.run_folder import unique_id
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 
 @register("job", "report")
@@ -24,18 +24,26 @@ class Report(Job):
 
     runs: list[str] = option(factory=list, doc="run folders, or glob patterns such as 'outputs/resnet_shapes/*'")
     published: dict[str, float] = option(
-        factory=dict, doc="seconds an epoch took elsewhere, by label: drawn beside the runs, hatched and against an axis of their own"
+        factory=dict,
+        doc="seconds an epoch took elsewhere, by label: drawn beside the runs, hatched and against an axis of their "
+        "own",
     )
     published_by: str = option(default="", doc="what these were measured on, and who published them")
 
     def run(self, composed: Composed) -> int:
         if not self.runs:
-            raise ConfigError("job.runs=[] names nothing to report on; give run folders or patterns, job.runs=[outputs/resnet_shapes/*]")
+            raise ConfigError(
+                "job.runs=[] names nothing to report on; give run folders or patterns, "
+                "job.runs=[outputs/resnet_shapes/*]"
+            )
         if importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError(f"job=report draws with matplotlib, which is not installed; {sys.executable} -m pip install 'matplotlib>=3.8'")
-        from dtf.charts import png
-        from dtf.report import charts_of, html
-        from dtf.results import read
+            raise ConfigError(
+                f"job=report draws with matplotlib, which is not installed; {sys.executable} -m pip install "
+                "'matplotlib>=3.8'"
+            )
+        from dtf.runs.charts import png
+        from dtf.runs.report import charts_of, html
+        from dtf.runs.results import read
 
         results = read(self.runs)
         charts = charts_of(results, self.published, self.published_by)
@@ -48,6 +56,8 @@ class Report(Job):
                 png(chart, [result.name for result in results], folder / f"{chart.file}.png")
             (folder / "report.html").write_text(text, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir") from error
+            raise ConfigError(
+                f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
+            ) from error
         print(f"{count_text(len(results), 'run')}, {count_text(len(charts), 'chart')}: {folder / 'report.html'}")
         return Exit.OK

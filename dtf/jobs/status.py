@@ -1,4 +1,7 @@
-"""`job=status`: how a live run with servers is: who takes part, what is held where, how fast and how stale it learns. Changes nothing."""
+"""`job=status`: how a live run with servers is: who takes part, what is held where, how fast and how stale it learns.
+
+Changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf import by_hand, network
-from dtf.errors import ConfigError, Exit
-from dtf.job import Job
-from dtf.live import Live, find
-from dtf.registry import option, register
-from dtf.strategies.pserver import Pserver
+from dtf.api.job import Job
+from dtf.api.registry import option, register
+from dtf.core.errors import ConfigError, Exit
+from dtf.host import network
+from dtf.pserver import manual_start
+from dtf.pserver.endpoint_file import Live, find
+from dtf.pserver.strategy import Pserver
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 _DEADLINE_S = 5.0
 
@@ -34,14 +38,18 @@ class Status(Job):
 
     run_folder: str = option(default="", doc="the run's folder, on a host that sees it and reaches the servers")
     endpoint: str = option(
-        default="", doc="HOST:PORT of a server of a run that was started by hand; the secret comes from DTF_TOKEN or strategy.token_file, TLS from strategy.tls"
+        default="",
+        doc="HOST:PORT of a server of a run that was started by hand; the secret comes from DTF_TOKEN or "
+        "strategy.token_file, TLS from strategy.tls",
     )
     seconds: float = option(default=1.0, above=0, most=3600, doc="over which pushes are counted", unit="s")
     format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
 
     def run(self, composed: Composed) -> int:
         if bool(self.run_folder) == bool(self.endpoint):
-            raise ConfigError("job=status needs to know which run: give either job.run_folder=FOLDER or job.endpoint=HOST:PORT")
+            raise ConfigError(
+                "job=status needs to know which run: give either job.run_folder=FOLDER or job.endpoint=HOST:PORT"
+            )
         if find_spec("grpc") is None:
             raise ConfigError("job=status asks by grpcio, which is not installed: python -m pip install 'dtf[pserver]'")
         live = find(Path(self.run_folder)) if self.run_folder else self._by_endpoint(composed)
@@ -55,22 +63,24 @@ class Status(Job):
         return Exit.OK
 
     def _by_endpoint(self, composed: Composed) -> Live:
-        from dtf.pserver.rpc import viewer
+        from dtf.pserver.net.rpc import viewer
 
         network.endpoint(self.endpoint, "job.endpoint")
         strategy = composed.settings.strategy
         if not isinstance(strategy, Pserver):
             strategy = Pserver()
         strategy.tls.check(serves=False, asks=True)
-        live = Live([self.endpoint], viewer(by_hand.token(strategy.token_file)), strategy.tls.files(), strategy.tls.mutual)
+        live = Live(
+            [self.endpoint], viewer(manual_start.token(strategy.token_file)), strategy.tls.files(), strategy.tls.mutual
+        )
         return Live(ask(live)[0]["endpoints"], live.token, live.tls, live.mutual)
 
 
 def ask(live: Live) -> list[dict[str, Any]]:
     """What each server says. PeerError or AuthError."""
-    from dtf.pserver.protocol import STATUS, status_schemas
-    from dtf.pserver.rpc import Client, Tls
-    from dtf.pserver.wire import decode, encode
+    from dtf.pserver.net.codec import decode, encode
+    from dtf.pserver.net.messages import STATUS, status_schemas
+    from dtf.pserver.net.rpc import Client, Tls
 
     tls = Tls(**{name: Path(path) for name, path in live.tls.items()}, mutual=live.mutual) if live.tls else None
     found = []
@@ -87,17 +97,24 @@ def ask(live: Live) -> list[dict[str, Any]]:
 def lines(servers: list[dict[str, Any]]) -> Iterator[str]:
     """For people."""
     first = servers[0]
-    yield f"mode {first['mode']}, {first['state']}, step {first['version']}, up for {first['uptime_s']:,.0f} s, attempt {first['attempt']}"
+    yield (
+        f"mode {first['mode']}, {first['state']}, step {first['version']}, up for {first['uptime_s']:,.0f} s, "
+        f"attempt {first['attempt']}"
+    )
     yield f"run folder {first['folder']}"
     if leases := first.get("leases"):  # not of servers of rows alone
         yield "leases: " + ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in leases.items())
     yield ""
-    yield f"{'server':>6}  {'at':<21} {'blocks':>6} {'MiB':>9} {'updates':>9} {'pushes':>9} {'a second':>8} {'again':>6}  updates between pull and push"
+    yield (
+        f"{'server':>6}  {'at':<21} {'blocks':>6} {'MiB':>9} {'updates':>9} {'pushes':>9} {'a second':>8} "
+        f"{'again':>6}  updates between pull and push"
+    )
     for server in servers:
         lags = "  ".join(f"{lag}: {count:,}" for lag, count in server["staleness"].items()) or "-"
         rate = "-" if server["pushes_per_s"] is None else f"{server['pushes_per_s']:.1f}"
         yield (
-            f"{server['server']:>6}  {first['endpoints'][server['server']]:<21} {server['blocks']['number']:>6} {server['blocks']['bytes'] / 2**20:>9.2f} "
+            f"{server['server']:>6}  {first['endpoints'][server['server']]:<21} {server['blocks']['number']:>6} "
+            f"{server['blocks']['bytes'] / 2**20:>9.2f} "
             f"{server['updates']:>9,} {server['pushes']:>9,} {rate:>8} {server['dropped']:>6,}  {lags}"
         )
     tables = [(name, server["server"], table) for server in servers for name, table in server["tables"].items()]
@@ -105,7 +122,10 @@ def lines(servers: list[dict[str, Any]]) -> Iterator[str]:
         yield ""
         yield f"{'table':<24} {'server':>6} {'rows':>13} {'MiB':>9}  rows all servers may hold"
         for name, number, table in tables:
-            yield f"{name[:24]:<24} {number:>6} {table['rows']:>13,} {table['bytes'] / 2**20:>9.2f}  {table['capacity']:,}"
+            yield (
+                f"{name[:24]:<24} {number:>6} {table['rows']:>13,} {table['bytes'] / 2**20:>9.2f}  "
+                f"{table['capacity']:,}"
+            )
     if "trainers" not in first:
         return
     yield ""

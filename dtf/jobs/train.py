@@ -7,19 +7,19 @@ import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from dtf.budget import Meter, key, limit_s, spent_s
-from dtf.errors import BudgetError, DtfError, Exit
-from dtf.job import Job
-from dtf.observer import Observers
-from dtf.registry import register
-from dtf.run import Run
-from dtf.values import Ended, Event, Failed, Measured, Note, Started
+from dtf.api.job import Job
+from dtf.api.observer import Observers
+from dtf.api.registry import register
+from dtf.core.errors import BudgetError, DtfError, Exit
+from dtf.core.types import Ended, Event, Failed, Measured, Note, Started
+from dtf.runs.budget import Meter, key, limit_s, spent_s
+from dtf.runs.run_folder import Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from dtf.config import Composed
+    from dtf.config.compose import Composed
 
 
 @register("job", "train")
@@ -77,7 +77,11 @@ class TrainJob(Job):
                 print(f"dtf: {event.text}", file=sys.stderr, flush=True)
             self.watch(event)
 
-        meter = Meter(run.folder, settings.budget, self.elsewhere_s, lambda text: see(Note("warning", text))) if run.leader else None
+        meter = (
+            Meter(run.folder, settings.budget, self.elsewhere_s, lambda text: see(Note("warning", text)))
+            if run.leader
+            else None
+        )
         try:
             observers.open(run.folder, run.redacted())
             for hint in settings.strategy.hints(processes) if run.leader else ():

@@ -16,18 +16,18 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.devices import cores
-from dtf.entries import read_entry
-from dtf.errors import ConfigError, DtfError, Exit, Preempted
-from dtf.inherited import saved_config
-from dtf.job import Job
-from dtf.registry import option, register
-from dtf.run import Run, unique_id
-from dtf.tracking import count_text, number_text
+from dtf.api.job import Job
+from dtf.api.registry import option, register
+from dtf.config.inherit import saved_config
+from dtf.config.strategy_spec import read_entry
+from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
+from dtf.core.text import count_text, number_text
+from dtf.host.devices import cores
+from dtf.runs.run_folder import Run, unique_id
 
 if TYPE_CHECKING:
-    from dtf.config import Composed
-    from dtf.evidence import Evidence
+    from dtf.config.compose import Composed
+    from dtf.runs.compare import Evidence
 
 
 class Output(Enum):
@@ -46,25 +46,37 @@ AMPLIFIED = 0.1
 
 @register("job", "verify")
 class Verify(Job):
-    """Run the first steps of a recipe in one process, and under each strategy on each number of processes; compare every number; exit 1 on a break.
+    """Run the first steps of a recipe in one process, and under each strategy on each number of processes; compare
+    every number; exit 1 on a break.
 
-    Each comparison fixes the micro-batches: `micro_batches` per process, so that batch statistics are the same on both sides.
+    Each comparison fixes the micro-batches: `micro_batches` per process, so that batch statistics are the same on both
+    sides.
     """
 
     trains = True
 
     steps: int = option(default=8, least=1, doc="length of each run", unit="steps")
     strategies: list[str] = option(
-        factory=list, doc="strategies to hold against the reference, with options after a blank: ddp, 'tensor degree=2'; empty: all there are"
+        factory=list,
+        doc="strategies to hold against the reference, with options after a blank: ddp, 'tensor degree=2'; empty: all "
+        "there are",
     )
-    processes: list[int] = option(factory=lambda: [1, 2, 4], least=1, doc="numbers of processes (replicas, for strategies in one process)")
-    precisions: list[str] = option(factory=lambda: [EXACT, "fp32"], doc="fp64: every tensor within 1e-10; fp32: all parameters together within 1e-5")
-    micro_batches: list[int] = option(factory=lambda: [1, 2], least=1, doc="micro-batches per process; more than one accumulates gradients")
+    processes: list[int] = option(
+        factory=lambda: [1, 2, 4], least=1, doc="numbers of processes (replicas, for strategies in one process)"
+    )
+    precisions: list[str] = option(
+        factory=lambda: [EXACT, "fp32"],
+        doc="fp64: every tensor within 1e-10; fp32: all parameters together within 1e-5",
+    )
+    micro_batches: list[int] = option(
+        factory=lambda: [1, 2], least=1, doc="micro-batches per process; more than one accumulates gradients"
+    )
     batch_size: int = option(default=26, least=1, doc="global batch; the default divides unevenly", unit="rows")
     format: Output = option(default=Output.text, doc="what is printed; verify.json is written either way")
     replay: str = option(
         default="",
-        doc="instead: the folder of a run with strategy=pserver and strategy.record, whose recorded order is done once more, one thing after the other; it "
+        doc="instead: the folder of a run with strategy=pserver and strategy.record, whose recorded order is done "
+        "once more, one thing after the other; it "
         "must end with the same numbers",
     )
     keep: bool = option(default=False, doc="keep the run folders of all runs beside verify.json")
@@ -86,7 +98,9 @@ class Verify(Job):
                         if key not in references:
                             references[key] = self._train(composed, runs, "reference", REFERENCE, 1, precision, micro)
                         for strategy in strategies:
-                            rows.append(self._row(composed, runs, references[key], strategy, processes, precision, micro))
+                            rows.append(
+                                self._row(composed, runs, references[key], strategy, processes, precision, micro)
+                            )
                             _explain(rows)
                             if self.format is Output.text:
                                 print(_line(rows[-1], first=len(rows) == 1), flush=True)
@@ -108,13 +122,21 @@ class Verify(Job):
             print(_markdown(rows))
         else:
             also = f", {len(refused)} {'was' if len(refused) == 1 else 'were'} refused" if refused else ""
-            print(f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers{also}; {folder / 'verify.json'}")
+            print(
+                f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers{also}; "
+                f"{folder / 'verify.json'}"
+            )
         return Exit.BUG if broken else Exit.OK
 
     def _check(self, composed: Composed) -> list[str]:
         strategies = list(dict.fromkeys(self.strategies)) or composed.composer.options("strategy")
         for text in strategies:
-            read_entry(composed, "job.strategies", text, elsewhere={"launcher.processes": "numbers of processes are in job.processes"})
+            read_entry(
+                composed,
+                "job.strategies",
+                text,
+                elsewhere={"launcher.processes": "numbers of processes are in job.processes"},
+            )
         for name in self.precisions:
             if name not in JUDGED:
                 raise ConfigError(f"job.precisions names {name}; there is a bound for {' and '.join(JUDGED)} only")
@@ -123,7 +145,8 @@ class Verify(Job):
                 raise ConfigError(f"job.{key}=[] must hold at least one")
         if max(self.processes) * max(self.micro_batches) > self.batch_size:
             raise ConfigError(
-                f"job.batch_size={self.batch_size} is less than {max(self.processes)} processes x {max(self.micro_batches)} micro-batches; "
+                f"job.batch_size={self.batch_size} is less than {max(self.processes)} processes x "
+                f"{max(self.micro_batches)} micro-batches; "
                 f"use at least {max(self.processes) * max(self.micro_batches)}"
             )
         self._check_any(composed, strategies)
@@ -131,21 +154,34 @@ class Verify(Job):
 
     def _replay(self, composed: Composed) -> int:
         plain, used = Verify(), ("format", "replay")
-        others = [each.name for each in fields(self) if each.name not in used and getattr(self, each.name) != getattr(plain, each.name)]
+        others = [
+            each.name
+            for each in fields(self)
+            if each.name not in used and getattr(self, each.name) != getattr(plain, each.name)
+        ]
         if others:
-            raise ConfigError(f"job.{others[0]} is of no account with job.replay, which does one recorded run again; leave it out")
-        from dtf.trained import tell
+            raise ConfigError(
+                f"job.{others[0]} is of no account with job.replay, which does one recorded run again; leave it out"
+            )
+        from dtf.jobs.use_model import tell
 
         folder = Path(self.replay).absolute()
         saved = saved_config(folder / "config.yaml", f"job.replay={self.replay}", composed.config["plugins"])
         saved["run"]["dir"] = str(folder)
-        # As many threads as its trainers had: sums in the same order, so that replays of runs that diverged end with the same numbers too.
+        # As many threads as its trainers had: sums in the same order, so that replays of runs that diverged end with
+        # the same numbers too.
         trainers = json.loads((folder / "run.json").read_text())["world"].get("roles", {}).get("trainer", 1)
-        threads = composed.config["launcher"].get("threads") or saved["launcher"].get("threads") or max(1, cores() // trainers)
-        alone = composed.recompose(["job=verify", "strategy=ddp", "launcher=local", "launcher.processes=1", f"launcher.threads={threads}"])
+        threads = (
+            composed.config["launcher"].get("threads")
+            or saved["launcher"].get("threads")
+            or max(1, cores() // trainers)
+        )
+        alone = composed.recompose(
+            ["job=verify", "strategy=ddp", "launcher=local", "launcher.processes=1", f"launcher.threads={threads}"]
+        )
         with tempfile.TemporaryDirectory(prefix="dtf-replay-") as aside:
             run = Run(Path(aside), unique_id(), saved, alone.settings)
-            code = alone.settings.launcher.launch(run, tell, "dtf.replay:work")
+            code = alone.settings.launcher.launch(run, tell, "dtf.jobs.rank_replay:work")
             if code:
                 return code
             found = json.loads(Path(aside, "replay.json").read_text())
@@ -156,7 +192,9 @@ class Verify(Job):
         return Exit.OK if found["ok"] else Exit.BUG
 
     def _check_any(self, composed: Composed, strategies: list[str]) -> None:
-        """Raise ConfigError when no strategy runs on any number of processes, as far as can be told without training."""
+        """Raise ConfigError when no strategy runs on any number of processes, as far as can be told without
+        training.
+        """
 
         def check(strategy: str, processes: int) -> None:
             self._composed(composed, Path("unused"), strategy, processes, self.precisions[0], 0).check()
@@ -168,23 +206,34 @@ class Verify(Job):
                 return check(strategy, processes)
             except ConfigError as refusal:
                 refusals.append(_told(refusal))
-        raise ConfigError(f"nothing to compare: none of job.strategies={strategies} runs on job.processes={self.processes}: {refusals[0]}")
+        raise ConfigError(
+            f"nothing to compare: none of job.strategies={strategies} runs on job.processes={self.processes}: "
+            f"{refusals[0]}"
+        )
 
-    def _train(self, composed: Composed, runs: Path, name: str, strategy: str, processes: int, precision: str, micro: int) -> Evidence:
-        from dtf.evidence import Evidence
+    def _train(
+        self, composed: Composed, runs: Path, name: str, strategy: str, processes: int, precision: str, micro: int
+    ) -> Evidence:
+        from dtf.runs.compare import Evidence
 
         folder = runs / f"{name}-{precision}-{micro}"
         again = self._composed(composed, folder, strategy, processes, precision, micro)
         code = again.job.run(again)
         if code == Exit.CONFIG:
-            raise ConfigError(f"strategy={strategy} on {processes} processes refuses this recipe; its own error line says why")
+            raise ConfigError(
+                f"strategy={strategy} on {processes} processes refuses this recipe; its own error line says why"
+            )
         if code == Exit.PREEMPTED:
             raise Preempted("asked to stop while comparing; nothing is said of the runs that are left")
         if code:
-            raise RunFailed(f"strategy={strategy} on {processes} processes with precision={precision} ended with exit code {code}")
+            raise RunFailed(
+                f"strategy={strategy} on {processes} processes with precision={precision} ended with exit code {code}"
+            )
         return Evidence.read(folder)
 
-    def _composed(self, composed: Composed, folder: Path, strategy: str, processes: int, precision: str, micro: int) -> Composed:
+    def _composed(
+        self, composed: Composed, folder: Path, strategy: str, processes: int, precision: str, micro: int
+    ) -> Composed:
         """The config of one run."""
         chosen, *options = shlex.split(strategy)
         overrides = {
@@ -210,17 +259,35 @@ class Verify(Job):
         }
         return composed.recompose([f"{key}={value}" for key, value in overrides.items()])
 
-    def _row(self, composed: Composed, runs: Path, reference: Evidence, strategy: str, processes: int, precision: str, micro: int) -> dict[str, Any]:
-        from dtf.evidence import compare
+    def _row(
+        self,
+        composed: Composed,
+        runs: Path,
+        reference: Evidence,
+        strategy: str,
+        processes: int,
+        precision: str,
+        micro: int,
+    ) -> dict[str, Any]:
+        from dtf.runs.compare import compare
 
         row = {"strategy": strategy, "processes": processes, "precision": precision, "micro_batch_rows": micro}
         try:
-            run = self._train(composed, runs, f"{re.sub(r'[^a-z0-9=_.]+', '-', strategy)}-{processes}", strategy, processes, precision, micro)
+            run = self._train(
+                composed,
+                runs,
+                f"{re.sub(r'[^a-z0-9=_.]+', '-', strategy)}-{processes}",
+                strategy,
+                processes,
+                precision,
+                micro,
+            )
             return row | compare(reference, run, exact=precision == EXACT).to_json()
         except RunFailed as failure:
             return row | {"ok": False, "first": str(failure)}
         except ConfigError as refusal:
-            return row | {"ok": True, "worst": f"refused: {_told(refusal)}", "refused": _told(refusal)}  # not every strategy runs every recipe on any number
+            # not every strategy runs every recipe on any number
+            return row | {"ok": True, "worst": f"refused: {_told(refusal)}", "refused": _told(refusal)}
 
 
 def _told(refusal: ConfigError) -> str:
@@ -239,14 +306,19 @@ def _replayed(found: dict[str, Any], precision: str, threads: int) -> str:
     if found["ok"]:
         return f"{head}has the run's numbers, {apart} ({found['worst']}); {found['checkpoint']}"
     lines = [
-        f"{head}BREAK, {apart}: {found['beyond']} of {count_text(found['tensors'], 'tensor')} after the last update beyond it, most of all {found['worst']}; "
+        f"{head}BREAK, {apart}: {found['beyond']} of {count_text(found['tensors'], 'tensor')} after the last update "
+        f"beyond it, most of all {found['worst']}; "
         f"{found['checkpoint']}"
     ]
     if found["losses"] and not found["losses"][-1] <= found["losses"][0]:
         first, last = map(number_text, found["losses"])
-        lines.append(f"the run's loss grew from {first} to {last}: while it does, rounding is amplified, and a small difference need not be of the order")
+        lines.append(
+            f"the run's loss grew from {first} to {last}: while it does, rounding is amplified, and a small "
+            "difference need not be of the order"
+        )
     lines.append(
-        f"sums are made as in the run on a CPU of its kind with as many threads as its trainers had, here launcher.threads={threads}; "
+        "sums are made as in the run on a CPU of its kind with as many threads as its trainers had, here "
+        f"launcher.threads={threads}; "
         "a difference that stays there is a mistake: please report it"
     )
     return "\n".join(lines)
@@ -267,20 +339,34 @@ def _explain(rows: list[dict[str, Any]]) -> None:
     """Add to the newest row, if it breaks by little and in fp32 alone, what that probably means."""
     *before, row = rows
     same = ("strategy", "processes", "micro_batch_rows")
-    exact = any(other["ok"] and other["precision"] == EXACT and all(other[key] == row[key] for key in same) for other in before)
+    exact = any(
+        other["ok"] and other["precision"] == EXACT and all(other[key] == row[key] for key in same) for other in before
+    )
     if not row["ok"] and row["precision"] != EXACT and exact and row.get("parameters", math.inf) < AMPLIFIED:
-        row["first"] += f"; {EXACT} agrees, so this is probably rounding that the recipe amplifies: start with smaller learning rates"
+        row["first"] += (
+            f"; {EXACT} agrees, so this is probably rounding that the recipe amplifies: start with smaller learning "
+            "rates"
+        )
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
-    """Strategies by number of processes; the worst of all micro-batch sizes, by the measure that the precision is judged by."""
+    """Strategies by number of processes; the worst of all micro-batch sizes, by the measure that the precision is
+    judged by.
+    """
     measures = {EXACT: "tensor", "fp32": "parameters"}
     columns = sorted({row["processes"] for row in rows})
-    lines = ["| strategy | precision | " + " | ".join(count_text(n, "process") for n in columns) + " |", "| --- " * (len(columns) + 2) + "|"]
-    for strategy, precision in sorted({(row["strategy"], row["precision"]) for row in rows}, key=lambda key: (key[1] != EXACT, key)):
+    lines = [
+        "| strategy | precision | " + " | ".join(count_text(n, "process") for n in columns) + " |",
+        "| --- " * (len(columns) + 2) + "|",
+    ]
+    for strategy, precision in sorted(
+        {(row["strategy"], row["precision"]) for row in rows}, key=lambda key: (key[1] != EXACT, key)
+    ):
         cells = []
         for n in columns:
-            mine = [row for row in rows if (row["strategy"], row["precision"], row["processes"]) == (strategy, precision, n)]
+            mine = [
+                row for row in rows if (row["strategy"], row["precision"], row["processes"]) == (strategy, precision, n)
+            ]
             if not mine:  # refused
                 cells.append("")
                 continue
@@ -291,10 +377,16 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def _line(row: dict[str, Any], first: bool) -> str:
-    head = f"{'strategy':<17} {'procs':>5} {'format':<6} {'micro':>5} {'loss':>8} {'gradient':>8} {'params':>8} {'tensor':>8}  worst tensor / what breaks"
+    head = (
+        f"{'strategy':<17} {'procs':>5} {'format':<6} {'micro':>5} {'loss':>8} {'gradient':>8} {'params':>8} "
+        f"{'tensor':>8}  worst tensor / what breaks"
+    )
     numbers = " ".join(f"{row.get(key, math.nan):8.1e}" for key in ("loss", "grad_norm", "parameters", "tensor"))
     if "refused" in row:
         numbers = ""
     said = row["worst"] if row["ok"] else f"BREAK: {row['first']}"
-    text = f"{row['strategy']:<17} {row['processes']:>5} {row['precision']:<6} {row['micro_batch_rows']:>5} {numbers}  {said}"
+    text = (
+        f"{row['strategy']:<17} {row['processes']:>5} {row['precision']:<6} {row['micro_batch_rows']:>5} {numbers} "
+        f" {said}"
+    )
     return f"{head}\n{text}" if first else text

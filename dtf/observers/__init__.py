@@ -1,0 +1,4 @@
+"""Who reports on a run: one file for each observer, and what draws or measures for them.
+
+Imports core to pserver.
+"""

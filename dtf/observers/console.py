@@ -1,4 +1,7 @@
-"""A run on standard output: a moving picture on a terminal, greppable lines anywhere else. Failures are the launcher's to print."""
+"""A run on standard output: a moving picture on a terminal, greppable lines anywhere else.
+
+Failures are the launcher's to print.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from dtf.observer import Observer
-from dtf.registry import option, register
-from dtf.tracking import Pace, memory_text, number_text, plain_text, setting_text, time_text
-from dtf.values import Ended, Event, Measured, Note, Saved, Started
+from dtf.api.observer import Observer
+from dtf.api.registry import option, register
+from dtf.core.text import Pace, memory_text, number_text, plain_text, setting_text, time_text
+from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
 
 if TYPE_CHECKING:
-    from dtf.screen import Screen
+    from dtf.observers.terminal import Screen
 
 
 @register("observer", "console")
 class Console(Observer):
-    """Print the course of the run; colours and movement only where standard output is a terminal. NO_COLOR is respected."""
+    """Print the course of the run; colours and movement only where standard output is a terminal.
+
+    NO_COLOR is respected.
+    """
 
     live: bool = option(default=True, doc="draw progress on a terminal; false: plain lines there too")
 
     def open(self, folder: Path, config: dict) -> None:
         self._view: Screen | Lines | None = None
         if self.live and _draws(sys.stdout):
-            from dtf.screen import Screen
+            from dtf.observers.terminal import Screen
 
             self._view = Screen(folder, config)
         else:
@@ -61,7 +67,10 @@ class Lines:
                 self._total = total
                 self._pace.restart(step)
                 place = {"step": f"{step}/{total}", "attempt": attempt}
-                self._print("restarted" if attempt else "started", place if attempt else place | {k: v for k, v in table.items() if "\n" not in str(v)})
+                self._print(
+                    "restarted" if attempt else "started",
+                    place if attempt else place | {k: v for k, v in table.items() if "\n" not in str(v)},
+                )
                 for name, value in table.items():
                     if not attempt and "\n" in str(value):
                         for line in (f"{name}:", *str(value).splitlines()):
@@ -71,7 +80,11 @@ class Lines:
                 rest = {"eta": time_text(self._pace.seconds_for(self._total - step))}
                 self._print("", self._place(step, epoch) | _train_values(values) | rest)
             case Measured(split, step, epoch, _, values):
-                self._print(split, self._place(step, epoch) | {name: number_text(value) for name, value in values.items()}, "best" if event.best else "")
+                self._print(
+                    split,
+                    self._place(step, epoch) | {name: number_text(value) for name, value in values.items()},
+                    "best" if event.best else "",
+                )
             case Saved(step, path, best, seconds):
                 self._print("saved", {"step": step, "path": path, "seconds": f"{seconds:.2f}"}, "best" if best else "")
             case Note(level, text):
@@ -80,7 +93,9 @@ class Lines:
                 place = {"step": f"{step}/{self._total}", "reason": reason}
                 wall = {"wall": time_text(time.monotonic() - self._opened)}
                 memory = {"memory": memory_text(event.memory)} if event.memory else {}
-                self._print("ended", place | {name: _final_text(name, value) for name, value in values.items()} | memory | wall)
+                self._print(
+                    "ended", place | {name: _final_text(name, value) for name, value in values.items()} | memory | wall
+                )
 
     def close(self) -> None:
         """Nothing is held back."""
@@ -100,13 +115,19 @@ class Lines:
 
 def _train_values(values: dict[str, float]) -> dict[str, str]:
     """Metrics first, then what belongs to the optimizer, then speed."""
-    last = {"lr": ("lr", setting_text), "grad_norm": ("grad_norm", number_text), "rows_per_s": ("rows/s", "{:.0f}".format)}
+    last = {
+        "lr": ("lr", setting_text),
+        "grad_norm": ("grad_norm", number_text),
+        "rows_per_s": ("rows/s", "{:.0f}".format),
+    }
     texts = {name: number_text(value) for name, value in values.items() if name not in last}
     return texts | {short: text(values[name]) for name, (short, text) in last.items() if name in values}
 
 
 def _final_text(name: str, value: float) -> str:
-    """A step is a count, whatever type the event has for numbers; a metric keeps its decimals even where it is whole."""
+    """A step is a count, whatever type the event has for numbers; a metric keeps its decimals even where it is
+    whole.
+    """
     return f"{value:.0f}" if name == "best_step" else number_text(value)
 
 
@@ -123,7 +144,9 @@ def _draws(stream: TextIO) -> bool:
 
 
 def _hang_up() -> None:
-    """Give the closed pipe's number to /dev/null, so that nothing printed later fails, nor the interpreter's last flush."""
+    """Give the closed pipe's number to /dev/null, so that nothing printed later fails, nor the interpreter's last
+    flush.
+    """
     try:
         number = sys.stdout.fileno()
     except (OSError, ValueError):

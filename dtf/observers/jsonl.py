@@ -1,4 +1,7 @@
-"""Measurements as JSON lines, for programs to read. A resumed run leaves the file of an undisturbed one, apart from times."""
+"""Measurements as JSON lines, for programs to read.
+
+A resumed run leaves the file of an undisturbed one, apart from times.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,27 @@ import re
 from io import TextIOWrapper
 from pathlib import Path
 
-from dtf.errors import ConfigError
-from dtf.observer import Observer
-from dtf.registry import option, register
-from dtf.values import Event, Measured, Started
+from dtf.api.observer import Observer
+from dtf.api.registry import option, register
+from dtf.core.errors import ConfigError
+from dtf.core.types import Event, Measured, Started
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,120}\.jsonl")
 
 
 @register("observer", "jsonl")
 class Jsonl(Observer):
-    """Append every measurement to a file: `{"split", "step", "epoch", "seconds", <metric>...}`; a number that is not finite is `null`."""
+    """Append every measurement to a file: `{"split", "step", "epoch", "seconds", <metric>...}`; a number that is not
+    finite is `null`.
+    """
 
     path: str = option(default="metrics.jsonl", doc="name of the file in the run folder; it ends in .jsonl")
 
     def check(self) -> None:
         if not _NAME.fullmatch(self.path):
             raise ConfigError(
-                f"observer.jsonl.path={self.path!r} is no name of a file in the run folder; letters, digits, '.', '_', '-', and .jsonl at the end"
+                f"observer.jsonl.path={self.path!r} is no name of a file in the run folder; letters, digits, '.', "
+                "'_', '-', and .jsonl at the end"
             )
 
     def open(self, folder: Path, config: dict) -> None:
@@ -61,11 +67,17 @@ def line_of(event: Measured) -> str:
     """One measurement as strict JSON: any parser reads it, which Python's NaN and Infinity would prevent."""
     head = {"split": event.split, "step": event.step, "epoch": event.epoch, "seconds": round(event.seconds, 3)}
     line = head | event.values | head  # a metric of the same name hides none of the four
-    return json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}, allow_nan=False)
+    return json.dumps(
+        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()},
+        allow_nan=False,
+    )
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Remove the lines of later steps and the torn last line of a killed writer. Atomic: a crash leaves the old file or the new one."""
+    """Remove the lines of later steps and the torn last line of a killed writer.
+
+    Atomic: a crash leaves the old file or the new one.
+    """
     if not path.exists():
         return
     before = path.read_bytes()

@@ -9,21 +9,23 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtf import devices
-from dtf.observer import Observer
-from dtf.registry import option, register
-from dtf.usage import Gpus, Load, cpu_load, process_tree
-from dtf.values import Ended, Event, Measured, Started
+from dtf.api.observer import Observer
+from dtf.api.registry import option, register
+from dtf.core.types import Ended, Event, Measured, Started
+from dtf.host import devices
+from dtf.host.usage import Gpus, Load, cpu_load, process_tree
 
 if TYPE_CHECKING:
-    from dtf.eventfile import EventFile
+    from dtf.observers.tensorboard_file import EventFile
 
 
 @register("observer", "resources")
 class Resources(Observer):
-    """Append utilisation and memory of every device to a file: `{"time", "step", "device", "utilisation", "memory"}`; curves where TensorBoard watches too.
+    """Append utilisation and memory of every device to a file: `{"time", "step", "device", "utilisation", "memory"}`;
+    curves where TensorBoard watches too.
 
-    The device `cpu` is the process tree of the run against the cores it may use. With launcher=env it is the tree of rank 0 alone.
+    The device `cpu` is the process tree of the run against the cores it may use. With launcher=env it is the tree of
+    rank 0 alone.
     """
 
     every_s: float = option(default=1.0, least=0.05, most=3600, doc="time between samples", unit="s")
@@ -40,7 +42,9 @@ class Resources(Observer):
             case Started() | Measured():
                 self._step = event.step
                 if self._thread is None:  # the ranks are ready: starting is not what is watched
-                    self._thread: threading.Thread | None = threading.Thread(target=self._watch, name="resources", daemon=True)
+                    self._thread: threading.Thread | None = threading.Thread(
+                        target=self._watch, name="resources", daemon=True
+                    )
                     self._thread.start()
             case Ended():
                 self._end.set()  # what follows is no longer the run
@@ -82,17 +86,25 @@ class Resources(Observer):
         tensorboard = self._config["observer"].get("tensorboard")
         if tensorboard is None:
             return None
-        from dtf.eventfile import EventFile
+        from dtf.observers.tensorboard_file import EventFile
 
         return EventFile(self._path.parent / tensorboard["path"] / "resources", 0)
 
 
 def _line(step: int, load: Load) -> str:
-    return json.dumps({"time": round(time.time(), 2), "step": step} | load._asdict() | {"utilisation": round(load.utilisation, 1)}) + "\n"
+    return (
+        json.dumps(
+            {"time": round(time.time(), 2), "step": step} | load._asdict() | {"utilisation": round(load.utilisation, 1)}
+        )
+        + "\n"
+    )
 
 
 def _draw(curves: EventFile, second: int, loads: list[Load]) -> None:
-    from dtf.eventfile import scalar
+    from dtf.observers.tensorboard_file import scalar
 
-    both = ((f"{load.device}/utilisation", load.utilisation) for load in loads), ((f"{load.device}/memory_gb", load.memory / 1e9) for load in loads)
+    both = (
+        ((f"{load.device}/utilisation", load.utilisation) for load in loads),
+        ((f"{load.device}/memory_gb", load.memory / 1e9) for load in loads),
+    )
     curves.add(second, *(scalar(f"resources/{tag}", value) for pairs in both for tag, value in pairs))

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.observer import Observer
-from dtf.registry import option, register
-from dtf.values import Ended, Event, Measured, Started
+from dtf.api.observer import Observer
+from dtf.api.registry import option, register
+from dtf.core.types import Ended, Event, Measured, Started
 
 if TYPE_CHECKING:
-    from dtf.eventfile import EventFile
+    from dtf.observers.tensorboard_file import EventFile
 
 
 @register("observer", "tensorboard")
@@ -27,27 +27,32 @@ class Tensorboard(Observer):
     def see(self, event: Event) -> None:
         match event:
             case Started():
-                from dtf import eventfile  # slow: only now, while the ranks are at their first step
+                from dtf.observers import tensorboard_file  # slow: only now, while the ranks are at their first step
 
                 self.close()
-                again = [measured for measured in event.recent if measured.step > event.recent[0].step]  # the first step's may be there in part
-                self._file = eventfile.EventFile(self._folder, again[0].step - 1 if again else event.step)
+                # the first step's may be there in part
+                again = [measured for measured in event.recent if measured.step > event.recent[0].step]
+                self._file = tensorboard_file.EventFile(self._folder, again[0].step - 1 if again else event.step)
                 text = json.dumps(self._config, indent=2, ensure_ascii=False, default=str)
-                self._file.add(0, eventfile.code("config", text), eventfile.hyperparameters(flatten(self._config)))
+                self._file.add(
+                    0, tensorboard_file.code("config", text), tensorboard_file.hyperparameters(flatten(self._config))
+                )
                 for measured in again:
                     self._draw(measured)
             case Measured() if self._file is not None:
                 self._draw(event)
             case Ended() if self._file is not None:
-                from dtf.eventfile import completed
+                from dtf.observers.tensorboard_file import completed
 
                 self._file.add(event.step, completed())
 
     def _draw(self, measured: Measured) -> None:
-        from dtf.eventfile import scalar
+        from dtf.observers.tensorboard_file import scalar
 
         assert self._file is not None
-        self._file.add(measured.step, *(scalar(f"{measured.split}/{name}", value) for name, value in measured.values.items()))
+        self._file.add(
+            measured.step, *(scalar(f"{measured.split}/{name}", value) for name, value in measured.values.items())
+        )
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,5 +1,4 @@
-"""The parameter server: servers run the engine and hold the state, trainers compute. See docs/pserver.md."""
+"""strategy=pserver: parameter servers and their trainers.
 
-import os
-
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when grpc is imported; it would tell of every connection that ends
+Imports core to strategies. grpc only in net.rpc.
+"""

@@ -1,4 +1,7 @@
-"""Which options of parameter servers go together, and with which tasks. Torch-free, and without gRPC: all that can be known before a process starts."""
+"""Which options of parameter servers go together, and with which tasks.
+
+Torch-free, and without gRPC: all that can be known before a process starts.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,17 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from dtf import by_hand
-from dtf.errors import ConfigError
-from dtf.precision import Format
-from dtf.pserver.choices import Device, Mode, TlsMode, Wire
-from dtf.pserver.placing import check_placement
-from dtf.registry import name_of
-from dtf.schema import KeyProblem
+from dtf.api.precision import Format
+from dtf.api.registry import name_of
+from dtf.api.schema import KeyProblem
+from dtf.core.errors import ConfigError
+from dtf.pserver import manual_start
+from dtf.pserver.options import Device, Mode, TlsMode, Wire
+from dtf.pserver.placement import check_placement
 
 if TYPE_CHECKING:
-    from dtf.strategies.pserver import Pserver
-    from dtf.strategy import Task
+    from dtf.api.strategy import Task
+    from dtf.pserver.options import PserverOptions
 
 _FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")
 _SWITCHES = ("yes", "no", "on", "off")  # true and false are no text
@@ -24,10 +27,13 @@ _LOOPBACK = "127.0.0.1"
 """Where a launcher's processes meet."""
 
 
-def check(strategy: Pserver, task: Task, trainers: int, devices: str) -> None:
+def check(strategy: PserverOptions, task: Task, trainers: int, devices: str) -> None:
     """ConfigError for what cannot run. `trainers`: as servers count them; `devices`: `cpu` or `cuda`."""
     if strategy.server_device is Device.cuda and devices == "cpu":
-        raise ConfigError("strategy.server_device=cuda needs a GPU, and launcher.devices has none here; use strategy.server_device=cpu")
+        raise ConfigError(
+            "strategy.server_device=cuda needs a GPU, and launcher.devices has none here; use "
+            "strategy.server_device=cpu"
+        )
     if strategy.rows_alone:
         _check_rows_alone(strategy, task, trainers)
     _check_meeting(strategy)
@@ -38,116 +44,190 @@ def check(strategy: Pserver, task: Task, trainers: int, devices: str) -> None:
     _check_task(strategy, task)
 
 
-def _check_meeting(strategy: Pserver) -> None:
+def _check_meeting(strategy: PserverOptions) -> None:
     """By hand or by a launcher: what each of them knows, and what it lacks."""
     alone, tls = strategy.alone(), strategy.tls
     if alone and strategy.team > 1:
-        raise ConfigError(f"strategy.team={strategy.team} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use strategy.team=1")
+        raise ConfigError(
+            f"strategy.team={strategy.team} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, "
+            "or use strategy.team=1"
+        )
     if alone and tls.mode is TlsMode.none and not strategy.allow_insecure:
-        by_hand.check_loopback(strategy.where())
+        manual_start.check_loopback(strategy.where())
     elif strategy.allow_insecure and not alone:
-        raise ConfigError("strategy.allow_insecure=true is for strategy.endpoints; under a launcher all stays on this host, leave it out")
+        raise ConfigError(
+            "strategy.allow_insecure=true is for strategy.endpoints; under a launcher all stays on this host, leave "
+            "it out"
+        )
     tls.check(serves=not alone or alone.role == "server", asks=not alone or alone.rank > 0)
-    by_hand.check_certificates("strategy.tls", tls.files())
+    manual_start.check_certificates("strategy.tls", tls.files())
     if not alone and tls.mode is not TlsMode.none:
-        by_hand.check_name("strategy.tls", tls.files(), _LOOPBACK)
+        manual_start.check_name("strategy.tls", tls.files(), _LOOPBACK)
     if not alone and strategy.token_file:
-        raise ConfigError("strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out")
+        raise ConfigError(
+            "strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out"
+        )
     if not alone and strategy.meet_timeout_s is not None:
-        raise ConfigError(f"strategy.meet_timeout_s={strategy.meet_timeout_s:g} is for strategy.endpoints; launchers have a time of their own, leave it out")
+        raise ConfigError(
+            f"strategy.meet_timeout_s={strategy.meet_timeout_s:g} is for strategy.endpoints; launchers have a time of "
+            "their own, leave it out"
+        )
 
 
-def _check_service(strategy: Pserver, trainers: int) -> None:
+def _check_service(strategy: PserverOptions, trainers: int) -> None:
     """What a server does, whatever the mode."""
     check_placement(strategy.placement)
     if strategy.record.lower() in _SWITCHES:
-        raise ConfigError(f"strategy.record={strategy.record} is no switch but names a folder in the run folder; use strategy.record=order, or leave it out")
+        raise ConfigError(
+            f"strategy.record={strategy.record} is no switch but names a folder in the run folder; use "
+            "strategy.record=order, or leave it out"
+        )
     if strategy.record and (not _FOLDER.fullmatch(strategy.record) or strategy.record in _TAKEN):
         raise ConfigError(
-            f"strategy.record={strategy.record} must name a folder of its own in the run folder: letters, digits, '_' and '-', not {' or '.join(_TAKEN)}; "
+            f"strategy.record={strategy.record} must name a folder of its own in the run folder: letters, digits, '_' "
+            f"and '-', not {' or '.join(_TAKEN)}; "
             "use strategy.record=order"
         )
     if not strategy.slice_parameters and strategy.min_block != 8192:
-        raise ConfigError(f"strategy.min_block={strategy.min_block} is for slices, and strategy.slice_parameters=false cuts none; leave it at 8192")
+        raise ConfigError(
+            f"strategy.min_block={strategy.min_block} is for slices, and strategy.slice_parameters=false cuts none; "
+            "leave it at 8192"
+        )
     if 0 < strategy.rpc_threads <= 2 * trainers and not strategy.rows_alone:
         raise ConfigError(
-            f"strategy.rpc_threads={strategy.rpc_threads}: each of {trainers} trainers may wait in two, for work and for state, and a push "
+            f"strategy.rpc_threads={strategy.rpc_threads}: each of {trainers} trainers may wait in two, for work and "
+            "for state, and a push "
             "needs one more; use more, or 0"
         )
 
 
-def _check_mode(strategy: Pserver) -> None:
+def _check_mode(strategy: PserverOptions) -> None:
     """Options of one mode in another."""
     mode = strategy.mode
     if strategy.gather and mode is not Mode.half_async:
-        raise ConfigError(f"strategy.gather={strategy.gather} is for strategy.mode=half_async, this is {mode.value}; leave it at 0")
+        raise ConfigError(
+            f"strategy.gather={strategy.gather} is for strategy.mode=half_async, this is {mode.value}; leave it at 0"
+        )
     if strategy.geo_steps is not None and mode is not Mode.geo:
-        raise ConfigError(f"strategy.geo_steps={strategy.geo_steps} is for strategy.mode=geo, this is {mode.value}; leave it at null")
+        raise ConfigError(
+            f"strategy.geo_steps={strategy.geo_steps} is for strategy.mode=geo, this is {mode.value}; leave it at null"
+        )
     if strategy.send_queue != 1 and mode in (Mode.sync, Mode.geo):
-        raise ConfigError(f"strategy.send_queue={strategy.send_queue} is for modes async and half_async, this is {mode.value}; leave it at 1")
+        raise ConfigError(
+            f"strategy.send_queue={strategy.send_queue} is for modes async and half_async, this is {mode.value}; "
+            "leave it at 1"
+        )
     if strategy.staleness is not None and mode is Mode.sync:
-        raise ConfigError(f"strategy.staleness={strategy.staleness} is for modes other than sync, which has none; leave it at null")
+        raise ConfigError(
+            f"strategy.staleness={strategy.staleness} is for modes other than sync, which has none; leave it at null"
+        )
 
 
-def _check_task(strategy: Pserver, task: Task) -> None:
+def _check_task(strategy: PserverOptions, task: Task) -> None:
     """What a mode, or several servers, cannot do of what the task asks."""
     mode, several = strategy.mode, strategy.count() > 1 and not strategy.rows_alone
     tables = task.rows is not None and bool(task.recipe.table_widths())
     if task.precision.loss_scale and mode is not Mode.sync:
-        raise ConfigError(f"a loss scale is found step by step, and strategy.mode={mode.value} has none that all share; use precision=bf16, or sync")
+        raise ConfigError(
+            f"a loss scale is found step by step, and strategy.mode={mode.value} has none that all share; use "
+            "precision=bf16, or sync"
+        )
     if several and task.step.clip_norm and mode is Mode.half_async and not strategy.merging().together:
         raise ConfigError(
-            f"step.clip_norm={task.step.clip_norm:g} needs the norm of what is merged, and with strategy.mode=half_async no server has all of it; "
+            f"step.clip_norm={task.step.clip_norm:g} needs the norm of what is merged, and with "
+            "strategy.mode=half_async no server has all of it; "
             "use strategy.servers=1, or strategy.staleness=0"
         )
     if strategy.wire is not Wire.same and (mode is Mode.geo or task.precision.param is not Format.fp32):
-        what = "strategy.mode=geo, which exchanges the optimizer's state" if mode is Mode.geo else f"precision.param={task.precision.param.value}"
-        raise ConfigError(f"strategy.wire={strategy.wire.value} narrows gradients and parameters of fp32, not those of {what}; use strategy.wire=same")
-    for group, rule in {"optimizer": task.optimizer, "sparse": task.rows if tables else None}.items() if mode is Mode.geo and strategy.staleness != 0 else ():
+        what = (
+            "strategy.mode=geo, which exchanges the optimizer's state"
+            if mode is Mode.geo
+            else f"precision.param={task.precision.param.value}"
+        )
+        raise ConfigError(
+            f"strategy.wire={strategy.wire.value} narrows gradients and parameters of fp32, not those of {what}; use "
+            "strategy.wire=same"
+        )
+    for group, rule in (
+        {"optimizer": task.optimizer, "sparse": task.rows if tables else None}.items()
+        if mode is Mode.geo and strategy.staleness != 0
+        else ()
+    ):
         if rule is not None and rule.averages_squares:
             raise KeyProblem(
                 group,
-                f"strategy.mode=geo adds up what trainers learnt from states of different age, and averages of squares, as {group}={name_of(group, rule)} "
-                f"keeps them, may become negative; set strategy.staleness=0, with which all exchange at once, or use {group}=sgd or adagrad",
+                "strategy.mode=geo adds up what trainers learnt from states of different age, and averages of "
+                f"squares, as {group}={name_of(group, rule)} "
+                "keeps them, may become negative; set strategy.staleness=0, with which all exchange at once, or use "
+                f"{group}=sgd or adagrad",
             )
     if mode is Mode.geo and tables and task.rows is not None and task.rows.shrinkage(1.0):
-        raise ConfigError("strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; set it to 0")
+        raise ConfigError(
+            "strategy.mode=geo exchanges the rows that a trainer met, and sparse.weight_decay shrinks all others too; "
+            "set it to 0"
+        )
     if several and strategy.slice_parameters and task.optimizer.by_tensor:
-        raise ConfigError(f"{type(task.optimizer).__name__} looks at whole tensors, which strategy.slice_parameters=true cuts; set it to false")
+        raise ConfigError(
+            f"{type(task.optimizer).__name__} looks at whole tensors, which strategy.slice_parameters=true cuts; set "
+            "it to false"
+        )
 
 
-def _check_hogwild(strategy: Pserver, devices: str) -> None:
+def _check_hogwild(strategy: PserverOptions, devices: str) -> None:
     said = f"strategy.hogwild_threads={strategy.hogwild_threads}"
     if strategy.mode is Mode.sync:
         raise ConfigError(
-            f"{said}: threads refresh the parameters while others compute, and with strategy.mode=sync all gradients of a step are of the same ones; "
+            f"{said}: threads refresh the parameters while others compute, and with strategy.mode=sync all gradients "
+            "of a step are of the same ones; "
             "use async or half_async, or more strategy.trainers"
         )
     if strategy.mode is Mode.geo:
-        raise ConfigError(f"{said}: threads share their parameters, and with strategy.mode=geo each trainer learns by itself; use more strategy.trainers")
+        raise ConfigError(
+            f"{said}: threads share their parameters, and with strategy.mode=geo each trainer learns by itself; use "
+            "more strategy.trainers"
+        )
     if strategy.record:
         raise ConfigError(
-            f"{said}: threads compute with parameters of which some are newer than others, and nothing records which, so that strategy.record cannot "
+            f"{said}: threads compute with parameters of which some are newer than others, and nothing records which, "
+            "so that strategy.record cannot "
             "be replayed; leave one of them out"
         )
     if strategy.team > 1:
-        raise ConfigError(f"{said}: threads are trainers, and with strategy.team={strategy.team} a trainer is several processes; leave one of them at 1")
+        raise ConfigError(
+            f"{said}: threads are trainers, and with strategy.team={strategy.team} a trainer is several processes; "
+            "leave one of them at 1"
+        )
     if devices != "cpu":
-        raise ConfigError(f"{said} is for trainers on CPU: on a GPU the passes of threads follow each other; use more strategy.trainers")
+        raise ConfigError(
+            f"{said} is for trainers on CPU: on a GPU the passes of threads follow each other; use more "
+            "strategy.trainers"
+        )
 
 
-def _check_rows_alone(strategy: Pserver, task: Task, trainers: int) -> None:
+def _check_rows_alone(strategy: PserverOptions, task: Task, trainers: int) -> None:
     said, plain = "strategy.dense=allreduce", type(strategy)()
     if not task.recipe.table_widths():
         because, name = task.recipe.idle().get("sparse"), name_of("recipe", task.recipe)
-        none = f"this recipe has none as {because} is set; use {because}=sparse" if because else f"{name} has none; use recipe=ctr_clicks_sparse"
+        none = (
+            f"this recipe has none as {because} is set; use {because}=sparse"
+            if because
+            else f"{name} has none; use recipe=ctr_clicks_sparse"
+        )
         raise ConfigError(f"{said} leaves sparse tables to servers, and {none}, or strategy=ddp")
     if strategy.mode is not Mode.sync:
-        raise ConfigError(f"{said} makes one update of all gradients, which is strategy.mode=sync, this is {strategy.mode.value}; use sync, or dense=pserver")
+        raise ConfigError(
+            f"{said} makes one update of all gradients, which is strategy.mode=sync, this is {strategy.mode.value}; "
+            "use sync, or dense=pserver"
+        )
     if strategy.where():
-        raise ConfigError(f"{said} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use dense=pserver")
+        raise ConfigError(
+            f"{said} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use dense=pserver"
+        )
     if 0 < strategy.rpc_threads <= trainers:
-        raise ConfigError(f"strategy.rpc_threads={strategy.rpc_threads}: with {said} each of {trainers} trainers waits in one; use more, or 0")
+        raise ConfigError(
+            f"strategy.rpc_threads={strategy.rpc_threads}: with {said} each of {trainers} trainers waits in one; use "
+            "more, or 0"
+        )
     used = {"mode", "dense", "servers", "trainers", "tls", "rpc_threads"}
     for key in (field.name for field in fields(strategy) if field.name not in used):
         if getattr(strategy, key) != getattr(plain, key):

@@ -9,14 +9,17 @@ import numpy as np
 
 
 class Push(NamedTuple):
-    """Gradients of the sum of losses over the rows of the lease, divided by the rows of the global batch; or differences, see `protocol`."""
+    """Gradients of the sum of losses over the rows of the lease, divided by the rows of the global batch; or
+    differences, see `protocol`.
+    """
 
     trainer: int
     step: int
     part: int
     dense: np.ndarray  # (bytes,) uint8: see `blocks.views`
     rows: Mapping[str, tuple[np.ndarray, np.ndarray]]  # by table: ids (U,), each once, and numbers (U, columns)
-    finite: int  # whether the gradient is, as far as is known, and `statistics` are; of differences how many steps had one that is
+    # whether the gradient is, as far as is known, and `statistics` are; of differences how many steps had one that is
+    finite: int
     norm: float  # of the whole gradient, all servers' parts, where the mode needs it
     seen: int  # updates that this server had made when the trainer pulled
     epoch: int

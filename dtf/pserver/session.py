@@ -1,4 +1,7 @@
-"""How processes find each other: under a launcher by its store, by hand by server 0's endpoint. The only part of the parameter server that opens sockets."""
+"""How processes find each other: under a launcher by its store, by hand by server 0's endpoint.
+
+The only part of the parameter server that opens sockets.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +20,31 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from dtf import network
-from dtf.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
-from dtf.launcher import Place
-from dtf.live import Live, announce
-from dtf.pserver import protocol
-from dtf.pserver.desk import Desk
-from dtf.pserver.hogwild import numbers, work
-from dtf.pserver.lending import Lending, Write
-from dtf.pserver.meeting import ASK_S, NOBODY, QUIET_S, Absent, Guest, Host, Told, Watch, not_here
-from dtf.pserver.protocol import LEASE, MEET, STATUS
-from dtf.pserver.regions import Shared
-from dtf.pserver.rows import shelves_of
-from dtf.pserver.rpc import Client, Service, Tls, viewer
-from dtf.pserver.serving import Serving
-from dtf.pserver.sharing import follow
-from dtf.pserver.status import snapshot
-from dtf.pserver.team import Team
-from dtf.pserver.transport import Lost, Retrying
-from dtf.pserver.wire import encode
-from dtf.strategy import Errand, Program, Source, Standing, Task
-from dtf.values import Shard
-from dtf.world import World
+from dtf.api.strategy import Errand, Program, Source, Standing, Task
+from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
+from dtf.core.types import Place, Shard
+from dtf.distributed.world import World
+from dtf.host import network
+from dtf.pserver.discovery import ASK_S, NOBODY, QUIET_S, Absent, Guest, Host, Told, Watch, not_here
+from dtf.pserver.endpoint_file import Live, announce
+from dtf.pserver.net import messages
+from dtf.pserver.net.codec import encode
+from dtf.pserver.net.messages import LEASE, MEET, STATUS
+from dtf.pserver.net.rpc import Client, Service, Tls, viewer
+from dtf.pserver.net.shared_memory import Shared
+from dtf.pserver.net.transport import Lost, Retrying
+from dtf.pserver.row_routing import shelves_of
+from dtf.pserver.server.handlers import Desk
+from dtf.pserver.server.program import Serving
+from dtf.pserver.server.rows_server import Lending, Write
+from dtf.pserver.server.status import snapshot
+from dtf.pserver.trainer.group import Team
+from dtf.pserver.trainer.group_compute import follow
+from dtf.pserver.trainer.hogwild import numbers, work
 
 if TYPE_CHECKING:
-    from dtf.loader import Loader
-    from dtf.strategies.pserver import Pserver
+    from dtf.core.types import Batches
+    from dtf.pserver.options import PserverOptions
 
 Handlers = Mapping[str, Callable[[bytes], bytes]]
 
@@ -68,7 +70,7 @@ class Post:
     store: TCPStore | None = None  # kept for all servers, by server 0
 
 
-def meet(standing: Standing, strategy: Pserver, trainers: int) -> tuple[Standing, Post]:
+def meet(standing: Standing, strategy: PserverOptions, trainers: int) -> tuple[Standing, Post]:
     """By hand: wait until all servers are there; trainers may come, and are told to wait."""
     place, endpoints = standing.place, strategy.where()
     if not endpoints:
@@ -101,31 +103,48 @@ def _check_free(endpoint: str, server: int) -> None:
         network.listen(*network.endpoint(endpoint, "strategy.endpoints")).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise BusyError(f"strategy.endpoints: {endpoint} is taken by another process; is server {server} of this run at work already?") from None
+            raise BusyError(
+                f"strategy.endpoints: {endpoint} is taken by another process; is server {server} of this run at work "
+                "already?"
+            ) from None
         said = f"strategy.endpoints: {endpoint} cannot be listened on: {error.strerror or error}"
-        raise ConfigError(f"{said}; is this host really that of strategy.server_id={server}, and are the endpoints in order?") from None
+        raise ConfigError(
+            f"{said}; is this host really that of strategy.server_id={server}, and are the endpoints in order?"
+        ) from None
 
 
-def _arrive(standing: Standing, strategy: Pserver, post: Post, service: Service) -> Standing:
+def _arrive(standing: Standing, strategy: PserverOptions, post: Post, service: Service) -> Standing:
     """A server other than 0 is told where it is."""
     place, endpoints = standing.place, strategy.where()
     service.epoch = UNKNOWN
     service.add({MEET: not_here(place.rank)})
     service.start()
-    guest = Guest(Client(endpoints[0], place.token, UNKNOWN, tls=tls(strategy)), place.rank, len(endpoints), standing.facts)
+    guest = Guest(
+        Client(endpoints[0], place.token, UNKNOWN, tls=tls(strategy)), place.rank, len(endpoints), standing.facts
+    )
     told = guest.arrive(strategy.patience_s, standing.wait, standing.say)
     service.epoch = told.epoch
     post.look = lambda: guest.look(_patience_s(strategy))
     standing.say(f"server {place.rank} takes part in {told.folder}; server 0, on {told.host}, reports")
-    return replace(standing, place=replace(place, store=told.store, prefix=told.epoch), folder=Path(told.folder), run_id=told.run_id)
+    return replace(
+        standing,
+        place=replace(place, store=told.store, prefix=told.epoch),
+        folder=Path(told.folder),
+        run_id=told.run_id,
+    )
 
 
-def serve(task: Task, world: World, strategy: Pserver, trainers: int, post: Post) -> Program:
+def serve(task: Task, world: World, strategy: PserverOptions, trainers: int, post: Post) -> Program:
     """The program of a server, with its service running. Collective over the servers."""
     serving = Serving(task, world, strategy, strategy.merging(), trainers)
     place = world.place
     desk = Desk(serving, task, world.facts, world.rank, place.hang_timeout_s)
-    about: dict[str, Any] = {"mode": strategy.mode.value, "attempt": place.prefix, "folder": str(world.folder), "endpoints": strategy.where()}
+    about: dict[str, Any] = {
+        "mode": strategy.mode.value,
+        "attempt": place.prefix,
+        "folder": str(world.folder),
+        "endpoints": strategy.where(),
+    }
     handlers = desk.handlers | {STATUS: _status(lambda: snapshot(serving, world.rank, world.size) | about)}
     if post.service:
         service, endpoint = post.service, post.endpoint
@@ -156,16 +175,16 @@ def _status(moment: Callable[[], dict[str, Any]]) -> Callable[[bytes], bytes]:
 
     def status(data: bytes) -> bytes:
         found = moment() | {"uptime_s": round(time.monotonic() - began, 6)}
-        return encode(protocol.status_schemas()[1], {}, {"status": np.frombuffer(json.dumps(found).encode(), np.uint8)})
+        return encode(messages.status_schemas()[1], {}, {"status": np.frombuffer(json.dumps(found).encode(), np.uint8)})
 
     return status
 
 
-def _announce(folder: Path, endpoints: list[str], place: Place, strategy: Pserver) -> None:
+def _announce(folder: Path, endpoints: list[str], place: Place, strategy: PserverOptions) -> None:
     announce(folder, Live(endpoints, viewer(place.token), strategy.tls.files(), strategy.tls.mutual))
 
 
-def train(task: Task, errand: Errand, strategy: Pserver, trainers: int) -> None:
+def train(task: Task, errand: Errand, strategy: PserverOptions, trainers: int) -> None:
     """A trainer's life. PeerError when a server is gone; by hand, when servers do not come back."""
     place, endpoints = errand.place, strategy.where()
     number, member = divmod(place.rank - strategy.count(), strategy.team)
@@ -191,15 +210,25 @@ def _team(errand: Errand, number: int, part: Shard) -> Team:
     return Team(store, part, torch.device(place.device), lambda: errand.beat("start", 0), place.start_timeout_s / 2)
 
 
-def lend(task: Task, errand: Errand, strategy: Pserver, trainers: int, read: Callable[[Path], Source], write: Write) -> None:
+def lend(
+    task: Task, errand: Errand, strategy: PserverOptions, trainers: int, read: Callable[[Path], Source], write: Write
+) -> None:
     """The life of a server of rows alone."""
     place, store = errand.place, _store(errand.place)
     number, count = place.rank - trainers, strategy.count()
     shelves = shelves_of(task, World(Place(rank=number, size=count)))
     assert shelves is not None
     lending = Lending(shelves, task.recipe, trainers, place.rank, errand.folder, read, write)
-    about: dict[str, Any] = {"server": number, "servers": count, "mode": strategy.mode.value, "attempt": place.prefix, "folder": str(errand.folder)}
-    service = _service(lending.handlers | {STATUS: _status(lambda: lending.snapshot() | about)}, place, strategy, trainers)
+    about: dict[str, Any] = {
+        "server": number,
+        "servers": count,
+        "mode": strategy.mode.value,
+        "attempt": place.prefix,
+        "folder": str(errand.folder),
+    }
+    service = _service(
+        lending.handlers | {STATUS: _status(lambda: lending.snapshot() | about)}, place, strategy, trainers
+    )
     service.on_error = lending.fail
     service.start()
     try:
@@ -212,26 +241,42 @@ def lend(task: Task, errand: Errand, strategy: Pserver, trainers: int, read: Cal
         service.stop(STOP_S)
 
 
-def servers(place: Place, strategy: Pserver) -> list[Retrying]:
+def servers(place: Place, strategy: PserverOptions) -> list[Retrying]:
     """What carries requests to each server that the launcher started."""
     endpoints = _endpoints(_store(place), strategy.count())
-    return [Retrying(Shared(Client(endpoint, place.token, place.prefix, tls=tls(strategy))), PATIENCE_S) for endpoint in endpoints]
+    return [
+        Retrying(Shared(Client(endpoint, place.token, place.prefix, tls=tls(strategy))), PATIENCE_S)
+        for endpoint in endpoints
+    ]
 
 
 class _ByHand:
-    """A trainer that nobody restarts with the servers: it waits for them, and goes on with those that come after them."""
+    """A trainer that nobody restarts with the servers: it waits for them, and goes on with those that come after
+    them.
+    """
 
-    def __init__(self, task: Task, errand: Errand, strategy: Pserver, trainers: int, number: int) -> None:
-        self._task, self._errand, self._strategy, self._trainers, self._number = task, errand, strategy, trainers, number
+    def __init__(self, task: Task, errand: Errand, strategy: PserverOptions, trainers: int, number: int) -> None:
+        self._task, self._errand, self._strategy, self._trainers, self._number = (
+            task,
+            errand,
+            strategy,
+            trainers,
+            number,
+        )
         self._endpoints, self._loaders = strategy.where(), list[Any]()
         self._until = 0.0
         self._guest = Guest(self._client(0, UNKNOWN), NOBODY, len(self._endpoints), {"config": errand.facts["config"]})
 
     def run(self) -> None:
-        """To the end of the run. Preempted when this trainer or the run was told to stop, BudgetError when its budget is spent."""
+        """To the end of the run.
+
+        Preempted when this trainer or the run was told to stop, BudgetError when its budget is spent.
+        """
         reason = self._live()
         if reason == "preempted":
-            raise Preempted("the run was asked to stop; start its servers again with the same run.dir, and its trainers, to go on")
+            raise Preempted(
+                "the run was asked to stop; start its servers again with the same run.dir, and its trainers, to go on"
+            )
         if reason == "budget":
             raise BudgetError("the budget of the run is spent; see what server 0 says")
 
@@ -247,12 +292,16 @@ class _ByHand:
                 for server, client in enumerate(clients):
                     _await(server, client)
                 if before != told.epoch:
-                    self._errand.say(f"trainer {self._number} takes part in {told.folder}, on {told.host}; server 0 reports")
+                    self._errand.say(
+                        f"trainer {self._number} takes part in {told.folder}, on {told.host}; server 0 reports"
+                    )
                 before = told.epoch
                 return self._work(clients)
             except PeerError as error:
                 if time.monotonic() > self._until:
-                    raise Absent(f"no step was finished within strategy.meet_timeout_s={self._strategy.patience_s:g}: {error}") from None
+                    raise Absent(
+                        f"no step was finished within strategy.meet_timeout_s={self._strategy.patience_s:g}: {error}"
+                    ) from None
                 if before == told.epoch:
                     self._errand.say(f"{error}; waiting for the servers to come back")
                 elif time.monotonic() > quiet_until:
@@ -281,11 +330,22 @@ class _ByHand:
     def _leave(self, server: Client) -> None:
         """Let others have what this one has not done, at once."""
         for trainer in numbers(self._number, self._strategy):
-            request = {"trainer": trainer, "starter": self._errand.place.starter, "most": 0, "wait_s": 0.0, "stopping": 0, "leaving": 1}
+            request = {
+                "trainer": trainer,
+                "starter": self._errand.place.starter,
+                "most": 0,
+                "wait_s": 0.0,
+                "stopping": 0,
+                "leaving": 1,
+            }
             with suppress(DtfError):
-                server.call(LEASE, encode(protocol.lease_schemas()[0], request, {"done": np.empty((0, 3), np.int64)}), PATIENCE_S)
+                server.call(
+                    LEASE,
+                    encode(messages.lease_schemas()[0], request, {"done": np.empty((0, 3), np.int64)}),
+                    PATIENCE_S,
+                )
 
-    def _open(self, split: str, shard: Shard, rows: int) -> Loader:
+    def _open(self, split: str, shard: Shard, rows: int) -> Batches:
         self._loaders.append(self._errand.open(split, shard, rows))
         return self._loaders[-1]
 
@@ -293,7 +353,7 @@ class _ByHand:
         return Client(self._endpoints[server], self._errand.place.token, epoch, tls=tls(self._strategy))
 
 
-def _patience_s(strategy: Pserver) -> float:
+def _patience_s(strategy: PserverOptions) -> float:
     """By hand, for what is lost to arrive after all: no longer than servers are waited for."""
     return min(PATIENCE_S, strategy.patience_s)
 
@@ -303,10 +363,15 @@ def _await(server: int, client: Client) -> None:
     try:
         client.wait_ready(READY_S)
     except Lost:
-        raise Lost(f"server {server} is not ready at {client.endpoint}; is it started, and is that where strategy.endpoints has it everywhere?") from None
+        raise Lost(
+            f"server {server} is not ready at {client.endpoint}; is it started, and is that where strategy.endpoints "
+            "has it everywhere?"
+        ) from None
 
 
-def _service(handlers: Handlers, place: Place, strategy: Pserver, trainers: int, address: str = "127.0.0.1:0") -> Service:
+def _service(
+    handlers: Handlers, place: Place, strategy: PserverOptions, trainers: int, address: str = "127.0.0.1:0"
+) -> Service:
     return Service(
         handlers,
         place.token,
@@ -320,7 +385,7 @@ def _service(handlers: Handlers, place: Place, strategy: Pserver, trainers: int,
     )
 
 
-def tls(strategy: Pserver) -> Tls | None:
+def tls(strategy: PserverOptions) -> Tls | None:
     """What `strategy.tls` says."""
     files = {name: Path(path) for name, path in strategy.tls.files().items()}
     return Tls(**files, mutual=strategy.tls.mutual) if files else None
@@ -331,7 +396,10 @@ def _gather(host: Host, patience_s: float, standing: Standing, endpoints: list[s
     start, said = time.monotonic(), False
     while not host.complete():
         standing.wait()
-        waited, missing = time.monotonic() - start, ", ".join(f"server {server} (at {endpoints[server]})" for server in host.missing())
+        waited, missing = (
+            time.monotonic() - start,
+            ", ".join(f"server {server} (at {endpoints[server]})" for server in host.missing()),
+        )
         missing = missing or "servers that came and have gone"
         if waited > patience_s:
             raise Absent(f"{missing} did not come within strategy.meet_timeout_s={patience_s:g}")
@@ -348,4 +416,6 @@ def _endpoints(store: PrefixStore, servers: int) -> list[str]:
 
 def _store(place: Place) -> PrefixStore:
     host, _, port = place.store.rpartition(":")
-    return PrefixStore(place.prefix, TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=place.start_timeout_s)))
+    return PrefixStore(
+        place.prefix, TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=place.start_timeout_s))
+    )

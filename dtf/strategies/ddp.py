@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError
-from dtf.registry import option, register
-from dtf.strategy import Program, Strategy, Task, check_tables
-from dtf.table import Placement
+from dtf.api.registry import option, register
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Program, Strategy, Task, check_tables
+from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.nn.parallel import DistributedDataParallel
 
-    from dtf.world import World
+    from dtf.distributed.world import World
 
 
 class CommHook(Enum):
@@ -36,9 +36,11 @@ class Backend(Enum):
 
 @register("strategy", "ddp")
 class Ddp(Strategy):
-    """Every rank holds the model and computes its share of the micro-batches; gradients are all-reduced in buckets during backward.
+    """Every rank holds the model and computes its share of the micro-batches; gradients are all-reduced in buckets
+    during backward.
 
-    Bytes per step and rank: 2 (n - 1) / n x gradient bytes (ring all-reduce); with `shard_optimizer` also one broadcast of the parameters.
+    Bytes per step and rank: 2 (n - 1) / n x gradient bytes (ring all-reduce); with `shard_optimizer` also one broadcast
+    of the parameters.
     """
 
     bucket_mb: float = option(
@@ -48,22 +50,37 @@ class Ddp(Strategy):
         doc="gradients are all-reduced in buckets of this size",
         unit="MiB",
     )
-    static_graph: bool = option(default=False, doc="promise that every step uses the same parameters in the same order; saves bookkeeping")
-    gradient_as_bucket_view: bool = option(default=True, doc="gradients live in the buckets: saves a copy and one gradient's memory")
-    find_unused_parameters: bool = option(default=False, doc="look for parameters that a step did not use; costs a walk over the graph each step")
+    static_graph: bool = option(
+        default=False, doc="promise that every step uses the same parameters in the same order; saves bookkeeping"
+    )
+    gradient_as_bucket_view: bool = option(
+        default=True, doc="gradients live in the buckets: saves a copy and one gradient's memory"
+    )
+    find_unused_parameters: bool = option(
+        default=False, doc="look for parameters that a step did not use; costs a walk over the graph each step"
+    )
     comm_hook: CommHook = option(
         default=CommHook.none,
-        doc="what crosses the network: gradients as they are, rounded to fp16 or bf16, or a low-rank approximation (PowerSGD). "
+        doc="what crosses the network: gradients as they are, rounded to fp16 or bf16, or a low-rank approximation "
+        "(PowerSGD). "
         "All but `none` change the numbers",
     )
     powersgd_rank: int = option(default=2, least=1, doc="rank of the PowerSGD approximation")
-    powersgd_start: int = option(default=10, least=2, doc="plain all-reduce before PowerSGD begins, whose state needs two such steps", unit="steps")
+    powersgd_start: int = option(
+        default=10,
+        least=2,
+        doc="plain all-reduce before PowerSGD begins, whose state needs two such steps",
+        unit="steps",
+    )
     backend: Backend = option(default=Backend.auto, doc="torch.distributed backend; auto: nccl on CUDA, gloo on CPU")  # type: ignore[assignment]
     tables: Placement = option(
         default=Placement.replicated,
-        doc="who holds the rows of sparse tables: every rank all of them, or each some: `rows` by a hash of their id, `columns` of all rows, or whole `tables`",
+        doc="who holds the rows of sparse tables: every rank all of them, or each some: `rows` by a hash of their id, "
+        "`columns` of all rows, or whole `tables`",
     )
-    shard_optimizer: bool = option(default=False, doc="divide the optimizer's state among ranks (ZeRO stage 1, arXiv:1910.02054)")
+    shard_optimizer: bool = option(
+        default=False, doc="divide the optimizer's state among ranks (ZeRO stage 1, arXiv:1910.02054)"
+    )
 
     def check(self, task: Task, processes: int, devices: str) -> None:
         check_tables(task, self.tables, processes)
@@ -71,34 +88,40 @@ class Ddp(Strategy):
             raise ConfigError(f"strategy.backend=nccl needs CUDA, this run is on {devices}; use strategy.backend=gloo")
         if self.comm_hook is CommHook.powersgd and task.precision.loss_scale:
             raise ConfigError(
-                "strategy.comm_hook=powersgd remembers its errors, and one overflow would stay in them; use precision=bf16, which needs no loss scale"
+                "strategy.comm_hook=powersgd remembers its errors, and one overflow would stay in them; use "
+                "precision=bf16, which needs no loss scale"
             )
         if self.find_unused_parameters and not self.gradient_as_bucket_view:
             raise ConfigError(
-                "strategy.find_unused_parameters=true with strategy.gradient_as_bucket_view=false loses gradients of parameters "
+                "strategy.find_unused_parameters=true with strategy.gradient_as_bucket_view=false loses gradients of "
+                "parameters "
                 "that only some micro-batches use; "
                 "leave gradient_as_bucket_view=true"
             )
         if self.static_graph and self.find_unused_parameters:
-            raise ConfigError("strategy.static_graph=true promises that all parameters are used; set strategy.find_unused_parameters=false")
+            raise ConfigError(
+                "strategy.static_graph=true promises that all parameters are used; set "
+                "strategy.find_unused_parameters=false"
+            )
 
     def communication(self, devices: str) -> str | None:
         return {"cuda": "nccl"}.get(devices, "gloo") if self.backend is Backend.auto else self.backend.value
 
     def setup(self, task: Task, world: World) -> Program:
-        from dtf.build import cast_model, draw_model
-        from dtf.memory import byte_count
-        from dtf.placement import tables_of
-        from dtf.reducing import on_their_way, reduced
-        from dtf.slices import deal
-        from dtf.spmd import Replica, Spmd, workload
-        from dtf.update import LocalUpdate, whole
+        from dtf.distributed.sharding import byte_count, deal
+        from dtf.model.init import cast_model, draw_model
+        from dtf.optim.update import LocalUpdate, whole
+        from dtf.sparse.placement import tables_of
+        from dtf.strategies.ddp_wrap import on_their_way, reduced
+        from dtf.strategies.spmd import Replica, Spmd, workload
 
         model = draw_model(task.recipe, task.seed, task.weights)
         masters = cast_model(model, task.precision, world.device)
         forward, exchange = None, 0
         if world.size > 1:  # alone, nothing crosses a network: the bare model is the same program
-            forward = reduced(model, self.bucket_mb, self.static_graph, self.gradient_as_bucket_view, self.find_unused_parameters)
+            forward = reduced(
+                model, self.bucket_mb, self.static_graph, self.gradient_as_bucket_view, self.find_unused_parameters
+            )
             self._install_hook(forward)
             exchange = on_their_way(model, workload(task, world.size)[0], self.gradient_as_bucket_view)
             if self.shard_optimizer:  # parameters as they are sent around
@@ -109,7 +132,9 @@ class Ddp(Strategy):
             owned, after = shares[world.rank], _broadcaster(dict(model.named_parameters()), shares)
         tables = tables_of(task, world, self.tables, share=1 / world.size)
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
-        update = LocalUpdate(whole(model, masters), *options, owned=owned, after=after, writes=world.rank == 0, tables=tables)
+        update = LocalUpdate(
+            whole(model, masters), *options, owned=owned, after=after, writes=world.rank == 0, tables=tables
+        )
         return Spmd(Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables)
 
     def _install_hook(self, model: DistributedDataParallel) -> None:
@@ -121,7 +146,10 @@ class Ddp(Strategy):
             case CommHook.bf16:
                 model.register_comm_hook(None, default_hooks.bf16_compress_hook)
             case CommHook.powersgd:
-                state = powerSGD_hook.PowerSGDState(None, self.powersgd_rank, start_powerSGD_iter=self.powersgd_start + 2)  # the rehearsal's passes count
+                # the rehearsal's passes count
+                state = powerSGD_hook.PowerSGDState(
+                    None, self.powersgd_rank, start_powerSGD_iter=self.powersgd_start + 2
+                )
                 model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
@@ -139,7 +167,9 @@ def _broadcaster(parameters: dict[str, Parameter], shares: list[frozenset[str]])
 
     def broadcast() -> None:
         flat = [torch.cat([t.reshape(-1) for t in tensors]) for _, tensors in groups]
-        works = [dist.broadcast(buffer, src=owner, async_op=True) for (owner, _), buffer in zip(groups, flat, strict=True)]
+        works = [
+            dist.broadcast(buffer, src=owner, async_op=True) for (owner, _), buffer in zip(groups, flat, strict=True)
+        ]
         for work, buffer, (owner, tensors) in zip(works, flat, groups, strict=True):
             assert work is not None
             work.wait()

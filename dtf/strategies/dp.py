@@ -5,13 +5,13 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from dtf.devices import MOST_PROCESSES, MOST_THREADS
-from dtf.errors import ConfigError
-from dtf.registry import option, register
-from dtf.strategy import Program, Strategy, Task
+from dtf.api.registry import option, register
+from dtf.api.strategy import Program, Strategy, Task
+from dtf.core.errors import ConfigError
+from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 
 if TYPE_CHECKING:
-    from dtf.world import World
+    from dtf.distributed.world import World
 
 
 class Reduce(Enum):
@@ -23,17 +23,34 @@ class Reduce(Enum):
 class Dp(Strategy):
     """One process holds a replica per device; each computes its share of the micro-batches in a thread of its own.
 
-    What torch.nn.DataParallel does, with replicas that live as long as the run: it copies the module anew in every step and keeps the running
-    statistics of the first replica only, which gives other numbers than one device.
+    What torch.nn.DataParallel does, with replicas that live as long as the run: it copies the module anew in every step
+    and keeps the running statistics of the first replica only, which gives other numbers than one device.
     """
 
-    replicas: int = option(default=0, least=0, most=MOST_PROCESSES, doc="model replicas; 0: as many as launcher.processes, or strategy.device_ids")
-    threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads of each replica on CPU; 0: the process's threads divided by replicas")
-    device_ids: list[int] = option(factory=list, least=0, doc="CUDA devices, one replica each; empty: those of the launcher")
-    output_device: int = option(default=-1, least=-1, doc="CUDA device that sums metrics, and gradients with reduce=owner; -1: the first of device_ids")
+    replicas: int = option(
+        default=0,
+        least=0,
+        most=MOST_PROCESSES,
+        doc="model replicas; 0: as many as launcher.processes, or strategy.device_ids",
+    )
+    threads: int = option(
+        default=0,
+        least=0,
+        most=MOST_THREADS,
+        doc="intra-op threads of each replica on CPU; 0: the process's threads divided by replicas",
+    )
+    device_ids: list[int] = option(
+        factory=list, least=0, doc="CUDA devices, one replica each; empty: those of the launcher"
+    )
+    output_device: int = option(
+        default=-1,
+        least=-1,
+        doc="CUDA device that sums metrics, and gradients with reduce=owner; -1: the first of device_ids",
+    )
     reduce: Reduce = option(
         default=Reduce.owner,
-        doc="`owner`: one replica sums the gradients, updates and sends parameters to the others; `all`: every replica gets the sum and "
+        doc="`owner`: one replica sums the gradients, updates and sends parameters to the others; `all`: every "
+        "replica gets the sum and "
         "runs the optimizer itself, which costs its memory on every device",
     )
 
@@ -42,16 +59,27 @@ class Dp(Strategy):
 
     def check(self, task: Task, processes: int, devices: str) -> None:
         if devices == "cuda" and self.threads:
-            raise ConfigError(f"strategy.threads={self.threads} is for replicas on CPU, this run is on cuda; leave it at 0")
+            raise ConfigError(
+                f"strategy.threads={self.threads} is for replicas on CPU, this run is on cuda; leave it at 0"
+            )
         if devices != "cuda" and (self.device_ids or self.output_device >= 0):
-            raise ConfigError(f"strategy.device_ids and strategy.output_device name CUDA devices, this run is on {devices}; use strategy.replicas")
+            raise ConfigError(
+                f"strategy.device_ids and strategy.output_device name CUDA devices, this run is on {devices}; use "
+                "strategy.replicas"
+            )
         if self.device_ids and self.replicas not in (0, len(self.device_ids)):
-            raise ConfigError(f"strategy.replicas={self.replicas} is not the number of strategy.device_ids={self.device_ids}; leave one of them out")
+            raise ConfigError(
+                f"strategy.replicas={self.replicas} is not the number of strategy.device_ids={self.device_ids}; leave "
+                "one of them out"
+            )
         if len(set(self.device_ids)) != len(self.device_ids):
             raise ConfigError(f"strategy.device_ids={self.device_ids} names a device twice")
         ids = self.device_ids or range(self.replicas or processes)
         if self.threads * len(ids) > MOST_THREADS:
-            raise ConfigError(f"strategy.threads={self.threads} must be at most {MOST_THREADS // len(ids)} for {len(ids)} replicas; 0 divides the cores")
+            raise ConfigError(
+                f"strategy.threads={self.threads} must be at most {MOST_THREADS // len(ids)} for {len(ids)} replicas; "
+                "0 divides the cores"
+            )
         if self.output_device >= 0 and self.output_device not in ids:
             raise ConfigError(f"strategy.output_device={self.output_device} is none of strategy.device_ids={list(ids)}")
 
@@ -61,7 +89,7 @@ class Dp(Strategy):
     def setup(self, task: Task, world: World) -> Program:
         import torch
 
-        from dtf.replicas import Replicas
+        from dtf.strategies.dp_program import Replicas
 
         count = self.replicas or len(self.device_ids) or world.slots
         if world.device.type == "cpu":
@@ -70,10 +98,13 @@ class Dp(Strategy):
             ids = self.device_ids or [torch.device(name).index for name in world.place.devices[:count]]
             if len(ids) < count:
                 raise ConfigError(
-                    f"strategy.replicas={count} needs as many GPUs, the launcher has {len(ids)}; raise launcher.processes or name strategy.device_ids"
+                    f"strategy.replicas={count} needs as many GPUs, the launcher has {len(ids)}; raise "
+                    "launcher.processes or name strategy.device_ids"
                 )
             if max(ids) >= torch.cuda.device_count():
-                raise ConfigError(f"strategy.device_ids={ids}: this machine has {torch.cuda.device_count()} CUDA devices")
+                raise ConfigError(
+                    f"strategy.device_ids={ids}: this machine has {torch.cuda.device_count()} CUDA devices"
+                )
             owner = ids[0] if self.output_device < 0 else self.output_device
             ids = [owner, *(i for i in ids if i != owner)]
             devices = [torch.device("cuda", i) for i in ids]

@@ -6,19 +6,19 @@ import functools
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError
-from dtf.precision import Cast
-from dtf.registry import option, register
-from dtf.strategy import Program, Strategy, Task, check_divides, check_tables
-from dtf.table import Placement
+from dtf.api.precision import Cast
+from dtf.api.registry import option, register
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Program, Strategy, Task, check_divides, check_tables
+from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
 
-    from dtf.layout import Layout
-    from dtf.world import World
+    from dtf.api.layout import Layout
+    from dtf.distributed.world import World
 
 
 class Unit(Enum):
@@ -33,38 +33,57 @@ PARTS = 8
 
 @register("strategy", "fsdp")
 class Fsdp(Strategy):
-    """Every rank keeps a slice of each parameter, its gradient and its optimizer state; a unit is gathered for as long as it computes.
+    """Every rank keeps a slice of each parameter, its gradient and its optimizer state; a unit is gathered for as long
+    as it computes.
 
-    Bytes per step and rank, for n ranks that share P bytes of parameters: (n - 1) / n x P for each gathering, of which every micro-batch has one,
-    or two with `reshard_after_forward`, and (n - 1) / n x P for the reduce-scatter of gradients. With `replicate` > 1 also an all-reduce of
-    P / n bytes among the replicas. Source: Rajbhandari et al. 2020, stage 3 (arXiv:1910.02054).
+    Bytes per step and rank, for n ranks that share P bytes of parameters: (n - 1) / n x P for each gathering, of which
+    every micro-batch has one, or two with `reshard_after_forward`, and (n - 1) / n x P for the reduce-scatter of
+    gradients. With `replicate` > 1 also an all-reduce of P / n bytes among the replicas. Source: Rajbhandari et al.
+    2020, stage 3 (arXiv:1910.02054).
     """
 
     unit: Unit = option(
         default=Unit.block,
-        doc="what is gathered at once: each layer, each block that the recipe's layout names, or the blocks of each stage together; "
+        doc="what is gathered at once: each layer, each block that the recipe's layout names, or the blocks of each "
+        "stage together; "
         "a recipe that names none is cut into eight parts of equal size, for `block` and `stage`",
     )
-    reshard_after_forward: bool = option(default=True, doc="drop gathered parameters between forward and backward: less memory, one more gathering")
-    replicate: int = option(
-        default=1, least=1, doc="copies of the sharded model (hybrid sharding): gradients are reduce-scattered within a copy, all-reduced between copies"
+    reshard_after_forward: bool = option(
+        default=True, doc="drop gathered parameters between forward and backward: less memory, one more gathering"
     )
-    offload: bool = option(default=False, doc="keep parameters, gradients and optimizer state in host memory; the update runs there")
+    replicate: int = option(
+        default=1,
+        least=1,
+        doc="copies of the sharded model (hybrid sharding): gradients are reduce-scattered within a copy, all-reduced "
+        "between copies",
+    )
+    offload: bool = option(
+        default=False, doc="keep parameters, gradients and optimizer state in host memory; the update runs there"
+    )
     tables: Placement = option(
         default=Placement.rows,
-        doc="who holds the rows of sparse tables: each rank some, `rows` by a hash of their id, `columns` of all rows or whole `tables`; or every rank all",
+        doc="who holds the rows of sparse tables: each rank some, `rows` by a hash of their id, `columns` of all rows "
+        "or whole `tables`; or every rank all",
     )
     prefetch: int = option(
-        default=1, least=0, doc="units gathered ahead of the one that computes; 0: torch's own choice, the next one in backward on CUDA", unit="units"
+        default=1,
+        least=0,
+        doc="units gathered ahead of the one that computes; 0: torch's own choice, the next one in backward on CUDA",
+        unit="units",
     )
 
     def check(self, task: Task, processes: int, devices: str) -> None:
         check_tables(task, self.tables, processes)
         check_divides("strategy.replicate", self.replicate, processes)
         if self.offload and processes == 1:
-            raise ConfigError("strategy.offload=true needs at least 2 processes; use offload=false, or launcher.processes=2 and more")
+            raise ConfigError(
+                "strategy.offload=true needs at least 2 processes; use offload=false, or launcher.processes=2 and more"
+            )
         if self.offload and devices == "cpu":
-            raise ConfigError("strategy.offload=true moves parameters from GPUs to the host, this run is on cpu, where they are already; use offload=false")
+            raise ConfigError(
+                "strategy.offload=true moves parameters from GPUs to the host, this run is on cpu, where they are "
+                "already; use offload=false"
+            )
 
     def communication(self, devices: str) -> str | None:
         return "nccl" if devices == "cuda" else "gloo"
@@ -74,31 +93,38 @@ class Fsdp(Strategy):
         import torch.distributed as dist
         from torch.distributed.fsdp import FSDPModule
 
-        from dtf.build import layout_of, sketch
-        from dtf.memory import byte_count
-        from dtf.placement import tables_of
-        from dtf.spmd import Replica, Spmd, alone, workload
-        from dtf.update import LocalUpdate
+        from dtf.distributed.sharding import byte_count
+        from dtf.model.init import layout_of, sketch
+        from dtf.optim.update import LocalUpdate
+        from dtf.sparse.placement import tables_of
+        from dtf.strategies.spmd import Replica, Spmd, alone, workload
 
         if world.size == 1:
             return alone(task, world)
 
-        from dtf.sharded import cast_sketch, draw, lay_out, pieces
+        from dtf.strategies.sharded_init import cast_sketch, draw, lay_out, pieces
 
         mesh = world.mesh({"replicate": self.replicate, "shard": world.size // self.replicate})
         model = sketch(task.recipe)
         cast_sketch(model, task.precision, computing=False)
         scalars = [name for name, p in model.named_parameters() if not p.dim()]  # torch divides axes: these stay whole
         if scalars and self.offload:
-            raise ConfigError(f"strategy.offload=true: the parameter {scalars[0]} has no axis to divide; give it the shape (1,), or use offload=false")
+            raise ConfigError(
+                f"strategy.offload=true: the parameter {scalars[0]} has no axis to divide; give it the shape (1,), or "
+                "use offload=false"
+            )
         units = self._units(model, layout_of(task.recipe, model))
-        exchange = self._exchange([byte_count(p for module in unit for p in module.parameters()) for unit in units], workload(task, world.size)[0])
+        exchange = self._exchange(
+            [byte_count(p for module in unit for p in module.parameters()) for unit in units],
+            workload(task, world.size)[0],
+        )
         sharded = self._shard(model, units, mesh, task)
         masters = lay_out(model, task.precision, torch.device("cpu") if self.offload else world.device)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(world.device)
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # it lays out its memory at first use: here, before anything refers to it
+            # it lays out its memory at first use: here, before anything refers to it
+            if isinstance(module, FSDPModule):
                 module.unshard()
                 module.reshard()
         draw(model, task, masters)
@@ -109,7 +135,11 @@ class Fsdp(Strategy):
             return sums
 
         found = pieces(model, masters, first=mesh["shard"].get_local_rank() == 0)
-        at = [i for i, piece in enumerate(piece for piece in found.values() if piece.parameter.requires_grad) if not piece.shape]
+        at = [
+            i
+            for i, piece in enumerate(piece for piece in found.values() if piece.parameter.requires_grad)
+            if not piece.shape
+        ]
 
         def average(gradients: list[torch.Tensor]) -> None:
             """Of scalars, as FSDP does with slices."""
@@ -119,14 +149,25 @@ class Fsdp(Strategy):
 
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
         writes = mesh["replicate"].get_local_rank() == 0
-        reshard = functools.partial(_reshard, model) if task.step.ema else None  # what is gathered is out of date when averages stand in
+        # what is gathered is out of date when averages stand in
+        reshard = functools.partial(_reshard, model) if task.step.ema else None
         tables = tables_of(task, world, self.tables, share=1 / world.size)
-        update = LocalUpdate(found, *options, writes=writes, combine=combine, reduce=average if at else None, after=reshard, tables=tables)
+        update = LocalUpdate(
+            found,
+            *options,
+            writes=writes,
+            combine=combine,
+            reduce=average if at else None,
+            after=reshard,
+            tables=tables,
+        )
         replica = Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync)
         return Spmd(replica, update, task, world, exchange=exchange, tables=tables)
 
     def _exchange(self, sizes: list[int], micro_batches: int) -> int:
-        """Bytes of units that are there in whole: their parameters; two copies of a gradient, as computed and as sent; all gradients, if they add up."""
+        """Bytes of units that are there in whole: their parameters; two copies of a gradient, as computed and as sent;
+        all gradients, if they add up.
+        """
         at_once = 1 + self.prefetch if self.reshard_after_forward else len(sizes)
         gathered = max(sum(sizes[i : i + at_once]) for i in range(len(sizes)))
         return gathered + 2 * max(sizes) + (sum(sizes) if micro_batches > 1 else 0)
@@ -134,29 +175,58 @@ class Fsdp(Strategy):
     def _units(self, model: nn.Module, layout: Layout) -> list[list[nn.Module]]:
         modules = dict(model.named_modules())
         # What a module with layers inside owns itself is left to the model as a whole: a unit must not lie in another.
-        owners = [module for module in model.modules() if module._parameters and not any(True for child in module.children() for _ in child.parameters())]
+        owners = [
+            module
+            for module in model.modules()
+            if module._parameters and not any(True for child in module.children() for _ in child.parameters())
+        ]
         if self.unit is Unit.layer:
             return _joined([[module] for module in owners])
         if not layout.blocks:
             return _joined(_by_size(owners))
-        return _joined([[modules[name] for name in names] for names in (layout.stages() if self.unit is Unit.stage else layout.blocks)])
+        return _joined(
+            [
+                [modules[name] for name in names]
+                for names in (layout.stages() if self.unit is Unit.stage else layout.blocks)
+            ]
+        )
 
-    def _shard(self, model: nn.Module, units: list[list[nn.Module]], mesh: torch.distributed.device_mesh.DeviceMesh, task: Task) -> FSDPModule:
-        """Make a model on meta an FSDP model, in place; its parameters become DTensors under the same names. Collective."""
-        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    def _shard(
+        self, model: nn.Module, units: list[list[nn.Module]], mesh: torch.distributed.device_mesh.DeviceMesh, task: Task
+    ) -> FSDPModule:
+        """Make a model on meta an FSDP model, in place; its parameters become DTensors under the same names.
 
-        from dtf.build import DTYPES, is_statistics
+        Collective.
+        """
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
+
+        from dtf.model.init import DTYPES, is_statistics
 
         scalars = {p for p in model.parameters() if not p.dim()}
         offload = CPUOffloadPolicy() if self.offload else OffloadPolicy()
         plain = MixedPrecisionPolicy(cast_forward_inputs=False)
         policy = plain
         if task.precision.cast is Cast.module and task.precision.compute is not task.precision.param:
-            policy = MixedPrecisionPolicy(DTYPES[task.precision.compute], DTYPES[task.precision.param], cast_forward_inputs=False)
+            policy = MixedPrecisionPolicy(
+                DTYPES[task.precision.compute], DTYPES[task.precision.param], cast_forward_inputs=False
+            )
 
         def wrap(modules: list[nn.Module], policy: MixedPrecisionPolicy) -> None:
             again = self.reshard_after_forward
-            fully_shard(modules, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload, ignored_params=scalars)
+            fully_shard(
+                modules,
+                mesh=mesh,
+                reshard_after_forward=again,
+                mp_policy=policy,
+                offload_policy=offload,
+                ignored_params=scalars,
+            )
 
         if len({p.dtype for p in model.parameters()}) > 1 or policy is not plain:
             for module in model.modules():  # their parameters stay in fp32, and a unit has one format

@@ -1,16 +1,18 @@
-"""Tensor parallelism: every rank of a group computes slices of the channels of the same rows; data parallelism over the rest of the ranks."""
+"""Tensor parallelism: every rank of a group computes slices of the channels of the same rows; data parallelism over the
+rest of the ranks.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtf.errors import ConfigError
-from dtf.registry import option, register
-from dtf.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
-from dtf.table import Placement
+from dtf.api.registry import option, register
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
+from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dtf.world import World
+    from dtf.distributed.world import World
 
 
 @register("strategy", "tensor")
@@ -19,21 +21,27 @@ class Tensor(Strategy):
 
     Inside a group, x being an activation's bytes for one micro-batch, each micro-batch costs
 
-        all-reduce of x for each `column` and `classes` layer (x: its input; backward, unless the input needs no gradient),
-        all-reduce of x for each `row` layer (x: its output; forward),
-        reduce-scatter and all-gather of x for each `row_scatter` layer (x: its whole output; forward and backward),
-        three to four numbers a row for the loss and two for the metrics of divided classes;
+        all-reduce of x for each `column` and `classes` layer (x: its input; backward, unless the input needs no
+        gradient), all-reduce of x for each `row` layer (x: its output; forward), reduce-scatter and all-gather of x for
+        each `row_scatter` layer (x: its whole output; forward and backward), three to four numbers a row for the loss
+        and two for the metrics of divided classes;
 
     `step.remat=blocks` does those of forward in its blocks once more, `selective` keeps what they gave;
-    each batch is broadcast once; groups all-reduce the gradients of what a rank holds once a step. A ring moves 2 (n - 1) / n of an
-    all-reduced tensor and (n - 1) / n of the others through each of n ranks. Source: Shoeybi et al. 2019 (arXiv:1909.08053).
+    each batch is broadcast once; groups all-reduce the gradients of what a rank holds once a step. A ring moves 2 (n -
+    1) / n of an all-reduced tensor and (n - 1) / n of the others through each of n ranks. Source: Shoeybi et al. 2019
+    (arXiv:1909.08053).
     """
 
     tables: Placement = option(
         default=Placement.rows,
-        doc="who holds the rows of sparse tables: each rank some, `rows` by a hash of their id, `columns` of all rows or whole `tables`; or every rank all",
+        doc="who holds the rows of sparse tables: each rank some, `rows` by a hash of their id, `columns` of all rows "
+        "or whole `tables`; or every rank all",
     )
-    degree: int = option(default=0, least=0, doc="ranks that divide each layer; it divides launcher.processes, the quotient divides the rows; 0: all ranks")
+    degree: int = option(
+        default=0,
+        least=0,
+        doc="ranks that divide each layer; it divides launcher.processes, the quotient divides the rows; 0: all ranks",
+    )
 
     def check(self, task: Task, processes: int, devices: str) -> None:
         check_tables(task, self.tables, processes)
@@ -44,21 +52,24 @@ class Tensor(Strategy):
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
-        from dtf.build import layout_of, sketch
-        from dtf.spmd import Replica, Spmd, alone
+        from dtf.model.init import layout_of, sketch
+        from dtf.strategies.spmd import Replica, Spmd, alone
 
         model = sketch(task.recipe)
         splits = layout_of(task.recipe, model).splits
         if not splits and not task.recipe.tables():  # tables are divided anyway
-            raise ConfigError(f"strategy=tensor: the layout of {type(task.recipe).__name__} splits no module; use strategy=fsdp, which divides any model")
+            raise ConfigError(
+                f"strategy=tensor: the layout of {type(task.recipe).__name__} splits no module; use strategy=fsdp, "
+                "which divides any model"
+            )
         if world.size == 1:
             return alone(task, world)
 
-        from dtf.divided import divide
-        from dtf.placement import tables_of
-        from dtf.seat import Seat
-        from dtf.sharded import cast_sketch, draw, lay_out, pieces
-        from dtf.update import LocalUpdate
+        from dtf.distributed.device_mesh import Seat
+        from dtf.optim.update import LocalUpdate
+        from dtf.sparse.placement import tables_of
+        from dtf.strategies.sharded_init import cast_sketch, draw, lay_out, pieces
+        from dtf.strategies.tensor_modules import divide
 
         seat = Seat(world, "tp", self.degree or world.size)
         cast_sketch(model, task.precision, computing=True)

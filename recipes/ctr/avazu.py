@@ -1,4 +1,7 @@
-"""Lines of an Avazu log: id, click, hour and 21 categories, commas between, under a header. Of the hour the hour of the day is kept, the id is left out."""
+"""Lines of an Avazu log: id, click, hour and 21 categories, commas between, under a header.
+
+Of the hour the hour of the day is kept, the id is left out.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,21 @@ from numba import njit
 
 from dtf.recipes.ctr.columns import AVAZU
 from dtf.recipes.ctr.hashing import MISSING, key_of, value_of
-from dtf.recipes.ctr.lines import COMMA, GOOD, LABEL, LONG, NEWLINE, NOT_TEXT, NUL, SHORT, ZERO, find, first_look, is_text, without_return
+from dtf.recipes.ctr.lines import (
+    COMMA,
+    GOOD,
+    LABEL,
+    LONG,
+    NEWLINE,
+    NOT_TEXT,
+    NUL,
+    SHORT,
+    ZERO,
+    find,
+    first_look,
+    is_text,
+    without_return,
+)
 
 CATEGORIES = len(AVAZU)
 """`hour` and what follows it."""

@@ -1,4 +1,6 @@
-"""What is made of a log once, in a folder that may be deleted at any time: made by one process while others wait, then mapped by all."""
+"""What is made of a log once, in a folder that may be deleted at any time: made by one process while others wait, then
+mapped by all.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.ctr.files import status
 
 FORMAT = 1  # of all that is kept; part of every key
@@ -30,8 +32,8 @@ def stamp(paths: Sequence[Path]) -> list[list[Any]]:
 def kept(cache: Path, key: Any, make: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
     """The folder in `cache` that belongs to `key` (JSON), and what `make` said of it.
 
-    When there is none, or its files are damaged, `make` fills a new one with files and returns JSON. DataError when it cannot be written: what `make` reads
-    it must have errors of its own for.
+    When there is none, or its files are damaged, `make` fills a new one with files and returns JSON. DataError when it
+    cannot be written: what `make` reads it must have errors of its own for.
     """
     folder = cache / hashlib.sha256(json.dumps([FORMAT, key]).encode("utf-8", "surrogateescape")).hexdigest()[:24]
     try:
@@ -45,7 +47,10 @@ def kept(cache: Path, key: Any, make: Callable[[Path], dict[str, Any]]) -> tuple
                 if _identity(folder) == seen:  # nobody has made it meanwhile
                     return folder, _made(folder, make)
     except OSError as error:
-        raise DataError(f"recipe.data.cache={cache}: {error.strerror or error}; set recipe.data.cache=DIR to a folder with free space") from error
+        raise DataError(
+            f"recipe.data.cache={cache}: {error.strerror or error}; set recipe.data.cache=DIR to a folder with free "
+            "space"
+        ) from error
 
 
 def _made(folder: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -79,7 +84,9 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 def _intact(folder: Path) -> dict[str, Any] | None:
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        return meta["said"] if all(_crc32(folder / name) == digest for name, digest in meta["digests"].items()) else None
+        return (
+            meta["said"] if all(_crc32(folder / name) == digest for name, digest in meta["digests"].items()) else None
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -1,4 +1,7 @@
-"""Data sets of click logs: `Queued` reads blocks of a log as they are wanted, `Columns` has read all of it before. Neither knows a file format or a model."""
+"""Data sets of click logs: `Queued` reads blocks of a log as they are wanted, `Columns` has read all of it before.
+
+Neither knows a file format or a model.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.errors import DataError
-from dtf.recipe import Dataset
+from dtf.api.recipe import Dataset
+from dtf.core.errors import DataError
 from dtf.recipes.ctr.encode import Encoder
 from dtf.recipes.ctr.lines import REASONS
 from dtf.recipes.ctr.log import Log, Places
@@ -30,7 +33,8 @@ _log = logging.getLogger(__name__)
 class Clicks(Dataset):
     """Rows as `{"ids": (B, F) int64[, "dense": (B, D) float32]}` and targets (B,) float32, 0 or 1.
 
-    `allowed`: bad lines that a run may meet, over all ranks; 0: the first one is an error. A bad row has target 0, no ids, and counts for nothing.
+    `allowed`: bad lines that a run may meet, over all ranks; 0: the first one is an error. A bad row has target 0, no
+    ids, and counts for nothing.
     """
 
     def __init__(self, places: Places, allowed: int, queue_rows: int, threads: int) -> None:
@@ -44,21 +48,29 @@ class Clicks(Dataset):
         """DataError for a bad row where none is allowed."""
         text = f"{self.places[row]}: {REASONS[why]}"
         if not self.allowed:
-            raise DataError(f"{text}; repair or remove it; training and evaluation can do without such lines: recipe.data.bad_records=skip")
+            raise DataError(
+                f"{text}; repair or remove it; training and evaluation can do without such lines: "
+                "recipe.data.bad_records=skip"
+            )
         if row not in self.bad:
             _log.warning("%s; skipped", text)
         self.bad[row] = text
 
 
 class Queued(Clicks):
-    """Reads and parses the rows of a batch when it is fetched, in the thread that fetches it: nothing else is kept in memory."""
+    """Reads and parses the rows of a batch when it is fetched, in the thread that fetches it: nothing else is kept in
+    memory.
+    """
 
-    def __init__(self, log: Log, encoder: Encoder, allowed: int, queue_rows: int, threads: int, block_rows: int) -> None:
+    def __init__(
+        self, log: Log, encoder: Encoder, allowed: int, queue_rows: int, threads: int, block_rows: int
+    ) -> None:
         super().__init__(log.places, allowed, queue_rows, threads)
         self._source, self._encoder, self._bounds = log, encoder, log.blocks(block_rows)
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
-        edges = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2, append=ids[-1] + 2) != 1)  # stretches of rows that follow each other
+        # stretches of rows that follow each other
+        edges = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2, append=ids[-1] + 2) != 1)
         labels, denses, tables = [], [], []
         for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             start = int(ids[first])
@@ -88,13 +100,20 @@ class Columns(Clicks):
     def __init__(self, folder: Path, said: dict[str, Any], allowed: int, queue_rows: int) -> None:
         super().__init__(Places(**said["places"]), allowed, queue_rows, 1)
         self._about = said["about"]
-        self._labels, self._ids = (np.load(folder / f"{name}.npy", "r", allow_pickle=False) for name in ("labels", "ids"))
-        self._dense = np.load(folder / "dense.npy", "r", allow_pickle=False) if (folder / "dense.npy").exists() else None
+        self._labels, self._ids = (
+            np.load(folder / f"{name}.npy", "r", allow_pickle=False) for name in ("labels", "ids")
+        )
+        self._dense = (
+            np.load(folder / "dense.npy", "r", allow_pickle=False) if (folder / "dense.npy").exists() else None
+        )
         rows, why = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("bad", "why"))
         for row, reason in zip(rows[: allowed + 1].tolist(), why.tolist(), strict=False):
             self._note(row, reason)
         if len(rows) > allowed:
-            raise DataError(f"{len(rows)} of {len(self)} rows are bad, recipe.data.bad_share allows {allowed}; the first: {next(iter(self.bad.values()))}")
+            raise DataError(
+                f"{len(rows)} of {len(self)} rows are bad, recipe.data.bad_share allows {allowed}; the first: "
+                f"{next(iter(self.bad.values()))}"
+            )
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
         inputs = {"ids": torch.from_numpy(self._ids[ids].astype(np.int64, copy=False))}
@@ -115,7 +134,9 @@ class Columns(Clicks):
             raise DataError(f"{', '.join(log.places.paths[:3])}: there are no rows")
 
         def column(name: str, width: int | None, dtype: type) -> np.ndarray:
-            return np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (log.rows,) if width is None else (log.rows, width))
+            return np.lib.format.open_memmap(
+                folder / f"{name}.npy", "w+", dtype, (log.rows,) if width is None else (log.rows, width)
+            )
 
         dense, table = encoder.encode(log.parse(0, 1))
         labels, ids = column("labels", None, np.float32), column("ids", table.shape[1], np.int32 if small else np.int64)
@@ -143,7 +164,10 @@ def keys_of(log: Log, encoder: Encoder, threads: int) -> Iterator[np.ndarray]:
     with ThreadPoolExecutor(threads, "parse") as pool:
         starts = range(0, log.rows, CHUNK_ROWS)
         for some in range(0, len(starts), 4 * threads):
-            yield from pool.map(lambda first: encoder.keys(log.parse(first, min(first + CHUNK_ROWS, log.rows))), starts[some : some + 4 * threads])
+            yield from pool.map(
+                lambda first: encoder.keys(log.parse(first, min(first + CHUNK_ROWS, log.rows))),
+                starts[some : some + 4 * threads],
+            )
 
 
 def cores() -> int:

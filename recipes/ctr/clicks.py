@@ -1,4 +1,7 @@
-"""A click log that is generated: each row a function of (seed, number) alone, with a known probability of its click. Needs no files."""
+"""A click log that is generated: each row a function of (seed, number) alone, with a known probability of its click.
+
+Needs no files.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from dtf.id_kernels import mix
-from dtf.recipe import Dataset
+from dtf.api.recipe import Dataset
+from dtf.core.seeding import seed_of
 from dtf.recipes.ctr.encode import log_of
 from dtf.recipes.ctr.lines import NONE
-from dtf.seeding import seed_of
+from dtf.sparse.id_kernels import mix
 
 INTEGERS = 13
 QUEUE_ROWS = 16_384
@@ -31,10 +34,11 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class World:
-    """Who clicks on what: the same for all rows. `offsets` (F + 1,): the ids of field f are offsets[f] to offsets[f + 1] - 1, the first the most frequent.
+    """Who clicks on what: the same for all rows. `offsets` (F + 1,): the ids of field f are offsets[f] to offsets[f +
+    1] - 1, the first the most frequent.
 
-    A logit is BIAS plus three parts, each scaled to its share: effects of the ids, products of hidden vectors of four numbers for some pairs of
-    fields, and a weighted sum of the integers' logarithms.
+    A logit is BIAS plus three parts, each scaled to its share: effects of the ids, products of hidden vectors of four
+    numbers for some pairs of fields, and a weighted sum of the integers' logarithms.
     """
 
     key: int
@@ -92,7 +96,9 @@ class Generated(Dataset):
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
         drawn = self.draw(ids)
-        return {"ids": torch.from_numpy(drawn.ids), "dense": torch.from_numpy(drawn.dense)}, torch.from_numpy(drawn.labels)
+        return {"ids": torch.from_numpy(drawn.ids), "dense": torch.from_numpy(drawn.dense)}, torch.from_numpy(
+            drawn.labels
+        )
 
     def fingerprint(self) -> str:
         return f"{self._rows} generated clicks, {self._stream}, {self._world.offsets.tolist()}, skew {self._world.skew}"
@@ -102,9 +108,17 @@ class Generated(Dataset):
 
     def ceiling(self) -> dict[str, float]:
         """AUC and log loss of the true probabilities over all rows: no model can be expected to do better."""
-        parts = [self.draw(np.arange(first, min(first + (1 << 16), self._rows))) for first in range(0, self._rows, 1 << 16)]
-        chances, labels = np.concatenate([part.probabilities for part in parts]), np.concatenate([part.labels for part in parts])
-        return {"auc": _auc(chances, labels), "loss": float(-np.log(np.where(labels == 1, chances, 1 - chances)).mean())}
+        parts = [
+            self.draw(np.arange(first, min(first + (1 << 16), self._rows))) for first in range(0, self._rows, 1 << 16)
+        ]
+        chances, labels = (
+            np.concatenate([part.probabilities for part in parts]),
+            np.concatenate([part.labels for part in parts]),
+        )
+        return {
+            "auc": _auc(chances, labels),
+            "loss": float(-np.log(np.where(labels == 1, chances, 1 - chances)).mean()),
+        }
 
 
 def write_criteo(data: Generated, path: Path, chunk: int = 1 << 15) -> None:
@@ -175,11 +189,15 @@ def _draw(rows, stream, key, offsets, skew, ids, numbers, parts, chance):
         for f in range(fields):
             x += _GOLDEN
             u = _uniform(mix(x))
-            place = math.exp(u * reach[f]) if power == 0 else (1 + u * reach[f]) ** (1 / power)  # density falls as place ** -skew from 1 on
+            # density falls as place ** -skew from 1 on
+            place = math.exp(u * reach[f]) if power == 0 else (1 + u * reach[f]) ** (1 / power)
             ids[i, f] = min(np.int64(place) - 1, offsets[f + 1] - offsets[f] - 1) + offsets[f]
             single += _bell(mix(key ^ mix(np.uint64(ids[i, f]))))
         for f in range(paired // 2):
-            one, other = mix(key + _GOLDEN ^ mix(np.uint64(ids[i, f]))), mix(key + _GOLDEN ^ mix(np.uint64(ids[i, paired - 1 - f])))
+            one, other = (
+                mix(key + _GOLDEN ^ mix(np.uint64(ids[i, f]))),
+                mix(key + _GOLDEN ^ mix(np.uint64(ids[i, paired - 1 - f]))),
+            )
             pairs += _product(one, other)
         parts[i, 0], parts[i, 1] = single, pairs
         for d in range(numbers.shape[1]):
@@ -218,7 +236,8 @@ def _lines(labels, numbers, ids, out):
                 at += digits
         for f in range(ids.shape[1]):
             out[at] = 9
-            value = np.uint64(ids[i, f]) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)  # an odd factor: different ids stay different
+            # an odd factor: different ids stay different
+            value = np.uint64(ids[i, f]) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)
             for k in range(8):
                 digit = np.int64(value >> np.uint64(28 - 4 * k) & np.uint64(15))
                 out[at + 1 + k] = 48 + digit if digit < 10 else 87 + digit

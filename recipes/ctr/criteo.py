@@ -1,4 +1,6 @@
-"""Lines of a Criteo log: label, 13 integers, 26 hexadecimal categories, tabs between; all but the label may be empty."""
+"""Lines of a Criteo log: label, 13 integers, 26 hexadecimal categories, tabs between; all but the label may be
+empty.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,23 @@ from numba import njit
 
 from dtf.recipes.ctr.columns import CRITEO
 from dtf.recipes.ctr.hashing import MISSING, key_of
-from dtf.recipes.ctr.lines import GOOD, HEX, INTEGER, LABEL, LONG, NEWLINE, SHORT, TAB, ZERO, find, first_look, hexadecimal, integer, why_not, without_return
+from dtf.recipes.ctr.lines import (
+    GOOD,
+    HEX,
+    INTEGER,
+    LABEL,
+    LONG,
+    NEWLINE,
+    SHORT,
+    TAB,
+    ZERO,
+    find,
+    first_look,
+    hexadecimal,
+    integer,
+    why_not,
+    without_return,
+)
 
 INTEGERS, CATEGORIES = 13, len(CRITEO)
 
@@ -15,8 +33,9 @@ INTEGERS, CATEGORIES = 13, len(CRITEO)
 def parse(buffer, first, labels, numbers, keys, why, labelled):
     """Read len(labels) lines from position `first` on; returns how many there were.
 
-    `numbers` (B, 13) int64, `keys` (B, 26) int64: hash(13 + column, value). `why` (B,): GOOD, or why a line is bad; its values are then not to be used.
-    `labelled=False`: lines have no label, and what follows it begins them; labels are 0.
+    `numbers` (B, 13) int64, `keys` (B, 26) int64: hash(13 + column, value). `why` (B,): GOOD, or why a line is bad; its
+    values are then not to be used. `labelled=False`: lines have no label, and what follows it begins them; labels are
+    0.
     """
     for row in range(len(labels)):
         if first >= len(buffer):

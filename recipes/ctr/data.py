@@ -1,4 +1,7 @@
-"""Where the rows of a click recipe come from, and what becomes of them: the config node `recipe.data`. Imports without torch, numpy and numba."""
+"""Where the rows of a click recipe come from, and what becomes of them: the config node `recipe.data`.
+
+Imports without torch, numpy and numba.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import ConfigError, DataError
+from dtf.api.registry import option
+from dtf.core.errors import ConfigError, DataError
 from dtf.recipes.ctr.columns import AVAZU, CRITEO
 from dtf.recipes.ctr.places import found_at
-from dtf.registry import option
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from dtf.recipe import Dataset
+    from dtf.api.recipe import Dataset
     from dtf.recipes.ctr.clicklog import Clicks
     from dtf.recipes.ctr.clicks import Generated
     from dtf.recipes.ctr.encode import Encoder
@@ -78,7 +81,10 @@ class DataOptions(ABC):
     @property
     @abstractmethod
     def table_rows(self) -> int:
-        """Ids are 0 to table_rows - 1; 0: any from 0 to 2**63 - 1. Reads the training split when the ids are those of a vocabulary not yet made."""
+        """Ids are 0 to table_rows - 1; 0: any from 0 to 2**63 - 1.
+
+        Reads the training split when the ids are those of a vocabulary not yet made.
+        """
 
     @property
     def field_names(self) -> tuple[str, ...]:
@@ -109,62 +115,101 @@ class DataOptions(ABC):
 
 @dataclass(kw_only=True)
 class LogOptions(DataOptions):
-    root: str = option(default="", doc="folder in which `train`, `eval` and `test` are looked for; empty: the current one")
-    train: str = option(default="", doc="files of the training split, plain or .gz: a file, a folder of them or a pattern such as 'day_*.gz'; must be given")
+    root: str = option(
+        default="", doc="folder in which `train`, `eval` and `test` are looked for; empty: the current one"
+    )
+    train: str = option(
+        default="",
+        doc="files of the training split, plain or .gz: a file, a folder of them or a pattern such as 'day_*.gz'; "
+        "must be given",
+    )
     eval: str = option(default="", doc="files of the evaluation split, likewise; must be given")
-    test: str = option(default="", doc="files that job=evaluate and job=predict take with job.split=test, likewise; empty: there are none")
+    test: str = option(
+        default="",
+        doc="files that job=evaluate and job=predict take with job.split=test, likewise; empty: there are none",
+    )
     format: Format = option(
         default=Format.criteo,
-        doc="`criteo` label, 13 integers, 26 hexadecimal categories, tabs between; `avazu` id, click, hour and 21 categories, with commas and the header; "
+        doc="`criteo` label, 13 integers, 26 hexadecimal categories, tabs between; `avazu` id, click, hour and 21 "
+        "categories, with commas and the header; "
         "`libsvm` label and an `id:1` per field (also libfm); `parquet` columns by name",
     )
     mode: Mode = option(
         default=Mode.memory,
-        doc="`memory` parses all rows once into `cache`, which the ranks of a host share, and shuffles rows; `queue` parses blocks of the files as they are "
+        doc="`memory` parses all rows once into `cache`, which the ranks of a host share, and shuffles rows; `queue` "
+        "parses blocks of the files as they are "
         "wanted, in every epoch anew, and shuffles blocks",
     )
     integers: Integers = option(
         default=Integers.log,
-        doc="what becomes of an integer x: `log` sign(x) log(1 + |x|), `raw` x itself, missing ones 0 under both; `bucket` a further category, floor(log(x)^2) "
+        doc="what becomes of an integer x: `log` sign(x) log(1 + |x|), `raw` x itself, missing ones 0 under both; "
+        "`bucket` a further category, floor(log(x)^2) "
         "or x up to 2",
     )
     ids: Ids = option(
         default=Ids.hash,
-        doc="which row of the table a value has: `hash` hash(field, value) modulo `table_size`; `raw` the hash itself, of 63 bits; `vocabulary` its number "
-        "among the values that the training split has `min_count` times, and one number per field for all others; `given` (libsvm) the id in the file",
+        doc="which row of the table a value has: `hash` hash(field, value) modulo `table_size`; `raw` the hash "
+        "itself, of 63 bits; `vocabulary` its number "
+        "among the values that the training split has `min_count` times, and one number per field for all others; "
+        "`given` (libsvm) the id in the file",
     )
     table_size: int = option(
-        default=0, least=0, most=1 << 62, doc="rows of the table: for ids=hash, where 0 means 2**20, and for ids=given, where it must be given", unit="rows"
+        default=0,
+        least=0,
+        most=1 << 62,
+        doc="rows of the table: for ids=hash, where 0 means 2**20, and for ids=given, where it must be given",
+        unit="rows",
     )
     min_count: int = option(
-        default=1, least=1, most=1 << 40, doc="for ids=vocabulary: occurrences of a value in the training split that make it one of its own"
+        default=1,
+        least=1,
+        most=1 << 40,
+        doc="for ids=vocabulary: occurrences of a value in the training split that make it one of its own",
     )
-    pairs: int = option(default=0, least=0, most=100_000, doc="for format=libsvm: `id:1` pairs of each line, which are its fields")
+    pairs: int = option(
+        default=0, least=0, most=100_000, doc="for format=libsvm: `id:1` pairs of each line, which are its fields"
+    )
     label: str = option(default="label", doc="for format=parquet: the column that is 1 for a click, else 0")
     numbers: list[str] = option(factory=list, doc="for format=parquet: columns of integers")
     categories: list[str] = option(factory=list, doc="for format=parquet: columns of categories, texts or integers")
     queue_rows: int = option(
-        default=16_384, least=1, most=MOST_ROWS, doc="rows ready ahead of the model, on each rank; two batches at least, 65 at most", unit="rows"
+        default=16_384,
+        least=1,
+        most=MOST_ROWS,
+        doc="rows ready ahead of the model, on each rank; two batches at least, 65 at most",
+        unit="rows",
     )
     block_rows: int = option(
         default=0,
         least=0,
         most=MOST_ROWS,
-        doc="for mode=queue: rows that stay together when blocks are shuffled, 0 means 4096; those of .gz files have 4 MiB of text or more, those of Parquet "
+        doc="for mode=queue: rows that stay together when blocks are shuffled, 0 means 4096; those of .gz files have "
+        "4 MiB of text or more, those of Parquet "
         "files are row groups",
         unit="rows",
     )
     threads: int = option(
-        default=0, least=0, most=1024, doc="threads that read, on each rank; 0: as many as the rank computes with, in mode=memory all cores", unit="threads"
+        default=0,
+        least=0,
+        most=1024,
+        doc="threads that read, on each rank; 0: as many as the rank computes with, in mode=memory all cores",
+        unit="threads",
     )
     cache: str = option(
-        default="", doc="folder for what is made of the files once, which may be deleted at any time; empty: $XDG_CACHE_HOME/dtf/clicks or ~/.cache/dtf/clicks"
+        default="",
+        doc="folder for what is made of the files once, which may be deleted at any time; empty: "
+        "$XDG_CACHE_HOME/dtf/clicks or ~/.cache/dtf/clicks",
     )
     bad_records: BadRecords = option(
-        default=BadRecords["raise"], doc="lines that cannot be parsed: `raise` ends the run, `skip` names each in the log and counts it not"
+        default=BadRecords["raise"],
+        doc="lines that cannot be parsed: `raise` ends the run, `skip` names each in the log and counts it not",
     )
     bad_share: float = option(
-        default=0.001, above=0, most=1, doc="share of a split that may be skipped, over all ranks; more ends the run", unit="share of the rows"
+        default=0.001,
+        above=0,
+        most=1,
+        doc="share of a split that may be skipped, over all ranks; more ends the run",
+        unit="share of the rows",
     )
 
     @property
@@ -173,7 +218,11 @@ class LogOptions(DataOptions):
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        bucketed = (self.numbers or [f"I{number}" for number in range(1, 1 + self._numbers)]) if self.integers is Integers.bucket else ()
+        bucketed = (
+            (self.numbers or [f"I{number}" for number in range(1, 1 + self._numbers)])
+            if self.integers is Integers.bucket
+            else ()
+        )
         given = {Format.criteo: CRITEO, Format.avazu: AVAZU, Format.parquet: self.categories}.get(self.format, ())
         return (*bucketed, *given)
 
@@ -209,16 +258,27 @@ class LogOptions(DataOptions):
         if self.format is Format.libsvm and not self.pairs:
             raise ConfigError("recipe.data.format=libsvm needs recipe.data.pairs: how many `id:1` each line has")
         if self.format is Format.parquet and not self.categories:
-            raise ConfigError("recipe.data.format=parquet needs recipe.data.categories, the names of columns; recipe.data.numbers may name columns of integers")
+            raise ConfigError(
+                "recipe.data.format=parquet needs recipe.data.categories, the names of columns; recipe.data.numbers "
+                "may name columns of integers"
+            )
         if not self._numbers and self.integers is not Integers.log:
-            raise ConfigError(f"recipe.data.integers={self.integers.name}: recipe.data.format={self.format.name} has no integers; leave it out")
+            raise ConfigError(
+                f"recipe.data.integers={self.integers.name}: recipe.data.format={self.format.name} has no integers; "
+                "leave it out"
+            )
         if self.ids is Ids.given and self.format is not Format.libsvm:
-            raise ConfigError(f"recipe.data.ids=given: recipe.data.format={self.format.name} has no ids; use hash, raw or vocabulary, or format=libsvm")
+            raise ConfigError(
+                f"recipe.data.ids=given: recipe.data.format={self.format.name} has no ids; use hash, raw or "
+                "vocabulary, or format=libsvm"
+            )
         if self.ids is Ids.given and not self.table_size:
             raise ConfigError("recipe.data.ids=given needs recipe.data.table_size: one more than the largest id")
         for package, extra, needed in (("numba", "ctr", True), ("pyarrow", "parquet", self.format is Format.parquet)):
             if needed and importlib.util.find_spec(package) is None:
-                raise ConfigError(f"recipe.data reads click logs with {package}, which is not installed; pip install 'dtf[{extra}]'")
+                raise ConfigError(
+                    f"recipe.data reads click logs with {package}, which is not installed; pip install 'dtf[{extra}]'"
+                )
         for split in ("train", "eval", *(["test"] if self.test else [])):
             self.paths(split)
         if not _can_write(self._cache):
@@ -228,8 +288,12 @@ class LogOptions(DataOptions):
         """The files of a split, in the order of their names. ConfigError or DataError when there are none."""
         text = getattr(self, split)
         if not text:
-            raise ConfigError(f"recipe.data.{split} is not set; give a file, a folder or a pattern: recipe.data.{split}=PATH")
-        return found_at(Path(self.root).expanduser() / Path(text).expanduser(), f"recipe.data.{split}={text}", self.root)
+            raise ConfigError(
+                f"recipe.data.{split} is not set; give a file, a folder or a pattern: recipe.data.{split}=PATH"
+            )
+        return found_at(
+            Path(self.root).expanduser() / Path(text).expanduser(), f"recipe.data.{split}={text}", self.root
+        )
 
     def open(self, split: str, seed: int) -> Dataset:
         import torch
@@ -263,9 +327,11 @@ class LogOptions(DataOptions):
         return {} if vocabulary is None else {"keys": vocabulary.keys, "first": vocabulary.rare}
 
     def inputs(self, path: Path) -> Clicks:
-        """Rows of a file or a folder of files, parsed as they are wanted: with labels, as the files of a split, or the same without them.
+        """Rows of a file or a folder of files, parsed as they are wanted: with labels, as the files of a split, or the
+        same without them.
 
-        The first line says for all which it is; a line of the other kind is a bad one. Of Parquet files the column of labels is not looked at.
+        The first line says for all which it is; a line of the other kind is a bad one. Of Parquet files the column of
+        labels is not looked at.
         """
         import torch
 
@@ -298,7 +364,9 @@ class LogOptions(DataOptions):
         if self.format is Format.parquet:
             from dtf.recipes.ctr.parquet import ParquetLog
 
-            return ParquetLog(paths, self.label if labels else None, self.numbers, self.categories, self._cache, threads)
+            return ParquetLog(
+                paths, self.label if labels else None, self.numbers, self.categories, self._cache, threads
+            )
         lines = {Format.criteo: criteo, Format.avazu: avazu, Format.libsvm: libsvm}[self.format]
         labelled = labels or lines.has_label(log.first_line(paths))
         if self.format is Format.libsvm:
@@ -319,7 +387,9 @@ class LogOptions(DataOptions):
         paths = self.paths("train")
 
         def make(folder: Path) -> dict[str, Any]:
-            return count(keys_of(self._log(paths, self.threads), plain, self.threads or cores()), self.fields, self.min_count).save(folder)
+            return count(
+                keys_of(self._log(paths, self.threads), plain, self.threads or cores()), self.fields, self.min_count
+            ).save(folder)
 
         key = ["vocabulary", stamp(paths), *self._shape, self.integers.name, self.min_count]
         name = json.dumps([str(self._cache), key])
@@ -343,8 +413,15 @@ class ClicksOptions(DataOptions):
     train_rows: int = option(default=1_000_000, least=1, most=MOST_ROWS, doc="training rows to generate", unit="rows")
     eval_rows: int = option(default=100_000, least=1, most=MOST_ROWS, doc="evaluation rows to generate", unit="rows")
     categories: int = option(default=26, least=1, most=1000, doc="categories of a row; there are 13 integers besides")
-    values: int = option(default=5000, least=1, most=1 << 40, doc="values of all categories together, which are the ids 0 to values - 1")
-    skew: float = option(default=1.1, least=0, most=4, doc="the k-th most frequent value of a category occurs k^-skew times as often as the first")
+    values: int = option(
+        default=5000, least=1, most=1 << 40, doc="values of all categories together, which are the ids 0 to values - 1"
+    )
+    skew: float = option(
+        default=1.1,
+        least=0,
+        most=4,
+        doc="the k-th most frequent value of a category occurs k^-skew times as often as the first",
+    )
     seed: int = option(default=0, least=0, doc="of the generated rows; the run's own seed does not change them")
 
     @property
@@ -367,7 +444,8 @@ class ClicksOptions(DataOptions):
     def check(self) -> None:
         if self.values < 2 * self.categories:
             raise ConfigError(
-                f"recipe.data.values={self.values} must be at least {2 * self.categories}, two for each of recipe.data.categories={self.categories}"
+                f"recipe.data.values={self.values} must be at least {2 * self.categories}, two for each of "
+                f"recipe.data.categories={self.categories}"
             )
         if importlib.util.find_spec("numba") is None:
             raise ConfigError("recipe.data generates clicks with numba, which is not installed; pip install 'dtf[ctr]'")
@@ -378,7 +456,9 @@ class ClicksOptions(DataOptions):
         from dtf.recipes.ctr.clicks import Generated, World
 
         world = World.make(self.seed, self.categories, self.values, self.skew)
-        return Generated(world, self.train_rows if split == "train" else self.eval_rows, self.seed, split, torch.get_num_threads())
+        return Generated(
+            world, self.train_rows if split == "train" else self.eval_rows, self.seed, split, torch.get_num_threads()
+        )
 
     def ceiling(self) -> dict[str, float]:
         """The best AUC and log loss to be expected over the evaluation rows."""

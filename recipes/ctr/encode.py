@@ -1,4 +1,7 @@
-"""From rows as they stand in a log to what a model takes: transformed integers, and ids of table rows. Reads no files."""
+"""From rows as they stand in a log to what a model takes: transformed integers, and ids of table rows.
+
+Reads no files.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from dtf.recipes.ctr.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Encoder:
-    """`integers`: `log`, `raw` or `bucket`. Ids: the vocabulary's, else keys modulo `table_size`, else, where it is 0, the keys themselves.
+    """`integers`: `log`, `raw` or `bucket`. Ids: the vocabulary's, else keys modulo `table_size`, else, where it is 0,
+    the keys themselves.
 
     `given`: these are no hashes, but ids that the log holds.
     """
@@ -76,12 +80,15 @@ def plain_of(numbers, dense):
 
 @njit(cache=True, nogil=True)
 def bucket_keys(numbers, keys):
-    """Column d of `keys` is that of hash(d, floor(log(x)^2)) for x > 2 and of x itself below, as the winners of Kaggle's Criteo challenge 2014 had it."""
+    """Column d of `keys` is that of hash(d, floor(log(x)^2)) for x > 2 and of x itself below, as the winners of
+    Kaggle's Criteo challenge 2014 had it.
+    """
     for i in range(numbers.shape[0]):
         for d in range(numbers.shape[1]):
             x = numbers[i, d]
             if x == NONE:
                 keys[i, d] = -1
             else:
-                bucket = np.int64(math.floor(math.log(np.float64(x)) ** 2)) if x > 2 else x - 3  # 1 and more; -1 and less
+                # 1 and more; -1 and less
+                bucket = np.int64(math.floor(math.log(np.float64(x)) ** 2)) if x > 2 else x - 3
                 keys[i, d] = key_of(d, np.uint64(bucket))

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 
 T = TypeVar("T")
 
@@ -45,7 +45,10 @@ class Source(ABC):
 
     @abstractmethod
     def scan(self, look: Callable[[np.ndarray], T], pool: Executor) -> list[Future[list[T]]]:
-        """`look` at the whole text, CHUNK bytes (uint8) at a time, the last shorter; the results in order. DataError where it cannot be read."""
+        """`look` at the whole text, CHUNK bytes (uint8) at a time, the last shorter; the results in order.
+
+        DataError where it cannot be read.
+        """
 
     @abstractmethod
     def read(self, first: int, last: int) -> np.ndarray:
@@ -119,7 +122,10 @@ class Segments:
 
 
 class Zipped(Source):
-    """A .gz file, of one member or several. `scan` remembers the decompressor's state once a segment, so that `read` can go on from there."""
+    """A .gz file, of one member or several.
+
+    `scan` remembers the decompressor's state once a segment, so that `read` can go on from there.
+    """
 
     def __init__(self, path: Path, states: int, segments: Segments) -> None:
         """`states`: those it may remember."""
@@ -153,7 +159,10 @@ class Zipped(Source):
         parts = []
         while first < (last := min(last, self._size)):
             number = bisect.bisect_right(self._points, first, key=lambda point: point[0]) - 1
-            start, segment = self._points[number][0], self._segments.get(self.path, number, lambda number=number: self._unpacked(number))
+            start, segment = (
+                self._points[number][0],
+                self._segments.get(self.path, number, lambda number=number: self._unpacked(number)),
+            )
             parts.append(segment[first - start : last - start])
             first = start + len(segment)
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
@@ -197,7 +206,10 @@ def opened(paths: Sequence[Path]) -> list[Source]:
     """The files of a log, whose memory does not depend on how many they are."""
     packed = sum(status(path).st_size for path in paths if zipped(path))
     segments = Segments()
-    return [Zipped(path, max(2, STATES * status(path).st_size // max(1, packed)), segments) if zipped(path) else Plain(path) for path in paths]
+    return [
+        Zipped(path, max(2, STATES * status(path).st_size // max(1, packed)), segments) if zipped(path) else Plain(path)
+        for path in paths
+    ]
 
 
 def status(path: Path) -> os.stat_result:

@@ -8,11 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.recipe import Dataset
+from dtf.api.recipe import Dataset
 
 
 class Grouped(Dataset):
-    """`rows` with targets (B, 2) float64: 1 for a click or 0, and the id of `field`. Of a raw id of 63 bits the last ten are rounded away."""
+    """`rows` with targets (B, 2) float64: 1 for a click or 0, and the id of `field`.
+
+    Of a raw id of 63 bits the last ten are rounded away.
+    """
 
     def __init__(self, rows: Dataset, field: int) -> None:
         self._rows, self._field = rows, field

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from dtf.id_kernels import mix
+from dtf.sparse.id_kernels import mix
 
 MISSING = -1
 """Key and table id of a field without a value."""
@@ -38,7 +38,9 @@ def values_of(buffer, bounds, out):
 
 @njit(cache=True, nogil=True)
 def slot_of(table, key):
-    """Where `key` lies in an open-addressing table of keys (a power of two of them, MISSING where free), or the free place where it belongs."""
+    """Where `key` lies in an open-addressing table of keys (a power of two of them, MISSING where free), or the free
+    place where it belongs.
+    """
     mask = np.uint64(len(table) - 1)
     slot = mix(np.uint64(key)) & mask
     while table[slot] != key and table[slot] != MISSING:

@@ -1,4 +1,6 @@
-"""Lines of libsvm and libfm files in which each row has the same fields: a label 1, 0 or -1, then an `id:1` for each field, spaces between."""
+"""Lines of libsvm and libfm files in which each row has the same fields: a label 1, 0 or -1, then an `id:1` for each
+field, spaces between.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lines and fields of a text buffer: where they end, what numbers they hold, and why a line is bad. Kernels that never look beyond the bounds they get."""
+"""Lines and fields of a text buffer: where they end, what numbers they hold, and why a line is bad.
+
+Kernels that never look beyond the bounds they get.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ REASONS = (
 )
 """By the numbers above; they complete `FILE:LINE: `."""
 
-_DIGITS = np.array([int(chr(byte), 16) if chr(byte) in "0123456789abcdefABCDEF" else 255 for byte in range(256)], np.uint8)
+_DIGITS = np.array(
+    [int(chr(byte), 16) if chr(byte) in "0123456789abcdefABCDEF" else 255 for byte in range(256)], np.uint8
+)
 
 NEWLINE, RETURN, TAB, COMMA, SPACE, COLON, MINUS, PLUS, ZERO = 10, 13, 9, 44, 32, 58, 45, 43, 48
 
@@ -128,7 +133,8 @@ def is_text(buffer, first, last):
 
 @njit(cache=True, nogil=True)
 def integer(buffer, first, last, end):
-    """The integer that begins at `first`: its value, NONE where it is empty or none, and the position of the byte `end`, or `last`, that ends it.
+    """The integer that begins at `first`: its value, NONE where it is empty or none, and the position of the byte
+    `end`, or `last`, that ends it.
 
     A minus sign at most, and 1 to 18 digits; the position is -1 where something else stands there.
     """

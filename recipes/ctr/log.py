@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.ctr import avazu, criteo, libsvm, lines
 from dtf.recipes.ctr.cache import kept, stamp
 from dtf.recipes.ctr.files import CHUNK, Plain, Source, opened, zipped
@@ -104,7 +104,12 @@ def criteo_text(labelled: bool = True) -> Text:
 
 
 def avazu_text(labelled: bool = True) -> Text:
-    return Text(lambda *buffers: avazu.parse(*buffers, labelled=labelled), 0, avazu.CATEGORIES, avazu.HEADER if labelled else avazu.UNLABELLED)
+    return Text(
+        lambda *buffers: avazu.parse(*buffers, labelled=labelled),
+        0,
+        avazu.CATEGORIES,
+        avazu.HEADER if labelled else avazu.UNLABELLED,
+    )
 
 
 def libsvm_text(fields: int, limit: int, labelled: bool = True) -> Text:
@@ -133,21 +138,29 @@ def first_line(paths: Sequence[Path]) -> bytes:
 class TextLog(Log):
     """Lines of text files, in the order of the files. All that is kept of a file is how many newlines its pieces hold.
 
-    The first opening of plain files counts them in `threads`, later ones find that in `cache`; compressed files are read whole at each opening.
+    The first opening of plain files counts them in `threads`, later ones find that in `cache`; compressed files are
+    read whole at each opening.
     """
 
     def __init__(self, paths: Sequence[Path], text: Text, cache: Path, threads: int) -> None:
         self._text, self._sources = text, opened(paths)
         if all(isinstance(source, Plain) for source in self._sources):
             folder, said = kept(cache, ["newlines", stamp(paths)], lambda folder: self._keep(folder, threads))
-            counts = np.split(np.load(folder / "newlines.npy", allow_pickle=False), np.cumsum([-(-size // PIECE) for size in said["sizes"]])[:-1])
+            counts = np.split(
+                np.load(folder / "newlines.npy", allow_pickle=False),
+                np.cumsum([-(-size // PIECE) for size in said["sizes"]])[:-1],
+            )
         else:
             counts, said = self._count(threads)
-        self._newlines = [np.concatenate([[0], np.cumsum(count, dtype=np.int64)]) for count in counts]  # before each piece
+        # before each piece
+        self._newlines = [np.concatenate([[0], np.cumsum(count, dtype=np.int64)]) for count in counts]
         self._head = bool(text.header)
         for source, newlines in zip(self._sources, self._newlines, strict=True):
             self._look_over(source, newlines)
-        lengths = [max(0, int(newlines[-1]) + rest - self._head) for newlines, rest in zip(self._newlines, said["rests"], strict=True)]
+        lengths = [
+            max(0, int(newlines[-1]) + rest - self._head)
+            for newlines, rest in zip(self._newlines, said["rests"], strict=True)
+        ]
         self._starts = [0, *itertools.accumulate(lengths)]
         self.places = Places([str(path) for path in paths], self._starts, 1 + self._head)
         self.digest = f"{zlib.crc32(str([said['digests'], said['sizes']]).encode()):08x}"
@@ -168,7 +181,11 @@ class TextLog(Log):
         for number, source in enumerate(self._sources):
             start, end = self._starts[number], self._starts[number + 1]
             if points := source.starts():  # a segment's rows are those whose line begins in it
-                inside = np.array([self._newlines_before(source, number, point) for point in points[1:]], np.int64) + 1 - self._head
+                inside = (
+                    np.array([self._newlines_before(source, number, point) for point in points[1:]], np.int64)
+                    + 1
+                    - self._head
+                )
                 bounds.append(start + inside[(inside > 0) & (inside < end - start)])
             else:
                 bounds.append(np.arange(start, end, rows))
@@ -178,7 +195,8 @@ class TextLog(Log):
     def _parse(self, number: int, first: int, rows: int, out: list[np.ndarray]) -> None:
         """Rows of one file into views of the output."""
         source, newlines = self._sources[number], self._newlines[number]
-        before, after = first + self._head, first + rows + self._head  # newlines in front of the first row, and up to the end of the last
+        # newlines in front of the first row, and up to the end of the last
+        before, after = first + self._head, first + rows + self._head
         piece = max(0, int(np.searchsorted(newlines, before)) - 1)
         buffer = source.read(piece * PIECE, int(np.searchsorted(newlines, after)) * PIECE)
         found = self._text.parse(buffer, lines.after_newlines(buffer, before - newlines[piece]), *out)
@@ -193,7 +211,9 @@ class TextLog(Log):
         """DataError for what is no log of this format at all."""
         changes = np.concatenate([[0], np.flatnonzero(np.diff(newlines)), [len(newlines) - 1]])
         if np.diff(changes).max() * PIECE > _FARTHEST:
-            raise DataError(f"{source.path} has a line of more than {_FARTHEST >> 20} MiB; it is no log of one click a line")
+            raise DataError(
+                f"{source.path} has a line of more than {_FARTHEST >> 20} MiB; it is no log of one click a line"
+            )
         if self._text.header and len(newlines) > 1:
             found = bytes(source.read(0, len(self._text.header) + 2)).split(b"\n")[0].rstrip(b"\r")
             if found != self._text.header.encode():
@@ -205,10 +225,14 @@ class TextLog(Log):
         return said
 
     def _count(self, threads: int) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """Newlines of each piece of each file, and of each file its size, digest and whether a line without newline ends it."""
+        """Newlines of each piece of each file, and of each file its size, digest and whether a line without newline
+        ends it.
+        """
 
         def look(chunk: np.ndarray) -> tuple[np.ndarray, int, int, int]:
-            counts = np.array([lines.count_newlines(chunk[at : at + PIECE]) for at in range(0, len(chunk), PIECE)], np.uint32)
+            counts = np.array(
+                [lines.count_newlines(chunk[at : at + PIECE]) for at in range(0, len(chunk), PIECE)], np.uint32
+            )
             return counts, len(chunk), zlib.crc32(chunk.data), int(chunk[-1] != lines.NEWLINE)
 
         counts, said = [], {"sizes": [], "digests": [], "rests": []}

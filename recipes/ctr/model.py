@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtf.layout import Layout, Split
+from dtf.api.layout import Layout, Split
 from dtf.recipes.ctr.parts import Compressed, Cross, DenseTable, Dots, First, MatrixCross, Pairs, tower
 
 
@@ -87,7 +87,8 @@ class DNN(Model):
 
 
 class WideDeep(Model):
-    """The sum of a logistic regression and a multilayer perceptron; `pairs`: and of a factorisation machine on the same rows.
+    """The sum of a logistic regression and a multilayer perceptron; `pairs`: and of a factorisation machine on the same
+    rows.
 
     Sources: Cheng et al. 2016 (arXiv:1606.07792); Guo et al. 2017, eq. 1 (arXiv:1703.04247).
     """
@@ -109,9 +110,11 @@ class WideDeep(Model):
 
 
 class DCN(Model):
-    """Cross layers and a multilayer perceptron, side by side or, `stacked`, the one on the other; `rank`: of matrices, None: vectors.
+    """Cross layers and a multilayer perceptron, side by side or, `stacked`, the one on the other; `rank`: of matrices,
+    None: vectors.
 
-    Sources: Wang et al. 2017 (arXiv:1708.05123), side by side with vectors; Wang et al. 2021, figure 1 (arXiv:2008.13535).
+    Sources: Wang et al. 2017 (arXiv:1708.05123), side by side with vectors; Wang et al. 2021, figure 1
+    (arXiv:2008.13535).
     """
 
     def __init__(self, inputs: Inputs, dim: int, deep: Tower, layers: int, rank: int | None, stacked: bool) -> None:
@@ -132,7 +135,10 @@ class DCN(Model):
 
 
 class XDeepFM(Model):
-    """A logistic regression, a compressed interaction network and a multilayer perceptron, summed. Source: Lian et al. 2018 (arXiv:1803.05170)."""
+    """A logistic regression, a compressed interaction network and a multilayer perceptron, summed. Source: Lian et al.
+
+    2018 (arXiv:1803.05170).
+    """
 
     def __init__(self, inputs: Inputs, dim: int, deep: Tower, maps: Sequence[int]) -> None:
         super().__init__(inputs, dim + 1)
@@ -156,7 +162,8 @@ class XDeepFM(Model):
 
 
 class DLRM(Model):
-    """The numbers as one more row, made by a multilayer perceptron; products of all pairs of rows, and that row, into another one.
+    """The numbers as one more row, made by a multilayer perceptron; products of all pairs of rows, and that row, into
+    another one.
 
     Source: Naumov et al. 2019 (arXiv:1906.00091).
     """
@@ -179,7 +186,9 @@ class DLRM(Model):
 
 
 def draw(module: nn.Module, scale: float) -> None:
-    """Draw what `module` itself owns: rows of a table from a normal distribution of this standard deviation, weights as Glorot & Bengio 2010, eq. 12."""
+    """Draw what `module` itself owns: rows of a table from a normal distribution of this standard deviation, weights as
+    Glorot & Bengio 2010, eq. 12.
+    """
     if isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=scale)
         nn.init.zeros_(module.weight[0])
@@ -192,17 +201,29 @@ def draw(module: nn.Module, scale: float) -> None:
 
 
 def layout(model: nn.Module) -> Layout:
-    """Blocks are the layers in order. Tensor parallelism divides the table by ids, towers by pairs of layers and the small matrices of cross layers."""
+    """Blocks are the layers in order.
+
+    Tensor parallelism divides the table by ids, towers by pairs of layers and the small matrices of cross layers.
+    """
     blocks, splits = [], {}
     for name, child in model.named_children():
-        parts = [f"{name}.{key}" for key, _ in child.named_children()] if isinstance(child, nn.Sequential | nn.ModuleList) else [name]
+        parts = (
+            [f"{name}.{key}" for key, _ in child.named_children()]
+            if isinstance(child, nn.Sequential | nn.ModuleList)
+            else [name]
+        )
         blocks += [(part,) for part in parts if any(True for _ in model.get_submodule(part).parameters())]
         if isinstance(child, DenseTable):
             splits[f"{name}.rows"] = Split.row
         elif isinstance(child, nn.Sequential):
             splits |= _by_pairs(child, parts, name == "deep" and not (isinstance(model, DCN) and model.parallel))
         elif isinstance(child, nn.ModuleList):
-            splits |= {f"{part}.{key}": split for part in parts for key, split in _SMALL.items() if hasattr(model.get_submodule(part), key)}
+            splits |= {
+                f"{part}.{key}": split
+                for part in parts
+                for key, split in _SMALL.items()
+                if hasattr(model.get_submodule(part), key)
+            }
     return Layout(tuple(blocks), splits)
 
 
@@ -210,7 +231,9 @@ _SMALL = {"inner": Split.column, "outer": Split.row}
 
 
 def _by_pairs(layers: nn.Sequential, names: Sequence[str], headed: bool) -> dict[str, Split]:
-    """Every first layer of two by outputs, every second by inputs; a last one without a second goes with the head, where that takes nothing else."""
+    """Every first layer of two by outputs, every second by inputs; a last one without a second goes with the head,
+    where that takes nothing else.
+    """
     splits: dict[str, Split] = {}
     for i, name in enumerate(names):
         if i % 2:

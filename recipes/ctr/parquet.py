@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numba import njit
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.ctr.cache import kept, stamp
 from dtf.recipes.ctr.files import Plain
 from dtf.recipes.ctr.hashing import MISSING, key_of, values_of
@@ -24,14 +24,28 @@ from dtf.recipes.ctr.log import Log, Parsed, Places
 
 
 class ParquetLog(Log):
-    """Rows of Parquet files. A row group is decoded as a whole, and the last few are kept: files whose row groups have 100,000 rows or fewer suit.
+    """Rows of Parquet files. A row group is decoded as a whole, and the last few are kept: files whose row groups have
+    100,000 rows or fewer suit.
 
     The first opening reads the files whole, for their digest, later ones find that in `cache`.
     """
 
-    def __init__(self, paths: Sequence[Path], label: str | None, numbers: Sequence[str], categories: Sequence[str], cache: Path, threads: int) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        label: str | None,
+        numbers: Sequence[str],
+        categories: Sequence[str],
+        cache: Path,
+        threads: int,
+    ) -> None:
         """`label=None`: labels are 0, whether the files have a column of them or not."""
-        self._labels, self._numbers, self._categories, self._kept = [] if label is None else [label], list(numbers), list(categories), threads + 1
+        self._labels, self._numbers, self._categories, self._kept = (
+            [] if label is None else [label],
+            list(numbers),
+            list(categories),
+            threads + 1,
+        )
         self._files, self._groups = [str(path) for path in paths], list[tuple[int, int]]()
         lengths, starts = [], [0]
         for number, path in enumerate(self._files):
@@ -42,7 +56,9 @@ class ParquetLog(Log):
                 raise DataError(f"{path} is no readable Parquet file: {error}") from error
             for key, wanted in (("label", self._labels), ("numbers", numbers), ("categories", categories)):
                 if lost := [name for name in wanted if name not in names]:
-                    raise DataError(f"recipe.data.{key}: {path} has no column {lost[0]}; it has {', '.join(sorted(names)[:60])}")
+                    raise DataError(
+                        f"recipe.data.{key}: {path} has no column {lost[0]}; it has {', '.join(sorted(names)[:60])}"
+                    )
             lengths += [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
             self._groups += [(number, group) for group in range(meta.num_row_groups)]
             starts.append(sum(lengths))
@@ -75,7 +91,9 @@ class ParquetLog(Log):
             number, inside = self._groups[group]
             path = self._files[number]
             try:
-                table = pq.ParquetFile(path).read_row_group(inside, [*self._labels, *self._numbers, *self._categories], use_threads=False)
+                table = pq.ParquetFile(path).read_row_group(
+                    inside, [*self._labels, *self._numbers, *self._categories], use_threads=False
+                )
                 found = self._columns(table)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{path}, row group {inside}: {error}") from error
@@ -125,5 +143,8 @@ def _hash(values, field, keys):
 
 def _digests(paths: Sequence[Path], threads: int) -> list[int]:
     with ThreadPoolExecutor(threads, "digest") as pool:
-        found = [[one for future in Plain(path).scan(lambda chunk: zlib.crc32(chunk.data), pool) for one in future.result()] for path in paths]
+        found = [
+            [one for future in Plain(path).scan(lambda chunk: zlib.crc32(chunk.data), pool) for one in future.result()]
+            for path in paths
+        ]
     return [zlib.crc32(np.array(chunks, np.uint32).data) for chunks in found]

@@ -1,4 +1,7 @@
-"""What models of click-through rates are made of. A part takes rows (B, F, W): a row of numbers for each of F fields. Knows no data."""
+"""What models of click-through rates are made of. A part takes rows (B, F, W): a row of numbers for each of F fields.
+
+Knows no data.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from torch import Tensor, nn
 
 
 class DenseTable(nn.Module):
-    """A table as a parameter: rows (B, F, W) of ids (B, F). Id -1 stands for zeros: the first row, which does not learn."""
+    """A table as a parameter: rows (B, F, W) of ids (B, F).
+
+    Id -1 stands for zeros: the first row, which does not learn.
+    """
 
     def __init__(self, size: int, width: int) -> None:
         super().__init__()
@@ -20,7 +26,10 @@ class DenseTable(nn.Module):
 
 
 class First(nn.Module):
-    """The first-order term (B,): a weight for each row, already looked up, and for each number. `bias`: whether nothing else in the model has one."""
+    """The first-order term (B,): a weight for each row, already looked up, and for each number.
+
+    `bias`: whether nothing else in the model has one.
+    """
 
     def __init__(self, numbers: int, bias: bool) -> None:
         super().__init__()
@@ -39,7 +48,10 @@ class First(nn.Module):
 
 
 class Pairs(nn.Module):
-    """Sum over all pairs of rows of their products, (B, W): half of (square of the sum - sum of the squares). Source: Rendle 2010, lemma 3.1."""
+    """Sum over all pairs of rows of their products, (B, W): half of (square of the sum - sum of the squares).
+
+    Source: Rendle 2010, lemma 3.1.
+    """
 
     def forward(self, rows: Tensor) -> Tensor:
         return 0.5 * (rows.sum(1).square() - rows.square().sum(1))
@@ -78,7 +90,10 @@ class Cross(nn.Module):
 
 
 class MatrixCross(nn.Module):
-    """x0 * (W x + b) + x, W being U V of a smaller rank where that is not 0. Source: Wang et al. 2021, eqs. 1, 2 (arXiv:2008.13535)."""
+    """x0 * (W x + b) + x, W being U V of a smaller rank where that is not 0. Source: Wang et al. 2021, eqs.
+
+    1, 2 (arXiv:2008.13535).
+    """
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
@@ -94,7 +109,8 @@ class MatrixCross(nn.Module):
 
 
 class Compressed(nn.Module):
-    """Products of `inputs` maps with the rows, each feature for itself, mixed into `maps`: (B, inputs, D), (B, F, D) -> (B, maps, D).
+    """Products of `inputs` maps with the rows, each feature for itself, mixed into `maps`: (B, inputs, D), (B, F, D) ->
+    (B, maps, D).
 
     Source: Lian et al. 2018, eq. 6 (arXiv:1803.05170).
     """
@@ -108,7 +124,10 @@ class Compressed(nn.Module):
 
 
 class Dots(nn.Module):
-    """The product of each row with each before it, (B, F (F - 1) / 2). Source: Naumov et al. 2019, section 2.1.3 (arXiv:1906.00091)."""
+    """The product of each row with each before it, (B, F (F - 1) / 2). Source: Naumov et al.
+
+    2019, section 2.1.3 (arXiv:1906.00091).
+    """
 
     def forward(self, rows: Tensor) -> Tensor:
         count = rows.shape[1]

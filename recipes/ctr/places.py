@@ -6,7 +6,7 @@ import glob
 import os
 from pathlib import Path
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 
 
 def found_at(place: Path, given: str, root: str = "") -> list[Path]:
@@ -15,9 +15,15 @@ def found_at(place: Path, given: str, root: str = "") -> list[Path]:
     if place.is_dir():
         found = sorted(path for path in place.iterdir() if path.is_file() and not path.name.startswith((".", "_")))
         if not found:
-            raise DataError(f"{given}{under}: the folder holds no files, hidden ones apart; give one that does, or a pattern")
+            raise DataError(
+                f"{given}{under}: the folder holds no files, hidden ones apart; give one that does, or a pattern"
+            )
     else:
-        found = [place] if place.exists() else [Path(name) for name in sorted(glob.glob(str(place))) if Path(name).is_file()]
+        found = (
+            [place]
+            if place.exists()
+            else [Path(name) for name in sorted(glob.glob(str(place))) if Path(name).is_file()]
+        )
     if not found:
         raise DataError(f"{given}: there is no such file{under}; give a file, a folder of files or a pattern")
     for path in found:

@@ -1,4 +1,7 @@
-"""What one must do to a row of a log before a model takes it, as JSON: for users of an exported model. Formulas are Python, on whole numbers of any size."""
+"""What one must do to a row of a log before a model takes it, as JSON: for users of an exported model.
+
+Formulas are Python, on whole numbers of any size.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,19 @@ VALUES = {
 STEPS = (
     "a row is its `columns` with `separator` between, without a label; an empty one is missing",
     "`dense`, float32: of each of its columns, which hold an integer x, `value`",
-    "`ids`, int64: of field f, counted from 0, `id`, made of `key` and the field's `seed`; `value` in it is what `values` says of the field's column",
+    "`ids`, int64: of field f, counted from 0, `id`, made of `key` and the field's `seed`; `value` in it is what "
+    "`values` says of the field's column",
     "`mix` is a function of x whose result is the last x; it is the output function of SplitMix64",
 )
 
 
-def of_log(format: str, pairs: int, numbers: Sequence[str], categories: Sequence[str], encoder: Encoder) -> dict[str, Any]:
-    """Of the rows of a log, as they are without a label. `pairs`: of libsvm; `numbers`, `categories`: names of columns, of Parquet files."""
+def of_log(
+    format: str, pairs: int, numbers: Sequence[str], categories: Sequence[str], encoder: Encoder
+) -> dict[str, Any]:
+    """Of the rows of a log, as they are without a label.
+
+    `pairs`: of libsvm; `numbers`, `categories`: names of columns, of Parquet files.
+    """
     match format:
         case "criteo":
             columns, separator, value = [*criteo.COLUMNS], "\t", "hexadecimal"
@@ -50,21 +59,37 @@ def of_log(format: str, pairs: int, numbers: Sequence[str], categories: Sequence
             columns, separator, value = [*numbers, *categories], None, "typed"
     bucket = encoder.integers == "bucket"
     fields = [(name, "bucket", d) for d, name in enumerate(numbers if bucket else [])]
-    fields += [(name, "last two" if (value, name) == ("text", "hour") else value, len(numbers) + f) for f, name in enumerate(categories)]
+    fields += [
+        (name, "last two" if (value, name) == ("text", "hour") else value, len(numbers) + f)
+        for f, name in enumerate(categories)
+    ]
     told = [{"column": name, "value": kind, "seed": seed} for name, kind, seed in fields]
     return {
         "steps": STEPS,
         "rows": {"format": format, "separator": separator, "columns": columns},
         **({} if bucket else _dense(encoder.integers, numbers)),
-        "ids": {"fields": told, "missing": MISSING, "values": {kind: VALUES[kind] for _, kind, _ in fields}, **_id(encoder)},
+        "ids": {
+            "fields": told,
+            "missing": MISSING,
+            "values": {kind: VALUES[kind] for _, kind, _ in fields},
+            **_id(encoder),
+        },
     }
 
 
 def generated(offsets: Sequence[int], numbers: int) -> dict[str, Any]:
     """Of clicks that are drawn: their ids are numbers already."""
-    fields = [{"column": f"C{f + 1}", "first": first, "values": end - first} for f, (first, end) in enumerate(itertools.pairwise(offsets))]
+    fields = [
+        {"column": f"C{f + 1}", "first": first, "values": end - first}
+        for f, (first, end) in enumerate(itertools.pairwise(offsets))
+    ]
     return _dense("log", [f"I{d + 1}" for d in range(numbers)]) | {
-        "ids": {"fields": fields, "id": "first + value", "value": "0 for the most frequent of a field, and so on", "table_size": offsets[-1]}
+        "ids": {
+            "fields": fields,
+            "id": "first + value",
+            "value": "0 for the most frequent of a field, and so on",
+            "table_size": offsets[-1],
+        }
     }
 
 
@@ -78,13 +103,22 @@ def _id(encoder: Encoder) -> dict[str, Any]:
     if encoder.given:
         return {"id": "value"}
     hashed = {
-        "mix": "x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64; x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64; x = x ^ x >> 31",
+        "mix": "x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64; x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64; x = x "
+        "^ x >> 31",
         "key": f"mix((mix(value % 2**64) + (seed + 1) * {int(GOLDEN):#x}) % 2**64) >> 1",
     }
     if encoder.vocabulary is None:
-        return hashed | ({"id": f"key % {encoder.table_size}", "table_size": encoder.table_size} if encoder.table_size else {"id": "key"})
+        return hashed | (
+            {"id": f"key % {encoder.table_size}", "table_size": encoder.table_size}
+            if encoder.table_size
+            else {"id": "key"}
+        )
     return hashed | {
         "id": "first[f] + 1 + known.index(key) if key in known else first[f]",
         "known": "keys[first[f] - f : first[f + 1] - f - 1]",
-        "vocabulary": {"digest": encoder.vocabulary.digest, "table_size": len(encoder.vocabulary), "arrays": ["keys", "first"]},
+        "vocabulary": {
+            "digest": encoder.vocabulary.digest,
+            "table_size": len(encoder.vocabulary),
+            "arrays": ["keys", "first"],
+        },
     }

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import ConfigError
-from dtf.layout import Layout
-from dtf.options import FineTuning
-from dtf.recipe import Dataset, Recipe, Split
+from dtf.api.layout import Layout
+from dtf.api.options import FineTuning
+from dtf.api.recipe import Dataset, Recipe, Split
+from dtf.api.registry import option, register
+from dtf.api.schema import KeyProblem, show
+from dtf.api.sparse_table import Table
+from dtf.core.errors import ConfigError
 from dtf.recipes.ctr.data import ClicksOptions, DataOptions, LogOptions
-from dtf.registry import option, register
-from dtf.schema import KeyProblem, show
-from dtf.table import Table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
-    from dtf.ranking import Ranking
-    from dtf.values import Batch, Names
+    from dtf.core.types import Batch, Names
+    from dtf.model.auc import Ranking
 
 
 class Kind(Enum):
@@ -74,24 +74,52 @@ class Structure(Enum):
 class ModelOptions(FineTuning):
     kind: Kind = option(
         default=Kind.dnn,
-        doc="`lr` logistic regression; `fm` factorization machine; `dnn` multilayer perceptron; `wide_deep`, `deepfm`, `xdeepfm` it beside a logistic "
-        "regression, a factorization machine, a compressed interaction network; `dcn`, `dcnv2` it with cross layers; `dlrm` it on products of pairs of vectors",
+        doc="`lr` logistic regression; `fm` factorization machine; `dnn` multilayer perceptron; `wide_deep`, "
+        "`deepfm`, `xdeepfm` it beside a logistic "
+        "regression, a factorization machine, a compressed interaction network; `dcn`, `dcnv2` it with cross layers; "
+        "`dlrm` it on products of pairs of vectors",
     )
     table: Place = option(
         default=Place.dense,
-        doc="where the rows of ids live: `dense` in a parameter of the model, which every step of the optimizer goes over, so that L2 and Adam are exact; "
+        doc="where the rows of ids live: `dense` in a parameter of the model, which every step of the optimizer goes "
+        "over, so that L2 and Adam are exact; "
         "`sparse` in a table beside it, of which a step touches only the rows of its batch",
     )
-    capacity: int = option(default=0, least=0, most=1 << 40, doc="for table=sparse: rows it may come to hold, over all ranks; 0: one for each id", unit="rows")
-    scale: float = option(default=1e-4, above=0, doc="standard deviation of the numbers that rows of ids are drawn from")
+    capacity: int = option(
+        default=0,
+        least=0,
+        most=1 << 40,
+        doc="for table=sparse: rows it may come to hold, over all ranks; 0: one for each id",
+        unit="rows",
+    )
+    scale: float = option(
+        default=1e-4, above=0, doc="standard deviation of the numbers that rows of ids are drawn from"
+    )
     dim: int = option(default=10, least=1, most=4096, doc="numbers of an id's vector; not of kind=lr")
-    hidden: list[int] = option(factory=lambda: [400, 400, 400], least=1, most=65536, doc="widths of the hidden layers of the multilayer perceptron")
+    hidden: list[int] = option(
+        factory=lambda: [400, 400, 400],
+        least=1,
+        most=65536,
+        doc="widths of the hidden layers of the multilayer perceptron",
+    )
     batch_norm: bool = option(default=False, doc="normalise these hidden layers by batch statistics")
-    dropout: float = option(default=0.0, least=0, below=1, doc="share of the activations of these hidden layers that is dropped")
+    dropout: float = option(
+        default=0.0, least=0, below=1, doc="share of the activations of these hidden layers that is dropped"
+    )
     cross_layers: int = option(default=3, least=1, most=64, doc="of kind=dcn and dcnv2")
-    cross_rank: int = option(default=0, least=0, most=65536, doc="of kind=dcnv2: rank of the matrices of cross layers; 0: full")
-    structure: Structure = option(default=Structure.parallel, doc="of kind=dcnv2: multilayer perceptron beside the cross layers, or `stacked` on them")
-    maps: list[int] = option(factory=lambda: [64], least=1, most=4096, doc="of kind=xdeepfm: feature maps of the layers of its interaction network")
+    cross_rank: int = option(
+        default=0, least=0, most=65536, doc="of kind=dcnv2: rank of the matrices of cross layers; 0: full"
+    )
+    structure: Structure = option(
+        default=Structure.parallel,
+        doc="of kind=dcnv2: multilayer perceptron beside the cross layers, or `stacked` on them",
+    )
+    maps: list[int] = option(
+        factory=lambda: [64],
+        least=1,
+        most=4096,
+        doc="of kind=xdeepfm: feature maps of the layers of its interaction network",
+    )
     bottom: list[int] = option(
         factory=lambda: [512, 256],
         least=1,
@@ -108,13 +136,24 @@ class ModelOptions(FineTuning):
                 given = show(value.name if isinstance(value, Enum) else value)
                 names = ", ".join(kind.name for kind in Kind if kind in kinds)
                 full = f"recipe.model.{key}"
-                raise KeyProblem(full, f"{full}={given} does not apply to recipe.model.kind={self.kind.name}, only to {names}; leave it out")
+                raise KeyProblem(
+                    full,
+                    f"{full}={given} does not apply to recipe.model.kind={self.kind.name}, only to {names}; leave it "
+                    "out",
+                )
         for key in ("hidden", "maps"):
             if not getattr(self, key):
-                raise KeyProblem(f"recipe.model.{key}", f"recipe.model.{key}=[] must name at least one layer; kind=lr and kind=fm have none")
+                raise KeyProblem(
+                    f"recipe.model.{key}",
+                    f"recipe.model.{key}=[] must name at least one layer; kind=lr and kind=fm have none",
+                )
         if self.capacity and self.table is Place.dense:
             key = "recipe.model.capacity"
-            raise KeyProblem(key, f"{key}={self.capacity} has a meaning for recipe.model.table=sparse only; set that too, or leave it out")
+            raise KeyProblem(
+                key,
+                f"{key}={self.capacity} has a meaning for recipe.model.table=sparse only; set that too, or leave it "
+                "out",
+            )
 
     @property
     def width(self) -> int:
@@ -126,13 +165,18 @@ class ModelOptions(FineTuning):
 class ClickThrough(Recipe):
     """The probability of a click, from the ids and numbers of a row. Where the rows come from is left to subclasses.
 
-    `loss` is the log loss, `calibration` predicted over observed clicks; evaluations have `auc` too, and `group_auc` where there are groups.
+    `loss` is the log loss, `calibration` predicted over observed clicks; evaluations have `auc` too, and `group_auc`
+    where there are groups.
     """
 
     model: ModelOptions = option(factory=ModelOptions, doc="the model")
     data: DataOptions = option(factory=DataOptions, doc="the rows")
     group: int = option(
-        default=-1, least=-1, doc="field, from 0, within whose values evaluations also measure the AUC: `group_auc`, weighted by rows; -1: not", unit="field"
+        default=-1,
+        least=-1,
+        doc="field, from 0, within whose values evaluations also measure the AUC: `group_auc`, weighted by rows; -1: "
+        "not",
+        unit="field",
     )
 
     @property
@@ -149,27 +193,45 @@ class ClickThrough(Recipe):
 
     def direction(self, metric: str) -> str:
         if metric == "calibration":
-            raise ConfigError("run.objective=calibration is best at 1, neither at its largest nor at its smallest, and ranks no models; use auc or loss")
+            raise ConfigError(
+                "run.objective=calibration is best at 1, neither at its largest nor at its smallest, and ranks no "
+                "models; use auc or loss"
+            )
         return super().direction(metric)
 
     def idle(self) -> dict[str, str]:
-        idle = {f"recipe.model.{key}": "recipe.model.kind" for key, kinds in OF_KINDS.items() if self.model.kind not in kinds}
-        of_place = ("sparse", "recipe.model.capacity") if self.model.table is Place.dense else ("optimizer.weight_decays.table",)
+        idle = {
+            f"recipe.model.{key}": "recipe.model.kind"
+            for key, kinds in OF_KINDS.items()
+            if self.model.kind not in kinds
+        }
+        of_place = (
+            ("sparse", "recipe.model.capacity")
+            if self.model.table is Place.dense
+            else ("optimizer.weight_decays.table",)
+        )
         return idle | dict.fromkeys(of_place, "recipe.model.table")
 
     def check(self) -> None:
         if self.data.any_ids and self.model.table is Place.dense:
             raise ConfigError(
-                "recipe.model.table=dense has a row for each id, and the ids of recipe.data.ids=raw are any; use recipe.model.table=sparse, and "
+                "recipe.model.table=dense has a row for each id, and the ids of recipe.data.ids=raw are any; use "
+                "recipe.model.table=sparse, and "
                 "recipe.model.capacity=ROWS that it may come to hold"
             )
         self.model.check()
         if self.data.any_ids and not self.model.capacity:
-            raise ConfigError("recipe.model.capacity is not set, and the ids of recipe.data.ids=raw are any; give the rows that the table may come to hold")
+            raise ConfigError(
+                "recipe.model.capacity is not set, and the ids of recipe.data.ids=raw are any; give the rows that the "
+                "table may come to hold"
+            )
         self.data.check()
         if self.group >= self.data.fields:
             named = ", ".join(f"{number} {name}" for number, name in enumerate(self.data.field_names))
-            raise ConfigError(f"recipe.group={self.group} must be -1 for none, or a field of a row, 0 to {self.data.fields - 1}{named and f': {named}'}")
+            raise ConfigError(
+                f"recipe.group={self.group} must be -1 for none, or a field of a row, 0 to "
+                f"{self.data.fields - 1}{named and f': {named}'}"
+            )
 
     def table_widths(self) -> dict[str, int]:
         return {} if self.model.table is Place.dense else {"ids": self.model.width}
@@ -195,7 +257,9 @@ class ClickThrough(Recipe):
         from dtf.recipes.ctr import model as models
 
         o = self.model
-        inputs = models.Inputs(self.data.fields, self.data.integers_count, self.data.table_rows if o.table is Place.dense else 0)
+        inputs = models.Inputs(
+            self.data.fields, self.data.integers_count, self.data.table_rows if o.table is Place.dense else 0
+        )
         tower = models.Tower(o.hidden, o.batch_norm, o.dropout)
         match o.kind:
             case Kind.lr:
@@ -209,7 +273,9 @@ class ClickThrough(Recipe):
             case Kind.dcn:
                 return models.DCN(inputs, o.dim, tower, o.cross_layers, None, stacked=False)
             case Kind.dcnv2:
-                return models.DCN(inputs, o.dim, tower, o.cross_layers, o.cross_rank, stacked=o.structure is Structure.stacked)
+                return models.DCN(
+                    inputs, o.dim, tower, o.cross_layers, o.cross_rank, stacked=o.structure is Structure.stacked
+                )
             case Kind.xdeepfm:
                 return models.XDeepFM(inputs, o.dim, tower, o.maps)
             case Kind.dlrm:
@@ -231,22 +297,32 @@ class ClickThrough(Recipe):
         return binary_cross_entropy_with_logits(outputs, _clicks(targets).to(outputs.dtype), reduction="none")
 
     def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
-        from dtf.metrics import weighted_sums
+        from dtf.model.metrics import weighted_sums
 
         return weighted_sums(batch.weight, loss, outputs.sigmoid(), _clicks(batch.targets))
 
     def summarise(self, sums: list[float]) -> dict[str, float]:
         rows, loss, predicted, observed = sums
-        return {"loss": loss / rows if rows else float("nan"), "calibration": predicted / observed if observed else float("nan")}
+        return {
+            "loss": loss / rows if rows else float("nan"),
+            "calibration": predicted / observed if observed else float("nan"),
+        }
 
     def judged(self, outputs: Tensor, batch: Batch) -> Tensor:
         import torch
 
-        columns = [outputs, _clicks(batch.targets), batch.weight, *(batch.targets[:, 1:].unbind(1) if self.group >= 0 else ())]
-        return torch.stack([column.to(batch.targets.dtype if self.group >= 0 else outputs.dtype) for column in columns], 1)
+        columns = [
+            outputs,
+            _clicks(batch.targets),
+            batch.weight,
+            *(batch.targets[:, 1:].unbind(1) if self.group >= 0 else ()),
+        ]
+        return torch.stack(
+            [column.to(batch.targets.dtype if self.group >= 0 else outputs.dtype) for column in columns], 1
+        )
 
     def judge(self, rows: int) -> Ranking:
-        from dtf.ranking import Ranking
+        from dtf.model.auc import Ranking
 
         return Ranking(rows, grouped=self.group >= 0)
 
@@ -279,6 +355,8 @@ class ClickLog(ClickThrough):
 
 @register("recipe", "ctr_generated")
 class GeneratedClicks(ClickThrough):
-    """A model of click-through rates, trained on clicks of known probabilities that are drawn as they are read: no files needed."""
+    """A model of click-through rates, trained on clicks of known probabilities that are drawn as they are read: no
+    files needed.
+    """
 
     data: ClicksOptions = option(factory=ClicksOptions, doc="the clicks")

@@ -1,4 +1,7 @@
-"""A vocabulary: the values of each field that a log has often enough, numbered without gaps. Made in one pass over the training split."""
+"""A vocabulary: the values of each field that a log has often enough, numbered without gaps.
+
+Made in one pass over the training split.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from dtf.recipes.ctr.hashing import MISSING, count_keys, fill_table
 
 
 class Vocabulary:
-    """Field f has the ids from `rare[f]`, which stands for all of its values that are not in `keys`, to before `rare[f + 1]`.
+    """Field f has the ids from `rare[f]`, which stands for all of its values that are not in `keys`, to before `rare[f
+    + 1]`.
 
     Keys of different fields differ.
     """
@@ -24,7 +28,11 @@ class Vocabulary:
         self.keys, self.rare = keys, rare
         self.table = np.full(_power_of_two(2 * len(keys)), MISSING, np.int64)
         self.numbers = np.empty_like(self.table)
-        numbers = np.concatenate([np.arange(first + 1, end) for first, end in itertools.pairwise(rare)]) if len(keys) else keys
+        numbers = (
+            np.concatenate([np.arange(first + 1, end) for first, end in itertools.pairwise(rare)])
+            if len(keys)
+            else keys
+        )
         fill_table(self.table, self.numbers, keys, numbers)
         self.digest = f"{zlib.crc32(rare.data, zlib.crc32(keys.data)):08x}"
 
@@ -43,7 +51,8 @@ class Vocabulary:
 
 
 def count(blocks: Iterable[np.ndarray], fields: int, least: int) -> Vocabulary:
-    """The values that occur at least so often in `blocks` of keys (B, F). Whatever the order of the rows, the result is the same.
+    """The values that occur at least so often in `blocks` of keys (B, F). Whatever the order of the rows, the result is
+    the same.
 
     Memory: 32 to 64 bytes for each value that occurs at all.
     """

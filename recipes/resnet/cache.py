@@ -1,4 +1,7 @@
-"""Decoded pixels on disk: images are decoded once, and all ranks of all later runs map the same file. Says nothing about augmentation."""
+"""Decoded pixels on disk: images are decoded once, and all ranks of all later runs map the same file.
+
+Says nothing about augmentation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.resnet.tree import SPLITS, read_tree, stamp
 
 FORMAT = 1  # of the files below; part of the key
@@ -66,7 +69,8 @@ def glance(folder: Path, pixels: int) -> Decoded | None:
 
 
 def decoded(root: Path, pixels: int, cache: Path, split: str) -> Decoded:
-    """The decoded images of `root`, from the cache when it holds `split` intact; otherwise this process decodes while others wait.
+    """The decoded images of `root`, from the cache when it holds `split` intact; otherwise this process decodes while
+    others wait.
 
     DataError for a tree that cannot be read and for a cache that cannot be written.
     """
@@ -85,7 +89,10 @@ def decoded(root: Path, pixels: int, cache: Path, split: str) -> Decoded:
 
 @contextlib.contextmanager
 def written(cache: Path, name: str) -> Iterator[None]:
-    """One process at a time makes `name` in the cache; the kernel lets go of the lock when the process dies. DataError for whatever cannot be written."""
+    """One process at a time makes `name` in the cache; the kernel lets go of the lock when the process dies.
+
+    DataError for whatever cannot be written.
+    """
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with open(cache / f"{name}.lock", "w") as file:
@@ -93,7 +100,8 @@ def written(cache: Path, name: str) -> Iterator[None]:
             yield
     except OSError as error:
         raise DataError(
-            f"recipe.data.cache={cache} cannot be written: {error.strerror or error}; set recipe.data.cache=DIR to a folder with free space"
+            f"recipe.data.cache={cache} cannot be written: {error.strerror or error}; set recipe.data.cache=DIR to a "
+            "folder with free space"
         ) from error
 
 
@@ -121,6 +129,8 @@ def _decode(root: Path, pixels: int, folder: Path) -> Decoded:
     building.mkdir()
     decode_tree(root, tree, pixels, {split: building / f"{split}.u8" for split in SPLITS})
     made = Decoded(folder, tree.classes, tree.counts, {split: _crc32(building / f"{split}.u8") for split in SPLITS})
-    (building / "meta.json").write_text(json.dumps({"classes": made.classes, "counts": made.counts, "digests": made.digests}))
+    (building / "meta.json").write_text(
+        json.dumps({"classes": made.classes, "counts": made.counts, "digests": made.digests})
+    )
     building.rename(folder)
     return made

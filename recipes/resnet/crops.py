@@ -22,10 +22,14 @@ class Part:
     width: int
 
 
-def random_part(height: int, width: int, area: tuple[float, float], ratio: tuple[float, float], uniform: np.ndarray) -> Part:
-    """A part with a random share of the area and a random ratio of width to height; the largest central one when ten tries do not fit.
+def random_part(
+    height: int, width: int, area: tuple[float, float], ratio: tuple[float, float], uniform: np.ndarray
+) -> Part:
+    """A part with a random share of the area and a random ratio of width to height; the largest central one when ten
+    tries do not fit.
 
-    `uniform`: draws in [0, 1), (CROP_DRAWS,). Source: Szegedy et al. 2015 (arXiv:1409.4842), section 6, as torchvision's RandomResizedCrop.
+    `uniform`: draws in [0, 1), (CROP_DRAWS,). Source: Szegedy et al. 2015 (arXiv:1409.4842), section 6, as
+    torchvision's RandomResizedCrop.
     """
     draws = uniform.tolist()
     low, high = math.log(ratio[0]), math.log(ratio[1])

@@ -14,14 +14,17 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.resnet.tree import Tree, read_files
 
 CHUNK = 64  # images that a thread takes at a time: handing over a small one costs more than decoding it
 
 
 def decode_tree(root: Path, tree: Tree, pixels: int, outputs: dict[str, Path]) -> None:
-    """Write each split as raw bytes (rows, pixels, pixels, 3) in the order of the tree. DataError names a file that cannot be decoded."""
+    """Write each split as raw bytes (rows, pixels, pixels, 3) in the order of the tree.
+
+    DataError names a file that cannot be decoded.
+    """
     row_bytes = pixels * pixels * 3
     places = {name: (split, row) for split, names in tree.files.items() for row, name in enumerate(names)}
     files = {split: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) for split, path in outputs.items()}
@@ -31,10 +34,16 @@ def decode_tree(root: Path, tree: Tree, pixels: int, outputs: dict[str, Path]) -
             try:
                 image = decode_image(content, pixels)
             except UnidentifiedImageError as error:
-                raise DataError(f"recipe.data.root={root}: {name} ({len(content)} bytes) is no JPEG or PNG file; replace or remove it") from error
+                raise DataError(
+                    f"recipe.data.root={root}: {name} ({len(content)} bytes) is no JPEG or PNG file; replace or "
+                    "remove it"
+                ) from error
             except Exception as error:  # a broken file makes Pillow raise whatever its parser stumbles on
                 reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-                raise DataError(f"recipe.data.root={root}: {name} ({len(content)} bytes) cannot be decoded: {reason}; replace or remove it") from error
+                raise DataError(
+                    f"recipe.data.root={root}: {name} ({len(content)} bytes) cannot be decoded: {reason}; replace or "
+                    "remove it"
+                ) from error
             split, row = places[name]
             if os.pwrite(files[split], image.tobytes(), row * row_bytes) != row_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -53,11 +62,15 @@ def decode_tree(root: Path, tree: Tree, pixels: int, outputs: dict[str, Path]) -
         for file in files.values():
             os.close(file)
     if done != len(places):
-        raise DataError(f"recipe.data.root={root} changed while it was read: {done} of {len(places)} images found; start again")
+        raise DataError(
+            f"recipe.data.root={root} changed while it was read: {done} of {len(places)} images found; start again"
+        )
 
 
 def decode_image(content: bytes, pixels: int) -> np.ndarray:
-    """A JPEG or PNG file as (pixels, pixels, 3) bytes: the largest centred square, resized (bilinear, anti-aliased) unless it fits."""
+    """A JPEG or PNG file as (pixels, pixels, 3) bytes: the largest centred square, resized (bilinear, anti-aliased)
+    unless it fits.
+    """
     with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as file:
         image = file.convert("RGB")
     if image.size != (pixels, pixels):

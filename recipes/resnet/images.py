@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.recipe import Dataset
-from dtf.seeding import draws
+from dtf.api.recipe import Dataset
+from dtf.core.seeding import draws
 
 
 class Images(Dataset):
     """Bytes (N, H, W, 3) and labels (N,) as normalised float32 (B, 3, H, W) and int64 (B,).
 
-    `crop_pad` and `flip` augment: zeros are put around the image, a window of its size is cut out at random, and half of the
-    windows are mirrored; both depend on (seed, epoch, id) alone. Leave them at 0 and False for evaluation. `digest` stands for the
-    content of `pixels` in the fingerprint when it is known already.
+    `crop_pad` and `flip` augment: zeros are put around the image, a window of its size is cut out at random, and half
+    of the windows are mirrored; both depend on (seed, epoch, id) alone. Leave them at 0 and False for evaluation.
+    `digest` stands for the content of `pixels` in the fingerprint when it is known already.
 
-    Inputs keep the channels-last order of the bytes in memory. Convolutions on CPU take the layout of their input, and are
-    faster in this one, whatever the layout of the parameters.
+    Inputs keep the channels-last order of the bytes in memory. Convolutions on CPU take the layout of their input, and
+    are faster in this one, whatever the layout of the parameters.
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class Images(Dataset):
         self._pixels, self._labels = pixels, labels.astype(np.int64)
         self._crop_pad, self._flip, self._seed, self._digest = crop_pad, flip, seed, digest
         width = pixels.shape[2]
-        self._mean = torch.tensor(mean, dtype=torch.float32).mul(255).repeat(width)  # of one row of pixels, so that the last axis is long
+        # of one row of pixels, so that the last axis is long
+        self._mean = torch.tensor(mean, dtype=torch.float32).mul(255).repeat(width)
         self._scale = torch.tensor(std, dtype=torch.float32).mul(255).reciprocal().repeat(width)
 
     def __len__(self) -> int:
@@ -63,7 +64,10 @@ class Images(Dataset):
     def fingerprint(self) -> str:
         """Rows, size and crc32 of the bytes and labels."""
         digest = self._digest or f"{zlib.crc32(np.ascontiguousarray(self._pixels).data):08x}"
-        return f"{len(self)} rows of {'x'.join(map(str, self._pixels.shape[1:]))}, pixels {digest}, labels {zlib.crc32(self._labels.data):08x}"
+        return (
+            f"{len(self)} rows of {'x'.join(map(str, self._pixels.shape[1:]))}, pixels {digest}, labels "
+            f"{zlib.crc32(self._labels.data):08x}"
+        )
 
 
 def augment(pixels: np.ndarray, uniform: np.ndarray, crop_pad: int, flip: bool) -> np.ndarray:

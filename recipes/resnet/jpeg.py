@@ -1,9 +1,9 @@
 """The wanted part of a JPEG file, decoded no further than needed. Knows nothing of augmentation and of other formats.
 
-What is saved: rows below the part are not decoded, for the height in a copy of the file's header is lowered to where the part ends, and
-in a baseline file without restart markers nothing above depends on what follows. A part that will be shrunk to less than a quarter is
-decoded at half its size, and so on, by a smaller inverse transform. And the decoder lets go of the interpreter's lock, so that threads share the
-cores.
+What is saved: rows below the part are not decoded, for the height in a copy of the file's header is lowered to where
+the part ends, and in a baseline file without restart markers nothing above depends on what follows. A part that will be
+shrunk to less than a quarter is decoded at half its size, and so on, by a smaller inverse transform. And the decoder
+lets go of the interpreter's lock, so that threads share the cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _here = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the markers before the picture say. `height_at`: where the header has the height, 0 where it must stay as it is."""
+    """What the markers before the picture say.
+
+    `height_at`: where the header has the height, 0 where it must stay as it is.
+    """
 
     height: int
     width: int
@@ -47,9 +50,18 @@ def read_header(content: bytes) -> Header | None:
         if 0xC0 <= marker <= 0xC2:
             if content[at + 4] != 8 or content[at + 9] not in (1, 3):
                 return None
-            found = content[at + 5] << 8 | content[at + 6], content[at + 7] << 8 | content[at + 8], at + 5, content[at + 9]
+            found = (
+                content[at + 5] << 8 | content[at + 6],
+                content[at + 7] << 8 | content[at + 8],
+                at + 5,
+                content[at + 9],
+            )
             lowerable &= marker != 0xC2  # progressive: every scan goes over the whole picture
-        elif marker == 0xE1 and content[at + 4 : at + 10] == b"Exif\0\0" and not _upright(content[at + 10 : at + 2 + length]):
+        elif (
+            marker == 0xE1
+            and content[at + 4 : at + 10] == b"Exif\0\0"
+            and not _upright(content[at + 10 : at + 2 + length])
+        ):
             return None
         elif marker == 0xDD:
             lowerable = False  # restart markers: what is left over would be taken for damage
@@ -57,7 +69,8 @@ def read_header(content: bytes) -> Header | None:
             if found is None or not found[0] or not found[1]:
                 return None
             height, width, height_at, channels = found
-            return Header(height, width, height_at if lowerable and content[at + 4] == channels else 0)  # all channels in one scan
+            # all channels in one scan
+            return Header(height, width, height_at if lowerable and content[at + 4] == channels else 0)
         elif 0xC3 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             return None  # lossless, arithmetic or hierarchical
         at += 2 + length
@@ -65,9 +78,11 @@ def read_header(content: bytes) -> Header | None:
 
 
 def decode(content: bytes, header: Header, part: Part, least: int, fast: bool = True) -> np.ndarray | None:
-    """The part, (h, w, 3) bytes: full size, or 1/2, 1/4 or 1/8 of it where both sides stay at least `least`. None where the data is damaged.
+    """The part, (h, w, 3) bytes: full size, or 1/2, 1/4 or 1/8 of it where both sides stay at least `least`. None where
+    the data is damaged.
 
-    Valid until this thread decodes again. `fast`: colour is repeated, not interpolated; after resampling 0.1 of 255 apart on photographs.
+    Valid until this thread decodes again. `fast`: colour is repeated, not interpolated; after resampling 0.1 of 255
+    apart on photographs.
     """
     scale = next((s for s in (8, 4, 2) if min(part.height, part.width) >= s * least), 1)
     height, data = header.height, content
@@ -82,7 +97,9 @@ def decode(content: bytes, header: Header, part: Part, least: int, fast: bool = 
         _here.room = bytearray(room * 5 // 4)
     try:
         least_height, least_width = (rows, columns) if scale > 1 else (0, 0)
-        picture = simplejpeg.decode_jpeg(data, "RGB", fastupsample=fast, min_height=least_height, min_width=least_width, buffer=_here.room)
+        picture = simplejpeg.decode_jpeg(
+            data, "RGB", fastupsample=fast, min_height=least_height, min_width=least_width, buffer=_here.room
+        )
     except ValueError as error:
         if height == header.height or EXTRANEOUS not in str(error):  # the decoder tells its first complaint
             return None

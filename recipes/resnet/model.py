@@ -1,4 +1,7 @@
-"""Residual networks: torchvision's, and the small ones for 32-pixel images. Says nothing about how parameters are drawn or trained."""
+"""Residual networks: torchvision's, and the small ones for 32-pixel images.
+
+Says nothing about how parameters are drawn or trained.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from torchvision.models.resnet import BasicBlock
 
 
 class Pad(nn.Module):
-    """A shortcut without parameters: take every `stride`-th pixel and append zero channels, (B, C, H, W) -> (B, channels, H/stride, W/stride).
+    """A shortcut without parameters: take every `stride`-th pixel and append zero channels, (B, C, H, W) -> (B,
+    channels, H/stride, W/stride).
 
     Source: option A of He et al. 2015 (arXiv:1512.03385), sections 3.3 and 4.2.
     """
@@ -26,7 +30,8 @@ class Pad(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """Depth 6n + 2 in three stages of n blocks each, for small images; parameters are named as in torchvision's networks.
+    """Depth 6n + 2 in three stages of n blocks each, for small images; parameters are named as in torchvision's
+    networks.
 
     Source: He et al. 2015 (arXiv:1512.03385), section 4.2; `width` is 16 there.
     """
@@ -54,14 +59,16 @@ class SmallResNet(nn.Module):
 
 def _stage(before: int, channels: int, blocks: int, stride: int) -> nn.Sequential:
     shortcut = Pad(channels, stride) if stride > 1 or before != channels else None
-    return nn.Sequential(BasicBlock(before, channels, stride, shortcut), *(BasicBlock(channels, channels) for _ in range(blocks - 1)))
+    return nn.Sequential(
+        BasicBlock(before, channels, stride, shortcut), *(BasicBlock(channels, channels) for _ in range(blocks - 1))
+    )
 
 
 def large(arch: str, stem: str, classes: int) -> nn.Module:
     """One of torchvision's networks, `arch` by torchvision's name.
 
-    `stem=cifar` makes the first convolution 3x3 with stride 1 and takes out the max-pooling, so that 32-pixel images keep their
-    resolution; names stay, and all shapes but that of `conv1.weight`.
+    `stem=cifar` makes the first convolution 3x3 with stride 1 and takes out the max-pooling, so that 32-pixel images
+    keep their resolution; names stay, and all shapes but that of `conv1.weight`.
     """
     from torchvision.models import get_model
 
@@ -75,8 +82,9 @@ def large(arch: str, stem: str, classes: int) -> nn.Module:
 def draw(name: str, module: nn.Module, zero_init_residual: bool, last_norm: str) -> None:
     """Draw what `module` itself owns by the rules of torchvision's `ResNet.__init__`.
 
-    `last_norm`: name of the last normalisation inside a residual block; with `zero_init_residual` its weight starts at zero, so
-    that blocks start as the identity. Sources: He et al. 2015 (arXiv:1502.01852); Goyal et al. 2017 (arXiv:1706.02677), section 5.1.
+    `last_norm`: name of the last normalisation inside a residual block; with `zero_init_residual` its weight starts at
+    zero, so that blocks start as the identity. Sources: He et al. 2015 (arXiv:1502.01852); Goyal et al. 2017
+    (arXiv:1706.02677), section 5.1.
     """
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,4 +1,6 @@
-"""Image files of any kind that Pillow knows, upright and in RGB: the way for all that `jpeg.read_header` does not take."""
+"""Image files of any kind that Pillow knows, upright and in RGB: the way for all that `jpeg.read_header` does not
+take.
+"""
 
 from __future__ import annotations
 

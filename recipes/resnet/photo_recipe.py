@@ -1,4 +1,6 @@
-"""Residual networks on image files of any size, read and augmented anew in every epoch: ImageNet, Imagenette, one's own photographs."""
+"""Residual networks on image files of any size, read and augmented anew in every epoch: ImageNet, Imagenette, one's own
+photographs.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import ConfigError
+from dtf.api.registry import option, register
+from dtf.core.errors import ConfigError
 from dtf.recipes.resnet.recipe import Arch, Classification, ModelOptions, SourceOptions, Stem
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from dtf.core.types import Batch
     from dtf.recipes.resnet.photos import Photos
-    from dtf.values import Batch
 
 
 class Policy(Enum):
@@ -34,7 +36,9 @@ BadRecords = Enum("BadRecords", {"raise": "raise", "skip": "skip"})
 
 @dataclass(kw_only=True)
 class PhotoOptions(SourceOptions):
-    pixels: int = option(default=224, least=16, most=4096, doc="height and width of what the network sees", unit="pixels")
+    pixels: int = option(
+        default=224, least=16, most=4096, doc="height and width of what the network sees", unit="pixels"
+    )
     whole: int = option(
         default=0,
         least=0,
@@ -42,28 +46,69 @@ class PhotoOptions(SourceOptions):
         doc="in evaluation the shorter side is made so long, and the centre seen; 0: 8/7 of `pixels` (256 for 224)",
         unit="pixels",
     )
-    mean: list[float] = option(factory=lambda: [0.485, 0.456, 0.406], doc="of the red, green and blue of a pixel in [0, 1]; default: ImageNet's")
+    mean: list[float] = option(
+        factory=lambda: [0.485, 0.456, 0.406],
+        doc="of the red, green and blue of a pixel in [0, 1]; default: ImageNet's",
+    )
     std: list[float] = option(factory=lambda: [0.229, 0.224, 0.225], above=0, doc="standard deviation, likewise")
-    crop_area: list[float] = option(factory=lambda: [0.08, 1.0], above=0, most=1, doc="smallest and largest share of a training image that is seen")
-    crop_ratio: list[float] = option(factory=lambda: [3 / 4, 4 / 3], above=0, most=10, doc="smallest and largest ratio of its width to its height")
+    crop_area: list[float] = option(
+        factory=lambda: [0.08, 1.0], above=0, most=1, doc="smallest and largest share of a training image that is seen"
+    )
+    crop_ratio: list[float] = option(
+        factory=lambda: [3 / 4, 4 / 3], above=0, most=10, doc="smallest and largest ratio of its width to its height"
+    )
     flip: bool = option(default=True, doc="mirror half of the training images")
     jitter: list[float] = option(
-        factory=list, least=0, most=10, doc="random changes of brightness, contrast, saturation and hue, four numbers as torchvision's ColorJitter; empty: none"
+        factory=list,
+        least=0,
+        most=10,
+        doc="random changes of brightness, contrast, saturation and hue, four numbers as torchvision's ColorJitter; "
+        "empty: none",
     )
     policy: Policy = option(
-        default=Policy.none, doc="further augmentation: `trivial` TrivialAugmentWide, one operation of any strength; `rand` RandAugment, two at 9 of 30"
+        default=Policy.none,
+        doc="further augmentation: `trivial` TrivialAugmentWide, one operation of any strength; `rand` RandAugment, "
+        "two at 9 of 30",
     )
-    mixup: float = option(default=0.0, least=0, most=100, doc="alpha of mixup, which blends each training image and its target with its neighbour's; 0: not")
-    cutmix: float = option(default=0.0, least=0, most=100, doc="alpha of cutmix, which pastes a part of the neighbour instead; with both, each image has one")
-    grow_from: int = option(default=0, least=0, most=4096, doc="progressive resizing: pixels of training images in the first epoch; 0: all from the start")
-    grow_epochs: int = option(default=0, least=0, most=100_000, doc="epochs in which they grow, in steps of 16, to `pixels`", unit="epochs")
+    mixup: float = option(
+        default=0.0,
+        least=0,
+        most=100,
+        doc="alpha of mixup, which blends each training image and its target with its neighbour's; 0: not",
+    )
+    cutmix: float = option(
+        default=0.0,
+        least=0,
+        most=100,
+        doc="alpha of cutmix, which pastes a part of the neighbour instead; with both, each image has one",
+    )
+    grow_from: int = option(
+        default=0,
+        least=0,
+        most=4096,
+        doc="progressive resizing: pixels of training images in the first epoch; 0: all from the start",
+    )
+    grow_epochs: int = option(
+        default=0, least=0, most=100_000, doc="epochs in which they grow, in steps of 16, to `pixels`", unit="epochs"
+    )
     bad_records: BadRecords = option(
-        default=BadRecords["raise"], doc="files that cannot be decoded: `raise` ends the run, `skip` names each in the log and counts it not"
+        default=BadRecords["raise"],
+        doc="files that cannot be decoded: `raise` ends the run, `skip` names each in the log and counts it not",
     )
     bad_share: float = option(
-        default=0.001, above=0, most=1, doc="share of a split that may be skipped, over all ranks; more ends the run", unit="share of the rows"
+        default=0.001,
+        above=0,
+        most=1,
+        doc="share of a split that may be skipped, over all ranks; more ends the run",
+        unit="share of the rows",
     )
-    threads: int = option(default=0, least=0, most=1024, doc="threads that decode, on each rank; 0: as many as the rank computes with", unit="threads")
+    threads: int = option(
+        default=0,
+        least=0,
+        most=1024,
+        doc="threads that decode, on each rank; 0: as many as the rank computes with",
+        unit="threads",
+    )
 
     def check(self) -> None:
         super().check()
@@ -83,7 +128,8 @@ class PhotoOptions(SourceOptions):
             raise ConfigError(f"recipe.data.whole={self.whole} must be at least recipe.data.pixels={self.pixels}, or 0")
         if bool(self.grow_from) != bool(self.grow_epochs):
             raise ConfigError(
-                f"recipe.data.grow_from={self.grow_from} and recipe.data.grow_epochs={self.grow_epochs} belong together; set both, or leave both at 0"
+                f"recipe.data.grow_from={self.grow_from} and recipe.data.grow_epochs={self.grow_epochs} belong "
+                "together; set both, or leave both at 0"
             )
         if self.grow_from and not 16 <= self.grow_from <= self.pixels:
             raise ConfigError(f"recipe.data.grow_from={self.grow_from} must be 16 to recipe.data.pixels={self.pixels}")
@@ -91,9 +137,13 @@ class PhotoOptions(SourceOptions):
 
 @register("recipe", "resnet_photos")
 class ResnetPhotos(Classification):
-    """A residual network on image files of any size and kind, in class folders or an archive of them, augmented anew in every epoch."""
+    """A residual network on image files of any size and kind, in class folders or an archive of them, augmented anew in
+    every epoch.
+    """
 
-    model: ModelOptions = option(factory=lambda: ModelOptions(arch=Arch.resnet18, stem=Stem.imagenet), doc="the network")
+    model: ModelOptions = option(
+        factory=lambda: ModelOptions(arch=Arch.resnet18, stem=Stem.imagenet), doc="the network"
+    )
     data: PhotoOptions = option(factory=PhotoOptions, doc="the images")
 
     def check(self) -> None:
@@ -154,7 +204,8 @@ class ResnetPhotos(Classification):
     def preprocessing(self) -> dict[str, Any]:
         found = super().preprocessing()
         found["steps"][1] = (
-            f"resize the shorter side to {self._whole} pixels (bilinear, antialiased) and cut out the central {self.data.pixels} x {self.data.pixels}"
+            f"resize the shorter side to {self._whole} pixels (bilinear, antialiased) and cut out the central "
+            f"{self.data.pixels} x {self.data.pixels}"
         )
         return found | {"resize": self._whole}
 
@@ -168,7 +219,16 @@ class ResnetPhotos(Classification):
 
         names = image_names(path)
         threads = self.data.threads or torch.get_num_threads()
-        return names, Photos(Store(path, tuple(names), None, digest(names)), np.zeros(len(names)), self.data.pixels, self._whole, None, 0, threads, 0)
+        return names, Photos(
+            Store(path, tuple(names), None, digest(names)),
+            np.zeros(len(names)),
+            self.data.pixels,
+            self._whole,
+            None,
+            0,
+            threads,
+            0,
+        )
 
     @property
     def _whole(self) -> int:

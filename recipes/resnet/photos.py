@@ -1,4 +1,6 @@
-"""A data set of image files of any size: read, decoded, cropped and augmented row by row in threads, assembled as bytes. Knows nothing of the model."""
+"""A data set of image files of any size: read, decoded, cropped and augmented row by row in threads, assembled as
+bytes. Knows nothing of the model.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from dtf.errors import DataError
-from dtf.recipe import Dataset
+from dtf.api.recipe import Dataset
+from dtf.core.errors import DataError
+from dtf.core.seeding import draws
 from dtf.recipes.resnet import augment, jpeg
 from dtf.recipes.resnet.crops import CROP_DRAWS, Part, random_part, shorter_side
 from dtf.recipes.resnet.odd import MOST_PIXELS, decode_any
 from dtf.recipes.resnet.store import Store
-from dtf.seeding import draws
 
 _MARGIN = 2
-"""How much larger than wanted a part stays that is decoded at a fraction: then the resampling that follows decides what is seen."""
+"""How much larger than wanted a part stays that is decoded at a fraction: then the resampling that follows decides what
+is seen.
+"""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Look:
-    """How training images are looked at. `jitter`: see `augment.jitter`; `grow_from`, `grow_epochs`: pixels in the first epoch, until all are there."""
+    """How training images are looked at.
+
+    `jitter`: see `augment.jitter`; `grow_from`, `grow_epochs`: pixels in the first epoch, until all are there.
+    """
 
     area: tuple[float, float]
     ratio: tuple[float, float]
@@ -45,17 +52,35 @@ class Look:
 
 
 class Photos(Dataset):
-    """Files as `{"pixels": (B, H, W, 3) uint8, "mirror": (B,) bool[, "mix": (B, 5)]}` and classes (B,) int64, or (B, 3) when mixed; see `augment.Mix`.
+    """Files as `{"pixels": (B, H, W, 3) uint8, "mirror": (B,) bool[, "mix": (B, 5)]}` and classes (B,) int64, or (B, 3)
+    when mixed; see `augment.Mix`.
 
-    `look=None` is for evaluation: the shorter side becomes `whole` pixels, the central `pixels` of it are seen. Every draw is a function of
-    (seed, epoch, id) alone, so threads, ranks and restarts see the same. `allowed`: unreadable files a run may meet, over all ranks;
-    such a row is black and counts for nothing.
+    `look=None` is for evaluation: the shorter side becomes `whole` pixels, the central `pixels` of it are seen. Every
+    draw is a function of (seed, epoch, id) alone, so threads, ranks and restarts see the same. `allowed`: unreadable
+    files a run may meet, over all ranks; such a row is black and counts for nothing.
     """
 
     repeats = True
 
-    def __init__(self, store: Store, labels: np.ndarray, pixels: int, whole: int, look: Look | None, seed: int, threads: int, allowed: int) -> None:
-        self._store, self._labels, self._pixels, self._whole, self._look, self._seed = store, labels.astype(np.int64), pixels, whole, look, seed
+    def __init__(
+        self,
+        store: Store,
+        labels: np.ndarray,
+        pixels: int,
+        whole: int,
+        look: Look | None,
+        seed: int,
+        threads: int,
+        allowed: int,
+    ) -> None:
+        self._store, self._labels, self._pixels, self._whole, self._look, self._seed = (
+            store,
+            labels.astype(np.int64),
+            pixels,
+            whole,
+            look,
+            seed,
+        )
         self._threads, self.allowed = threads, allowed
         self.bad: dict[int, str] = {}
         self._mix = augment.Mix(look.mixup, look.cutmix) if look is not None and (look.mixup or look.cutmix) else None
@@ -73,15 +98,21 @@ class Photos(Dataset):
         if look is None:
             self._each(len(ids), lambda i: self._fill(pixels[i], int(rows[i]), self._centre))
             return {"pixels": pixels, "mirror": mirror}, torch.from_numpy(labels)
-        uniform = draws(self._seed, epoch, ids, CROP_DRAWS + 1 + augment.JITTER_DRAWS + augment.POLICY_DRAWS + augment.MIX_DRAWS)
+        uniform = draws(
+            self._seed, epoch, ids, CROP_DRAWS + 1 + augment.JITTER_DRAWS + augment.POLICY_DRAWS + augment.MIX_DRAWS
+        )
         if look.mirror:
             mirror = torch.from_numpy(uniform[:, CROP_DRAWS] < 0.5)
-        self._each(len(ids), lambda i: self._fill(pixels[i], int(rows[i]), lambda content: self._crop(content, side, look, uniform[i])))
+        self._each(
+            len(ids),
+            lambda i: self._fill(pixels[i], int(rows[i]), lambda content: self._crop(content, side, look, uniform[i])),
+        )
         inputs = {"pixels": pixels, "mirror": mirror}
         if self._mix is None:
             return inputs, torch.from_numpy(labels)
         how, targets = self._mix.draw(uniform[:, -augment.MIX_DRAWS :], labels, side, side)
-        for i in np.flatnonzero([int(row) in self.bad for row in rows]).tolist():  # nobody is mixed with what is not there
+        # nobody is mixed with what is not there
+        for i in np.flatnonzero([int(row) in self.bad for row in rows]).tolist():
             pair = [i, i ^ 1] if i ^ 1 < len(rows) else [i]
             how[pair], targets[pair, 2] = torch.tensor([1.0, 0, 0, 0, 0]), 1.0
         return inputs | {"mix": how}, targets
@@ -106,7 +137,9 @@ class Photos(Dataset):
         return min(self._pixels, max(look.grow_from, round(grown / 16) * 16))  # what the strides of a network divide
 
     def _each(self, count: int, work: Callable[[int], None]) -> None:
-        """`work(i)` for all i below `count`, by whichever thread is free; the first error is raised when all have stopped."""
+        """`work(i)` for all i below `count`, by whichever thread is free; the first error is raised when all have
+        stopped.
+        """
         if self._threads == 1:
             for i in range(count):
                 work(i)
@@ -129,7 +162,10 @@ class Photos(Dataset):
         except (OSError, ValueError) as error:
             name = self._store.names[row]
             if not self.allowed:
-                raise DataError(f"recipe.data.root: {name} cannot be used: {error}; replace or remove it, or set recipe.data.bad_records=skip") from error
+                raise DataError(
+                    f"recipe.data.root: {name} cannot be used: {error}; replace or remove it, or set "
+                    "recipe.data.bad_records=skip"
+                ) from error
             if row not in self.bad:
                 _log.warning("%s cannot be used and is skipped: %s", name, error)
             self.bad[row] = f"{name}: {error}"
@@ -149,36 +185,50 @@ class Photos(Dataset):
         if any(look.jitter):
             image = augment.jitter(image, look.jitter, uniform[CROP_DRAWS + 1 :][: augment.JITTER_DRAWS])
         if look.policy:
-            image = augment.apply_policy(image, look.policy, uniform[CROP_DRAWS + 1 + augment.JITTER_DRAWS :][: augment.POLICY_DRAWS])
+            image = augment.apply_policy(
+                image, look.policy, uniform[CROP_DRAWS + 1 + augment.JITTER_DRAWS :][: augment.POLICY_DRAWS]
+            )
         return image.permute(1, 2, 0)
 
     def _centre(self, content: bytes) -> Tensor:
         header = jpeg.read_header(content)
         found = None
         if header is not None and header.height * header.width <= MOST_PIXELS:
-            found = jpeg.decode(content, header, Part(0, 0, header.height, header.width), _MARGIN * self._whole, fast=False)
+            found = jpeg.decode(
+                content, header, Part(0, 0, header.height, header.width), _MARGIN * self._whole, fast=False
+            )
         if found is None:
             found = decode_any(content)
         height, width = shorter_side(len(found), found.shape[1], self._whole)
         if height * width > MOST_PIXELS:
-            raise ValueError(f"{found.shape[1]} x {len(found)} pixels are too long and thin to be looked at with the shorter side at {self._whole}")
+            raise ValueError(
+                f"{found.shape[1]} x {len(found)} pixels are too long and thin to be looked at with the shorter side "
+                f"at {self._whole}"
+            )
         image = resized(found, height, width)
         top, left = round((height - self._pixels) / 2), round((width - self._pixels) / 2)
         return image[:, top : top + self._pixels, left : left + self._pixels].permute(1, 2, 0)
 
 
 def resized(picture: np.ndarray, height: int, width: int) -> Tensor:
-    """(h, w, 3) bytes as (3, height, width) bytes: bilinear and anti-aliased, torchvision's default, by the same kernel."""
+    """(h, w, 3) bytes as (3, height, width) bytes: bilinear and anti-aliased, torchvision's default, by the same
+    kernel.
+    """
     if picture.shape[:2] == (height, width):
         return torch.from_numpy(picture.copy()).permute(2, 0, 1)
     if not picture.flags.writeable:
         picture = picture.copy()  # from_numpy warns of what cannot be written to
     # As a batch first: torch then sees that channels come last, and leaves them there.
-    return interpolate(torch.from_numpy(picture)[None].permute(0, 3, 1, 2), (height, width), mode="bilinear", antialias=True)[0]
+    return interpolate(
+        torch.from_numpy(picture)[None].permute(0, 3, 1, 2), (height, width), mode="bilinear", antialias=True
+    )[0]
 
 
 def to_floats(inputs: dict[str, Tensor], mean: Tensor, scale: Tensor) -> Tensor:
-    """What `Photos` delivers as normalised float32 (B, 3, H, W), channels last in memory, on whatever device it lies. `mean`, `scale`: (3, 1, 1), of bytes."""
+    """What `Photos` delivers as normalised float32 (B, 3, H, W), channels last in memory, on whatever device it lies.
+
+    `mean`, `scale`: (3, 1, 1), of bytes.
+    """
     images = inputs["pixels"].permute(0, 3, 1, 2)
     images = torch.where(inputs["mirror"][:, None, None, None], images.flip(3), images)
     images = images.float().sub_(mean).mul_(scale)

@@ -1,4 +1,6 @@
-"""Residual networks on labelled images: what the config says of them, and the recipes that put network, data and loss together."""
+"""Residual networks on labelled images: what the config says of them, and the recipes that put network, data and loss
+together.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,21 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtf.errors import ConfigError, DataError
-from dtf.layout import Layout, Split
-from dtf.options import FineTuning
-from dtf.recipe import Dataset, Recipe
+from dtf.api.layout import Layout, Split
+from dtf.api.options import FineTuning
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.registry import option, register
+from dtf.core.errors import ConfigError, DataError
 from dtf.recipes.resnet.tree import SHAPE
-from dtf.registry import option, register
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from dtf.recipe import Dataset
+    from dtf.api.recipe import Dataset
+    from dtf.core.types import Batch
     from dtf.recipes.resnet.cache import Decoded
     from dtf.recipes.resnet.images import Images
     from dtf.recipes.resnet.tree import Tree
-    from dtf.values import Batch
 
 
 class Arch(Enum):
@@ -49,7 +51,15 @@ class Arch(Enum):
     wide_resnet101_2 = "wide_resnet101_2"
 
 
-SMALL = {Arch.resnet8: 8, Arch.resnet14: 14, Arch.resnet20: 20, Arch.resnet32: 32, Arch.resnet44: 44, Arch.resnet56: 56, Arch.resnet110: 110}
+SMALL = {
+    Arch.resnet8: 8,
+    Arch.resnet14: 14,
+    Arch.resnet20: 20,
+    Arch.resnet32: 32,
+    Arch.resnet44: 44,
+    Arch.resnet56: 56,
+    Arch.resnet110: 110,
+}
 """Networks for small images -> depth; all others are torchvision's."""
 
 BASIC = {*SMALL, Arch.resnet18, Arch.resnet34}
@@ -65,35 +75,52 @@ class Stem(Enum):
 class ModelOptions(FineTuning):
     arch: Arch = option(
         default=Arch.resnet20,
-        doc="network: resnet8, 14, 20, 32, 44, 56 and 110 are the small ones for 32-pixel images (He et al. 2015, section 4.2), the others "
+        doc="network: resnet8, 14, 20, 32, 44, 56 and 110 are the small ones for 32-pixel images (He et al. 2015, "
+        "section 4.2), the others "
         "are torchvision's, and their weight files fit",
     )
     stem: Stem = option(
-        default=Stem.cifar, doc="first layer: `cifar` 3x3 convolution with stride 1, no pooling; `imagenet` 7x7 with stride 2, then max-pooling (torchvision's)"
+        default=Stem.cifar,
+        doc="first layer: `cifar` 3x3 convolution with stride 1, no pooling; `imagenet` 7x7 with stride 2, then "
+        "max-pooling (torchvision's)",
     )
     classes: int = option(default=10, least=2, doc="outputs")
     width: int = option(
         default=0,
         least=0,
         most=1024,  # a convolution of the last stage then has 600 MB
-        doc="channels of the first stage of a small network; 0: 16, as published; torchvision's networks have a fixed width",
+        doc="channels of the first stage of a small network; 0: 16, as published; torchvision's networks have a fixed "
+        "width",
     )
-    zero_init_residual: bool = option(default=False, doc="start each residual block as the identity: the weight of its last normalisation is drawn as zero")
+    zero_init_residual: bool = option(
+        default=False,
+        doc="start each residual block as the identity: the weight of its last normalisation is drawn as zero",
+    )
 
     def check(self) -> None:
         """Raise ConfigError for values that make no network."""
         if self.arch in SMALL and self.stem is not Stem.cifar:
-            raise ConfigError(f"recipe.model.stem={self.stem.name} does not exist for recipe.model.arch={self.arch.name}; use recipe.model.stem=cifar")
+            raise ConfigError(
+                f"recipe.model.stem={self.stem.name} does not exist for recipe.model.arch={self.arch.name}; use "
+                "recipe.model.stem=cifar"
+            )
         if self.width and self.arch not in SMALL:
             small = ", ".join(arch.name for arch in SMALL)
-            raise ConfigError(f"recipe.model.width={self.width} does not apply to recipe.model.arch={self.arch.name}; use 0, or one of {small}")
+            raise ConfigError(
+                f"recipe.model.width={self.width} does not apply to recipe.model.arch={self.arch.name}; use 0, or one "
+                f"of {small}"
+            )
 
 
 @dataclass(kw_only=True)
 class SplitOptions:
     pixels: int = option(default=32, least=8, most=4096, doc="height and width of an image", unit="pixels")
-    train_rows: int = option(default=0, least=0, doc="rows of the training split, spread evenly over it; 0: all", unit="rows")
-    eval_rows: int = option(default=0, least=0, doc="rows of the evaluation split, spread evenly over it; 0: all", unit="rows")
+    train_rows: int = option(
+        default=0, least=0, doc="rows of the training split, spread evenly over it; 0: all", unit="rows"
+    )
+    eval_rows: int = option(
+        default=0, least=0, doc="rows of the evaluation split, spread evenly over it; 0: all", unit="rows"
+    )
 
     def check(self) -> None:
         """Raise ConfigError or DataError for values that make no data set."""
@@ -102,14 +129,20 @@ class SplitOptions:
 @dataclass(kw_only=True)
 class DataOptions(SplitOptions):
     crop_pad: int = option(
-        default=4, least=0, doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not", unit="pixels"
+        default=4,
+        least=0,
+        doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not",
+        unit="pixels",
     )
     flip: bool = option(default=True, doc="mirror half of the training images")
 
     def check(self) -> None:
         super().check()
         if self.crop_pad >= self.pixels:
-            raise ConfigError(f"recipe.data.crop_pad={self.crop_pad} must be less than recipe.data.pixels={self.pixels}: a cut may miss the image otherwise")
+            raise ConfigError(
+                f"recipe.data.crop_pad={self.crop_pad} must be less than recipe.data.pixels={self.pixels}: a cut may "
+                "miss the image otherwise"
+            )
 
 
 @dataclass(kw_only=True)
@@ -117,7 +150,10 @@ class ShapesOptions(DataOptions):
     train_rows: int = option(default=8192, least=1, doc="training images to draw", unit="rows")
     eval_rows: int = option(default=2048, least=1, doc="evaluation images to draw", unit="rows")
     crop_pad: int = option(
-        default=0, least=0, doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not", unit="pixels"
+        default=0,
+        least=0,
+        doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not",
+        unit="pixels",
     )
     seed: int = option(default=0, least=0, doc="of the drawn images; the run's own seed does not change them")
 
@@ -127,17 +163,23 @@ class ShapesOptions(DataOptions):
         image = self.pixels**2 * 3
         if (self.train_rows + self.eval_rows) * image > memory:
             keys = f"recipe.data.train_rows={self.train_rows} and recipe.data.eval_rows={self.eval_rows}"
-            raise ConfigError(f"{keys} must be at most {memory // image} together with recipe.data.pixels={self.pixels}, to fit into memory")
+            raise ConfigError(
+                f"{keys} must be at most {memory // image} together with recipe.data.pixels={self.pixels}, to fit "
+                "into memory"
+            )
 
 
 @dataclass(kw_only=True)
 class SourceOptions(SplitOptions):
     root: str = option(default="", doc=f"folder or .tar, .tar.gz archive that holds {SHAPE}; must be given")
     cache: str = option(
-        default="", doc="folder for what is made of it once, which may be deleted at any time; empty: $XDG_CACHE_HOME/dtf/images or ~/.cache/dtf/images"
+        default="",
+        doc="folder for what is made of it once, which may be deleted at any time; empty: $XDG_CACHE_HOME/dtf/images "
+        "or ~/.cache/dtf/images",
     )
     mean: list[float] = option(
-        factory=lambda: [0.4914, 0.4822, 0.4465], doc="of the red, green and blue of a pixel in [0, 1]; default: CIFAR-10's training split"
+        factory=lambda: [0.4914, 0.4822, 0.4465],
+        doc="of the red, green and blue of a pixel in [0, 1]; default: CIFAR-10's training split",
     )
     std: list[float] = option(factory=lambda: [0.2470, 0.2435, 0.2616], above=0, doc="standard deviation, likewise")
 
@@ -156,7 +198,10 @@ class SourceOptions(SplitOptions):
             if len(values) != 3:
                 raise ConfigError(f"recipe.data.{key}={values} must be three numbers, for red, green and blue")
         if not Path(self.root).expanduser().exists():
-            raise DataError(f"recipe.data.root={self.root} does not exist; give a folder or a .tar, .tar.gz archive that holds {SHAPE}")
+            raise DataError(
+                f"recipe.data.root={self.root} does not exist; give a folder or a .tar, .tar.gz archive that holds "
+                f"{SHAPE}"
+            )
         cache = self.places()[1]
         if not _can_write(cache):
             raise DataError(f"recipe.data.cache={cache} cannot be written; set recipe.data.cache=DIR")
@@ -165,11 +210,15 @@ class SourceOptions(SplitOptions):
         """Raise ConfigError where the images found do not fit these options and the model's number of classes."""
         if len(found.classes) != classes:
             raise ConfigError(
-                f"recipe.model.classes={classes}, but {self.root} has {len(found.classes)} classes; set recipe.model.classes={len(found.classes)}"
+                f"recipe.model.classes={classes}, but {self.root} has {len(found.classes)} classes; set "
+                f"recipe.model.classes={len(found.classes)}"
             )
         for key, split in (("train_rows", "train"), ("eval_rows", "val")):
             if getattr(self, key) > sum(found.counts[split]):
-                raise ConfigError(f"recipe.data.{key}={getattr(self, key)}, but {split}/ has {sum(found.counts[split])} images; use 0 for all")
+                raise ConfigError(
+                    f"recipe.data.{key}={getattr(self, key)}, but {split}/ has {sum(found.counts[split])} images; use "
+                    "0 for all"
+                )
 
 
 @dataclass(kw_only=True)
@@ -183,7 +232,10 @@ class Classification(Recipe):
 
     model: ModelOptions = option(factory=ModelOptions, doc="the network")
     label_smoothing: float = option(
-        default=0.0, least=0, below=1, doc="share of the target that is spread over all classes (Szegedy et al. 2016, arXiv:1512.00567)"
+        default=0.0,
+        least=0,
+        below=1,
+        doc="share of the target that is spread over all classes (Szegedy et al. 2016, arXiv:1512.00567)",
     )
     data: SplitOptions = option(factory=SplitOptions, doc="the images")
 
@@ -217,8 +269,14 @@ class Classification(Recipe):
 
     def layout(self, model: nn.Module) -> Layout:
         stages = [name for name, _ in model.named_children() if name.startswith("layer")]
-        residual = [(f"{stage}.{block}",) for stage in stages for block, _ in model.get_submodule(stage).named_children()]
-        last = {"conv2": Split.row} if self.model.arch in BASIC else {"conv2": Split.row_scatter, "bn2": Split.local, "conv3": Split.row}
+        residual = [
+            (f"{stage}.{block}",) for stage in stages for block, _ in model.get_submodule(stage).named_children()
+        ]
+        last = (
+            {"conv2": Split.row}
+            if self.model.arch in BASIC
+            else {"conv2": Split.row_scatter, "bn2": Split.local, "conv3": Split.row}
+        )
         if "resnext" in self.model.arch.name:
             last["conv2"] = Split.local  # its channels come in groups
         inside = {"conv1": Split.column, "bn1": Split.local, **last}
@@ -229,13 +287,13 @@ class Classification(Recipe):
     def open_data(self, split: str, seed: int) -> Dataset: ...
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        from dtf.classes import cross_entropy
+        from dtf.model.losses import cross_entropy
 
         return cross_entropy(outputs.float() if outputs.dtype.itemsize < 4 else outputs, targets, self.label_smoothing)
 
     def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
-        from dtf.classes import rank
-        from dtf.metrics import weighted_sums
+        from dtf.model.losses import rank
+        from dtf.model.metrics import weighted_sums
 
         place = rank(outputs, batch.targets)
         return weighted_sums(batch.weight, loss, *(place <= k for k in (1, 5)[: len(self.measures) - 1]))
@@ -248,7 +306,8 @@ class Classification(Recipe):
         mean, std = self.normalisation()
         steps = [
             "decode to RGB",
-            f"cut out the largest centred square and resize it to {self.data.pixels} x {self.data.pixels} pixels (bilinear, antialiased)",
+            f"cut out the largest centred square and resize it to {self.data.pixels} x {self.data.pixels} pixels "
+            "(bilinear, antialiased)",
             "divide by 255, subtract mean, divide by std, for each channel",
             "order as (batch, channel, row, column)",
         ]
@@ -288,7 +347,16 @@ class ResnetShapes(Classification):
 
         data, train = self.data, split == "train"
         rows = data.train_rows if train else data.eval_rows
-        return Shapes(rows, data.pixels, self.model.classes, data.seed, split, crop_pad=data.crop_pad * train, flip=data.flip and train, augment_seed=seed)
+        return Shapes(
+            rows,
+            data.pixels,
+            self.model.classes,
+            data.seed,
+            split,
+            crop_pad=data.crop_pad * train,
+            flip=data.flip and train,
+            augment_seed=seed,
+        )
 
 
 @register("recipe", "resnet_cifar10")
@@ -311,7 +379,9 @@ class ResnetFolder(Classification):
         root, store = self.data.places()
         if not self.data.root or not root.exists():
             return ()
-        return (cache.glance(cache.location(root, self.data.pixels, store), self.data.pixels) or tree.read_tree(root)).classes
+        return (
+            cache.glance(cache.location(root, self.data.pixels, store), self.data.pixels) or tree.read_tree(root)
+        ).classes
 
     def normalisation(self) -> tuple[Sequence[float], Sequence[float]]:
         return self.data.mean, self.data.std
@@ -332,7 +402,16 @@ class ResnetFolder(Classification):
             rows = thin(len(labels), keep)
             pixels, labels = pixels[rows], labels[rows]
         digest = f"{found.digests[name]:08x}"
-        return Images(pixels, labels, data.mean, data.std, crop_pad=data.crop_pad * train, flip=data.flip and train, seed=seed, digest=digest)
+        return Images(
+            pixels,
+            labels,
+            data.mean,
+            data.std,
+            crop_pad=data.crop_pad * train,
+            flip=data.flip and train,
+            seed=seed,
+            digest=digest,
+        )
 
 
 def _can_write(folder: Path) -> bool:

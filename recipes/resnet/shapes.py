@@ -1,4 +1,6 @@
-"""Drawing of labelled images: one filled shape each, of random place, size, rotation and colour, before a striped and noisy background."""
+"""Drawing of labelled images: one filled shape each, of random place, size, rotation and colour, before a striped and
+noisy background.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtf.core.seeding import draws, seed_of
 from dtf.recipes.resnet.images import Images
-from dtf.seeding import draws, seed_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,12 +24,27 @@ _CHUNK = 256  # rows drawn at once, so that the temporaries stay in cache
 
 
 class Shapes(Images):
-    """Rows drawn when they are first read, and kept: a rank draws only what it reads, and the first step need not wait for the rest."""
+    """Rows drawn when they are first read, and kept: a rank draws only what it reads, and the first step need not wait
+    for the rest.
+    """
 
-    def __init__(self, rows: int, pixels: int, classes: int, seed: int, split: str, *, crop_pad: int, flip: bool, augment_seed: int) -> None:
+    def __init__(
+        self,
+        rows: int,
+        pixels: int,
+        classes: int,
+        seed: int,
+        split: str,
+        *,
+        crop_pad: int,
+        flip: bool,
+        augment_seed: int,
+    ) -> None:
         empty = np.empty((rows, pixels, pixels, 3), np.uint8)
         digest = f"drawn from {seed}/{split}"
-        super().__init__(empty, np.arange(rows) % classes, MEAN, STD, crop_pad=crop_pad, flip=flip, seed=augment_seed, digest=digest)
+        super().__init__(
+            empty, np.arange(rows) % classes, MEAN, STD, crop_pad=crop_pad, flip=flip, seed=augment_seed, digest=digest
+        )
         self._drawn = np.zeros(rows, bool)
         self._draw = lambda ids: draw(ids, pixels, classes, seed, split)[0]
 
@@ -40,7 +57,8 @@ class Shapes(Images):
 
 
 def draw(ids: np.ndarray, pixels: int, classes: int, seed: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, pixels, pixels, 3) uint8 and labels (N,) int64 of the rows `ids`: a pure function of (seed, split, id) and the sizes.
+    """Images (N, pixels, pixels, 3) uint8 and labels (N,) int64 of the rows `ids`: a pure function of (seed, split, id)
+    and the sizes.
 
     Row i shows shape i mod `classes`, so that classes are balanced.
     """
@@ -74,7 +92,14 @@ def _draw(ids: np.ndarray, labels: np.ndarray, pixels: int, key: int) -> np.ndar
 
     paper = random[:, 4:7, 0, 0][:, None, None, :]  # (n, 1, 1, 3)
     ink = np.mod(paper + 0.35 + 0.3 * random[:, 7:10, 0, 0][:, None, None, :], 1)  # at least 0.35 away in each channel
-    waves = np.sin(2 * np.pi * ((1 + 3 * random[:, 10]) * (np.cos(np.pi * random[:, 11]) * x + np.sin(np.pi * random[:, 11]) * y) + random[:, 12]))
+    waves = np.sin(
+        2
+        * np.pi
+        * (
+            (1 + 3 * random[:, 10]) * (np.cos(np.pi * random[:, 11]) * x + np.sin(np.pi * random[:, 11]) * y)
+            + random[:, 12]
+        )
+    )
     texture = 0.15 * random[:, 13] * waves + 0.2 * (noise - 0.5)
     image = paper + cover * (ink - paper) + texture[..., None]
     return np.clip(image * 255, 0, 255).astype(np.uint8)
@@ -96,7 +121,8 @@ def _depth(kind: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
             return np.minimum(0.95 - long, 0.28 - short)
         case "star":
             turn, inner = 2 * np.pi / 5, 0.45  # between two tips; radius of the notches
-            angle = np.abs(np.mod(np.arctan2(v, u), turn) - turn / 2)  # from the nearest tip: one edge, from tip to notch, is left
+            # from the nearest tip: one edge, from tip to notch, is left
+            angle = np.abs(np.mod(np.arctan2(v, u), turn) - turn / 2)
             radius = np.hypot(u, v)
             run, rise = 1 - inner * np.cos(turn / 2), inner * np.sin(turn / 2)
             return (rise * (1 - radius * np.cos(angle)) - run * radius * np.sin(angle)) / np.hypot(run, rise)

@@ -1,4 +1,7 @@
-"""The files of a tree of images by row, read where they lie: in folders, or in an archive at known places. Decodes nothing."""
+"""The files of a tree of images by row, read where they lie: in folders, or in an archive at known places.
+
+Decodes nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 from dtf.recipes.resnet.cache import written
 from dtf.recipes.resnet.tree import READ_ERRORS, SPLITS, Tree, is_archive, members, read_tree, stamp, tree_of
 
@@ -24,7 +27,10 @@ FORMAT = 1  # of the index below; part of the key
 
 
 class Store:
-    """The files of one split: `store[row]` is a file's content. Threads may read at once; forked processes must not share one."""
+    """The files of one split: `store[row]` is a file's content.
+
+    Threads may read at once; forked processes must not share one.
+    """
 
     def __init__(self, root: Path, names: tuple[str, ...], places: np.ndarray | None, digest: str) -> None:
         self._root, self.names, self._places, self.digest = root, names, places, digest
@@ -72,13 +78,17 @@ class Index:
 
 
 def read_index(root: Path, cache: Path) -> Index:
-    """List and check the files of `root`; what is slow about an archive is done once and kept in `cache`. DataError as `read_tree`.
+    """List and check the files of `root`; what is slow about an archive is done once and kept in `cache`. DataError as
+    `read_tree`.
 
-    A compressed archive is unpacked there to a plain one: reading it in any order would mean unpacking it from the start for each file.
+    A compressed archive is unpacked there to a plain one: reading it in any order would mean unpacking it from the
+    start for each file.
     """
     if not is_archive(root):
         return Index(root, read_tree(root), None)
-    key = hashlib.sha256(json.dumps([FORMAT, os.path.realpath(root), stamp(root)]).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    key = hashlib.sha256(
+        json.dumps([FORMAT, os.path.realpath(root), stamp(root)]).encode("utf-8", "surrogateescape")
+    ).hexdigest()[:24]
     kept, plain = cache / f"{key}.json", root if _is_plain(root) else cache / f"{key}.tar"
     if (found := _load(kept, plain, root)) is not None:
         return found
@@ -102,7 +112,9 @@ def _load(kept: Path, plain: Path, root: Path) -> Index | None:
         listed = json.loads(kept.read_text(errors="surrogateescape"))
         size = plain.stat().st_size
         tree = tree_of(listed, root)
-        places = {split: np.array([listed[name] for name in tree.files[split]], np.int64).reshape(-1, 2) for split in SPLITS}
+        places = {
+            split: np.array([listed[name] for name in tree.files[split]], np.int64).reshape(-1, 2) for split in SPLITS
+        }
     except (OSError, ValueError, TypeError, KeyError, AttributeError, DataError):
         return None
     whole = all((place.sum(axis=1) <= size).all() and (place >= 0).all() for place in places.values())
@@ -128,5 +140,8 @@ def _unpack(root: Path, plain: Path) -> None:
             while block := stream.read(1 << 20):
                 out.write(block)
     except (EOFError, tarfile.TarError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
-        raise DataError(f"recipe.data.root={root} is no readable tar archive: {error}; give a folder or an intact .tar, .tar.gz file") from error
+        raise DataError(
+            f"recipe.data.root={root} is no readable tar archive: {error}; give a folder or an intact .tar, .tar.gz "
+            "file"
+        ) from error
     building.rename(plain)

@@ -1,4 +1,7 @@
-"""Image files by split and class, in a folder or a tar archive of the same shape. Lists and checks them; decodes nothing, needs no torch."""
+"""Image files by split and class, in a folder or a tar archive of the same shape.
+
+Lists and checks them; decodes nothing, needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from dtf.errors import DataError
+from dtf.core.errors import DataError
 
 SPLITS = ("train", "val")
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png"})
@@ -33,7 +36,10 @@ def is_archive(root: Path) -> bool:
 
 
 def stamp(root: Path) -> str:
-    """Text that changes with the files below `root`: their names, sizes and modification times. DataError when there is nothing."""
+    """Text that changes with the files below `root`: their names, sizes and modification times.
+
+    DataError when there is nothing.
+    """
     if is_archive(root):
         status = root.stat()
         return f"{status.st_size} {status.st_mtime_ns}"
@@ -42,7 +48,9 @@ def stamp(root: Path) -> str:
         try:
             status = (root / name).stat()
         except OSError as error:
-            raise DataError(f"recipe.data.root={root}: {name} cannot be read: {error.strerror}; replace or remove it") from error
+            raise DataError(
+                f"recipe.data.root={root}: {name} cannot be read: {error.strerror}; replace or remove it"
+            ) from error
         digest.update(f"{name}\0{status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
@@ -53,7 +61,10 @@ def read_tree(root: Path) -> Tree:
 
 
 def tree_of(names: Iterable[str], root: Path) -> Tree:
-    """Sort member names into splits and classes; one folder above `train` and `val` is allowed. DataError for any other shape."""
+    """Sort member names into splits and classes; one folder above `train` and `val` is allowed.
+
+    DataError for any other shape.
+    """
     rows: dict[str, dict[str, list[tuple[str, str]]]] = {split: {} for split in SPLITS}
     tops: set[str] = set()
     seen = 0
@@ -67,7 +78,10 @@ def tree_of(names: Iterable[str], root: Path) -> Tree:
         if depth is None:
             continue  # another folder beside the splits
         if len(parts) != depth + 3:
-            raise DataError(f"recipe.data.root={root}: {name} is not of the form {SHAPE}; put each image into the folder of its class")
+            raise DataError(
+                f"recipe.data.root={root}: {name} is not of the form {SHAPE}; put each image into the folder of its "
+                "class"
+            )
         tops.add(parts[0] if depth else "")
         split, kind, file = parts[depth:]
         rows[split].setdefault(kind, []).append((file, name))
@@ -76,10 +90,15 @@ def tree_of(names: Iterable[str], root: Path) -> Tree:
         raise DataError(f"recipe.data.root={root} holds several trees, under {listed}; keep one {SHAPE}")
     for split in SPLITS:
         if not rows[split]:
-            raise DataError(f"recipe.data.root={root} has no images in {split}/ ({seen} images in all); it must hold {SHAPE}")
+            raise DataError(
+                f"recipe.data.root={root} has no images in {split}/ ({seen} images in all); it must hold {SHAPE}"
+            )
     unknown = sorted(set(rows["val"]) - set(rows["train"]))
     if unknown:
-        raise DataError(f"recipe.data.root={root}: classes of val/ that train/ does not have: {', '.join(unknown[:5])}; both need the same class folders")
+        raise DataError(
+            f"recipe.data.root={root}: classes of val/ that train/ does not have: {', '.join(unknown[:5])}; both need "
+            "the same class folders"
+        )
     classes = tuple(sorted(rows["train"]))
     ordered = {split: [sorted(rows[split].get(kind, [])) for kind in classes] for split in SPLITS}
     files = {split: tuple(name for group in groups for _, name in group) for split, groups in ordered.items()}
@@ -116,7 +135,10 @@ def _archive_names(root: Path) -> Iterator[str]:
 
 
 def members(root: Path) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarFile]]:
-    """Regular files of an archive in the order they lie there. A broken archive is a DataError: tarfile alone takes a bad header for the end."""
+    """Regular files of an archive in the order they lie there.
+
+    A broken archive is a DataError: tarfile alone takes a bad header for the end.
+    """
     try:
         with tarfile.open(root, "r:*") as archive:
             for member in archive:
@@ -131,7 +153,10 @@ def members(root: Path) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarFile]
             while stream.read(1 << 20):  # a compressed archive is verified once it is read to its end
                 pass
     except READ_ERRORS as error:
-        raise DataError(f"recipe.data.root={root} is no readable tar archive: {error}; give a folder or an intact .tar, .tar.gz file") from error
+        raise DataError(
+            f"recipe.data.root={root} is no readable tar archive: {error}; give a folder or an intact .tar, .tar.gz "
+            "file"
+        ) from error
 
 
 def _folder_names(root: Path) -> Iterator[str]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtf.errors import DataError
-from dtf.recipe import Dataset
+from dtf.api.recipe import Dataset
+from dtf.core.errors import DataError
 from dtf.recipes.resnet.decode import decode_image
 from dtf.recipes.resnet.images import Images
 from dtf.recipes.resnet.tree import SUFFIXES
@@ -25,9 +25,15 @@ def image_names(folder: Path) -> list[str]:
     """Images below a folder, relative to it, in order of names. DataError when there is none."""
     if not folder.is_dir():
         raise DataError(f"job.input={folder} is no folder of images")
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    names = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.suffix.lower() in SUFFIXES and path.is_file()
+    )
     if not names:
-        raise DataError(f"job.input={folder} holds no image; files that end with {', '.join(sorted(SUFFIXES))} are taken for some")
+        raise DataError(
+            f"job.input={folder} holds no image; files that end with {', '.join(sorted(SUFFIXES))} are taken for some"
+        )
     return names
 
 
@@ -40,7 +46,9 @@ def digest(names: Sequence[str]) -> str:
 class Unlabelled(Dataset):
     """Images by name below a folder, of `pixels` x `pixels`; the label of each is 0."""
 
-    def __init__(self, folder: Path, names: Sequence[str], pixels: int, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(
+        self, folder: Path, names: Sequence[str], pixels: int, mean: Sequence[float], std: Sequence[float]
+    ) -> None:
         self._folder, self._names, self._pixels, self._mean, self._std = folder, names, pixels, mean, std
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "decode")
 
@@ -59,4 +67,6 @@ class Unlabelled(Dataset):
         try:
             return decode_image(path.read_bytes(), self._pixels)
         except Exception as error:  # whatever a decoder makes of a broken file
-            raise DataError(f"{path} cannot be decoded: {str(error)[:200] or type(error).__name__}; replace or remove it") from error
+            raise DataError(
+                f"{path} cannot be decoded: {str(error)[:200] or type(error).__name__}; replace or remove it"
+            ) from error

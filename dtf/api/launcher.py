@@ -1,0 +1,137 @@
+"""How ranks come to be: the contract of launchers, and where one rank stands."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from dtf.api.schema import KeyProblem, show
+from dtf.core.errors import ConfigError, Exit, error_line
+from dtf.core.types import Failed
+
+if TYPE_CHECKING:
+    from dtf.api.strategy import Strategy
+    from dtf.core.types import Event
+
+
+LONGEST_S = 1_000_000
+"""Of all times to wait, 11 days: poll(2) takes no more than twice that."""
+WORK = "dtf.engine.train:work"
+"""What a rank does unless a job says otherwise: a function `module:function`, see `rank_process.Entry`."""
+
+
+class LaunchedRun(Protocol):
+    """What a launcher needs to know of a run."""
+
+    folder: Path
+    id: str
+    config: dict[str, Any]  # resolved
+    token: str  # a secret that its processes share
+
+    @property
+    def strategy(self) -> Strategy:
+        """How it is spread over processes."""
+        ...
+
+
+AnyRun = TypeVar("AnyRun", bound=LaunchedRun)
+
+
+class Launcher(ABC):
+    """Fields are the config node `launcher`. Torch-free, but `inline` and `env`, which become ranks themselves."""
+
+    starts_ranks = True
+    """Fresh ones for each run of this process; false where ranks exist already, and end with their one run."""
+
+    @abstractmethod
+    def devices_kind(self) -> str:
+        """`cuda` or `cpu`: what the ranks will run on. Torch-free (CUDA_VISIBLE_DEVICES, NVML).
+
+        ConfigError when asked for and absent.
+        """
+
+    @abstractmethod
+    def count(self) -> int:
+        """`launcher.processes` with `auto` resolved: one per GPU, else 2. Torch-free."""
+
+    def check(self, strategy: Strategy) -> None:
+        """Raise ConfigError when it cannot start the processes that the strategy needs.
+
+        Torch-free: called before the run folder is made.
+        """
+
+    def meeting_point(self) -> tuple[str, int, bool] | None:
+        """Host and port where this process is to meet those of other hosts, and whether it serves them there.
+
+        Default: nowhere.
+        """
+        return None
+
+    def open(self, config: dict[str, Any], make: Callable[[str], AnyRun], command: Sequence[str] = ()) -> AnyRun:
+        """The run this process takes part in: `make("")`, but for launchers whose ranks exist already, where one
+        process makes it for all.
+
+        `make(folder)` goes on in the folder of an earlier attempt of the same run; "" lets the config decide.
+        `command`: the arguments of the command line that composed this config, for launchers that start others to do so
+        too.
+        """
+        return make("")
+
+    @abstractmethod
+    def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
+        """Run ranks of the function `entry` to their end, restarting as configured; feed every event of the run to
+        `see`. Returns an exit code.
+
+        A failure of the ranks is also printed, see `report`; one of the launcher itself is raised as a DtfError.
+        """
+
+
+def check_one_role(launcher: str, strategy: Strategy, processes: int) -> None:
+    """Raise ConfigError for a strategy of several roles, for launchers that start ranks of one."""
+    if strategy.alone():
+        raise ConfigError(
+            f"launcher={launcher} finds ranks that exist already, and strategy.endpoints is for processes started by "
+            "hand; use launcher=local"
+        )
+    roles = strategy.roles(processes)
+    if len(roles) > 1:
+        parts = " and ".join(f"{number} {role}{'s' * (number != 1)}" for role, number in roles.items())
+        raise ConfigError(
+            f"launcher={launcher} starts ranks of one role, and this strategy needs {parts}; use launcher=local"
+        )
+
+
+def check_environment(env: dict[str, str]) -> None:
+    """ConfigError unless `launcher.env` holds names and values of environment variables."""
+    for name, value in env.items():
+        if not name or "=" in name:
+            raise KeyProblem(
+                "launcher.env", f"launcher.env.{show(name)}={show(value)} must be a name without '=', and its value"
+            )
+
+
+def log_folder(log_dir: str, run_folder: Path) -> Path:
+    """Where the logs of a run's ranks go: the run folder, or one of the same name in `launcher.log_dir`, made here.
+
+    ConfigError when it cannot be.
+    """
+    if not log_dir:
+        return run_folder
+    folder = Path(log_dir, run_folder.name).absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"launcher.log_dir={log_dir}: {folder} cannot be made: {error.strerror}") from error
+    return folder
+
+
+def report(failure: Failed) -> None:
+    """Print a rank's last words on standard error: the one line, and before it where it failed unless the message says
+    all there is to know.
+    """
+    if failure.traceback and failure.exit in (Exit.BUG, Exit.PEER, Exit.NO_PROGRESS):
+        print(failure.traceback.rstrip(), file=sys.stderr)
+    print(error_line(Exit(failure.exit), failure.message, failure.rank, failure.step), file=sys.stderr, flush=True)

@@ -1,0 +1,137 @@
+"""Root config keys that belong to no group, as typed nodes. Values only; see `registry.option`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from dtf.api.registry import option
+
+# Upper ends are far beyond use: at a millisecond each, 10**12 steps take 30 years. They stop slips of the keyboard,
+# which end in overflows otherwise.
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    name: str = option(default="", doc="folder under outputs/; empty: the recipe's name")
+    dir: str = option(default="", doc="run folder; empty: outputs/<name>/<date-time-id>, a new one each time")
+    objective: str = option(
+        default="", doc="evaluation metric that decides best checkpoint and early stop; empty: the recipe's own"
+    )
+
+
+@dataclass(kw_only=True)
+class BudgetOptions:
+    hours: float | None = option(
+        default=None,
+        above=0,
+        most=1_000_000,
+        doc="wall time over all launches of the run; of a sweep: of all its trials",
+        unit="h",
+    )
+    cost_per_hour: float | None = option(default=None, above=0, doc="price of an hour of all that the run occupies")
+    cost: float | None = option(
+        default=None, above=0, doc="money that the run, or the sweep, may take; needs budget.cost_per_hour"
+    )
+
+
+class Remat(Enum):
+    none = "none"
+    blocks = "blocks"
+    selective = "selective"
+
+
+@dataclass(kw_only=True)
+class StepOptions:
+    batch_size: int = option(default=128, least=1, most=1_000_000, doc="global batch over all ranks", unit="rows")
+    micro_batch_rows: int = option(
+        default=0,
+        least=0,
+        doc="rows per forward pass; batch statistics, dropout and accumulation act per micro-batch, so fixing it "
+        "makes results "
+        "independent of the number of ranks; 0: as the strategy chooses, a rank's whole share under most",
+        unit="rows",
+    )
+    clip_norm: float = option(default=0.0, least=0, doc="largest global L2 norm of the gradient; 0: no clipping")
+    remat: Remat = option(
+        default=Remat.none,
+        doc="activation checkpointing, at the same numbers: what the blocks named by the recipe's layout compute "
+        "again in backward: `none`, `blocks` (all, a "
+        "third more arithmetic, least memory) or `selective` (all but convolutions, matrix products and collectives, "
+        "a few per cent more)",
+    )
+    ema: float = option(
+        default=0.0,
+        least=0,
+        below=1,
+        doc="also keep an exponential moving average of the weights and of batch statistics with this decay, in the "
+        "first n steps at most "
+        "(1 + n) / (10 + n), and evaluate it in place of them; 0: no average",
+    )
+
+    def parts_pairs(self, micro_batch_rows: int) -> bool:
+        """Whether micro-batches of so many rows part rows 2k and 2k + 1 of a global batch."""
+        return micro_batch_rows % 2 == 1 and micro_batch_rows < self.batch_size
+
+    def rows_each(self, count: int) -> int:
+        """Rows of a micro-batch: `micro_batch_rows`, or where it is 0 those that cut a whole global batch into at most
+        `count`.
+        """
+        return self.micro_batch_rows or -(-self.batch_size // count)
+
+
+@dataclass(kw_only=True)
+class FineTuning:
+    """What a recipe's `model` node inherits to start from numbers that exist; see Recipe.fine_tuning."""
+
+    weights: str = option(
+        default="",
+        doc="start from these numbers: a .pth, .pt, .ckpt or .safetensors file, a checkpoint, or a run folder, which "
+        "means its newest one; "
+        "the last layer is drawn anew when it has another number of classes; empty: all are drawn",
+    )
+    freeze: list[str] = option(
+        factory=list,
+        doc="modules and parameters that do not learn, by name, with all that lies in them: [conv1, bn1, layer1], "
+        "['layer[123]']; `*` stands for "
+        "characters between two dots. Their batch normalisation keeps the running averages it has",
+    )
+
+
+@dataclass(kw_only=True)
+class TrainOptions:
+    steps: int | None = option(
+        default=None,
+        least=1,
+        most=10**12,
+        doc="length of the run; when set it decides, whatever train.epochs says",
+        unit="steps",
+    )
+    epochs: float | None = option(
+        default=None, above=0, most=1_000_000, doc="length of the run in passes over the training split", unit="epochs"
+    )
+    until: int | None = option(
+        default=None,
+        least=1,
+        doc="stop here for now, saved: schedule and length stay those of the whole run, which goes on when started "
+        "again",
+        unit="steps",
+    )
+    log_every: int = option(default=20, least=0, doc="report training metrics so often; 0: never", unit="steps")
+    eval_every: int | None = option(
+        default=None, least=0, doc="evaluate so often; null: at each end of an epoch; 0: never", unit="steps"
+    )
+    early_stop: int = option(
+        default=0, least=0, doc="stop after so many evaluations without a new best; 0: never", unit="evaluations"
+    )
+    skip_nonfinite: int = option(
+        default=0,
+        least=0,
+        doc="updates with a non-finite loss or gradient that may be skipped before the run fails",
+        unit="steps",
+    )
+    record: bool = option(
+        default=False,
+        doc="write evidence to record_rank_<r>.jsonl in the run folder: the sample ids each rank trains on, and a "
+        "digest of its parameters",
+    )

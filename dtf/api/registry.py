@@ -1,0 +1,129 @@
+"""Names for classes: `@register("strategy", "ddp")` makes dataclass, config schema, option and help text in one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
+
+T = TypeVar("T", bound=type)
+
+_CLASSES: dict[str, dict[str, type]] = {}
+_BRINGERS: set[str] = set()
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `least` to `most`, both included, or beyond `above` and before `below`, which are not.
+
+    None: no end.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        low = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
+        return low and (self.most is None or value <= self.most) and (self.below is None or value < self.below)
+
+    def __str__(self) -> str:
+        """As it follows `must be`: `0 or more`, `1 to 8`, `more than 0 and less than 1`; empty for all numbers."""
+        if self.least is not None and self.most is not None:
+            return f"{self.least} to {self.most}"
+        ends = [
+            ("{} or more", self.least),
+            ("more than {}", self.above),
+            ("at most {}", self.most),
+            ("less than {}", self.below),
+        ]
+        return " and ".join(text.format(end) for text, end in ends if end is not None)
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    doc: str,
+    unit: str = "",
+    factory: Any = dataclasses.MISSING,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field that is also a config key: `doc`, `unit` and the range of its numbers appear in `job=describe`.
+
+    A number outside the range (see `Range`) is refused before anything starts; in a list, each of them. Lists and
+    nested nodes are given by `factory`. A field without default is mandatory (`???` in the config).
+    """
+    return dataclasses.field(
+        default=default,
+        default_factory=factory,
+        metadata={"doc": doc, "unit": unit, "range": Range(least, above, most, below)},
+    )
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(option,))
+def register(group: str, name: str) -> Callable[[T], T]:
+    """Class decorator: make the class a keyword-only dataclass and an option `name` of the config group `group`.
+
+    Its module must import without torch: the class is read by the command line. Raises ConfigError when another class
+    already holds the name, or when the class lacks methods of its contract.
+    """
+
+    def decorate(cls: T) -> T:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{group}={name!r} is no usable name; letters, digits, '.', '_' and '-' only")
+        made = dataclasses.dataclass(kw_only=True)(cls)
+        missing = sorted(getattr(made, "__abstractmethods__", ()))
+        if missing:
+            raise ConfigError(f"{group}={name}: {cls.__module__}.{cls.__qualname__} must define {', '.join(missing)}")
+        known = _CLASSES.setdefault(group, {})
+        other = known.get(name)
+        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigError(
+                f"{group}={name} is registered twice, by {other.__module__} and {cls.__module__}; rename one"
+            )
+        known[name] = made
+        return made
+
+    return decorate
+
+
+def brings(module: str) -> bool:
+    """Whether a module has registered something that is no class, see `bring`."""
+    return module in _BRINGERS
+
+
+def bring(module: str) -> None:
+    """A module registers something that is no class of a config group: as a plugin it is good for something."""
+    _BRINGERS.add(module)
+
+
+def groups() -> list[str]:
+    """All config groups that have a registered class."""
+    return sorted(_CLASSES)
+
+
+def registered(group: str) -> dict[str, type]:
+    """Name -> class of one group, sorted by name."""
+    return dict(sorted(_CLASSES.get(group, {}).items()))
+
+
+def lookup(group: str, name: str) -> type:
+    """The class registered as `name`; ConfigError with the nearest names otherwise."""
+    classes = registered(group)
+    if name not in classes:
+        raise ConfigError(f"{group}={name} is not registered; {suggest(name, classes)}")
+    return classes[name]
+
+
+def name_of(group: str, part: object) -> str:
+    """What a config calls the class of an object."""
+    return next((name for name, cls in registered(group).items() if cls is type(part)), type(part).__name__)

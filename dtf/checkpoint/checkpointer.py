@@ -1,0 +1,481 @@
+"""Checkpoints as a run uses them: every rank writes the boxes it owns, any other set of ranks reads the boxes it wants.
+
+How files become a checkpoint, and when one may be trusted, is `dtf.checkpoint.storage`. Torch is imported by what
+touches tensors only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dtf.api.registry import option, register
+from dtf.api.schema import KeyProblem
+from dtf.checkpoint import storage
+from dtf.checkpoint.manifest import (
+    ITEM_BYTES,
+    Manifest,
+    Objective,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    exact_json,
+    intersect,
+    parse_json,
+    volume,
+)
+from dtf.checkpoint.resolve_path import located
+from dtf.checkpoint.safetensors_format import Slot, header, slots
+from dtf.core.errors import BusyError, DataError, DtfError, Exit, SaveError
+from dtf.core.types import Box, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STATE = "state.json"
+TORCH_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+}
+TORCH_DTYPES |= {
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+}
+TORCH_DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_STORED_DTYPES = {f"torch.{name}": stored for stored, name in TORCH_DTYPES.items()}
+_ERRORS: dict[int, type[DtfError]] = {cls.exit: cls for cls in (DtfError, DataError, BusyError, SaveError)}
+
+
+@register("checkpoint", "every")
+class Every:
+    """Save so often, keep the newest and the best, and go on from the newest."""
+
+    every_steps: int | None = option(
+        default=None,
+        least=0,
+        doc="save so often, and at the end; null: at each end of an epoch; 0: never, not even at the end",
+        unit="steps",
+    )
+    keep_last: int = option(default=3, least=1, doc="newest checkpoints to keep")
+    keep_best: int = option(
+        default=1, least=0, doc="best checkpoints to keep beside them; not 0: each new best evaluation is saved"
+    )
+    resume: str = option(
+        default="auto",
+        doc="`auto`: from the newest loadable checkpoint of the run folder, if any; `never`: from step 0, refused "
+        "when the run folder holds checkpoints; "
+        "or a path, of a checkpoint or another run folder: from there, until the run folder has checkpoints of its own",
+    )
+
+    def check(self) -> None:
+        """Raise ConfigError for values that make no sense, DataError when there is nothing to resume from.
+
+        Torch-free.
+        """
+        if not self.resume:
+            raise KeyProblem(
+                "checkpoint.resume",
+                "checkpoint.resume is empty; use auto, never or the path of a checkpoint or run folder",
+            )
+        if self.resume not in ("auto", "never"):
+            located(self.resume, "checkpoint.resume")
+
+
+class Peers(Protocol):
+    """What a checkpointer asks of the world: two ways to agree on JSON. See `world.World`."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: Any) -> list[Any] | None: ...
+    def broadcast(self, value: Any) -> Any: ...
+
+
+def _warn(text: str) -> None:
+    print(f"dtf: {text}", file=sys.stderr, flush=True)
+
+
+class Checkpointer:
+    """Saves and finds the checkpoints of one run in `folder`, one object on every rank. A failure on one rank is raised
+    on all.
+
+    `objective`: the metric and `max` or `min` that ranks checkpoints; `strategy`: its name, for readers; `note` hears
+    on rank 0 what a person should know.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: Every,
+        world: Peers,
+        run_id: str,
+        objective: tuple[str, str],
+        strategy: str,
+        note: Callable[[str], None] = _warn,
+    ) -> None:
+        self._folder, self._options, self._world, self._run_id = folder, options, world, run_id
+        self._objective, self._strategy, self._note = objective, strategy, note
+        self._damaged: set[Path] = set()  # found at the start; they are left where they are and count for nothing
+        self._cause: Exception | None = None
+
+    # ------------------------------------------------------------ save
+
+    def save(self, step: int, state: State, scalars: dict[str, Any], value: float | None = None) -> str:
+        """Write the boxes of all ranks and rank 0's `scalars` (JSON) as the checkpoint of `step`; returns its folder.
+        Collective.
+
+        `value`: the objective, if it was evaluated at this very step. SaveError on all ranks alike when any could not
+        write; nothing but the half-written checkpoint is lost then. A complete checkpoint of this step is left as it
+        is.
+        """
+        name = storage.step_name(step)
+        begun = self._lead(
+            lambda: _text(storage.begin(self._folder, step, self._run_id, self._note)), SaveError, f"checkpoint {name}"
+        )
+        if begun is None:
+            return str(self._folder / name)
+        draft = Path(begun)
+        parts = self._world.gather(self._attempt(lambda: self._write(draft, state)))
+        return self._lead(
+            lambda: self._finish(draft, step, parts or [], scalars, value), SaveError, f"checkpoint {name}"
+        )
+
+    def _write(self, draft: Path, state: State) -> list[dict[str, Any]]:
+        """What this rank, and others for it, wrote."""
+        own = [write_boxes(draft / f"rank_{self._world.rank}.safetensors", state.boxes)] if state.boxes else []
+        return own + (state.others(draft) if state.others else [])
+
+    def _finish(
+        self, draft: Path, step: int, parts: list[dict[str, Any]], scalars: dict[str, Any], value: float | None
+    ) -> str:
+        """Rank 0's part: what all ranks wrote becomes one checkpoint, and old ones go."""
+        try:
+            failed = [(rank, part["error"], part["exit"]) for rank, part in enumerate(parts) if "error" in part]
+            if failed:
+                rank, text, exit = failed[0]
+                raise (SaveError if exit is None else DtfError)(f"rank {rank}: {text}")
+            files, tensors = _merge([written for part in parts for written in part["result"]])
+            files[STATE] = storage.write(draft / STATE, [exact_json(scalars)])
+            goal = Objective(*self._objective, value) if value is not None else None
+            final = storage.commit(
+                draft, Manifest(step, self._run_id, self._strategy, self._world.size, goal, files, tensors)
+            )
+        except Exception:
+            try:  # give the space of a full disk back
+                if draft.exists():
+                    storage.discard(draft, self._run_id)
+            except OSError as error:
+                self._note(f"{draft} is left behind: {error.strerror}; the next start removes it")
+            raise
+        self._damaged.discard(final)  # moved aside: the name is that of a good one again
+        self.retain()
+        return str(final)
+
+    def owns(self, path: Path) -> bool:
+        """Whether a checkpoint is this run's own."""
+        return path.parent == self._folder
+
+    def retain(self) -> None:
+        """Remove what the options do not keep, after each save and once a run goes on: a crash may have come between.
+        On rank 0; not collective.
+
+        A failure costs space and nothing else.
+        """
+        if self._world.rank:
+            return
+        options = self._options
+        try:
+            storage.retain(
+                self._folder, self._run_id, options.keep_last, options.keep_best, self._objective, self._damaged
+            )
+        except OSError as error:
+            self._note(f"old checkpoints in {self._folder} could not be removed: {error}")
+
+    # ------------------------------------------------------------ find and load
+
+    def find(self, attempt: int = 0) -> Path | None:
+        """The checkpoint to go on from, every digest compared; None: start at step 0. Collective; called once, before
+        the first save.
+
+        `attempt`: restarts of this run so far; a restarted run goes on from its own checkpoints whatever `resume` says.
+        What cannot be loaded is noted and skipped. BusyError when `resume` would start a second line of descent in the
+        folder; DataError when there are checkpoints and none can be loaded, or when a rank cannot read what others can.
+        """
+        newest_fault = ""
+        candidates = [Path(path) for path in self._lead(lambda: self._candidates(attempt), DataError, "checkpoints")]
+        for path in candidates:
+            reports = self._world.gather(
+                self._attempt(lambda path=path: storage.first_fault(path, self._world.rank, self._world.size))
+            )
+            fault = self._lead(lambda reports=reports: _verdict(reports or []), DataError, f"checkpoint {path}")
+            if fault is None:
+                return path
+            newest_fault = newest_fault or f"{path.name}: {fault}"
+            self._damaged.add(path)
+            if self._world.rank == 0:
+                self._note(f"checkpoint {path} is skipped: {fault}")
+        if not candidates:
+            return None
+        mine = candidates[0].parent == self._folder
+        where = self._folder if mine else f"checkpoint.resume={self._options.resume}"
+        cure = "move them away to start anew, or use another run.dir" if mine else "give another"
+        raise DataError(
+            f"{where} holds no checkpoint that can be loaded ({newest_fault}); `dtf job=checkpoint job.action=verify` "
+            f"says more; {cure}"
+        )
+
+    def load(self, path: Path) -> Stored:
+        """A checkpoint to read from. Not collective."""
+        return Stored(path)
+
+    def _candidates(self, attempt: int) -> list[str]:
+        """Rank 0's part of `find`: checkpoints of this run folder, or without any those of the path given; newest
+        first.
+        """
+        try:
+            storage.clean(self._folder)
+        except OSError as error:
+            self._note(f"leftovers in {self._folder} could not be removed: {error}")
+        resume, own = self._options.resume, storage.checkpoints(self._folder)
+        if own and attempt:
+            return [str(path) for path in own]
+        given = [] if resume in ("auto", "never") else located(resume, "checkpoint.resume")
+        if own:
+            if resume == "never":
+                raise BusyError(
+                    f"checkpoint.resume=never, but {self._folder} holds {own[0].name}; a run folder is one run: "
+                    "use checkpoint.resume=auto to go on, or another run.dir"
+                )
+            if given and given[0].resolve() in [path.resolve() for path in own[1:]]:
+                raise BusyError(
+                    f"checkpoint.resume={resume} is older than {own[0].name} in the same run folder; a run folder is "
+                    "one run: "
+                    "use another run.dir to start from there"
+                )
+        return [str(path) for path in own or given]
+
+    # ------------------------------------------------------------ agreement
+
+    def _attempt(self, work: Callable[[], Any]) -> dict[str, Any]:
+        """The JSON result of `work`, or its failure as JSON, so that no rank is left waiting for one that failed."""
+        self._cause = None
+        try:
+            return {"result": work()}
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            self._cause = error
+            if isinstance(error, DtfError):
+                return {"error": str(error), "exit": int(error.exit)}
+            if isinstance(error, (OSError, MemoryError)):
+                return {"error": _reason(error), "exit": None}
+            return {"error": f"{type(error).__name__}: {error}; please report this", "exit": int(Exit.BUG)}
+
+    def _lead(self, work: Callable[[], Any], failure: type[DtfError], what: str) -> Any:
+        """Rank 0's result of `work` on every rank, or its failure: `failure` for what the machine refused.
+
+        Collective.
+        """
+        answer = self._world.broadcast(self._attempt(work) if self._world.rank == 0 else None)
+        if "error" not in answer:
+            return answer["result"]
+        kind = failure if answer["exit"] is None else _ERRORS.get(answer["exit"], DtfError)
+        text = answer["error"]
+        if kind is SaveError:
+            text = (
+                f"{what} could not be written: {text}; the last complete one is kept; make room or mend the disk, "
+                "then start again"
+            )
+        elif kind is DtfError or answer["exit"] is None:
+            text = f"{what}: {text}"
+        raise kind(text) from self._cause
+
+
+def _reason(error: OSError | MemoryError) -> str:
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    where = f" ({os.path.basename(error.filename)})" if isinstance(error.filename, str) else ""
+    return f"{error.strerror or error}{where}"
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _merge(parts: list[dict[str, Any]]) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
+    """Files and tensors of the manifest from what each rank wrote."""
+    files = {part["file"]: StoredFile(part["size"], tuple(part["crc32"])) for part in parts}
+    tensors: dict[str, tuple[str, tuple[int, ...], list[StoredBox]]] = {}
+    for part in parts:
+        for name, dtype, shape, key, offset, local in part["boxes"]:
+            known = tensors.setdefault(name, (dtype, tuple(shape), []))
+            if known[:2] != (dtype, tuple(shape)):
+                raise ValueError(f"{name} is {known[0]} {known[1]} on one rank and {dtype} {tuple(shape)} on another")
+            known[2].append(StoredBox(part["file"], key, tuple(offset), tuple(local)))
+    return files, {name: StoredTensor(dtype, shape, tuple(boxes)) for name, (dtype, shape, boxes) in tensors.items()}
+
+
+def _verdict(reports: list[dict[str, Any]]) -> str | None:
+    """The first damage that any rank found. DataError when a rank could not look."""
+    for rank, report in enumerate(reports):
+        if "error" in report:
+            raise DataError(f"rank {rank} cannot read it: {report['error']}; all ranks need the run folder")
+    return next((report["result"] for report in reports if report["result"] is not None), None)
+
+
+def write_boxes(path: Path, boxes: list[Box]) -> dict[str, Any]:
+    """A new file of a checkpoint: its name, size, digests and boxes, as JSON has them. Not collective."""
+    counts: dict[str, int] = {}
+    entries: list[tuple[str, str, Box]] = []
+    for box in sorted(boxes, key=lambda box: -box.tensor.element_size()):  # wide formats first keep all of them aligned
+        number = counts[box.name] = counts.get(box.name, -1) + 1
+        dtype = _STORED_DTYPES.get(str(box.tensor.dtype))
+        if dtype is None:
+            raise TypeError(
+                f"{box.name} is {box.tensor.dtype}, which checkpoints cannot hold; use "
+                f"{', '.join(TORCH_DTYPES.values())}"
+            )
+        entries.append((f"{box.name}#{number}" if number else box.name, dtype, box))
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield header((key, dtype, tuple(box.tensor.shape)) for key, dtype, box in entries)
+        for _, _, box in entries:
+            yield _bytes(box.tensor)
+
+    stored = storage.write(path, pieces())
+    listed = [[box.name, dtype, box.shape, key, box.offset, tuple(box.tensor.shape)] for key, dtype, box in entries]
+    return {"file": path.name, "size": stored.size, "crc32": stored.crc32, "boxes": listed}
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors. Torch-free. DataError when it is damaged."""
+    file = manifest.files.get(STATE)
+    if file is None:
+        raise DataError(f"{STATE} is missing")
+    try:
+        scalars = parse_json(bytes(storage.Blocks(folder, STATE, file).read(0, file.size)))
+    except ValueError as error:
+        raise DataError(f"{STATE} is no JSON: {ascii(str(error))[:120]}") from None
+    if not isinstance(scalars, dict):
+        raise DataError(f"{STATE} is no JSON object")
+    return scalars
+
+
+class Stored:
+    """A checkpoint on disk as programs read it (`strategy.Source`). Bytes are compared with their digests as they are
+    read.
+
+    DataError from any method when they differ. `scalars`: what `save` was given. Reads whole rows of the stored boxes
+    it needs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.place = folder, f"checkpoint {folder}"
+        try:
+            self.manifest = storage.read_manifest(folder)
+            self.scalars = read_scalars(folder, self.manifest)
+        except (DataError, OSError) as error:
+            raise DataError(f"checkpoint {folder} cannot be loaded: {error}") from None
+        self._blocks: dict[str, storage.Blocks] = {}
+        self._slots: dict[str, dict[str, Slot]] = {}
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self.manifest.tensors)
+
+    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The part at `offset` of `shape` of a global tensor, on CPU.
+
+        Without `offset`: all of it, which must have `shape`, if given.
+        """
+        import torch
+
+        stored = self.manifest.tensors.get(name)
+        if stored is None:
+            near = difflib.get_close_matches(name, self.manifest.tensors, n=1)
+            raise DataError(
+                f"checkpoint {self.folder} has no tensor {name}{f', but {near[0]}' if near else ''}; was it written "
+                "by another model?"
+            )
+        if offset is None:
+            offset = (0,) * len(stored.shape)
+            shape = stored.shape if shape is None else tuple(shape)
+            fits = shape == stored.shape
+        else:
+            shape = (
+                tuple(whole - at for whole, at in zip(stored.shape, offset, strict=True))
+                if shape is None
+                else tuple(shape)
+            )
+            fits = len(offset) == len(shape) == len(stored.shape) and all(
+                min(at, n) >= 0 and at + n <= whole for at, n, whole in zip(offset, shape, stored.shape, strict=True)
+            )
+        if not fits:
+            raise DataError(
+                f"checkpoint {self.folder}: {name} has shape {stored.shape}, wanted is {shape} at {offset}; was it "
+                "written by another model?"
+            )
+        out = torch.empty(shape, dtype=getattr(torch, TORCH_DTYPES[stored.dtype]))
+        for box in stored.boxes:
+            common = intersect(offset, shape, box.offset, box.shape)
+            if common is None:
+                continue
+            at, size = common
+            rows = (at[0] - box.offset[0], size[0]) if at else (0, 1)
+            part = self._rows(box, stored.dtype, *rows)
+            inner = tuple(slice(a - b, a - b + n) for a, b, n in zip(at[1:], box.offset[1:], size[1:], strict=True))
+            where = tuple(slice(a - b, a - b + n) for a, b, n in zip(at, offset, size, strict=True))
+            out[where].copy_(part[(slice(None), *inner)] if at else part)
+        return out
+
+    def _rows(self, box: StoredBox, dtype: str, first: int, count: int) -> Tensor:
+        """Rows [first, first + count) along the first axis of a stored box; a scalar for a scalar."""
+        import torch
+
+        slot = self._slot(box)
+        if (slot.dtype, slot.shape) != (dtype, box.shape):
+            raise DataError(
+                f"checkpoint {self.folder}: {box.file} holds {slot.dtype} {slot.shape} under {box.key!a}, not what "
+                "the manifest says"
+            )
+        row = volume(box.shape[1:]) * ITEM_BYTES[dtype]
+        start = slot.start + first * row
+        try:
+            data = self._blocks[box.file].read(start, start + count * row)
+        except OSError as error:
+            raise DataError(f"checkpoint {self.folder}: {error}") from None
+        except DataError as error:
+            raise DataError(f"checkpoint {self.folder} is damaged: {error}") from None
+        return torch.frombuffer(data, dtype=getattr(torch, TORCH_DTYPES[dtype])).reshape(
+            (count, *box.shape[1:]) if box.shape else ()
+        )
+
+    def _slot(self, box: StoredBox) -> Slot:
+        if box.file not in self._slots:
+            file = self.manifest.files[box.file]
+            reader = self._blocks[box.file] = storage.Blocks(self.folder, box.file, file)
+            try:
+                self._slots[box.file] = slots(reader.read, file.size)
+            except (DataError, OSError) as error:
+                raise DataError(f"checkpoint {self.folder} is damaged: {box.file}: {error}") from None
+        try:
+            return self._slots[box.file][box.key]
+        except KeyError:
+            raise DataError(f"checkpoint {self.folder}: {box.file} has no tensor {box.key!a}") from None

@@ -1,0 +1,396 @@
+"""Checkpoint folders on disk: written so that a crash at any moment leaves the last good one, read only after their
+digests agree.
+
+Knows files, not tensors, and imports no torch, so that a test can stop it at every system call. One live run per folder
+is the run folder's lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import shutil
+import stat
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from dtf.checkpoint.manifest import BLOCK_BYTES, NAME, Manifest, Objective, StoredFile, blocks, decode, encode
+from dtf.core.errors import DataError
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+_STEP = re.compile(r"step_(\d{6,18})")
+_LEFTOVER = re.compile(r"(?:step_\d{6,18}|latest)\.tmp-.+|\.trash-.+")
+_MAX_MANIFEST_BYTES = 1 << 28
+_CACHED_BLOCKS = 8
+
+
+def step_name(step: int) -> str:
+    """`step_000120`."""
+    return f"step_{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint's name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def checkpoints(parent: Path) -> list[Path]:
+    """Folders in `parent` that are named like a checkpoint, newest first, whatever they hold."""
+    try:
+        names = os.listdir(parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    steps = sorted((step for name in names if (step := step_of(name)) is not None), reverse=True)
+    return [parent / step_name(step) for step in steps]
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write(path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> StoredFile:
+    """Write a new file, durably, and return its size and digests. FileExistsError when the name is taken.
+
+    Pieces are taken one at a time; no more than one of them and a block are held in memory.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        size, digests = 0, []
+        for block in _in_blocks(pieces):
+            digests.append(zlib.crc32(block))
+            size += len(block)
+            rest = memoryview(block)
+            while rest:
+                rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return StoredFile(size, tuple(digests))
+
+
+def _in_blocks(pieces: Iterable[bytes | bytearray | memoryview]) -> Iterator[bytearray | memoryview]:
+    """The same bytes in blocks of BLOCK_BYTES, the last one shorter; whole blocks are not copied."""
+    held = bytearray()
+    for piece in pieces:
+        view = memoryview(piece)
+        while view:
+            if not held and len(view) >= BLOCK_BYTES:
+                block, view = view[:BLOCK_BYTES], view[BLOCK_BYTES:]
+                yield block
+                continue
+            missing = BLOCK_BYTES - len(held)
+            held += view[:missing]
+            view = view[missing:]
+            if len(held) == BLOCK_BYTES:
+                yield held
+                held = bytearray()
+    if held:
+        yield held
+
+
+def begin(parent: Path, step: int, run_id: str, note: Callable[[str], None]) -> Path | None:
+    """A new empty folder to write the checkpoint of `step` into; None when that checkpoint exists, complete and
+    undamaged.
+
+    A name is never written over. A checkpoint of the same step that cannot be loaded is moved aside, to
+    `step_000120.bad-<run id>`, for a person to look at. The complete one is kept: a run folder holds one line of
+    descent, so it holds the same training.
+    """
+    if not parent.is_dir():
+        parent.mkdir()
+        _sync_folder(parent.parent)
+    final = parent / step_name(step)
+    if os.path.lexists(final):
+        fault = first_fault(final)
+        if fault is None:
+            point_latest(parent, final.name, run_id)
+            return None
+        aside = next(
+            path
+            for i in range(1, 1 << 30)
+            if not os.path.lexists(path := parent / f"{final.name}.bad-{run_id}{f'.{i}' if i > 1 else ''}")
+        )
+        os.rename(final, aside)
+        _sync_folder(parent)
+        note(f"checkpoint {final} cannot be loaded ({fault}); moved to {aside.name}")
+    draft = parent / f"{final.name}.tmp-{run_id}"
+    if os.path.lexists(draft):
+        _remove(draft)
+    draft.mkdir()
+    return draft
+
+
+def commit(draft: Path, manifest: Manifest) -> Path:
+    """Make a written draft the checkpoint of its step, in one rename, and `latest` point to it.
+
+    ValueError when the manifest contradicts itself; OSError when the files are not there as it says (a folder that
+    ranks do not share).
+    """
+    data = encode(manifest)
+    _check_files(draft, manifest.files)
+    write(draft / MANIFEST, [data])
+    _sync_folder(draft)
+    final = draft.parent / step_name(manifest.step)
+    if os.path.lexists(final):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+    os.rename(draft, final)
+    _sync_folder(draft.parent)
+    point_latest(draft.parent, final.name, manifest.run_id)
+    return final
+
+
+def point_latest(parent: Path, name: str, run_id: str) -> None:
+    """Make the file `latest` hold `name`, for people and scripts; dtf itself looks at the folders.
+
+    A file, not a link: it survives copies to stores without links, and nobody can make a reader follow it.
+    """
+    draft = parent / f"{LATEST}.tmp-{run_id}"
+    draft.unlink(missing_ok=True)
+    write(draft, [f"{name}\n".encode()])
+    os.replace(draft, parent / LATEST)
+    _sync_folder(parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there, of the right size, and no others. Reads no tensor.
+
+    DataError when it is not complete; OSError when the folder itself cannot be read.
+    """
+    with os.scandir(folder) as entries:
+        found = {entry.name for entry in entries}
+    if MANIFEST not in found:
+        raise DataError(f"{MANIFEST} is missing; the checkpoint is not complete")
+    file, size = _open(folder / MANIFEST)
+    try:
+        if size > _MAX_MANIFEST_BYTES:
+            raise DataError(f"{MANIFEST} has {size} bytes; {_MAX_MANIFEST_BYTES} is the limit")
+        data = bytearray(size)
+        manifest = decode(bytes(data[: _fill(file, memoryview(data), 0)]))
+    finally:
+        os.close(file)
+    named = step_of(folder.name)
+    if named is not None and named != manifest.step:
+        raise DataError(f"the folder is named {folder.name} but holds step {manifest.step}")
+    unknown = sorted(found - manifest.files.keys() - {MANIFEST})
+    if unknown:
+        raise DataError(f"unknown file {ascii(unknown[0])[:120]} beside those of the manifest")
+    try:
+        _check_files(folder, manifest.files)
+    except OSError as error:
+        raise DataError(f"{Path(error.filename).name}: {error.strerror}") from None
+    return manifest
+
+
+def _check_files(folder: Path, files: dict[str, StoredFile]) -> None:
+    for name, stored in files.items():
+        found = os.lstat(folder / name)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(folder / name))
+        if found.st_size != stored.size:
+            raise OSError(errno.EIO, f"has {found.st_size} bytes instead of {stored.size}", str(folder / name))
+
+
+def faults(folder: Path, manifest: Manifest, index: int = 0, count: int = 1) -> Iterator[str]:
+    """Compare the digests of a checkpoint; yields one text per damaged stretch of a file.
+
+    Rank `index` of `count` reads its share.
+    """
+    total = sum(len(file.crc32) for file in manifest.files.values())
+    first, last = total * index // count, total * (index + 1) // count
+    for name, stored in manifest.files.items():
+        mine = range(max(first, 0), min(last, len(stored.crc32)))
+        if mine:
+            yield from _file_faults(Blocks(folder, name, stored), mine)
+        first, last = first - len(stored.crc32), last - len(stored.crc32)
+
+
+def _file_faults(file: Blocks, numbers: range) -> Iterator[str]:
+    start: int | None = None
+    for number in numbers:
+        try:
+            file.check(number)
+        except DataError:
+            start = number if start is None else start
+            continue
+        if start is not None:
+            yield file.damage(start, number)
+            start = None
+    if start is not None:
+        yield file.damage(start, numbers.stop)
+
+
+def first_fault(folder: Path, index: int = 0, count: int = 1) -> str | None:
+    """Why a checkpoint must not be loaded, as far as rank `index` of `count` has to look; None when all is well."""
+    try:
+        return next(faults(folder, read_manifest(folder), index, count), None)
+    except DataError as error:
+        return str(error)
+    except NotADirectoryError:
+        return "is no folder"
+
+
+class Blocks:
+    """Reads one file of a checkpoint.
+
+    Every byte handed out belongs to a block whose digest was compared, after it was read.
+    """
+
+    def __init__(self, folder: Path, name: str, stored: StoredFile) -> None:
+        if not NAME.fullmatch(name):
+            raise DataError(f"unusable file name {ascii(name)[:120]}")
+        self._path, self._stored = folder / name, stored
+        self._block = lru_cache(maxsize=_CACHED_BLOCKS)(lambda number: bytes(self._read(number, number + 1)))
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop), writable. DataError when a block they touch is damaged."""
+        first, last = start // BLOCK_BYTES, blocks(stop)
+        if last - first <= 2:  # small tensors share blocks: read and compare those once
+            data = memoryview(bytearray().join(self._block(number) for number in range(first, last)))
+        else:
+            data = self._read(first, last)
+        return data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
+
+    def check(self, number: int) -> None:
+        """DataError when block `number` is damaged."""
+        self._read(number, number + 1)
+
+    def damage(self, first: int, last: int) -> str:
+        """Text for damage in blocks [first, last)."""
+        return (
+            f"{self._path.name}: bytes {first * BLOCK_BYTES} to {min(last * BLOCK_BYTES, self._stored.size)} are "
+            "damaged or unreadable"
+        )
+
+    def _read(self, first: int, last: int) -> memoryview:
+        start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._stored.size)
+        file, size = _open(self._path)
+        try:
+            if size != self._stored.size:
+                raise DataError(f"{self._path.name}: has {size} bytes instead of {self._stored.size}")
+            data = memoryview(bytearray(stop - start))
+            for number in range(first, last):
+                block = data[(number - first) * BLOCK_BYTES : (number - first + 1) * BLOCK_BYTES]
+                if (
+                    _fill(file, block, number * BLOCK_BYTES) < len(block)
+                    or zlib.crc32(block) != self._stored.crc32[number]
+                ):
+                    raise DataError(self.damage(number, number + 1))
+        finally:
+            os.close(file)
+        return data
+
+
+def _open(path: Path) -> tuple[int, int]:
+    """Descriptor and size of a regular file; links are not followed, a pipe is not waited for."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EIO, errno.EISDIR, errno.ENXIO):
+            raise DataError(f"{path.name}: {error.strerror}") from None
+        raise
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(file)
+        raise DataError(f"{path.name}: is no regular file")
+    return file, found.st_size
+
+
+def _fill(file: int, data: memoryview, offset: int) -> int:
+    """Read into `data` from `offset`; bytes read, fewer at the end of the file or where the device fails."""
+    done = 0
+    while done < len(data):
+        try:
+            count = os.preadv(file, [data[done:]], offset + done)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            count = 0
+        if not count:
+            break
+        done += count
+    return done
+
+
+# ---------------------------------------------------------------- removing
+
+
+def clean(parent: Path) -> None:
+    """Remove what dead runs left half written or half removed.
+
+    Only under the run folder's lock, with no save under way.
+    """
+    if parent.is_dir():
+        for name in os.listdir(parent):
+            if _LEFTOVER.fullmatch(name):
+                _remove(parent / name)
+
+
+def retain(
+    parent: Path,
+    run_id: str,
+    keep_last: int,
+    keep_best: int,
+    objective: tuple[str, str],
+    damaged: Collection[Path] = frozenset(),
+) -> list[Path]:
+    """Remove checkpoints beyond the `keep_last` newest and the `keep_best` best by `objective` (metric, `max` or
+    `min`); returns those removed.
+
+    Counts only complete ones, and touches only those: what cannot be read, or is known to be `damaged`, is left for a
+    person. The newest is always kept. Of equals the older is better, as for the run itself. A checkpoint leaves by a
+    rename first, so that a half removed one is never met.
+    """
+    complete: list[tuple[Path, Objective | None]] = []
+    for folder in checkpoints(parent):
+        if folder in damaged:
+            continue
+        try:
+            complete.append((folder, read_manifest(folder).objective))
+        except (DataError, NotADirectoryError):
+            continue
+    sign = -1.0 if objective[1] == "max" else 1.0
+    ranked = [
+        (sign * goal.value, i)
+        for i, (_, goal) in enumerate(reversed(complete))
+        if goal is not None and (goal.metric, goal.mode) == objective and math.isfinite(goal.value)
+    ]
+    best = {complete[len(complete) - 1 - i][0] for _, i in sorted(ranked)[:keep_best]}
+    removed = []
+    for folder, _ in complete[max(1, keep_last) :]:
+        if folder not in best:
+            discard(folder, run_id)
+            removed.append(folder)
+    return removed
+
+
+def discard(folder: Path, run_id: str) -> None:
+    """Remove a checkpoint or draft; a crash leaves it whole or as rubbish for `clean`."""
+    trash = folder.parent / f".trash-{folder.name}-{run_id}"
+    if os.path.lexists(trash):
+        _remove(trash)
+    os.rename(folder, trash)
+    _sync_folder(folder.parent)
+    _remove(trash)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

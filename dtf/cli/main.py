@@ -1,0 +1,220 @@
+"""The command line: `python -m dtf` and `dtf`. Answers without torch; training starts it in other processes only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from dtf.core.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, error_line
+
+if TYPE_CHECKING:
+    import argparse
+
+    from dtf.config.compose import Composed, Composer
+
+_ANSWERS = ("-h", "--help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; the exit code. Everything expected that goes wrong ends in one printed line."""
+    _open_streams()
+    given = list(sys.argv[1:] if argv is None else argv)
+    leaving = argv is None  # else the caller lives on, and its warm processes with it
+    code = _reported(lambda: _dispatch(given))
+    if leaving and code:
+        _cool()
+    # it was a rank itself: gloo's threads may not outlive the interpreter
+    if leaving and "torch.distributed" in sys.modules:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    return code
+
+
+def _open_streams() -> None:
+    """Give what the caller closed (`dtf 1>&-`) to /dev/null: otherwise a lock file or a socket would become standard
+    output.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def will_launch(argv: Sequence[str]) -> bool:
+    """Whether the command line looks as if ranks will be needed: it asks for no answer and has no typo that can be seen
+    without composing.
+
+    A guess: wrong either way costs time only. Imports the parts, which composing needs too, but not Hydra.
+    """
+    flags = [word for word in argv if word.startswith("-")]
+    if any(flag.split("=")[0] in _ANSWERS for flag in flags):
+        return False
+    from dtf.config.settings import is_known, load_parts
+
+    load_parts([])
+    elsewhere = any("plugins=" in word or "hydra." in word for word in argv) or any(
+        flag not in ("-m", "--multirun", "-r", "--run") for flag in flags
+    )
+    return elsewhere or all(is_known(word) for word in argv if not word.startswith("-"))
+
+
+def _dispatch(argv: list[str]) -> int:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError("the current directory does not exist any more; change to one that does") from error
+    if will_launch(argv):
+        from dtf.launch.forkserver_cache import prestart
+
+        # torch is imported over there while the config is composed here; only now, since it slows every answer down
+        prestart(argv)
+    if "--version" in argv:
+        from dtf.core.version import __version__
+
+        print(f"dtf {__version__}")
+        return Exit.OK
+    from dtf.config.compose import Composer, arguments
+
+    flags = arguments(argv)
+    composer = Composer(flags.config_dir, flags.config_name)
+    if flags.shell_completion:
+        return _complete(flags.overrides)
+    if flags.help:
+        return _help(composer, flags.overrides)
+    if flags.multirun:
+        from dtf.cli.sweep import sweep
+
+        return sweep(composer, flags.overrides, _reported)
+    composed = composer.compose(flags.overrides)
+    if flags.cfg:
+        return _show(composed, flags)
+    if flags.info:
+        return _info(composed, flags.info)
+    return composed.job.run(composed)
+
+
+def _reported(action: Callable[[], int]) -> int:
+    """What `action` returns, or the exit code of what it raises, which is printed."""
+    try:
+        code = action()
+        sys.stdout.flush()
+        return code
+    except DtfError as error:
+        print(error_line(error.exit, " ".join(str(error).split())), file=sys.stderr)
+        return error.exit
+    except KeyboardInterrupt:
+        print("dtf: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # dtf --help | head: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception as error:  # noqa: BLE001  the last word on anything unexpected
+        import traceback
+
+        traceback.print_exc()
+        print(
+            error_line(
+                Exit.BUG,
+                f"{type(error).__name__}: {' '.join(str(error).split())}; this is a mistake in dtf or in a plugin, "
+                "see above",
+            ),
+            file=sys.stderr,
+        )
+        return Exit.BUG
+
+
+def _cool() -> None:
+    """End what `prestart` began."""
+    warm = sys.modules.get("dtf.launch.forkserver_cache")
+    if warm is not None:
+        warm.discard()
+
+
+def _help(composer: Composer, overrides: list[str]) -> int:
+    import shutil
+
+    from dtf.config.describe import help_text
+
+    composer.with_plugins(overrides, lambda: None)
+    print(help_text(composer, min(120, shutil.get_terminal_size().columns - 1)))
+    return Exit.OK
+
+
+def _show(composed: Composed, flags: argparse.Namespace) -> int:
+    from omegaconf import OmegaConf
+
+    tree = composed.tree
+    if flags.cfg == "job":
+        tree = (
+            OmegaConf.create(composed.config)
+            if flags.resolve
+            else OmegaConf.masked_copy(tree, [str(name) for name in tree if name != "hydra"])
+        )
+    elif flags.cfg == "hydra":
+        tree = OmegaConf.masked_copy(tree, ["hydra"])
+    part = OmegaConf.select(tree, flags.package) if flags.package and flags.package != "_global_" else tree
+    if part is None:
+        raise ConfigError(f"--package={flags.package} is no node of the config; see dtf --cfg {flags.cfg}")
+    if not OmegaConf.is_config(part):
+        print(part)
+        return Exit.OK
+    if part is not tree:
+        print(f"# @package {flags.package}")
+    # a resolved job holds text that only looks like one
+    print(OmegaConf.to_yaml(part, resolve=flags.resolve and flags.cfg != "job"), end="")
+    return Exit.OK
+
+
+def _info(composed: Composed, what: str) -> int:
+    import logging
+
+    from hydra._internal.hydra import Hydra
+
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        Hydra("dtf", composed.composer.loader).show_info(what, composed.composer.config_name, list(composed.overrides))
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    return Exit.OK
+
+
+def _complete(overrides: list[str]) -> int:
+    """Tab completion, by Hydra; the line to complete is in COMP_LINE and may name a config dir and plugins of its
+    own.
+    """
+    import shlex
+
+    from hydra._internal.hydra import Hydra
+
+    from dtf.config.compose import Composer, arguments
+
+    if sys.argv[0].endswith(".py") and "query=bash" not in overrides:
+        raise ConfigError(
+            "tab completion is for the console script; use dtf -sc install=bash in place of python -m dtf"
+        )
+    try:
+        words = shlex.split(os.environ.get("COMP_LINE", ""))[1:]
+        flags = arguments(words[:-1])
+    except (ValueError, ConfigError):  # a line that is not finished
+        flags = arguments([])
+    composer = Composer(flags.config_dir, flags.config_name)
+    hydra = Hydra("dtf", composer.loader)
+    try:
+        composer.with_plugins(flags.overrides, lambda: hydra.shell_completion(composer.config_name, overrides))
+    except ValueError as error:
+        raise ConfigError(f"{error}") from error
+    return Exit.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Trials of a sweep and the folder they share: which of them are finished already, and the table at the end.
+
+Starts nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtf.api.schema import show
+from dtf.config.messages import shorten
+from dtf.core.errors import BusyError, Exit, code_name
+from dtf.core.files import flat
+from dtf.core.text import number_text
+from dtf.runs.budget import spent_s
+from dtf.runs.run_folder import redact
+
+NOT_STARTED = -1
+_MAY_CHANGE = ("budget", "launcher", "observer", "plugins", "run")
+"""Keys that do not make another trial of it: what it may cost, where it runs, who watches."""
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]{0,99}")
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """One run of a sweep, as its table shows it."""
+
+    title: str  # the overrides that make it differ from the others
+    code: int = Exit.BUG
+    before: bool = False  # it was finished when the sweep started
+    folder: Path | None = None
+    best: tuple[str, float] | None = None  # the objective and its best value
+
+    @property
+    def outcome(self) -> str:
+        known = {NOT_STARTED: "not started", Exit.OK: "ok, before" if self.before else "ok"}
+        return known.get(self.code) or (
+            code_name(Exit(self.code)) if self.code in set(Exit) else f"exit code {self.code}"
+        )
+
+
+def digest(swept: Iterable[str], configs: Iterable[dict[str, Any]]) -> str:
+    """Eight digits that are the same for the same sweep: what is swept over, and what each trial trains."""
+    text = json.dumps([sorted(swept), [_lasting(config) for config in configs]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def folder_name(overrides: Sequence[str]) -> str:
+    """The overrides that set a trial apart as the name of its folder: `lr.peak=0.1,strategy=dp`; a digest stands for
+    what no name can hold.
+    """
+    text = ",".join(overrides) or "trial"
+    if _NAME.fullmatch(text):
+        return text
+    readable = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", text).lstrip(".,=+-")[:91]
+    return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """The record (run.json) of the trial in `folder`, once it has nothing left to do; None for one to start or to go on
+    with.
+
+    BusyError when the folder holds a trial of another config: only its length may change (train.*), and what makes no
+    other trial of it.
+    """
+    import yaml
+
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        saved = yaml.safe_load((folder / "config.yaml").read_text())
+        old, new = (dict(flat(_lasting(each), "")) for each in (saved, redact(config)))
+        exit = record["exit"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise BusyError(
+            f"{folder} holds what is no trial ({type(error).__name__}: {error}); choose another run.dir"
+        ) from error
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    for key in changed:
+        if not key.startswith("train."):
+            was, now = show(old.get(key)), show(new.get(key))
+            raise BusyError(
+                f"{folder} holds a trial with {key}={was}, this one has {key}={now}; choose another run.dir, or the "
+                f"same {key}"
+            )
+    return record if exit == Exit.OK and not changed else None
+
+
+def seconds(home: Path, but: Path | None = None) -> float:
+    """What the trials in a sweep's folder have taken, one left out."""
+    return sum(spent_s(folder) for folder in home.iterdir() if folder != but) if home.is_dir() else 0.0
+
+
+def best_of(trials: Sequence[Trial], direction: str) -> int | None:
+    """Number of the best trial, from 1; None where no two have the same objective."""
+    valued = [(trial.best[1], number) for number, trial in enumerate(trials, 1) if trial.best and trial.code == Exit.OK]
+    if len(valued) < 2 or len({trial.best[0] for trial in trials if trial.best}) > 1:
+        return None
+    return max(valued, key=lambda pair: pair[0])[1] if direction == "max" else min(valued)[1]
+
+
+def table(trials: Sequence[Trial]) -> Iterator[str]:
+    """A line for each trial: outcome, best value, run folder.
+
+    The folder's name says what set the trial apart; where it cannot, the overrides follow.
+    """
+    rows = []
+    for number, trial in enumerate(trials, 1):
+        best = f"{trial.best[0]}={number_text(trial.best[1])}" if trial.best else ""
+        named = trial.folder is not None and trial.folder.name == trial.title.replace(" ", ",")
+        where = [*([shorten(trial.folder)] if trial.folder else []), *([] if named else [trial.title])]
+        rows.append((f"dtf: trial {number}: {trial.outcome}", best, "  ".join(where)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for *cells, where in rows:
+        yield "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False) if width), where])
+
+
+def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+    objective = (config.get("run") or {}).get("objective", "")
+    return {key: value for key, value in config.items() if key not in _MAY_CHANGE} | {"run": {"objective": objective}}

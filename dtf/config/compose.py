@@ -1,0 +1,470 @@
+"""From a command line to a finished config: Hydra composes, dtf checks every key of it. The only file that drives
+Hydra.
+
+Nothing below gets a DictConfig, an interpolation or a key that no class knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NoReturn, TypeVar
+
+from hydra import version
+from hydra.core.default_element import GroupDefault
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobRuntime, setup_globals
+from hydra.errors import ConfigCompositionException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, flag_override, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from dtf.api.job import Job
+from dtf.api.registry import registered
+from dtf.api.schema import RESERVED, KeyProblem, make_option, show, unset
+from dtf.api.strategy import Task
+from dtf.checkpoint.resolve_path import check_place
+from dtf.config.hydra_sources import CONF, Read, loader, recording
+from dtf.config.limits import resolve
+from dtf.config.messages import explain, hinted, key_for_number, origin, parse, typed_in
+from dtf.config.presets import overtaken, reset
+from dtf.config.settings import EXPERIMENT, GROUPS, Settings, fit_config, load_parts, typed_fitted
+from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
+
+T = TypeVar("T")
+
+ROOT = "config"
+"""Name of dtf's own root config, conf/config.yaml."""
+
+
+def compose(argv: Sequence[str]) -> Composed:
+    """The config that a command line asks for.
+
+    ConfigError for anything in it, or in the files it names, that fits no class.
+    """
+    flags = arguments(argv)
+    return Composer(flags.config_dir, flags.config_name).compose(flags.overrides)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed, resolved and validated config."""
+
+    config: dict[str, Any]  # plain; may hold "???" where a mandatory key was not given, `settings` refuses that
+    choices: dict[str, Any]  # group -> option as it was chosen; options that are YAML files have names of their own
+    overrides: tuple[str, ...]
+    # as Hydra composed it, with its own node and interpolations as written
+    tree: DictConfig = field(repr=False, compare=False)
+    composer: Composer = field(repr=False, compare=False)
+    reads: dict[str, Read] = field(repr=False, compare=False)
+
+    @cached_property
+    def settings(self) -> Settings:
+        """Objects of the registered classes. ConfigError when a mandatory key is missing."""
+        with self._located():
+            return typed_fitted(self.config)
+
+    @property
+    def job(self) -> Job:
+        """The job alone: what it does may need no other part."""
+        with self._located():
+            missing = unset(self.config["job"], "job")
+            if missing:
+                raise KeyProblem(missing[0], f"{missing[0]}=??? is mandatory; give {missing[0]}=VALUE")
+            return make_option("job", self.config["job"])
+
+    @property
+    def command(self) -> list[str]:
+        """Arguments that compose the same config in another process."""
+        return [*self.composer.flags, *self.overrides]
+
+    def check(self, data: bool = True) -> Settings:
+        """The settings, once every part has agreed to them. For jobs that start ranks, before they do. ConfigError or
+        DataError.
+
+        `data=False`: not the recipe, whose data need not be there.
+        """
+        settings = self.settings
+        with self._located():
+            settings.check()
+            if data:
+                settings.recipe.check()
+            check_place(settings.recipe.fine_tuning.weights, "recipe.model.weights")
+            settings.optimizer.check()
+            settings.sparse.check()
+            settings.lr.check()
+            settings.check_tables()
+            settings.checkpoint.check()
+            for observer in settings.observer.values():
+                observer.check()
+            devices, processes = settings.launcher.devices_kind(), settings.launcher.count()
+            settings.precision.check(devices)
+            task = Task(
+                settings.recipe,
+                settings.optimizer,
+                settings.precision,
+                settings.step,
+                settings.seed,
+                rows=settings.sparse,
+            )
+            settings.strategy.check(task, processes, devices)
+            if settings.strategy.alone() and self.config["job"]["name"] != "train":
+                raise ConfigError(
+                    "strategy.endpoints is for processes of a run that are started by hand, and this job starts its "
+                    "own; leave it out"
+                )
+        return settings
+
+    def recompose(self, overrides: Sequence[str]) -> Composed:
+        """The same command line with more overrides behind it.
+
+        A group chosen anew forgets the earlier choice; when it is another option, also earlier `<group>.key=value`,
+        which spoke of the other one.
+        """
+        new = parse(overrides, self.composer.loader)
+        chosen = {each.key_or_group: each.value() for each in new if self.composer.is_group(each.key_or_group)}
+        kept = []
+        for text, each in zip(self.overrides, parse(self.overrides, self.composer.loader), strict=True):
+            group = each.key_or_group.split(".")[0]
+            other = group in chosen and chosen[group] != self.choices.get(group)
+            if each.key_or_group not in chosen and not other:
+                kept.append(text)
+        return self.composer.compose([*kept, *overrides])
+
+    def chosen(self) -> dict[str, list[str]]:
+        """The options that the command line itself chooses, by group."""
+        named = [
+            each
+            for each in parse(self.overrides, self.composer.loader)
+            if self.composer.is_group(each.key_or_group) and not each.is_delete()
+        ]
+        values = {each.key_or_group: each.value() for each in named}
+        return {group: value if isinstance(value, list) else [value] for group, value in values.items() if value}  # type: ignore[dict-item]
+
+    def origin(self, key: str) -> str:
+        """Where a key got its value: `on the command line`, `in FILE`, or "" when it is a default."""
+        return self.composer.origin(key, self.overrides, self.reads)
+
+    def _located(self) -> _Located:
+        return _Located(self.origin)
+
+
+class Composer:
+    """Composes configs from one set of places: dtf's conf, a folder of the user's, and the registry."""
+
+    def __init__(self, config_dir: str | None = None, config_name: str | None = None) -> None:
+        version.setbase("1.3")
+        setup_globals()
+        JobRuntime.instance().set("name", "dtf")
+        load_parts([])
+        self.config_name = config_name or ROOT
+        self.flags = [
+            f"--{key}={value}" for key, value in (("config-dir", config_dir), ("config-name", config_name)) if value
+        ]
+        self.loader = loader(config_dir)
+        self._plugins: list[str] = []
+
+    def compose(self, overrides: Sequence[str]) -> Composed:
+        """See `compose`; `overrides` are those of one run, not of a sweep."""
+        given = list(overrides)
+        for each in parse(given, self.loader):
+            group, _, key = each.key_or_group.partition(".")
+            if not group:
+                raise ConfigError(f"{show(each.input_line)} is no override; write key=value")
+            if each.is_delete() and each.key_or_group in GROUPS:
+                raise ConfigError(
+                    f"{show(each.input_line)} {self._instead_of_deletion(group)}; set on the command line"
+                )
+            chooses = self.is_group(each.key_or_group) and not each.is_delete() and not each.is_sweep_override()
+            if chooses and not _may_choose(each.value()):
+                drop = f", or ~{group} for none" if group == EXPERIMENT else ""
+                choices = key_for_number(each.key_or_group, each.value()) + suggest("", self.options(each.key_or_group))
+                raise ConfigError(f"{show(each.input_line)} is no option; {choices}{drop}; set on the command line")
+            if RESERVED in each.key_or_group:
+                raise ConfigError(
+                    f"{each.key_or_group} is refused, a config names no code; register a class and choose it by name; "
+                    "set on the command line"
+                )
+            if key == "name" and group in GROUPS:
+                raise ConfigError(
+                    f"{each.key_or_group} says which class the other keys belong to; choose with {group}=NAME; set on "
+                    "the command line"
+                )
+        config, reads = self.load(given)
+        return self.finish(config, given, reads)
+
+    def load(self, overrides: list[str]) -> tuple[DictConfig, dict[str, Read]]:
+        """What Hydra composes, not yet checked, and the files it read for it: where the job uses a run's model, over
+        what that run's config says.
+        """
+        parsed = parse(overrides, self.loader)
+        chosen = {
+            each.key_or_group: str(each.value())
+            for each in parsed
+            if not each.is_delete() and not each.is_sweep_override()
+        }
+        first = overrides
+        # which run it is must be found without keys that only the run's recipe may have
+        if _uses_model(chosen.get("job")):
+            first = [
+                text
+                for text, each in zip(overrides, parsed, strict=True)
+                if "." not in each.key_or_group or each.key_or_group.startswith("job.")
+            ]
+        config, reads = self.with_plugins(overrides, lambda: self._load(first))
+        job = OmegaConf.to_container(config.job) if OmegaConf.is_dict(config.get("job")) else {}
+        if not isinstance(job, dict) or not _uses_model(job.get("name")):
+            return config, reads
+        from dtf.config.inherit import inherited
+
+        behind = inherited(str(job.get("model", "")), chosen, self._plugins)
+        config, reads = self.with_plugins(overrides, lambda: self._load([*behind, *overrides]))
+        with read_write(config.hydra.overrides):
+            # what was typed, for titles of trials
+            config.hydra.overrides.task = list(config.hydra.overrides.task)[len(behind) :]
+        return config, reads
+
+    def with_plugins(self, overrides: Sequence[str], action: Callable[[], T]) -> tuple[T, dict[str, Read]]:
+        """The result of `action` and the files Hydra read for it, once every plugin that they or `overrides` name is
+        imported.
+
+        A file that names a plugin may choose options that exist only after the import, so a failed action may name
+        plugins too.
+        """
+        named = _plugins_in_overrides(overrides)
+        while True:
+            new = [name for name in named if name not in self._plugins]
+            if new:
+                load_parts([*self._plugins, *new])
+                self._plugins += new
+            failure, result = None, None
+            with recording() as reads:
+                try:
+                    result = action()
+                except Exception as error:  # noqa: BLE001  explained below, unless a plugin it asks for is missing
+                    failure = error
+            named = [name for read in reads.values() for name in _plugins_in(read.content)]
+            if set(named) <= set(self._plugins):
+                if failure is not None:
+                    raise explain(failure, overrides, self.loader, reads) from failure
+                return result, reads  # type: ignore[return-value]
+
+    def finish(self, composed: DictConfig, overrides: Sequence[str], reads: dict[str, Read]) -> Composed:
+        """Resolve and validate what Hydra composed."""
+        choices = {
+            group: choice
+            for group, choice in composed.hydra.runtime.choices.items()
+            if group in GROUPS or group == EXPERIMENT
+        }
+        self._refuse_shadows(composed, choices)
+        state = HydraConfig.instance()
+        before, state.cfg = state.cfg, None
+        with _Located(lambda key: self.origin(key, overrides, reads)):
+            try:
+                state.set_config(composed)  # for ${hydra:...}
+                plain = resolve(OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"]))
+                _refuse_targets(plain, "")
+                config = self._without_overtaken(composed, _fit(plain), overrides)
+            except (ConfigError, KeyboardInterrupt):
+                raise
+            except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+                raise KeyProblem(
+                    str(error.full_key or ""), f"{error.full_key}: {str(error).splitlines()[0]}"
+                ) from error
+            except Exception as error:
+                raise explain(error, overrides, self.loader, reads) from error
+            finally:
+                state.cfg = before
+        config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
+        plain: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(choices))  # type: ignore[assignment]
+        return Composed(config, plain, tuple(overrides), composed, self, reads)
+
+    def _without_overtaken(
+        self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str]
+    ) -> dict[str, Any]:
+        """The config and, in place, what it was made of, without values of files that the command line made
+        meaningless; see `Recipe.idle`.
+        """
+        for key in overtaken(config, lambda key: typed_in(key, overrides, self.loader)):
+            reset(config, key)
+            with flag_override(composed, ["readonly", "struct"], False):
+                reset(composed, key)
+        return config
+
+    def origin(self, key: str, overrides: Sequence[str], reads: dict[str, Read]) -> str:
+        """See `Composed.origin`."""
+        return origin(key, self.config_name, overrides, self.loader, reads)
+
+    def options(self, group: str) -> list[str]:
+        """Names that `<group>=` accepts."""
+        return self.loader.get_group_options(group)
+
+    def defaults(self) -> dict[str, list[str]]:
+        """Group -> options of the root config's defaults list."""
+        loaded = self.loader.repository.load_config(self.config_name)
+        chosen: dict[str, list[str]] = {}
+        for entry in loaded.defaults_list or [] if loaded else []:
+            if isinstance(entry, GroupDefault) and entry.group and entry.value:
+                chosen[entry.group] = [entry.value] if isinstance(entry.value, str) else list(entry.value)
+        return chosen
+
+    def is_file(self, group: str, option: str) -> bool:
+        """Whether an option is a YAML file, not a registered class as it is."""
+        return any(
+            source.is_config(f"{group}/{option}")
+            for source in self.loader.repository.get_sources()
+            if source.scheme() == "file"
+        )
+
+    def is_group(self, key: str) -> bool:
+        return self.loader.repository.group_exists(key)
+
+    def _instead_of_deletion(self, group: str) -> str:
+        if group == "observer":
+            return (
+                "takes no observer away; write observer=[NAME,...], observer=[] for none, or ~observer.NAME; "
+                f"{suggest('', self.options(group))}"
+            )
+        return f"leaves no {group}; choose with {group}=NAME"
+
+    def _load(self, overrides: list[str]) -> DictConfig:
+        try:
+            return self.loader.load_configuration(self.config_name, overrides, RunMode.RUN)
+        except ConfigCompositionException as error:
+            if not str(error).startswith("Could not override"):
+                raise
+        # An unknown key, or a new entry of a mapping. Let it in, so that it is judged like a key of a file.
+        forced = [
+            f"++{text}" if self._is_plain(each) else text
+            for text, each in zip(overrides, parse(overrides, self.loader), strict=True)
+        ]
+        return self.loader.load_configuration(self.config_name, forced, RunMode.RUN)
+
+    def _is_plain(self, override: Any) -> bool:
+        marked = override.is_add() or override.is_force_add() or override.is_delete()
+        return (
+            not marked
+            and not override.is_hydra_override()
+            and override.package is None
+            and not self.is_group(override.key_or_group)
+        )
+
+    def _refuse_shadows(self, composed: DictConfig, choices: dict[str, Any]) -> None:
+        """Hydra takes the first of two options with one name, and a root config before the user's; nobody would
+        notice.
+        """
+        for source in composed.hydra.runtime.config_sources:
+            if source.schema != "file" or source.provider == "main":
+                continue
+            if os.path.isfile(os.path.join(source.path, f"{ROOT}.yaml")):
+                raise ConfigError(
+                    f"{os.path.join(source.path, ROOT)}.yaml has the name of dtf's own root config; rename it and "
+                    "give --config-name=NAME"
+                )
+            for group, choice in choices.items():
+                for name in choice if OmegaConf.is_list(choice) else [choice]:
+                    file = os.path.join(source.path, group, f"{name}.yaml")
+                    if os.path.isfile(file) and (
+                        name in registered(group) or (CONF / group / f"{name}.yaml").is_file()
+                    ):
+                        raise ConfigError(
+                            f"{group}={name} is an option of dtf and also a file, {file}; rename the file"
+                        )
+
+
+class _Located:
+    """A block in which a KeyProblem becomes a ConfigError that says where the key was set."""
+
+    def __init__(self, where: Callable[[str], str]) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyProblem):
+            where = self._where(error.key)
+            raise ConfigError(f"{error}; set {where}" if where else str(error)) from error
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; config values are given as key=value; see dtf --help")
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Flags and overrides, in any order. ConfigError for an unknown flag."""
+    parser = _Parser(prog="dtf", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    for names in (
+        ["--help", "-h"],
+        ["--version"],
+        ["--run", "-r"],
+        ["--multirun", "-m"],
+        ["--resolve"],
+        ["--shell-completion", "-sc"],
+    ):
+        parser.add_argument(*names, action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument(
+        "--info",
+        "-i",
+        nargs="?",
+        const="all",
+        choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"],
+    )
+    flags = parser.parse_intermixed_args(list(argv))
+    if (flags.resolve or flags.package) and not flags.cfg:
+        parser.error("--resolve and --package go with --cfg")
+    asked = [flags.run, flags.multirun, flags.shell_completion, flags.cfg is not None, flags.info is not None]
+    if sum(asked) > 1:
+        parser.error("only one of --run, --multirun, --cfg, --info and --shell-completion at a time")
+    return flags
+
+
+def _uses_model(job: Any) -> bool:
+    known = registered("job").get(str(job))
+    return known is not None and known.uses_model  # type: ignore[attr-defined]
+
+
+def _may_choose(value: Any) -> bool:
+    """Whether Hydra can take it for an option, or several."""
+    return isinstance(value, str | dict) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _fit(plain: dict[Any, Any]) -> dict[str, Any]:
+    try:
+        return fit_config(plain)
+    except KeyProblem as problem:
+        raise hinted(problem, plain) from problem
+
+
+def _plugins_in_overrides(overrides: Sequence[str]) -> list[str]:
+    named = [text for text in overrides if text.lstrip("+").startswith("plugins=")]
+    return [
+        name for each in parse(named) if not each.is_sweep_override() for name in _plugins_in({"plugins": each.value()})
+    ]
+
+
+def _plugins_in(content: dict[str, Any]) -> list[str]:
+    named = content.get("plugins")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
+def _refuse_targets(value: Any, key: str) -> None:
+    for name, entry in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        inner = f"{key}.{name}" if key else str(name)
+        if name == RESERVED:
+            raise KeyProblem(
+                inner, f"{inner} is refused, a config names no code; register a class and choose it by name"
+            )
+        _refuse_targets(entry, inner)

@@ -1,0 +1,225 @@
+"""What exists: every option of every group with its keys, as data and as text for a terminal.
+
+Chooses nothing and runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, get_args
+
+from dtf.api.registry import registered
+from dtf.api.schema import is_node, keys, option_node, show, to_plain, type_text
+from dtf.config.settings import EXPERIMENT, GROUPS, Root
+from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
+
+if TYPE_CHECKING:
+    from dtf.config.compose import Composer
+
+WHAT = {**GROUPS, EXPERIMENT: "complete named runs"}
+
+
+def catalogue(
+    composer: Composer, group: str = "", option: str = "", chosen: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> dict[str, Any]:
+    """`{"root": [key...], "groups": {group: {"help", "options": {option: {"help", "keys", "sets"}}}}}`, narrowed when
+    asked.
+
+    `chosen`: only these options, by group.
+
+    A key has `key`, `type`, `range` (of its numbers, in words; may be empty), `default`, `unit` and `help`.
+    `sets` holds what a YAML option sets outside its own node.
+    """
+    if group and group not in WHAT:
+        raise ConfigError(f"job.group={show(group)} is no group; {suggest(group, WHAT)}")
+    if option and not group:
+        raise ConfigError(f"job.option={show(option)} needs its group; give job.group=NAME")
+    groups = {}
+    for name in chosen or ([group] if group else WHAT):
+        known = composer.options(name)
+        if option and option not in known:
+            raise ConfigError(f"job.option={show(option)} is no option of {name}; {suggest(option, known)}")
+        groups[name] = {
+            "help": WHAT[name],
+            "options": {
+                each: _option(composer, name, each) for each in chosen.get(name) or ([option] if option else known)
+            },
+        }
+    return {**({} if group or chosen else {"root": _keys(Root, to_plain(Root()), "")}), "groups": groups}
+
+
+def as_text(found: dict[str, Any], width: int) -> str:
+    """A catalogue for people."""
+    lines: list[str] = []
+    if "root" in found:
+        lines += ["root keys", "", *_key_lines(found["root"], width)]
+    for group, entry in found["groups"].items():
+        if len(found["groups"]) > 1:
+            lines += ["", f"{group}: {entry['help']}", ""]
+        for name, option in entry["options"].items():
+            choice = f"{group}=[{name}]" if group == "observer" else f"{group}={name}"
+            lines += [choice, *_wrapped(option["help"], width, "  ")]
+            lines += _key_lines(option["keys"], width)
+            if option["sets"]:
+                lines += _wrapped(
+                    "also sets " + " ".join(f"{key}={show(value)}" for key, value in option["sets"].items()),
+                    width,
+                    "  ",
+                )
+            lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def as_json(found: dict[str, Any]) -> str:
+    """A catalogue for programs."""
+    return json.dumps(found, indent=2)
+
+
+def help_text(composer: Composer, width: int) -> str:
+    """`dtf --help`: groups with their options, root keys, flags, examples."""
+    chosen = composer.defaults()
+    lines = [_HEAD, "Groups (group=option; * is chosen unless a recipe or experiment says otherwise):", ""]
+    for group, what in WHAT.items():
+        chosen_here = chosen.get(group) or []
+        names = [f"*{name}" if name in chosen_here else name for name in composer.options(group)]
+        lines += textwrap.wrap(
+            " ".join(names) or "(none yet)",
+            width - 14,
+            initial_indent=f"  {group:<12}",
+            subsequent_indent=" " * 14,
+            break_on_hyphens=False,
+        )
+        lines += [f"{'':14}{what}"]
+    lines += ["", "Keys outside groups (key=value):", ""]
+    for key in _keys(Root, to_plain(Root()), ""):
+        unit = f" [{key['unit']}]" if key["unit"] else ""
+        text = f"{key['key']}={show(key['default'])}".ljust(30) + f" {key['help'].split(';')[0]}{unit}"
+        lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent=" " * 33)
+    return "\n".join([*lines, "", _TAIL])
+
+
+def _option(composer: Composer, group: str, name: str) -> dict[str, Any]:
+    classes = registered(group)
+    if group != EXPERIMENT and name in classes and not composer.is_file(group, name):
+        cls = classes[name]
+        return {"help": _summary(cls), "keys": _keys(cls, option_node(group, name), _prefix(group, name)), "sets": {}}
+    composed = composer.compose([f"{group}=[{name}]" if group == "observer" else f"{group}={name}"])
+    read = composed.reads[f"{group}/{name}"]
+    text = " ".join(line.lstrip("# ").strip() for line in _header(read.file.read_text(encoding="utf-8")))
+    if group == EXPERIMENT:
+        return {"help": text, "keys": [], "sets": _chosen(read.defaults) | _flat(read.content, "")}
+    node = next(iter(composed.config[group].values())) if group == "observer" else composed.config[group]
+    cls = classes[node["name"]]
+    own = read.content if "package" in read.header and read.header["package"] == "_global_" else {}
+    sets = _chosen(read.defaults) | {key: value for key, value in _flat(own, "").items() if key.split(".")[0] != group}
+    return {"help": text or _summary(cls), "keys": _keys(cls, node, _prefix(group, name)), "sets": sets}
+
+
+def _keys(cls: type, values: dict[str, Any], prefix: str) -> list[dict[str, Any]]:
+    found = []
+    for key in keys(cls):
+        name, value = f"{prefix}{key.name}", values[key.name]
+        if is_node(key.hint) and isinstance(value, dict):
+            found += _keys(key.hint, value, f"{name}.")
+        else:
+            nested = [arm for arm in get_args(key.hint) if is_node(arm)]
+            told = {
+                "type": type_text(key.hint),
+                "range": str(key.range),
+                "default": value,
+                "unit": key.unit,
+                "help": " ".join(key.doc.split()),
+            }
+            found.append({"key": name, **told})
+            if len(nested) == 1 and not isinstance(value, dict):  # an optional group of keys
+                found += _keys(nested[0], {each.name: each.default for each in keys(nested[0])}, f"{name}.")
+    return found
+
+
+def _prefix(group: str, name: str) -> str:
+    return f"observer.{name}." if group == "observer" else f"{group}."
+
+
+def _summary(cls: type) -> str:
+    return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+
+
+def _header(text: str) -> list[str]:
+    """The comment lines that a file starts with, but for the package line."""
+    found = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.lstrip("# ").startswith("@package"):
+            found.append(line)
+    return found
+
+
+def _chosen(defaults: list[Any]) -> dict[str, Any]:
+    """Options of other groups that a defaults list overrides."""
+    pairs = [pair for entry in defaults if isinstance(entry, dict) for pair in entry.items()]
+    return {str(key).split()[-1].strip("/"): value for key, value in pairs if str(key).startswith("override ")}
+
+
+def _flat(value: Any, key: str) -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return {
+            inner: leaf
+            for name, entry in value.items()
+            for inner, leaf in _flat(entry, f"{key}.{name}" if key else str(name)).items()
+        }
+    return {key: value} if key else {}
+
+
+def _key_lines(found: list[dict[str, Any]], width: int) -> list[str]:
+    lines = []
+    for key in found:
+        unit = f" {key['unit']}" if key["unit"] else ""
+        accepted = ", ".join(filter(None, (key["type"], key["range"])))
+        lines += _wrapped(f"{key['key']}={show(key['default'])}{unit}   ({accepted})", width, "  ", "      ")
+        lines += _wrapped(key["help"], width, "      ")
+    return lines
+
+
+def _wrapped(text: str, width: int, indent: str, rest: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent if rest is None else rest,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+_HEAD = """\
+dtf: declarative distributed training on PyTorch
+
+  dtf [group=option] [key=value] ... [flags]         (or python -m dtf ...)
+
+  dtf                                                train the default recipe
+  dtf recipe=resnet_cifar10 recipe.data.root=PATH    another recipe
+  dtf strategy=ddp launcher.processes=4 precision=bf16
+  dtf train.epochs=3 step.batch_size=256             any key by its dotted name
+  dtf -m optimizer=sgd,adamw lr.peak=0.05,0.1        a sweep: one run per combination
+  dtf --config-dir DIR experiment=NAME               files of your own
+  dtf job=describe job.group=strategy job.option=ddp every key of an option
+"""
+
+_TAIL = """\
+Flags:
+
+  --cfg job             print the composed config and stop; --resolve replaces ${interpolations}, --package NAME narrows
+  --info [WHAT]         how the config came to be: defaults, defaults-tree, config, searchpath, plugins, all
+  -m, --multirun        run every combination of key=a,b,c; again: those that are missing
+  --config-dir DIR      look for <group>/<option>.yaml in DIR too
+  --config-name NAME    start from DIR/NAME.yaml in place of dtf's own root config
+  -sc install=bash      tab completion: eval "$(dtf -sc install=bash)"
+  --version, --help
+
+job=describe lists every key of every option with type, default and unit.
+plugins=[my.module] adds options of your own."""

@@ -1,0 +1,208 @@
+"""Where Hydra finds options: the registry itself, dtf's own YAML files, and guarded folders of the user's.
+
+Every registered class is an option `<group>/<name>` and a base `<group>/schema/<name>` for YAML files, without being
+stored anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from dtf.api.registry import registered
+from dtf.api.schema import option_node, to_plain
+from dtf.config.limits import check_hydra, one_line, scan
+from dtf.config.settings import EXPERIMENT, GROUPS, Root
+from dtf.core.errors import ConfigError
+
+CONF = Path(__file__).parents[1] / "conf"
+SCHEMA = "schema"
+
+
+@dataclass(frozen=True)
+class Read:
+    """A YAML file as it was read."""
+
+    file: Path
+    content: dict[Any, Any]  # plain, interpolations as written, without its defaults list
+    defaults: list[Any]  # as written
+    header: dict[str, str | None]
+
+
+_reads: ContextVar[dict[str, Read] | None] = ContextVar("reads", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[dict[str, Read]]:
+    """Note every YAML file that Hydra reads inside, by its path as an option (`recipe/mine`); also what a failed
+    composition read.
+    """
+    reads: dict[str, Read] = {}
+    token = _reads.set(reads)
+    try:
+        yield reads
+    finally:
+        _reads.reset(token)
+
+
+def recorded() -> dict[str, Read]:
+    """What the block of `recording` around the caller has noted so far."""
+    return _reads.get() or {}
+
+
+class PartsSource(ConfigSource):
+    """The registry as a Hydra config source."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "dtf"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        found = self._find(config_path)
+        if found is None:
+            raise ConfigLoadError(f"{config_path} is not registered")
+        group, name = found
+        if group == "":
+            node, package = to_plain(Root()), "_global_"
+        else:
+            node = option_node(group, name)
+            package = f"observer.{name}" if group == "observer" and SCHEMA not in config_path else None
+        return ConfigResult(
+            provider=self.provider, path="dtf://", config=OmegaConf.create(node), header={"package": package}
+        )
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        path = config_path.rstrip("/")
+        return path in ("", SCHEMA, EXPERIMENT) or path.removesuffix(f"/{SCHEMA}") in GROUPS
+
+    def is_config(self, config_path: str) -> bool:
+        return self._find(config_path) is not None
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Options of a group; the bases are left out, they are for defaults lists."""
+        if config_path == "":
+            return [] if results_filter == ObjectType.CONFIG else [*GROUPS, EXPERIMENT]
+        return [] if results_filter == ObjectType.GROUP else list(registered(config_path))
+
+    @staticmethod
+    def _find(config_path: str) -> tuple[str, str] | None:
+        parts = config_path.removesuffix(".yaml").strip("/").split("/")
+        if parts == [SCHEMA, "root"]:
+            return "", "root"
+        if len(parts) == 3 and parts[1] == SCHEMA:
+            del parts[1]
+        return (parts[0], parts[1]) if len(parts) == 2 and parts[1] in registered(parts[0]) else None
+
+
+class GuardedFiles(FileConfigSource):
+    """Hydra's source of YAML files, which notes what it reads and looks at files outside dtf before it parses them."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path, self._normalize_file_name(config_path))
+        ours = Path(self.path) == CONF
+        if not ours:
+            scan(file)
+        try:
+            result = super().load_config(config_path)
+            content = OmegaConf.to_container(result.config, resolve=False)
+        except ConfigLoadError:
+            raise
+        except Exception as error:  # YAML, a header, a value no parser takes: whatever a file can hold
+            raise ConfigError(f"{file}: {one_line(error)}; it must be a YAML mapping of keys to values") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{file} must be a YAML mapping of keys to values")
+        if "hydra" in content and not isinstance(content["hydra"], dict):
+            raise ConfigError(
+                f"{file}: hydra={content['hydra']} takes Hydra's own settings away; it must be a mapping, or left out"
+            )
+        defaults = content.pop("defaults", None)
+        reads = _reads.get()
+        if reads is not None:
+            reads[config_path.removesuffix(".yaml")] = Read(
+                file, content, defaults if isinstance(defaults, list) else [], result.header
+            )
+        return result
+
+
+class Loader(ConfigLoaderImpl):
+    """Hydra's composer over dtf's sources.
+
+    Refuses settings of Hydra that would start code, however a config is asked for.
+    """
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # Hydra warns of a searchpath that does not exist, and goes on
+            config = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        check_hydra(config.hydra)
+        return config
+
+
+def loader(config_dir: str | None) -> Loader:
+    """A composer that looks in Hydra's own files, dtf's conf, `config_dir`, the registry, then `hydra.searchpath`.
+
+    ConfigError when `config_dir` is no folder.
+    """
+    plugins = Plugins.instance()
+    plugins.register(PartsSource)
+    SourcesRegistry.instance().types["file"] = GuardedFiles
+    _offer_optuna()
+    path = ConfigSearchPathImpl()
+    path.append("hydra", "pkg://hydra.conf")
+    path.append("main", f"file://{CONF}")
+    for plugin in plugins.discover(SearchPathPlugin):
+        plugin().manipulate_search_path(path)  # type: ignore[attr-defined]
+    if config_dir is not None:
+        folder = os.path.abspath(config_dir)
+        if not os.path.isdir(folder):
+            raise ConfigError(
+                f"--config-dir={config_dir} is no folder; give one that holds <group>/<option>.yaml files"
+            )
+        path.append("command-line", f"file://{folder}")
+    path.append("dtf", "dtf://")
+    path.append("schema", "structured://")
+    return Loader(path)
+
+
+OPTUNA = "optuna"
+
+
+@dataclass
+class OptunaOptions:
+    """The config node `hydra.sweeper`; `n_trials` as in Hydra's own plugin for Optuna 2."""
+
+    n_trials: int = 20
+    seed: int = 0
+
+
+def _offer_optuna() -> None:
+    """Let Hydra know the option `hydra/sweeper=optuna`."""
+    ConfigStore.instance().store(group="hydra/sweeper", name=OPTUNA, node=OptunaOptions, provider="dtf")

@@ -1,0 +1,118 @@
+"""What the config of a run says to a job that uses the run's model, as overrides. Reads one file; composes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dtf.api.schema import show
+from dtf.checkpoint.resolve_path import is_checkpoint, located
+from dtf.config.limits import scan
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.files import flat
+
+KEYS = ("seed", "recipe", "precision", "step")
+"""What a run's config says of its model and data; how to spread the work is the job's own business."""
+
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_.*?\[\]-]+")
+
+
+def config_of(checkpoint: Path) -> Path | None:
+    """The config that lies beside the folder of checkpoints in a run folder, if it does."""
+    file = checkpoint.resolve().parent.parent / "config.yaml"
+    return file if file.is_file() else None
+
+
+def inherited(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -> list[str]:
+    """What the config of the run says which `model`, a checkpoint or a run folder, belongs to: overrides to stand
+    before those of the command line.
+
+    None for a file of weights, and for a checkpoint away from its run folder. `chosen`: the command line, key to value;
+    `plugins`: those it trusts.
+    """
+    if "${" in model:
+        raise ConfigError(
+            f"job.model={model} holds an interpolation, and a config cannot be read from there; write the path"
+        )
+    path = Path(model).expanduser()
+    file = config_of(located(path, "job.model")[0]) if model and is_checkpoint(path) else None
+    if file is None:
+        return []
+    return _overrides(saved_config(file, f"job.model={model}", plugins), chosen)
+
+
+def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, Any]:
+    """The config of a run from its file.
+
+    DataError when it is none, ConfigError when it needs plugins that are not among those trusted.
+    """
+    if not file.exists():
+        raise DataError(
+            f"{given} {f'holds no {file.name}' if file.parent.is_dir() else 'does not exist'}; give the folder of a run"
+        )
+    try:
+        scan(file)
+        saved = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise DataError(f"{given}: {file} cannot be read: {error.strerror}") from None
+    if not isinstance(saved, dict):
+        raise DataError(
+            f"{file} is no config; give the checkpoint with a recipe on the command line, away from this folder"
+        )
+    other = [name for name in saved.get("plugins") or [] if name not in plugins]
+    if other:  # a folder from elsewhere must not make this process import what it names
+        raise ConfigError(
+            f"the run of {given} used plugins=[{','.join(map(str, other))}]; give them on the command line if you "
+            "trust them"
+        )
+    return saved
+
+
+def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:
+    """What a saved config says of the keys in KEYS, as overrides, but for groups that the command line chooses
+    otherwise.
+    """
+    found = []
+    for key in KEYS:
+        value = saved.get(key)
+        if value is None or (key in chosen and not (isinstance(value, dict) and value.get("name") == chosen[key])):
+            continue
+        if not isinstance(value, dict):
+            found.append(f"{key}={_written(value)}")
+            continue
+        rest = dict(value)
+        if "name" in rest:
+            found.append(f"{key}={rest.pop('name')}")
+        found += [f"{name}={_written(leaf)}" for name, leaf in _leaves(rest, key) if name != "recipe.model.weights"]
+    return found
+
+
+def _leaves(node: dict[str, Any], key: str) -> list[tuple[str, Any]]:
+    """As `run_folder.flat`, but that an empty mapping, and one whose keys are no names of options, is a value."""
+    return [
+        pair
+        for name, value in node.items()
+        for pair in (flat(value, f"{key}.{name}") if isinstance(value, dict) and value else [(f"{key}.{name}", value)])
+    ]
+
+
+def _written(value: Any) -> str:
+    """A plain value in the grammar of overrides. ConfigError for an interpolation: a saved config is resolved."""
+    if isinstance(value, str):
+        if "${" in value:
+            raise ConfigError(f"the run's config.yaml holds {show(value)}; a saved config holds no interpolations")
+        return "'" + value.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
+    if isinstance(value, dict):
+        if not all(isinstance(name, str) and _PLAIN_KEY.fullmatch(name) for name in value):
+            raise ConfigError(
+                "the run's config.yaml has keys that the command line cannot write; give the recipe on the command line"
+            )
+        return "{" + ",".join(f"{name}:{_written(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_written, value)) + "]"
+    return json.dumps(value)

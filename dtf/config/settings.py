@@ -1,0 +1,364 @@
+"""The root of a config as typed objects, and the modules whose classes it may name.
+
+Used by the launching process and by ranks alike; reads no files and knows no command line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+import re
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from dtf.api.lr import Schedule
+from dtf.api.options import BudgetOptions, Remat, RunOptions, StepOptions, TrainOptions
+from dtf.api.recipe import Recipe
+from dtf.api.registry import brings, groups, lookup, option, registered
+from dtf.api.row_optimizer import DEFAULT
+from dtf.api.sampler import Tail
+from dtf.api.schema import KeyProblem, fit, fit_option, is_node, keys, make, make_option, show, unset
+from dtf.api.sparse_table import NO_NUMBA
+from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
+
+if TYPE_CHECKING:
+    from dtf.api.job import Job
+    from dtf.api.launcher import Launcher
+    from dtf.api.observer import Observer
+    from dtf.api.optimizer import Optimizer
+    from dtf.api.precision import Precision
+    from dtf.api.row_optimizer import RowOptimizer
+    from dtf.api.sampler import Sampler
+    from dtf.api.strategy import Strategy
+    from dtf.checkpoint.checkpointer import Every
+
+GROUPS = {
+    "job": "what to do",
+    "recipe": "model, data, loss and metrics",
+    "strategy": "how the work is spread over processes",
+    "precision": "number formats",
+    "optimizer": "how gradients become updates",
+    "sparse": "how rows of sparse tables learn",
+    "lr": "learning rate over time",
+    "sampler": "which rows make up a global batch",
+    "checkpoint": "when to save, what to keep, where to resume",
+    "launcher": "how processes come to be",
+    "observer": "who reports; several at once: observer=[console,jsonl]",
+}
+"""Groups of parts, in the order they are shown."""
+
+EXPERIMENT = "experiment"
+"""The group of complete named runs: YAML files only, no node of its own."""
+
+_PARTS = {
+    "api": "lr precision sampler",
+    "checkpoint": "checkpointer",
+    "optim": "optimizers",
+    "sparse": "row_optimizers",
+    "strategies": "ddp dp fsdp tensor pipeline.strategy",
+    "pserver": "strategy",
+    "observers": "console jsonl profile resources tensorboard",
+    "launch": "env inline local static torchrun",
+    "jobs": "checkpoint describe doctor evaluate export predict relay report status train verify",
+}
+"""Package -> its modules that register classes."""
+
+_ENTRY_POINTS = "dtf.plugins"
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_FOLDER = re.compile(r"[A-Za-z0-9._-]{0,128}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """Keys outside all groups."""
+
+    seed: int = option(default=0, least=0, doc="from which every random number of the run follows")
+    plugins: list[str] = option(factory=list, doc="importable modules whose registered classes become options")
+    run: RunOptions = option(factory=RunOptions, doc="where the run is kept and what it aims at")
+    step: StepOptions = option(factory=StepOptions, doc="one optimizer step")
+    train: TrainOptions = option(factory=TrainOptions, doc="length of the run and what happens on the way")
+    budget: BudgetOptions = option(
+        factory=BudgetOptions,
+        doc="what the run, or a sweep, may take; at its end the state is saved and the ranks stop",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Root):
+    """A whole config, typed."""
+
+    job: Job
+    recipe: Recipe
+    strategy: Strategy
+    precision: Precision
+    optimizer: Optimizer
+    sparse: RowOptimizer
+    lr: Schedule
+    sampler: Sampler
+    checkpoint: Every
+    launcher: Launcher
+    observer: dict[str, Observer]
+
+    def check(self) -> None:
+        """Raise KeyProblem for root keys that make no run."""
+        _check_root(self)
+
+    def check_tables(self) -> None:
+        """Raise ConfigError for sparse tables that cannot be trained so, and for a say in how rows learn where there
+        are none. After the recipe's check.
+        """
+        if not self.recipe.table_widths():
+            if self.job.trains and self.sparse != lookup("sparse", DEFAULT)():
+                name, because = type(self.recipe).__name__, self.recipe.idle().get("sparse")
+                raise KeyProblem(
+                    "sparse",
+                    f"sparse says how rows of sparse tables learn, and {name} has "
+                    f"none{f' as {because} is set' if because else ''}; leave sparse=... out",
+                )
+            return
+        if importlib.util.find_spec("numba") is None:
+            raise ConfigError(NO_NUMBA)
+        if not self.job.trains:
+            return
+        if self.step.ema:
+            raise KeyProblem(
+                "step.ema",
+                f"step.ema={self.step.ema:g} averages all weights, and the rows of a sparse table are too many for "
+                "that; use step.ema=0, or a dense table",
+            )
+        # schedules of other people may have none: then ranks find out
+        self.sparse.shrinkage(self.sparse.rate(getattr(self.lr, "peak", 0.0)))
+
+
+def fit_config(config: dict[Any, Any]) -> dict[str, Any]:
+    """`config` with every value of its key's type and every default filled in; UNSET stays.
+
+    KeyProblem for the first thing wrong.
+    """
+    root = {field.name for field in fields(Root)}
+    for name, value in config.items():
+        if name not in root | set(GROUPS):
+            raise KeyProblem(
+                str(name), f"{show(name)}={show(value)} is no known key; {suggest(str(name), root | set(GROUPS))}"
+            )
+    fitted: dict[str, Any] = fit(Root, {name: value for name, value in config.items() if name in root}, "")
+    for group in GROUPS:
+        if group == "observer":
+            fitted[group] = _fit_observers(config.get(group))
+        elif group not in config:
+            raise KeyProblem(group, f"{group} is not chosen; give {group}=NAME")
+        else:
+            fitted[group] = fit_option(group, config[group], group)
+    return fitted
+
+
+def typed(config: dict[str, Any]) -> Settings:
+    """Objects of the registered classes from a plain, resolved config; imports the plugins it names.
+
+    ConfigError when it is no config.
+    """
+    load_parts(fit(list[str], config.get("plugins", []), "plugins"))
+    return typed_fitted(fit_config(config))
+
+
+def typed_fitted(config: dict[str, Any]) -> Settings:
+    """`typed` for what `fit_config` returned."""
+    missing = unset(config)
+    if missing:
+        raise KeyProblem(missing[0], f"{missing[0]}=??? is mandatory; give {missing[0]}=VALUE")
+    hints = get_type_hints(Root)
+    root = {name: make(hints[name], config[name]) for name in hints}
+    parts = {group: make_option(group, config[group]) for group in GROUPS if group != "observer"}
+    observers = {name: make_option("observer", value) for name, value in config["observer"].items()}
+    return Settings(**root, **parts, observer=observers)
+
+
+def load_parts(plugins: list[str]) -> None:
+    """Import every module that registers classes: dtf's own, those of installed packages (entry points), and
+    `plugins`.
+    """
+    found = [f"dtf.{package}.{module}" for package, modules in _PARTS.items() for module in modules.split()]
+    recipes = importlib.import_module("dtf.recipes")
+    for family in pkgutil.iter_modules(recipes.__path__):
+        files = {file.stem for path in recipes.__path__ for file in Path(path, family.name).glob("*recipe.py")}
+        found += [f"dtf.recipes.{family.name}.{module}" for module in sorted(files)]
+    for name in found:
+        importlib.import_module(name)
+    for name in _entry_point_modules():
+        load_plugin(name)
+    for name in plugins:
+        load_plugin(name)
+        if not _brings(name):
+            raise ConfigError(
+                f"plugins=[{name}] names a module that registers nothing; name one whose classes carry @register"
+            )
+    for group in groups():
+        if group not in GROUPS:
+            part, cls = next(iter(registered(group).items()))
+            raise ConfigError(
+                f"{cls.__module__}: @register({group!r}, {part!r}): {group} is no config group; "
+                f"{suggest(group, GROUPS)}"
+            )
+
+
+def _brings(plugin: str) -> bool:
+    """Whether a loaded module holds registered classes: its own, or those of what it imports."""
+    told = vars(sys.modules[plugin]).values()
+    homes = {plugin, *(value.__name__ for value in told if isinstance(value, ModuleType))}
+    classes = [cls for group in groups() for cls in registered(group).values()]
+    known = any(cls in told or cls.__module__ in homes or cls.__module__.startswith(f"{plugin}.") for cls in classes)
+    return known or any(brings(home) for home in homes)
+
+
+def load_plugin(name: str) -> None:
+    """Import one module of somebody else's. The current directory counts as a place to look.
+
+    ConfigError when it cannot be imported.
+    """
+    if name in sys.modules:
+        return
+    if not _MODULE.fullmatch(name):
+        raise ConfigError(f"plugins=[{show(name)}] is no module name; give plugins=[package.module]")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # `python -m dtf` has it already, the console script does not
+    try:
+        importlib.import_module(name)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"plugins=[{name}] cannot be imported: {type(error).__name__}: {error}; install it, or run where it can "
+            "be found"
+        ) from error
+
+
+def is_known(override: str) -> bool:
+    """Whether a `key=value` names a key, or an option, that dtf's own parts have.
+
+    Says nothing about other people's, nor about values.
+    """
+    name, equals, value = override.partition("=")
+    head, *rest = name.lstrip("+~").split(".")
+    if not equals or (head not in GROUPS and head != EXPERIMENT and head not in {field.name for field in fields(Root)}):
+        return False
+    if head not in GROUPS:
+        return not rest or head == EXPERIMENT or _has(get_type_hints(Root)[head], rest)
+    if not rest:
+        options = [option for option in value.strip("[]").split(",") if option]
+        return all(
+            option in registered(head) or Path(__file__).parents[1].joinpath("conf", head, f"{option}.yaml").is_file()
+            for option in options
+        )
+    return head == "observer" or any(_has(cls, rest) for cls in registered(head).values())
+
+
+def _has(hint: Any, path: list[str]) -> bool:
+    """Whether a type has a key by this path; anything may stand below a key that is no dataclass."""
+    if not path or not is_node(hint):
+        return True
+    return any(key.name == path[0] and _has(key.hint, path[1:]) for key in keys(hint))
+
+
+def _fit_observers(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise KeyProblem(
+            "observer", f"observer={show(value)} is no group of keys; choose with observer=[console,jsonl]"
+        )
+    return {str(name): fit_option("observer", part, f"observer.{name}") for name, part in value.items()}
+
+
+def _check_root(settings: Settings) -> None:
+    step, train, run = settings.step, settings.train, settings.run
+    if settings.job.trains and train.steps is None and train.epochs is None:
+        raise KeyProblem(
+            "train.steps",
+            "train.steps=null and train.epochs=null leave the run without a length; give train.steps=N or "
+            "train.epochs=N",
+        )
+    if step.micro_batch_rows > step.batch_size:
+        raise KeyProblem(
+            "step.micro_batch_rows",
+            f"step.micro_batch_rows={step.micro_batch_rows} must be 0 to step.batch_size={step.batch_size}",
+        )
+    if settings.job.trains and settings.recipe.pairs and step.parts_pairs(step.micro_batch_rows):
+        raise KeyProblem(
+            "step.micro_batch_rows",
+            f"step.micro_batch_rows={step.micro_batch_rows} parts the pairs of rows that the recipe mixes; use an "
+            "even number, or the whole batch of "
+            f"{step.batch_size} rows",
+        )
+    rows = settings.recipe.training_rows()
+    if settings.sampler.tail is Tail.drop and rows and rows < step.batch_size:
+        raise KeyProblem(
+            "step.batch_size",
+            f"step.batch_size={step.batch_size} must be at most the {rows} training rows: sampler.tail=drop leaves no "
+            "batch of them",
+        )
+    if step.remat is not Remat.none and type(settings.recipe).layout is Recipe.layout:
+        name = type(settings.recipe).__name__
+        raise KeyProblem(
+            "step.remat",
+            f"step.remat={step.remat.value} needs blocks to compute again, and {name} has no layout() that names "
+            "them; use step.remat=none",
+        )
+    if train.early_stop and train.eval_every == 0:
+        raise KeyProblem(
+            "train.early_stop",
+            f"train.early_stop={train.early_stop} needs evaluations, train.eval_every=0 turns them off; use null or a "
+            "number of steps",
+        )
+    if type(settings.lr).fall is not Schedule.fall and train.eval_every == 0:
+        raise KeyProblem(
+            "lr",
+            "lr=plateau falls when evaluations find no new best, train.eval_every=0 turns them off; use null or a "
+            "number of steps",
+        )
+    budget = settings.budget
+    if budget.cost is not None and budget.cost_per_hour is None:
+        raise KeyProblem(
+            "budget.cost",
+            f"budget.cost={budget.cost:g} buys hours of a known price only; give budget.cost_per_hour=PRICE",
+        )
+    if not _FOLDER.fullmatch(run.name) or run.name in (".", ".."):
+        raise KeyProblem(
+            "run.name", f"run.name={show(run.name)} is no folder name; at most 128 letters, digits, '.', '_' and '-'"
+        )
+    metrics = settings.recipe.metrics
+    if run.objective and run.objective not in metrics:
+        raise KeyProblem(
+            "run.objective",
+            f"run.objective={show(run.objective)} is no metric of the recipe; {suggest(run.objective, metrics)}",
+        )
+    if run.objective:
+        try:
+            settings.recipe.direction(run.objective)
+        except ConfigError as error:
+            raise KeyProblem("run.objective", str(error)) from error
+
+
+def _entry_point_modules() -> list[str]:
+    """Modules that installed packages offer. importlib.metadata costs 25 ms to import, so it is only asked when a
+    package says it offers one.
+    """
+    marker = f"[{_ENTRY_POINTS}]".encode()
+    for folder in sys.path:
+        try:
+            entries = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for entry in entries:
+            if entry.endswith((".dist-info", ".egg-info")):
+                listing = Path(folder, entry, "entry_points.txt")
+                if listing.is_file() and marker in listing.read_bytes():
+                    from importlib.metadata import entry_points
+
+                    return sorted({point.module for point in entry_points(group=_ENTRY_POINTS)})
+    return []

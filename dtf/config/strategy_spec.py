@@ -1,0 +1,72 @@
+"""Entries of lists that name a strategy with options behind it, such as `tensor degree=2`: read, and refused before
+anything runs.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
+
+if TYPE_CHECKING:
+    from dtf.config.compose import Composed
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`own`: what belongs to the list itself."""
+
+    text: str
+    strategy: str
+    options: dict[str, str]
+    own: dict[str, str]
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """What chooses this strategy on a command line."""
+        return {"strategy": self.strategy, **{f"strategy.{key}": value for key, value in self.options.items()}}
+
+
+def read_entry(
+    composed: Composed, place: str, text: str, own: tuple[str, ...] = (), elsewhere: Mapping[str, str] | None = None
+) -> Entry:
+    """An entry of the key `place`.
+
+    `own`: keys that are no options of a strategy; `elsewhere`: what to say of keys that are told otherwise.
+    """
+    known = composed.composer.options("strategy")
+    has = f"{place} has '{text}'"
+    try:
+        name, *words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise ConfigError(f"{has}, which cannot be read: {error}") from error
+    if name not in known:
+        raise ConfigError(f"{place} names {name!r}; {suggest(name, known)}")
+    if not words:
+        return Entry(text, name, {}, {})
+    if not all("=" in word for word in words):
+        raise ConfigError(f"{has}; after the strategy's name come options as key=value, parted by blanks")
+    given = {}
+    keys = {*composed.recompose(["job=train", f"strategy={name}"]).config["strategy"].keys() - {"name"}, *own}
+    for key, _, value in (word.partition("=") for word in words):
+        if key in given:
+            raise ConfigError(f"{has}, which gives {key} twice; give it once")
+        if key.partition(".")[0] not in keys:
+            more = (elsewhere or {}).get(key, "")
+            raise ConfigError(f"{has}, but {key} is no option of {name}; {suggest(key, keys)}{more and f'; {more}'}")
+        given[key] = value
+    entry = Entry(
+        text,
+        name,
+        {key: value for key, value in given.items() if key not in own},
+        {key: given[key] for key in own if key in given},
+    )
+    try:
+        composed.recompose(["job=train", *(f"{key}={value}" for key, value in entry.overrides.items())])
+    except ConfigError as error:
+        raise ConfigError(f"{has}: {str(error).removesuffix('; set on the command line')}") from error
+    return entry

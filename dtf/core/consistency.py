@@ -1,0 +1,127 @@
+"""What the ranks of a run must have in common, and who is named when they have not.
+
+Values in, values out: how they travel is the launchers' affair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from dtf.core.errors import ConfigError, DtfError, PeerError
+
+_LOCAL = ("launcher", "root")
+"""Keys that may differ between hosts: how ranks are started there, and where the data lies."""
+_OWN = {
+    "run": ("dir", "name"),
+    "strategy": (
+        "endpoints",
+        "role",
+        "server_id",
+        "trainer_id",
+        "token_file",
+        "tls",
+        "allow_insecure",
+        "meet_timeout_s",
+    ),
+}
+"""Keys that may differ between commands that each start one process of a run: which it is, how it reaches the others,
+and what only the first one does.
+"""
+_FIRST = ("observer", "budget")
+
+
+def shared(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that all ranks must have alike, whoever composed it."""
+    return {
+        key: shared(value) if isinstance(value, dict) else value for key, value in config.items() if key not in _LOCAL
+    }
+
+
+def common(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of it that commands which each start one process of a run must have alike."""
+    return {
+        group: {key: value for key, value in node.items() if key not in _OWN.get(group, ())}
+        if isinstance(node, dict)
+        else node
+        for group, node in shared(config).items()
+        if group not in _FIRST
+    }
+
+
+def digest(config: dict[str, Any]) -> str:
+    """A short text that differs when `shared` does."""
+    return hashlib.sha256(json.dumps(shared(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(expected: Any, found: Any, first: str, key: str = "") -> Iterator[str]:
+    """`key=found, <first> has expected` for every leaf in which two trees of JSON differ; `first`: who expects."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for name in sorted(expected.keys() | found.keys()):
+            inner = f"{key}.{name}" if key else name
+            yield from differences(expected.get(name), found.get(name), first, inner)
+    elif expected != found:
+        yield f"{key.removeprefix('config.')}={json.dumps(found)}, {first} has {json.dumps(expected)}"
+
+
+def refusal(who: str, first: str, how: str) -> ConfigError:
+    """The error for `who`, which differs from `first` in `how`."""
+    return ConfigError(
+        f"{who} differs from {first}: {how}; give all the same command line, the same installation and the same data"
+    )
+
+
+def mixture(found: Mapping[str, Any]) -> str:
+    """What is wrong with these trees of JSON by their owners' names, in order: all must be like the first.
+
+    Empty when nothing is.
+    """
+    (first, expected), *others = found.items()
+    wrong = {who: "; ".join(differences(expected, tree, first)) for who, tree in others}
+    named = [f"{who}: {how}" for who, how in wrong.items() if how]
+    if not named:
+        return ""
+    more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
+    return (
+        f"ranks differ: {' | '.join(named[:3])}{more}; give all the same command line, the same installation and "
+        "the same data"
+    )
+
+
+class Peers(Protocol):
+    """What `agree` asks of the world, see `world.World`."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: Any) -> list[Any] | None: ...
+    def broadcast(self, value: Any) -> Any: ...
+
+
+def agree(peers: Peers, found: dict[str, Any]) -> None:
+    """ConfigError on all ranks, naming those that differ and their hosts, unless all have found the same.
+
+    Collective.
+    """
+    told = peers.gather([socket.gethostname(), found])
+    wrong = peers.broadcast(
+        mixture({f"rank {rank} on {host}": tree for rank, (host, tree) in enumerate(told)}) if told else ""
+    )
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def to_answer(error: DtfError) -> dict[str, Any]:
+    """A failure before the run began, as JSON for the others."""
+    return {"exit": int(error.exit), "message": str(error)}
+
+
+def from_answer(answer: dict[str, Any]) -> DtfError:
+    """Inverse of `to_answer`: the other's failure as one's own."""
+    classes = {int(cls.exit): cls for cls in DtfError.__subclasses__()}
+    return classes.get(answer.get("exit", 0), PeerError)(
+        answer.get("message", "the first rank failed before the run began")
+    )

@@ -1,0 +1,28 @@
+"""Text files that are replaced whole, and nested values by dotted key."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Leaves of nested dicts by dotted key."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from flat(value, f"{key}.{name}" if key else name)
+    else:
+        yield key, node
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, finds the old or the new one."""
+    temporary = path.with_name(f".{path.name}.new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,134 @@
+"""Where a run stands, as a person reads it: time left, course of the loss, numbers as short text. Draws nothing."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+
+class Pace:
+    """Seconds per step over the last measurements; evaluations and saves between them count, since they will come
+    again.
+    """
+
+    def __init__(self, memory: int = 16) -> None:
+        self._marks: deque[tuple[int, float]] = deque(maxlen=memory)
+
+    def restart(self, step: int) -> None:
+        """The ranks start at `step`; what went before says nothing about now."""
+        self._marks.clear()
+        self._marks.append((step, 0.0))
+
+    def mark(self, step: int, seconds: float) -> None:
+        """`step` was reached `seconds` after the start."""
+        if not self._marks or step > self._marks[-1][0]:
+            self._marks.append((step, seconds))
+
+    def seconds_for(self, steps: int) -> float | None:
+        """How long that many steps will take; None before the first mark."""
+        if len(self._marks) < 2:
+            return None
+        (first, began), (last, ended) = self._marks[0], self._marks[-1]
+        return max(0.0, steps * (ended - began) / (last - first))
+
+
+class Course:
+    """A metric over a whole run in bounded memory: when full, neighbours are averaged."""
+
+    def __init__(self, memory: int = 256) -> None:
+        self._memory, self._stride = memory, 1
+        self._points: list[tuple[int, float]] = []  # (step, mean of `stride` values)
+        self._open: list[float] = []
+
+    def add(self, step: int, value: float) -> None:
+        """Values that are not finite are left out."""
+        if not math.isfinite(value):
+            return
+        self._open.append(value)
+        if len(self._open) < self._stride:
+            return
+        self._points.append((step, math.fsum(self._open) / self._stride))
+        self._open.clear()
+        if len(self._points) >= self._memory:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [(later[0], (earlier[1] + later[1]) / 2) for earlier, later in pairs]
+            self._stride *= 2
+
+    def forget_after(self, step: int) -> None:
+        self._points = [point for point in self._points if point[0] <= step]
+        self._open.clear()
+
+    def sparkline(self, width: int) -> str:
+        """At most `width` blocks, the lowest value drawn lowest; empty with fewer than two values."""
+        values = [value for _, value in self._points]
+        if len(values) < 2 or width < 2:
+            return ""
+        if len(values) > width:
+            cuts = [len(values) * i // width for i in range(width + 1)]
+            values = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+        low, high = min(values), max(values)
+        scale = 7 / (high - low) if high > low else 0.0
+        return "".join("▁▂▃▄▅▆▇█"[round((value - low) * scale)] for value in values)
+
+
+def number_text(value: object) -> str:
+    """Four decimals between 0.01 and 1000, so that a column keeps its width; else few digits: `0.4123`, `1.2e-05`,
+    `5120`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return plain_text(str(value))
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    return f"{value:.0f}" if size >= 1000 else f"{value:.4f}" if size >= 0.01 else f"{value:.3g}"
+
+
+def setting_text(value: object) -> str:
+    """For a chosen number, such as a learning rate: three digits, no trailing zeros."""
+    return f"{value:.3g}" if isinstance(value, float) else number_text(value)
+
+
+def count_text(number: int, noun: str) -> str:
+    """`1 step`, `5,120 steps`, `2 processes`."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
+def bytes_text(size: int) -> str:
+    """`213 MB`, `1.2 GB`; powers of ten."""
+    scale, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB")) if size >= pair[0]), (1e3, "kB"))
+    return f"{size / scale:.{0 if size >= 10 * scale else 1}f} {unit}"
+
+
+def memory_text(memory: Mapping[str, int]) -> str:
+    """For `Ended.memory`."""
+    sizes = [f"{bytes_text(memory[word])} {word}" for word in ("planned", "allocated", "resident") if word in memory]
+    return f"{', '.join(sizes)} at the peak of rank {memory['rank']}"
+
+
+def time_text(seconds: float | None) -> str:
+    """`00:12`, `1:02:03`, `2d 03:04`; `--:--` when unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "--:--"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02d}:{minute:02d}"
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute:02d}:{second:02d}"
+
+
+def plain_text(text: str, limit: int = 512) -> str:
+    """One line without control characters, cut at `limit`: text from a rank cannot move the cursor."""
+    clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: limit + 1])
+    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def suggest(word: str, choices: Iterable[str]) -> str:
+    """`did you mean X? choices: A, B, C`, or only the choices when nothing is near."""
+    known = sorted(choices)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    listed = f"choices: {', '.join(known)}" if known else "there are no choices"
+    return f"did you mean {near[0]}? {listed}" if near else listed

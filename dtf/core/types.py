@@ -1,0 +1,283 @@
+"""Values that cross a line between two parts: shards, tickets, batches, events. No behaviour, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import numpy as np
+    from torch import Tensor
+
+
+class Shard(NamedTuple):
+    """Part `index` of `count` equal shares of a global batch."""
+
+    index: int
+    count: int
+
+
+WHOLE = Shard(0, 1)
+
+
+# ---------------------------------------------------------------- tickets: what a clock asks for next
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """One optimizer step over one global batch. `step` counts finished steps before it and is the idempotency key."""
+
+    step: int
+    epoch: int
+    index: int  # of the global batch within the epoch
+    rows: int  # in the global batch, over all ranks
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Reduce and report the measurements since the last one. `step`: optimizer steps finished, here and below."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """Ask all ranks whether any was told to stop, and whether the budget is spent."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """`reason`: `finished`, `stopped` (at train.until), `early_stop`, `preempted` or `budget`."""
+
+    step: int
+    reason: str
+
+
+Ticket = Train | Log | Poll | Evaluate | Save | Stop
+
+# ---------------------------------------------------------------- data
+
+
+class Batch(NamedTuple):
+    """Rows that one rank works on. B: rows of this rank, padding included."""
+
+    inputs: Any  # Tensor (B, ...) or dict[str, Tensor], each with leading axis B
+    targets: Tensor  # (B, ...)
+    weight: Tensor  # (B,) 1 for a real row, 0 for padding
+    ids: np.ndarray  # (B,) int64 sample ids, -1 for padding
+
+
+class Names(Protocol):
+    """Texts by number, as those of a list; they may be made when they are asked for."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, row: int, /) -> str: ...
+
+
+class StepOutput(NamedTuple):
+    """What one optimizer step leaves behind, on the device: nothing here was synchronised with the host."""
+
+    sums: Tensor  # (M,) additive metric state; zeros on a rank that owns no outputs
+    # (2,) [global norm before clipping, 1] on one rank; [0, 0] on the others, and on all when an overflow hid it
+    grad_norm: Tensor
+
+
+class Evaluated(NamedTuple):
+    """What one batch of an evaluation leaves behind, on the device."""
+
+    sums: Tensor  # (M,) additive metric state; zeros on a rank that owns no outputs
+    # (R, K) as Recipe.judged gives them, of rows that no other rank tells of; None: there are none, or none here
+    rows: Tensor | None
+
+
+class Box(NamedTuple):
+    """An axis-aligned part of a named global tensor; what checkpoints are made of."""
+
+    name: str  # "model/conv1.weight", "optimizer/conv1.weight/momentum"
+    tensor: Tensor  # the local part
+    shape: tuple[int, ...]  # of the global tensor
+    offset: tuple[int, ...]  # of the local part in it
+
+
+class State(NamedTuple):
+    """What a program contributes to a checkpoint on this rank: only the boxes it owns, and JSON scalars (rank 0's
+    count).
+    """
+
+    boxes: list[Box]
+    scalars: dict[str, Any]
+    others: Callable[[Path], list[dict[str, Any]]] | None = None
+    """Has processes that work for this rank write boxes of their own into a checkpoint's folder; what they wrote, see
+    `checkpointer.write_boxes`.
+    """
+
+
+# ---------------------------------------------------------------- events: what observers see
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """`split`: `train` or `eval`.
+
+    `values`: metric name -> value over all ranks; train adds `lr`, `grad_norm`, `rows_per_s`, rank 0 its
+    `Loader.reading`.
+    """
+
+    split: str
+    step: int
+    epoch: float
+    seconds: float  # since the ranks started this attempt
+    values: dict[str, float]
+    best: bool = False  # an evaluation with the best value of the objective so far
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The ranks are ready. `step`: where they start (0, or the step of the checkpoint they resumed from)."""
+
+    step: int
+    total: int  # optimizer steps of the whole run
+    steps_per_epoch: int
+    table: dict[str, Any]  # what the start-up table shows: name -> text or number
+    attempt: int = 0
+    # the last ones up to `step`, of this run: an observer killed with its launcher may not have heard them
+    recent: tuple[Measured, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    step: int
+    path: str
+    best: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something a person should read: a restart, a skipped step. `level`: `info` or `warning`."""
+
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank's last words."""
+
+    rank: int
+    step: int
+    exit: int
+    message: str
+    traceback: str
+    patient: bool = False  # it has waited long for what it misses: to start it again would be to wait again
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The ranks are done. `values`: those of the last evaluation, `best_<objective>` and `best_step`."""
+
+    step: int
+    reason: str  # as in Stop
+    values: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(
+        default_factory=dict
+    )  # bytes `planned` and, at the peak, `resident` or `allocated` (on CUDA), of the `rank` with the highest peak
+
+
+Event = Started | Measured | Saved | Note | Failed | Ended
+_EVENTS = {cls.__name__: cls for cls in (Started, Measured, Saved, Note, Failed, Ended)}
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """JSON object with the class name under `event`; non-finite floats stay floats (Python's json writes NaN)."""
+    return {"event": type(event).__name__, **asdict(event)}
+
+
+def event_from_json(data: dict[str, Any]) -> Event:
+    """Inverse of `event_to_json`; KeyError for an unknown event name."""
+    fields = dict(data)
+    kind = _EVENTS[fields.pop("event")]
+    if kind is Started:
+        fields["recent"] = tuple(Measured(**measured) for measured in fields.get("recent", ()))
+    return kind(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank stands. Plain values, so that it travels as JSON."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    role: str = "trainer"
+    number: int = 0  # among those of its role
+    slots: int = 1  # `launcher.processes`: how far to spread; equals size but for strategies that use threads
+    device: str = "cpu"  # "cpu" or "cuda:<index>"
+    devices: tuple[str, ...] = ()  # of all slots, for a process that spreads over several
+    threads: int = 1  # intra-op threads of this rank
+    store: str = ""  # "host:port" of the TCPStore, "" when size is 1
+    prefix: str = ""  # "<run id>/<attempt>": keys of an earlier attempt are never met
+    attempt: int = 0
+    again: int = 0  # how often this place alone was started again within the attempt
+    # of the run, a secret: travels through inherited descriptors only; "" where there is one role
+    token: str = field(default="", repr=False)
+    hang_timeout_s: float = 60.0  # silence that means that another process hangs
+    start_timeout_s: float = 600.0  # the same while it starts
+
+    @property
+    def starter(self) -> str:
+        """The command that started this process, the same in all attempts of its launcher."""
+        return self.prefix.partition("/")[0]
+
+
+class Memory(NamedTuple):
+    """Bytes that a rank needs: for as long as it trains, and for a micro-batch, or as many of them as are under way at
+    once.
+    """
+
+    parameters: int  # master copies and buffers included
+    gradients: int
+    optimizer: int
+    activations: int
+    exchange: int = 0  # what is on its way to or from other ranks: gathered parameters, copies of gradients
+    # of sparse tables: rows with their state, and the index of ids, whose whole range is reserved and taken as it is
+    # used
+    tables: int = 0
+
+
+TRACE_PREFIX = "dtf:"
+"""Before the names of sections in a trace, so that nobody else's mean the same."""
+
+
+class Batches(Protocol):
+    """This rank's rows by number of the global batch; see `loader.Loader`."""
+
+    batches: int
+    prefetch: int
+
+    @property
+    def allowed(self) -> int: ...  # rows of an epoch that all ranks together may fail to read
+
+    def bad(self, epoch: int) -> int: ...  # rows of it that this rank could not read so far
+
+    def reading(self) -> dict[str, float]: ...  # how it went since the last call, where that is of interest
+
+    def get(self, epoch: int, index: int) -> Batch | None: ...
+    def ahead(self, keys: list[tuple[int, int]]) -> None: ...

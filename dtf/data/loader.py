@@ -1,0 +1,151 @@
+"""Batches for tickets: which rows this rank reads of a global batch, fetched early where that pays.
+
+Knows no training.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from dtf.api.recipe import Dataset
+from dtf.api.sampler import Epochs, cut, share
+from dtf.core.types import Batch, Shard
+
+MOST_AHEAD = 64
+"""Batches fetched ahead of one, however small they are: each step looks at all of them."""
+
+
+class Reading:
+    """What came through the queue of a loader."""
+
+    def __init__(self) -> None:
+        self._rows, self._batches, self._ready, self._waited, self._started = 0, 0, 0, 0.0, 0.0
+
+    def got(self, rows: int, ready: int, waited_s: float) -> None:
+        """A batch was asked for: `ready` were there, it among them, and it came after so long."""
+        self._started = self._started or time.perf_counter() - waited_s  # what comes before the first one is no reading
+        self._rows, self._batches, self._ready, self._waited = (
+            self._rows + rows,
+            self._batches + 1,
+            self._ready + ready,
+            self._waited + waited_s,
+        )
+
+    def close(self) -> dict[str, float]:
+        """`read_rows_per_s`, `queue_batches` that were ready on average when one was wanted, and `stalled`, the share
+        of time spent waiting for one.
+        """
+        passed = max(time.perf_counter() - self._started, 1e-9)
+        return {
+            "read_rows_per_s": self._rows / passed,
+            "queue_batches": self._ready / max(1, self._batches),
+            "stalled": self._waited / passed,
+        }
+
+
+class Loader:
+    """This rank's rows of global batches. `shard=None`: a rank that reads nothing gets None."""
+
+    def __init__(
+        self, dataset: Dataset, epochs: Epochs, shard: Shard | None, micro_batch_rows: int, pin: bool = False
+    ) -> None:
+        self._dataset, self._epochs, self._shard, self._micro_batch_rows, self._pin = (
+            dataset,
+            epochs,
+            shard,
+            micro_batch_rows,
+            pin,
+        )
+        self.prefetch = (
+            0 if shard is None else self._batches_of(dataset.queue_rows) if dataset.queue_rows else dataset.prefetch
+        )
+        self._pool = (
+            ThreadPoolExecutor(dataset.threads, "loader", initializer=torch.set_num_threads, initargs=(1,))
+            if self.prefetch
+            else None
+        )
+        self._pending: dict[tuple[int, int], Future[Batch]] = {}
+        self._unread: dict[int, set[int]] = {}  # epoch -> rows
+        self.batches = epochs.batches
+        self._reading = Reading()
+
+    def get(self, epoch: int, index: int) -> Batch | None:
+        """This rank's rows of global batch `index` of `epoch`; padding of weight 0 when it has none."""
+        if self._shard is None:
+            return None
+        future = self._pending.pop((epoch, index), None)
+        # of at most MOST_AHEAD
+        ready = sum(other.done() for other in self._pending.values()) + (future is not None and future.done())
+        started = time.perf_counter()
+        batch = future.result() if future is not None else self._fetch(self._ids(epoch, index), epoch)
+        self._reading.got(len(batch.ids), ready, time.perf_counter() - started)
+        return batch
+
+    def ahead(self, keys: list[tuple[int, int]]) -> None:
+        """Start fetching the (epoch, index) that are likely to come, and forget what is no longer among them."""
+        if self._pool is None:
+            return
+        wanted = set(keys)
+        for key in [key for key in self._pending if key not in wanted]:
+            self._pending.pop(key).cancel()
+        for key in keys:
+            if key not in self._pending:
+                # The order of an epoch is drawn here, not in the thread: Epochs keeps one epoch at a time.
+                self._pending[key] = self._pool.submit(self._fetch, self._ids(*key), key[0])
+
+    def reading(self) -> dict[str, float]:
+        """How reading went on this rank since it was asked last: see `Reading.close`.
+
+        Empty without a queue or rows to read.
+        """
+        reading, self._reading = self._reading, Reading()
+        return reading.close() if self._dataset.queue_rows and self._shard is not None else {}
+
+    def bad(self, epoch: int) -> int:
+        """Rows of an epoch that this rank could not read so far, each counted once: ranks share out the rows of an
+        epoch, so theirs add up.
+        """
+        return len(self._unread.get(epoch, ()))
+
+    @property
+    def allowed(self) -> int:
+        """Rows that may be bad, over all ranks."""
+        return self._dataset.allowed
+
+    def close(self) -> None:
+        """Stop the fetching thread."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _batches_of(self, rows: int) -> int:
+        """Batches to be fetched ahead of one, so that there are `rows` of this rank in all."""
+        assert self._shard is not None
+        return min(max(1, rows // -(-self._epochs.size(0) // self._shard.count) - 1), MOST_AHEAD)
+
+    def _ids(self, epoch: int, index: int) -> np.ndarray:
+        assert self._shard is not None
+        ids = self._epochs.ids(epoch, index)
+        bounds = cut(len(ids), self._micro_batch_rows)
+        first, last = share(len(bounds) - 1, self._shard)
+        if first == last:
+            return np.concatenate([ids[: min(2, len(ids))], [-1]])  # the marker makes it padding, see _fetch
+        return ids[bounds[first] : bounds[last]]
+
+    def _fetch(self, ids: np.ndarray, epoch: int) -> Batch:
+        padding = ids[-1] < 0
+        rows = ids[:-1] if padding else ids
+        inputs, targets = self._dataset.fetch(rows, epoch)
+        weight = torch.zeros(len(rows)) if padding else torch.ones(len(rows))
+        if self._dataset.bad and not padding:
+            unread = [row in self._dataset.bad for row in (rows % len(self._dataset)).tolist()]
+            found = set((rows % len(self._dataset))[unread].tolist())
+            weight[unread] = 0
+            self._unread.setdefault(epoch, set()).update(found)
+        if self._pin:
+            inputs = {k: v.pin_memory() for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.pin_memory()
+            targets = targets.pin_memory()
+        return Batch(inputs, targets, weight, np.full_like(rows, -1) if padding else rows)

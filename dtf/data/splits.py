@@ -1,0 +1,61 @@
+"""The rows of a run as one process reads them: both splits, and which of them make up which global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dtf.api.recipe import Recipe
+from dtf.api.registry import name_of
+from dtf.api.sampler import Epochs, Sampler, Sequential
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.types import Shard
+from dtf.data.loader import Loader
+from dtf.model.forward import stand_ins
+
+
+class Rows:
+    """Opens the data. `batch`: rows of a global batch. DataError for a split without rows."""
+
+    def __init__(self, recipe: Recipe, sampler: Sampler, batch: int, seed: int, pin: bool) -> None:
+        self._recipe, self._sampler, self._batch, self._seed, self._pin = recipe, sampler, batch, seed, pin
+        self.train, self.eval = (recipe.open_data(split, seed) for split in ("train", "eval"))
+        if not len(self.train) or not len(self.eval):
+            raise DataError(
+                f"recipe={name_of('recipe', recipe)}: "
+                f"{len(self.train)} training and {len(self.eval)} evaluation rows; both need at "
+                "least one"
+            )
+        self.fingerprint = self.train.fingerprint() + sampler.fingerprint()
+
+    def cut(self) -> Epochs:
+        """Into global batches, before `loader`; those of the training split.
+
+        ConfigError or DataError where the options leave none.
+        """
+        sampler, batch = self._sampler, self._batch
+        if sampler.repeats and not self.train.repeats:
+            raise ConfigError(
+                f"sampler={name_of('sampler', sampler)} shows rows several times, and the data of "
+                f"recipe={name_of('recipe', self._recipe)} has one "
+                "view of each"
+            )
+        epochs = Epochs(sampler, len(self.train), batch, self._seed, self.train.groups(), self.train.runs())
+        if not epochs.batches:
+            raise DataError(
+                f"step.batch_size={batch} is more than the {len(self.train)} training rows, sampler.tail=drop leaves "
+                "none; lower it"
+            )
+        eval_epochs = Epochs(Sequential(), len(self.eval), batch, self._seed, runs=self.eval.runs())
+        self._splits = {"train": (self.train, epochs), "eval": (self.eval, eval_epochs)}
+        return epochs
+
+    def loader(self, split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
+        """One share of a split's global batches."""
+        return Loader(*self._splits[split], shard, micro_batch_rows, pin=self._pin)
+
+    def sample(self, rows: int) -> Any:
+        """Inputs of so many training rows, as the model gets them; zeros for rows of sparse tables."""
+        recipe = self._recipe
+        return stand_ins(recipe.receive(self.train.fetch(np.arange(rows) % len(self.train), 0)[0]), recipe.tables())

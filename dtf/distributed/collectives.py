@@ -1,0 +1,106 @@
+"""Collectives inside a model's passes: what forward does, and its counterpart in backward. Gradients of what all ranks
+compute alike are alike.
+
+Each is collective over the group, in forward, in backward, or in both. Ring algorithms move 2 (n - 1) / n of a tensor
+per rank for an all-reduce and (n - 1) / n for a reduce-scatter or an all-gather. Source: Shoeybi et al. 2019, section 3
+(arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtf.distributed.sharding import bounds
+
+# they return what they compute, which step.remat=selective can keep; those of torch.distributed write into a tensor
+_ops = torch.ops._c10d_functional
+
+PARTIAL: ContextVar[bool] = ContextVar("partial", default=False)
+"""Whether what is computed now is read by nobody but a collective: to keep what that gives is to keep both."""
+
+
+class _Fan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _summed(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _SumScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        ctx.axis, ctx.group, ctx.width = axis, group, x.shape[axis]
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        first, last = bounds(ctx.width, size, rank)
+        front = _padded(x.movedim(axis, 0), size)
+        part = _ops.wait_tensor(_ops.reduce_scatter_tensor(front, "sum", size, group.group_name))
+        return part[: last - first].movedim(0, axis).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        size = dist.get_world_size(ctx.group)
+        front = gradient.movedim(ctx.axis, 0)
+        chunk = -(-ctx.width // size)
+        part = (
+            torch.cat([front, front.new_zeros(chunk - front.shape[0], *front.shape[1:])])
+            if front.shape[0] < chunk
+            else front.contiguous()
+        )
+        whole = _ops.wait_tensor(_ops.all_gather_into_tensor(part, size, ctx.group.group_name))
+        return whole[: ctx.width].movedim(0, ctx.axis).contiguous(), None, None
+
+
+@contextmanager
+def partial() -> Iterator[None]:
+    """Around what computes a summand of `total` or `scattered_total`."""
+    token = PARTIAL.set(True)
+    try:
+        yield
+    finally:
+        PARTIAL.reset(token)
+
+
+def fan(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x`, alike on all ranks, to be used differently by each; the parts of its gradient are summed."""
+    return _Fan.apply(x, group)  # type: ignore[return-value]
+
+
+def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of `x` over ranks, alike on all; what follows is computed alike by all, and so is its gradient."""
+    return _Sum.apply(x, group)  # type: ignore[return-value]
+
+
+def scattered_total(x: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's slice along `axis` of the sum of `x` over ranks; slices are those of `sharding.bounds`."""
+    return _SumScatter.apply(x, axis, group)  # type: ignore[return-value]
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _ops.wait_tensor(_ops.all_reduce(x, "sum", group.group_name))
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    """`x` (w, ...) with zero rows behind, so that `size` divides them: slices in a message have one size."""
+    missing = -x.shape[0] % size
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x.contiguous()

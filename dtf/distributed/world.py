@@ -1,0 +1,154 @@
+"""The processes of a run as one rank sees them: who am I, who else is there, and a CPU channel to agree on small
+things.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dtf.core.errors import ConfigError
+from dtf.core.types import Place
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+_left: list[Any] = []
+"""Groups that were closed, kept until the process ends. The last to let go of one waits for gloo's threads; DDP's
+reducer would do so, up to torch 2.11 at least, while it holds the interpreter, for which those threads may be waiting
+to free what they sent."""
+
+
+class World:
+    """A group of ranks. Built by `join`, which is collective; without peers nothing here communicates.
+
+    The control channel carries CPU tensors (gloo, or mpi); gradients go through the same group's device backend.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.rank, self.size, self.slots = place, place.rank, place.size, place.slots
+        self.device = torch.device(place.device)
+        # what all processes of the run must have alike, once known: see `dtf.core.consistency`
+        self.facts: dict[str, Any] = {}
+        self.folder = Path()  # of the run, once known
+
+    @classmethod
+    def join(cls, place: Place, backend: str | None, timeout_s: float = 1800) -> World:
+        """Meet the other ranks at `place.store`. `backend` as Strategy.communication says. Collective."""
+        if place.device.startswith("cuda"):
+            torch.cuda.set_device(place.device)
+        if place.size > 1 and backend is not None:
+            if backend == "nccl":
+                backend = "cpu:gloo,cuda:nccl"
+            if backend == "mpi" and not dist.is_mpi_available():
+                raise ConfigError(
+                    "strategy.backend=mpi: this torch was built without MPI; use strategy.backend=gloo, or build "
+                    "torch from source with MPI"
+                )
+            options: dict[str, Any] = {}
+            if backend != "mpi":  # MPI ranks know each other already
+                host, _, port = place.store.rpartition(":")
+                store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+                options = {"store": dist.PrefixStore(place.prefix, store), "rank": place.rank, "world_size": place.size}
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
+            if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
+                raise ConfigError(
+                    f"strategy.backend={backend}: this is rank {dist.get_rank()} of {dist.get_world_size()} there and "
+                    f"{place.rank} of {place.size} here; "
+                    "start the ranks with mpirun and launcher=env"
+                )
+        return cls(place)
+
+    def leave(self) -> None:
+        """Close the group. Collective."""
+        if self.size > 1 and dist.is_initialized():
+            _left.append(dist.group.WORLD)
+            dist.destroy_process_group()
+
+    def mesh(self, axes: dict[str, int]) -> DeviceMesh:
+        """The ranks as a grid; sizes by name of the axis, the last one runs fastest. Collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def reduce(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sum a CPU tensor over ranks, in place, the same bits on every rank. Collective."""
+        if self.size > 1:
+            dist.all_reduce(sums)
+        return sums
+
+    def average(self, flat: torch.Tensor) -> None:
+        """Mean of a device tensor over ranks, in place. Collective."""
+        if self.size > 1:
+            dist.all_reduce(flat)
+            flat.div_(self.size)
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Collective."""
+        self.reduce(torch.zeros(1))
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank. Collective."""
+        if self.size == 1:
+            return value
+        data = _encode(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([data.numel()])
+        dist.broadcast(length, src=0)
+        if self.rank:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, src=0)
+        return _decode(data)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every rank's JSON value, in order of rank, on rank 0; None elsewhere. Collective."""
+        if self.size == 1:
+            return [value]
+        data = _encode(value)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = data.numel()
+        dist.all_reduce(lengths)
+        longest = int(lengths.max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
+        return (
+            [_decode(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)]
+            if self.rank == 0
+            else None
+        )
+
+    def collect(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """The rows of all ranks, CPU tensors (R, ...) of any R each, in order of rank on rank 0; None elsewhere.
+
+        Collective.
+        """
+        if self.size == 1:
+            return rows
+        counts = torch.zeros(self.size, dtype=torch.int64)
+        counts[self.rank] = len(rows)
+        dist.all_reduce(counts)
+        longest = int(counts.max())
+        padded = rows.new_zeros(longest, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in counts] if self.rank == 0 else None
+        dist.gather(padded, parts)
+        return (
+            torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
+            if parts is not None
+            else None
+        )
+
+
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())

@@ -1,0 +1,183 @@
+"""What comes next in a run: the contract of clocks, and the clock of a fixed plan."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from dtf.api.lr import Schedule
+from dtf.api.sampler import Epochs
+from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
+from dtf.core.types import Evaluate, Log, Poll, Save, Stop, Ticket, Train
+
+
+class Clock(ABC):
+    """Says what to do next. A fixed plan computes it; a coordinator grants it, and may withhold or grant again."""
+
+    @abstractmethod
+    def __next__(self) -> Ticket:
+        """The next ticket; waits until there is one. The last is a Stop."""
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return self
+
+    @abstractmethod
+    def ahead(self, count: int) -> list[Train]:
+        """Up to `count` train tickets that are known to follow, for fetching their rows early.
+
+        Never waits; may be empty, may be wrong.
+        """
+
+    @abstractmethod
+    def done(self, ticket: Ticket, values: Mapping[str, float]) -> None:
+        """The ticket is finished. `values`: the metrics of a Log or Evaluate, the same on every rank; else empty."""
+
+    @abstractmethod
+    def state(self) -> dict:
+        """JSON for a checkpoint; given back when the clock of the resuming run is made."""
+
+    @property
+    @abstractmethod
+    def objective(self) -> str:
+        """The metric of the run by which evaluations are ranked."""
+
+    @property
+    @abstractmethod
+    def best(self) -> tuple[float, int] | None:
+        """Best value of the objective so far and the step it was evaluated at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The fixed course of a run. `*_every` in steps; 0: never."""
+
+    total: int
+    log_every: int
+    eval_every: int
+    save_every: int
+    save_best: bool = False
+    patience: int = 0
+    objective: tuple[str, str] = ("loss", "min")
+    until: int | None = None  # stop here, short of `total`
+
+    @property
+    def end(self) -> int:
+        """The last step of this plan."""
+        return self.total if self.until is None else min(self.total, self.until)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a planned run stands; all of it is in the checkpoint."""
+
+    step: int = 0
+    best: float | None = None
+    best_step: int = 0
+    since_best: int = 0
+    fallen: float = 1.0  # what is left of the learning rate after evaluations without a new best
+
+
+STOP_REQUESTS, OVER_BUDGET, STEP_SECONDS = "stop_requests", "over_budget", "step_seconds"
+"""Keys of a Poll's values: how many ranks were told to stop, how many know that the budget is spent, and the mean time
+of a step since the last Poll, infinite where there was none."""
+
+POLL_S = 2.0
+"""Ranks ask each other so often whether to stop: a small part of the grace that schedulers give, and no cost per step.
+"""
+
+
+class PlannedClock(Clock):
+    """The clock of collective strategies: a pure function of the plan and of the metrics all ranks agree on, so no rank
+    asks another.
+    """
+
+    def __init__(self, plan: Plan, epochs: Epochs, schedule: Schedule, state: Mapping | None = None) -> None:
+        self._plan, self._epochs, self._schedule = plan, epochs, schedule
+        self._at = Progress(**state) if state else Progress()
+        self._told, self._poll_at = "", 0
+        self._tickets = self._course()
+
+    def __next__(self) -> Ticket:
+        return next(self._tickets)
+
+    def ahead(self, count: int) -> list[Train]:
+        first = self._at.step
+        return [self._train(step) for step in range(first, min(first + count, self._plan.end))]
+
+    def done(self, ticket: Ticket, values: Mapping[str, float]) -> None:
+        match ticket:
+            case Train():
+                self._at.step = ticket.step + 1
+            case Poll(step):
+                self._told = "preempted" if values[STOP_REQUESTS] else "budget" if values[OVER_BUDGET] else ""
+                self._poll_at = step + max(1, int(POLL_S / max(values[STEP_SECONDS], 1e-6)))
+            case Evaluate(step):
+                name, mode = self._plan.objective
+                if name not in values:
+                    raise ConfigError(f"the objective {name} is no metric of the recipe; {suggest(name, values)}")
+                value = values[name]
+                best = self._at.best
+                if math.isfinite(value) and (best is None or (value > best if mode == "max" else value < best)):
+                    self._at.best, self._at.best_step, self._at.since_best = value, step, 0
+                else:
+                    self._at.since_best += 1
+                    self._at.fallen *= self._schedule.fall(self._at.since_best)
+
+    def state(self) -> dict:
+        return asdict(self._at)
+
+    @property
+    def objective(self) -> str:
+        return self._plan.objective[0]
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        return None if self._at.best is None else (self._at.best, self._at.best_step)
+
+    def _train(self, step: int) -> Train:
+        epoch, index = divmod(step, self._epochs.batches)
+        return Train(
+            step, epoch, index, self._epochs.size(index), self._schedule(step, self._plan.total) * self._at.fallen
+        )
+
+    def _course(self) -> Iterator[Ticket]:
+        """Every rank yields the same: `values` handed to `done` are the same bits on all."""
+        plan, at = self._plan, self._at
+        # it was saved when it stopped early
+        if plan.patience and at.since_best >= plan.patience and at.step < plan.end:
+            yield Stop(at.step, "early_stop")
+            return
+        if at.step < plan.end:
+            yield Poll(at.step)
+            if self._told:  # while it started: what there is was saved before
+                yield Stop(at.step, self._told)
+                return
+        while at.step < plan.end:
+            yield self._train(at.step)
+            # stopping short of the whole leaves no trace but a checkpoint
+            step, last, whole = at.step, at.step == plan.end, at.step == plan.total
+            # unreadable rows are judged by the epoch
+            if step >= self._poll_at or last or not step % self._epochs.batches:
+                yield Poll(step)
+            if _due(step, plan.log_every) or (whole and plan.log_every):
+                yield Log(step)
+            evaluated = bool(_due(step, plan.eval_every) or (whole and plan.eval_every))
+            if evaluated:
+                yield Evaluate(step)
+            improved = evaluated and at.best_step == step and at.best is not None
+            stopping = self._told or (
+                "early_stop" if plan.patience and evaluated and at.since_best >= plan.patience else ""
+            )
+            if plan.save_every and (_due(step, plan.save_every) or last or stopping or (improved and plan.save_best)):
+                yield Save(step)
+            if stopping and not last:
+                yield Stop(step, stopping)
+                return
+        yield Stop(at.step, "finished" if at.step >= plan.total else "stopped")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

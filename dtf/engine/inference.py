@@ -1,0 +1,208 @@
+"""What a rank does when a model that exists is used: rows in order through any strategy's program, their answers to
+rank 0. Trains nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dtf.api.options import Remat
+from dtf.api.precision import set_switches
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.registry import lookup
+from dtf.api.sampler import Epochs, Sequential
+from dtf.api.strategy import Program, Task
+from dtf.config.settings import Settings
+from dtf.core.errors import DataError, DtfError, Preempted
+from dtf.core.types import Batch, Evaluated, Event, Measured, Place
+from dtf.data.loader import Loader
+from dtf.distributed.sharding import is_slice
+from dtf.distributed.world import World
+from dtf.engine.predictions import Row
+from dtf.model.forward import stand_ins
+from dtf.model.init import sketch
+from dtf.model.pretrained import Weights, fitted, open_weights
+
+REPORT_S = 5.0
+"""Seconds between two reports of how far it is."""
+
+
+class Rest(Dataset):
+    """The rows of a data set from `first` on. `whole`: one that cannot be read is an error, however many may be."""
+
+    def __init__(self, rows: Dataset, first: int, whole: bool) -> None:
+        self._rows, self._first, self._whole = rows, first, whole
+        self.prefetch, self.queue_rows, self.threads = rows.prefetch, rows.queue_rows, rows.threads
+        # by numbers of all rows; `first` is 0 where bad rows are counted
+        self.bad, self.allowed = rows.bad, rows.allowed
+
+    def __len__(self) -> int:
+        return len(self._rows) - self._first
+
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
+        found = self._rows.fetch(ids + self._first, epoch)
+        if self._whole and self.bad:
+            raise DataError(
+                f"{next(iter(self.bad.values()))}; there is a prediction for every row or none; repair or remove this "
+                "one"
+            )
+        return found
+
+
+@dataclass
+class _Record:
+    """The answers of this rank since they were last taken.
+
+    Its `measure` is the recipe's, and takes down what the model says of each row.
+    """
+
+    recipe: Recipe
+    top: int  # how many classes to keep of each row
+    rows: list[list[Any]]
+
+    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
+        whole = tree_map(lambda t: t.full_tensor() if isinstance(t, Tensor) and is_slice(t) else t, outputs)  # type: ignore[attr-defined]
+        chances = self.recipe.probabilities(whole)
+        if chances.dim() == 1:
+            best, order = chances[:, None], torch.zeros_like(chances[:, None], dtype=torch.int64)
+        else:
+            best, order = chances.topk(min(self.top, chances.shape[1]), dim=1)
+        labels = batch.targets.tolist() if batch.targets.dim() == 1 else [None] * len(batch.ids)
+        width = chances.shape[1] if chances.dim() > 1 else 0
+        for id, weight, label, classes, chance in zip(
+            batch.ids.tolist(), batch.weight.tolist(), labels, order.tolist(), best.tolist(), strict=True
+        ):
+            if id >= 0:
+                # what could not be read has no place in a table
+                self.rows.append([id, label if weight else None, classes, chance, width])
+        return self.recipe.measure(outputs, batch, loss)
+
+    def take(self) -> list[list[Any]]:
+        taken, self.rows = self.rows, []
+        return taken
+
+
+class Inference:
+    """A model with its numbers on a world of ranks, and the rows to put through it. Collective."""
+
+    def __init__(
+        self, settings: Settings, place: Place, model: str, data: Callable[[Recipe], Dataset], top: int, whole: bool
+    ) -> None:
+        """`whole`: a row that cannot be read is an error, whatever the recipe allows."""
+        torch.set_num_threads(place.threads)
+        set_switches(settings.precision)
+        kind = place.device.partition(":")[0]
+        self.world = World.join(place, settings.strategy.communication(kind))
+        self.recipe, self._batch, self._kind = settings.recipe, settings.step.batch_size, kind
+        self.rows = data(settings.recipe)
+        if not len(self.rows):
+            raise DataError("there are no rows to use the model on")
+        self.weights = weights_of(settings, model)
+        digest = self.weights.digest() if self.world.rank == 0 else ""
+        self.digest: str = self.world.broadcast(digest)
+        self.names = names_of(self.recipe, self.weights)
+        self.unread = 0  # rows of the data that this rank could not read so far
+        self._record, self._whole = _Record(self.recipe, top, []), whole
+        recipe = copy.copy(self.recipe)
+        vars(recipe)["measure"] = self._record.measure  # type: ignore[index]
+        step = replace(settings.step, ema=0.0, micro_batch_rows=0, remat=Remat.none)
+        unmoved = lookup("optimizer", "sgd")(momentum=0.0)  # without state
+        task = Task(
+            recipe, unmoved, settings.precision, step, settings.seed, self._sample, self.weights, settings.sparse
+        )
+        self.program: Program = settings.strategy.setup(task, self.world)
+
+    def batches(
+        self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]
+    ) -> Iterator[tuple[int, Evaluated, list[Row]]]:
+        """Batch by batch from row `first` on: how many rows are done, what this rank measured, and on rank 0 the
+        answers in order. Collective.
+
+        Preempted on all ranks alike, after the batch that is under way, when one was asked to stop. DtfError when a row
+        is lost.
+        """
+        rows = Rest(self.rows, first, self._whole)
+        loader = Loader(
+            rows,
+            Epochs(Sequential(), len(rows), self._batch, 0),
+            self.program.shard,
+            -(-self._batch // self.program.shares),
+            pin=self._kind == "cuda",
+        )
+        done = first
+        try:
+            with torch.no_grad():
+                for index in range(loader.batches):
+                    beat("evaluate", index)
+                    loader.ahead([(0, i) for i in range(index, min(index + 1 + loader.prefetch, loader.batches))])
+                    measured = self.program.eval_step(self.program.prepare(loader.get(0, index)))
+                    self.unread = loader.bad(0)
+                    expected = range(done, min(done + self._batch, len(self.rows)))
+                    yield expected.stop, measured, self._gathered(expected, first)
+                    done = expected.stop
+                    if self.world.reduce(torch.tensor([float(stop())])).item() and done < len(self.rows):
+                        raise Preempted(
+                            f"asked to stop after {done} of {len(self.rows)} rows; start again with the same run.dir "
+                            "to go on"
+                        )
+        finally:
+            loader.close()
+
+    def _gathered(self, expected: range, first: int) -> list[Row]:
+        parts = self.world.gather(self._record.take())
+        if parts is None:
+            return []
+        # ranks that compute a row together all tell it
+        found = {first + id: Row(first + id, *rest) for part in parts for id, *rest in part}
+        if sorted(found) != list(expected):
+            raise DtfError(
+                f"rows {expected.start} to {expected.stop - 1} gave {len(found)} answers; a row was lost or counted "
+                "twice; please report this"
+            )
+        return [found[id] for id in expected]
+
+    def _sample(self, rows: int) -> Any:
+        return stand_ins(
+            self.recipe.receive(self.rows.fetch(np.arange(rows) % len(self.rows), 0)[0]), self.recipe.tables()
+        )
+
+
+def weights_of(settings: Settings, model: str) -> Weights:
+    """All numbers of the recipe's model: those at the place that `job.model` names, else recipe.model.weights."""
+    place, key = (model, "job.model") if model else (settings.recipe.fine_tuning.weights, "recipe.model.weights")
+    return fitted(open_weights(place, key), settings.recipe, sketch(settings.recipe), key, whole=True)[0]
+
+
+def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:
+    """The names of classes: those of the run that made the weights, else those of the recipe's data."""
+    return tuple(map(str, weights.scalars.get("classes") or recipe.class_names()))
+
+
+class Pace:
+    """Reports of how far it is with `count` of `what`, a few seconds apart."""
+
+    def __init__(self, send: Callable[[Event], None], what: str, count: int) -> None:
+        self._send, self._what, self._count, self._started = send, what, count, time.perf_counter()
+        self._told = self._started
+        self._before: int | None = None
+
+    def tell(self, done: int) -> None:
+        now = time.perf_counter()
+        if self._before is None:
+            self._before, self._started = done, now  # the first batch is slower than those to come
+        elif now - self._told >= REPORT_S:
+            self._told = now
+            values = {
+                self._what: float(self._count),
+                f"{self._what}_per_s": (done - self._before) / (now - self._started),
+            }
+            self._send(Measured(self._what, done, done / self._count, now - self._started, values))

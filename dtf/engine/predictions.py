@@ -1,0 +1,194 @@
+"""What a model said of rows: files of predictions that grow in order and can be gone on with, and a table of classes.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dtf.core.errors import DataError
+
+if TYPE_CHECKING:
+    from dtf.core.types import Names
+
+
+class Row(NamedTuple):
+    """The answer to one row."""
+
+    id: int
+    label: float | None  # what it is, where that is one number
+    classes: list[int]  # the most probable first
+    chances: list[float]  # of these; of the one event where there are no classes
+    width: int  # number of classes; 0: there is one event, which happens or not
+
+    def pairs(self) -> list[tuple[int, float]]:
+        """Classes with their probabilities, which have as many digits as fp32."""
+        return [(c, float(f"{chance:.8g}")) for c, chance in zip(self.classes, self.chances, strict=True)]
+
+    def guess(self) -> int:
+        """The class it is taken for."""
+        return self.classes[0] if self.width else int(self.chances[0] >= 0.5)
+
+
+def named(names: Sequence[str], index: int) -> str:
+    """The name of a class, its number where it has none."""
+    return names[index] if index < len(names) else str(index)
+
+
+class Answers:
+    """How often rows of each class were taken for it, and for others; nothing of an event whose two sides have no
+    names.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._rows, self._guessed, self._right = Counter[int](), Counter[int](), Counter[int]()
+        self._width = 0
+
+    def add(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            if row.label is None:
+                continue
+            label, guess = int(row.label), row.guess()
+            self._width = row.width or len(self._names)
+            self._rows[label] += 1
+            self._guessed[guess] += 1
+            self._right[label] += guess == label
+
+    def classes(self) -> list[dict[str, Any]]:
+        """For each class: rows, how many were taken for it, recall and precision; None where there is nothing to divide
+        by.
+        """
+
+        def share(part: int, whole: int) -> float | None:
+            return part / whole if whole else None
+
+        found = []
+        for c in range(self._width):
+            rows, guessed, right = self._rows[c], self._guessed[c], self._right[c]
+            found.append(
+                {
+                    "class": named(self._names, c),
+                    "rows": rows,
+                    "predicted": guessed,
+                    "recall": share(right, rows),
+                    "precision": share(right, guessed),
+                }
+            )
+        return found
+
+
+class Predictions(ABC):
+    """A file of predictions, a line for each row, in order of rows."""
+
+    header = 0  # lines before the first row
+
+    def __init__(self, path: Path, names: Sequence[str], top: int) -> None:
+        self.path, self._names, self._top = path, names, top
+
+    def open(self) -> int:
+        """How many rows it holds. A line that was cut short is taken away. DataError when it is no such file."""
+        if not self.path.exists():
+            self.path.touch(mode=0o600)
+        with self.path.open("r+b") as file:
+            lines, size = 0, 0
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                lines, size = lines + 1, size + len(line)
+                last = line
+            file.truncate(size)
+        rows = lines - self.header
+        if rows > 0 and self._row(last.decode(errors="replace")) != rows - 1:
+            raise DataError(
+                f"{self.path} ends with another row than its number of lines says; move it away to start anew"
+            )
+        return max(rows, 0)
+
+    def append(self, rows: Sequence[Row], inputs: Names | None) -> None:
+        """Add rows that follow those it holds."""
+        start = self._head() if not self.path.stat().st_size else ""
+        text = start + "".join(self._line(row, inputs[row.id] if inputs is not None else None) for row in rows)
+        with self.path.open("ab") as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
+            file.flush()
+            os.fsync(file.fileno())
+
+    @abstractmethod
+    def _head(self) -> str: ...
+
+    @abstractmethod
+    def _line(self, row: Row, name: str | None) -> str: ...
+
+    @abstractmethod
+    def _row(self, line: str) -> int:
+        """The number of the row in a line; -1 when it is none."""
+
+
+class JsonLines(Predictions):
+    """`{"row": 0, "input": "a.jpg", "class": "cat", "probability": 0.93, "top": [["cat", 0.93], ...]}`."""
+
+    def _head(self) -> str:
+        return ""
+
+    def _line(self, row: Row, name: str | None) -> str:
+        told: dict[str, Any] = {"row": row.id} | ({} if name is None else {"input": name})
+        if row.width:
+            told |= {"class": named(self._names, row.classes[0])}
+        told |= {"probability": row.pairs()[0][1]}
+        if row.width:
+            told |= {"top": [[named(self._names, c), chance] for c, chance in row.pairs()]}
+        return json.dumps(told) + "\n"
+
+    def _row(self, line: str) -> int:
+        try:
+            return int(json.loads(line)["row"])
+        except (ValueError, KeyError, TypeError):
+            return -1
+
+
+class Csv(Predictions):
+    """`row,input,class,probability,class_2,probability_2,...`; the first line says which."""
+
+    header = 1
+
+    def _head(self) -> str:
+        later = [f"{what}_{k}" for k in range(2, self._top + 1) for what in ("class", "probability")]
+        return _csv(["row", "input", "class", "probability", *later])
+
+    def _line(self, row: Row, name: str | None) -> str:
+        pairs = [x for c, chance in row.pairs() for x in (named(self._names, c) if row.width else "", repr(chance))]
+        return _csv([str(row.id), name or "", *pairs])
+
+    def _row(self, line: str) -> int:
+        first = line.partition(",")[0]
+        return int(first) if first.isdecimal() else -1
+
+
+def _csv(cells: Sequence[str]) -> str:
+    """One line; what would not stay on it is escaped."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(
+        [cell if cell.isprintable() else cell.encode("unicode_escape").decode() for cell in cells]
+    )
+    return text.getvalue()
+
+
+class Kind(Enum):
+    """Forms of a file of predictions."""
+
+    jsonl = "jsonl"
+    csv = "csv"
+
+    def file(self, folder: Path, names: Sequence[str], top: int) -> Predictions:
+        return (JsonLines if self is Kind.jsonl else Csv)(folder / f"predictions.{self.value}", names, top)

@@ -1,0 +1,128 @@
+"""The outside of a rank's life: typed settings, signals, signs of life, and last words. What it does is given."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtf.config.settings import Settings, typed
+from dtf.core.errors import DtfError, Exit, PeerError, Preempted
+from dtf.core.types import Event, Failed, Place
+from dtf.host import heartbeat
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank was started with."""
+
+    settings: Settings
+    config: dict[str, Any]
+    """Resolved, as plain values."""
+
+    folder: Path
+    """Of the run."""
+
+    run_id: str
+    place: Place
+    send: Callable[[Event], None]
+    """To the launching process."""
+
+    beat: Callable[[str, int], None]
+    """`beat(phase, step)` marks that this rank is alive."""
+
+    stop_requested: Callable[[], bool]
+    """Whether this process was told to stop."""
+
+    @property
+    def report(self) -> Callable[[Event], None]:
+        """`send` on rank 0; other ranks report nothing."""
+        return self.send if self.place.rank == 0 else nobody
+
+
+def run_rank(
+    body: Callable[[Rank], None],
+    config: dict[str, Any],
+    folder: str,
+    run_id: str,
+    place: Place,
+    send: Callable[[Event], None],
+) -> int:
+    """Do `body` as one rank; returns the exit code and never raises: failures are sent as a Failed event."""
+    last = {"step": 0}
+
+    def beat(phase: str, step: int) -> None:
+        last["step"] = step
+        heartbeat.beat(phase, step)
+
+    try:
+        beat("start", 0)
+        with stop_signals() as told:
+            body(Rank(typed(config), config, Path(folder), run_id, place, send, beat, lambda: bool(told)))
+        return Exit.OK
+    except BaseException as error:  # noqa: BLE001 (the last words of a rank)
+        if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):
+            error = Preempted(
+                "interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint"
+            )
+        if _peer_is_gone(error):
+            error = PeerError(f"lost another rank: {error}")
+        exit = error.exit if isinstance(error, DtfError) else Exit.BUG
+        patient = isinstance(error, DtfError) and error.patient
+        message = str(error) if isinstance(error, DtfError) else f"{type(error).__name__}: {error}"
+        send(
+            Failed(
+                place.rank,
+                last["step"],
+                int(exit),
+                message,
+                "" if patient or isinstance(error, Preempted) else traceback.format_exc(),
+                patient,
+            )
+        )
+        return exit
+
+
+def _peer_is_gone(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank. gloo has no exception class of its own."""
+    lost = ("closed by peer", "reset by peer", "Timed out", "Broken pipe")
+    gloo = isinstance(error, RuntimeError) and "gloo" in str(error) and any(words in str(error) for words in lost)
+    return gloo or isinstance(error, torch.distributed.DistError)
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Filled by SIGTERM and SIGINT: the rank then stops with the others within a few seconds, its state saved. A second
+    SIGINT stops at once.
+
+    Not a second SIGTERM: a scheduler that signals a whole process group reaches a rank twice, through its launcher too.
+    """
+    told: list[int] = []  # no threading.Event: a second signal inside its `set` would wait for the first for ever
+
+    def heard(number: int, frame: object) -> None:
+        if told and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        told.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+    # A launcher that hears Ctrl-C for its ranks has told them to ignore it, and sends SIGTERM.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, heard) for number in numbers}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def nobody(event: Event) -> None:
+    """Ranks other than 0 report nothing."""

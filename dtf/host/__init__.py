@@ -1,0 +1,4 @@
+"""This machine: its devices, network, load, signals, and the heartbeat of its processes.
+
+No torch. Imports core.
+"""

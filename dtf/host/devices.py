@@ -1,0 +1,140 @@
+"""What this host offers: GPUs, cores and open files. Found without torch."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import resource
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from dtf.core.errors import ConfigError
+
+MOST_PROCESSES = 1024
+"""Ranks, or replicas, of one host: as many as its largest machines have cores."""
+MOST_THREADS = 1024
+"""Intra-op threads of one process, likewise."""
+
+
+class Devices(NamedTuple):
+    """What ranks run on. `indices`: of the CUDA devices, as torch counts them; empty on CPU."""
+
+    kind: str  # `cpu` or `cuda`
+    indices: tuple[int, ...]
+
+
+def choose(devices: str) -> Devices:
+    """`launcher.devices` as devices of this host. ConfigError when it asks for what is not there."""
+    if devices == "cpu":
+        return Devices("cpu", ())
+    count = gpus()
+    if devices in ("auto", "cuda"):
+        if devices == "cuda" and not count:
+            raise ConfigError(f"launcher.devices=cuda finds no GPU: {_why_none()}; use launcher.devices=cpu")
+        return Devices("cuda", tuple(range(count))) if count else Devices("cpu", ())
+    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", devices):
+        raise ConfigError(
+            f"launcher.devices={devices} is no choice; use auto, cpu, cuda or numbers of GPUs such as "
+            "launcher.devices='\"0,2\"'"
+        )
+    indices = tuple(int(part) for part in devices.split(","))
+    if len(set(indices)) != len(indices):
+        raise ConfigError(f"launcher.devices={devices} names a GPU twice")
+    if max(indices) >= count:
+        have = f"there are {count}, 0 to {count - 1}" if count else f"there are none ({_why_none()})"
+        raise ConfigError(f"launcher.devices={devices} names GPU {max(indices)}; {have}")
+    return Devices("cuda", indices)
+
+
+def processes(asked: int | Literal["auto"], devices: Devices) -> int:
+    """`launcher.processes` as a number: `auto` is one per GPU, without GPUs 2."""
+    return (len(devices.indices) or 2) if asked == "auto" else asked
+
+
+def device_of(local_rank: int, local_size: int, devices: Devices, key: str = "launcher.processes") -> str:
+    """`cpu` or `cuda:<index>`, one GPU per rank.
+
+    ConfigError when ranks, of which `key` says how many, outnumber GPUs.
+    """
+    if devices.kind == "cpu":
+        return "cpu"
+    if local_size > len(devices.indices):
+        raise ConfigError(
+            f"{key}={local_size} needs as many GPUs, there are {len(devices.indices)}; lower it or use "
+            "launcher.devices=cpu"
+        )
+    return f"cuda:{devices.indices[local_rank]}"
+
+
+def allow_files(count: int) -> int:
+    """Let this process, and those it starts from now on, open `count` files; returns how many it may, fewer where the
+    host's hard limit says so.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < count:  # -1: no limit
+        soft = count if hard < 0 else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft if soft >= 0 else count
+
+
+def gpus() -> int:
+    """CUDA devices that torch would count: those of CUDA_VISIBLE_DEVICES, or all that NVML knows; 0 for a torch without
+    CUDA.
+    """
+    present = _nvml_count() if _torch_has_cuda() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    count = 0
+    for entry in visible.split(","):  # CUDA ignores what follows the first entry that names no device
+        entry = entry.strip()
+        if not entry.startswith(("GPU-", "MIG-")) and not (entry.isdigit() and int(entry) < present):
+            break
+        count += 1
+    return count
+
+
+def cores() -> int:
+    """CPU cores this process may use: its affinity mask, and the quota of its control group where there is one."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return allowed if quota == "max" else max(1, min(allowed, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return allowed
+
+
+def _why_none() -> str:
+    if not _torch_has_cuda():
+        return "the installed torch is built without CUDA"
+    if not _nvml_count():
+        return "no NVIDIA driver answers"
+    return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')} hides all"
+
+
+def _torch_has_cuda() -> bool:
+    """Whether torch was built for CUDA, read from its version file: importing it takes a second."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return True
+    found = re.search(r"^cuda\b[^=]*=\s*(.+)$", text, re.MULTILINE)
+    return found is None or found[1].strip() != "None"
+
+
+def _nvml_count() -> int:
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    if nvml.nvmlInit_v2():
+        return 0
+    number = ctypes.c_uint(0)
+    failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(number))
+    nvml.nvmlShutdown()
+    return 0 if failed else number.value

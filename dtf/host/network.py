@@ -1,0 +1,99 @@
+"""Addresses and network interfaces of this host. Found without torch; sends nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
+
+_SIOCGIFADDR = 0x8915
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def endpoint(text: str, key: str, least: int = 1) -> tuple[str, int]:
+    """`host:port` or `[v6]:port`; ConfigError naming the key otherwise.
+
+    `least`: 0 where a port may be left to the kernel.
+    """
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]|([^:\[\]\s]+)):([0-9]{1,5})", text)
+    if not found or not least <= int(found[3]) < 65536:
+        raise ConfigError(
+            f"{key}={text} must be HOST:PORT, such as 10.0.0.1:29500, or [ADDRESS]:PORT with an IPv6 address"
+        )
+    return found[1] or found[2], int(found[3])
+
+
+def endpoint_text(host: str, port: int) -> str:
+    """Inverse of `endpoint`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_interface(name: str) -> None:
+    """ConfigError unless `launcher.interface` is one of this host, or empty."""
+    known = [each for _, each in socket.if_nameindex()]
+    if name and name not in known:
+        raise ConfigError(f"launcher.interface={name} is no network interface of this host; {suggest(name, known)}")
+
+
+def socket_variables(interface: str, towards: tuple[str, int], environment: Mapping[str, str]) -> dict[str, str]:
+    """What tells gloo and NCCL their interface: `launcher.interface`; else, for gloo, the one towards rank 0, unless
+    the environment has another.
+
+    By itself gloo takes the one of the host's name, which is often loopback or unknown. NCCL looks for the fastest, so
+    it is left alone.
+    """
+    if interface:
+        return {_GLOO: interface, _NCCL: interface}
+    if _GLOO in environment:
+        return {}
+    try:
+        found = interface_of(own_address(*towards))
+    except OSError:
+        return {}
+    return {_GLOO: found} if found else {}
+
+
+def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same when all ranks are on this host and no interface is given."""
+    return {name: environment.get(name, "lo") for name in (_GLOO, _NCCL)}
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this host that packets to `host` leave from.
+
+    OSError where there is no way there, or no such name.
+    """
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # of a datagram socket: chooses the way, sends nothing
+        return probe.getsockname()[0]
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this address; empty when none is found."""
+    if ":" in address:
+        known = Path("/proc/net/if_inet6")
+        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        lines = [line.split() for line in known.read_text().splitlines()] if known.exists() else []
+        return next((line[-1] for line in lines if line[0] == packed), "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket on this address of this host alone; port 0: the kernel chooses. OSError when it cannot be."""
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(target[:2], family=family, backlog=1024)

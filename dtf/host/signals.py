@@ -1,0 +1,75 @@
+"""Signals that ask the launching process to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn, Self
+
+from dtf.core.errors import Preempted
+
+_ONE_SIGNAL_S = 0.2
+"""Signals closer than this are one: `timeout` and schedulers signal a process and then its whole group."""
+
+
+class Stop:
+    """Counts SIGTERM, SIGINT and SIGHUP while it is open. `socket` becomes readable at each.
+
+    Outside the main thread it hears nothing.
+    """
+
+    def __init__(self) -> None:
+        self.count, self._last = 0, -_ONE_SIGNAL_S
+        self.socket, self._waker = socket.socketpair()
+
+    def __enter__(self) -> Self:
+        self._old: dict[int, Any] = {}
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            try:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                    self._old[number] = signal.signal(number, self._heard)
+            except ValueError:  # not the main thread
+                break
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self.close()
+
+    def close(self) -> None:
+        self.socket.close()
+        self._waker.close()
+
+    def _heard(self, number: int, frame: object) -> None:
+        now, before = time.monotonic(), self._last
+        self._last = now
+        if now - before < _ONE_SIGNAL_S:
+            return
+        self.count += 1
+        with contextlib.suppress(BlockingIOError):
+            self._waker.send(b"!", socket.MSG_DONTWAIT)
+
+
+@contextlib.contextmanager
+def preempting(message: str) -> Iterator[None]:
+    """SIGTERM and SIGHUP raise Preempted here, as SIGINT raises KeyboardInterrupt, but for the time in which a Stop is
+    open.
+    """
+
+    def heard(number: int, frame: object) -> NoReturn:
+        raise Preempted(message)
+
+    old: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                with contextlib.suppress(ValueError):  # not the main thread
+                    old[number] = signal.signal(number, heard)
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

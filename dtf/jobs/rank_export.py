@@ -1,0 +1,207 @@
+"""What the rank does that writes a trained model for use without dtf, and checks that the files say what the model
+says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dtf.api.precision import set_switches
+from dtf.api.recipe import Recipe
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Task
+from dtf.config.settings import Settings
+from dtf.core.errors import ConfigError, DataError, DtfError
+from dtf.core.files import replace_text
+from dtf.core.types import Event, Place
+from dtf.core.version import __version__
+from dtf.distributed.world import World
+from dtf.engine.inference import names_of, weights_of
+from dtf.engine.rank import Rank, run_rank
+from dtf.model.forward import cast_floating
+from dtf.model.init import cast_model, draw_model
+from dtf.sparse.placement import tables_of
+
+if TYPE_CHECKING:
+    from dtf.jobs.export import ExportJob
+
+ROWS = 5
+"""Rows to try an exported model on, beside a single one."""
+
+BOUND = 1e-4
+"""Largest difference of outputs that is rounding, relative to the largest output."""
+
+ARRAYS = "preprocessing.safetensors"
+"""Name of the file of the arrays that the preprocessing needs, where it needs some."""
+
+METADATA = "dtf.json"
+"""Name of the metadata in both files."""
+
+
+def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
+    """An entry, see `rank_process.Entry`."""
+    return run_rank(_export, config, folder, run_id, place, send)
+
+
+def _export(rank: Rank) -> None:
+    """Write the files into the run folder.
+
+    DtfError when what is read back from one says something else than the model.
+    """
+    settings, folder, place = rank.settings, rank.folder, rank.place
+    job: ExportJob = settings.job  # type: ignore[assignment]
+    recipe = settings.recipe
+    torch.set_num_threads(place.threads)
+    set_switches(settings.precision)
+    device = torch.device("cpu")
+    rows = recipe.open_inputs(Path(job.input).expanduser())[1] if job.input else recipe.open_data("eval", settings.seed)
+    if not len(rows):
+        raise DataError("there are no rows to try the exported model on")
+    weights = weights_of(settings, job.model)
+    model = draw_model(recipe, settings.seed, weights)
+    cast_model(model, settings.precision, device)
+    task = Task(
+        recipe, settings.optimizer, settings.precision, settings.step, settings.seed, None, weights, settings.sparse
+    )
+    tables = tables_of(task, World(place), Placement.replicated)
+    if tables is not None:
+        from dtf.sparse.inference_module import Served
+
+        model = Served.of(model, tables)
+    model.eval()
+    dtype = next(t.dtype for t in model.parameters() if t.dtype.is_floating_point)
+    inputs = cast_floating(recipe.receive(rows.fetch(np.arange(ROWS) % len(rows), 0)[0]), dtype)
+    if rows.bad:
+        raise DataError(
+            f"no trial without all of its rows: {next(iter(rows.bad.values()))}; repair it, or give others with "
+            "job.input"
+        )
+    inputs = tree_map(lambda t: t.contiguous(), inputs)
+    with torch.no_grad():
+        expected = model(inputs)
+    metadata: dict[str, Any] = {
+        "recipe": type(recipe).__name__,
+        "classes": list(names_of(recipe, weights)),
+        "preprocessing": recipe.preprocessing(),
+        "call": _call(inputs),
+        "inputs": _described(inputs),
+        "outputs": _described(expected) | _meaning(recipe, expected)
+        if isinstance(expected, Tensor)
+        else _described(expected),
+        "weights": {"from": weights.about, "digest": weights.digest()},
+        "versions": {"dtf": __version__, "torch": torch.__version__},
+    }
+    if arrays := recipe.preprocessing_arrays():
+        from safetensors.numpy import save_file
+
+        save_file(arrays, folder / ARRAYS)
+        metadata["arrays"] = {"file": ARRAYS, "sha256": hashlib.sha256((folder / ARRAYS).read_bytes()).hexdigest()}
+    text = json.dumps(metadata, indent=1)
+    found = {}
+    for form in job.forms:
+        rank.beat("start", 0)
+        name = f"model.{form.value}"
+        work = _pt2 if form.value == "pt2" else _safetensors
+        again = work(folder / f".{name}.new", model, inputs, text, lambda: _bare(settings, model))
+        found[name] = max(_difference(expected, again(inputs)), _difference(_first(expected), again(_first(inputs))))
+        if not found[name] <= BOUND:
+            raise DtfError(
+                f"{name} says something else than the model, by {found[name]:.1e} relative to the largest output; "
+                "please report this"
+            )
+        os.replace(folder / f".{name}.new", folder / name)
+    metadata |= {"largest_difference": found, "tried_rows": ROWS}
+    replace_text(folder / "model.json", json.dumps(metadata, indent=1) + "\n")
+
+
+Call = Callable[[Any], Any]
+
+
+def _pt2(path: Path, model: nn.Module, inputs: Any, metadata: str, bare: Callable[[], nn.Module]) -> Call:
+    """Write the program; what it says once it is read again."""
+    batch = torch.export.Dim("batch")
+    shapes = tree_map(lambda _: {0: batch}, inputs)
+    try:
+        program = torch.export.export(model, (inputs,), dynamic_shapes=(shapes,))
+    except Exception as error:  # whatever the compiler makes of a model
+        reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        raise ConfigError(f"torch.export cannot follow this model: {reason}; use job.forms=[safetensors]") from error
+    with path.open("wb") as file:
+        torch.export.save(program, file, extra_files={METADATA: metadata})
+    with path.open("rb") as file:
+        return _quiet(torch.export.load(file).module())
+
+
+def _safetensors(path: Path, model: nn.Module, inputs: Any, metadata: str, bare: Callable[[], nn.Module]) -> Call:
+    """Write the tensors; what a model says that has nothing but them."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
+    save_file(tensors, path, metadata={"format": "pt", METADATA: metadata})
+    again = bare()
+    again.load_state_dict(load_file(path), assign=True)
+    return _quiet(again.eval())
+
+
+def _bare(settings: Settings, model: nn.Module) -> nn.Module:
+    """A model like `model` with other numbers, but for what no file holds."""
+    other = draw_model(settings.recipe, settings.seed + 1)
+    return model.bare(other) if hasattr(model, "bare") else other  # type: ignore[operator]
+
+
+def _quiet(model: Call) -> Call:
+    def call(inputs: Any) -> Any:
+        with torch.no_grad():
+            return model(inputs)
+
+    return call
+
+
+def _first(values: Any) -> Any:
+    return tree_map(lambda t: t[:1], values)
+
+
+def _difference(a: Any, b: Any) -> float:
+    """Largest difference of two outputs relative to the largest value; NaN stays NaN."""
+    pairs = list(zip(tree_leaves(a), tree_leaves(b), strict=True))
+    scale = max(float(x.double().abs().max()) for x, _ in pairs)
+    return max(float((x.double() - y.double()).abs().max()) for x, y in pairs) / max(scale, 1e-30)
+
+
+def _call(inputs: Any) -> str:
+    """How the program is called: with one tensor, or one dict of them."""
+    return (
+        f"program({{{', '.join(f'{json.dumps(name)}: {name}' for name in inputs)}}})"
+        if isinstance(inputs, dict)
+        else "program(inputs)"
+    )
+
+
+def _meaning(recipe: Recipe, outputs: Tensor) -> dict[str, str]:
+    """What probabilities the recipe makes of outputs, told by trying; nothing where it is none of the usual
+    functions.
+    """
+    usual = {"sigmoid": Tensor.sigmoid, "softmax over the last axis": lambda values: values.softmax(-1)}
+    trial = torch.linspace(-2, 3, outputs.numel(), dtype=torch.float64).view(outputs.shape)
+    found = recipe.probabilities(trial)
+    names = [name for name, of in usual.items() if found.shape == trial.shape and torch.allclose(found, of(trial))]
+    return {"are": "logits", "probabilities": names[0]} if names else {}
+
+
+def _described(values: Any) -> Any:
+    """Format and shape of tensors; the first axis is the batch's."""
+
+    def one(tensor: Tensor) -> dict[str, Any]:
+        return {"format": str(tensor.dtype).removeprefix("torch."), "shape": ["batch", *tensor.shape[1:]]}
+
+    return tree_map(one, values)

@@ -1,0 +1,71 @@
+"""What the ranks of `job=predict` do: what the model says of each row, in order, into a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dtf.api.recipe import Dataset, Recipe
+from dtf.core.errors import BusyError, DataError
+from dtf.core.files import replace_text
+from dtf.core.types import Event, Names, Place
+from dtf.engine.inference import Inference, Pace
+from dtf.engine.predictions import Kind
+from dtf.engine.rank import Rank, run_rank
+from dtf.jobs.predict import PredictJob
+
+
+def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
+    """An entry, see `rank_process.Entry`."""
+    return run_rank(_predict, config, folder, run_id, place, send)
+
+
+def _predict(rank: Rank) -> None:
+    """Append what the model says of each row to a file in the run folder, in order, from the first row that is not in
+    it yet.
+    """
+    settings, folder = rank.settings, rank.folder
+    job: PredictJob = settings.job  # type: ignore[assignment]
+    inputs: Names | None = None
+
+    def data(recipe: Recipe) -> Dataset:
+        nonlocal inputs
+        if not job.input:
+            return recipe.open_data(job.split.value, settings.seed).unaugmented()
+        inputs, rows = recipe.open_inputs(Path(job.input).expanduser())
+        return rows
+
+    used = Inference(settings, rank.place, job.model, data, job.top, whole=True)
+    file = Kind[job.format.name].file(folder, used.names, job.top)
+    rank_0 = used.world.rank == 0
+    begun = {"model": used.digest, "rows": len(used.rows), "inputs": used.rows.fingerprint()}
+    first, other = used.world.broadcast(_begin(folder / "predictions.json", file, begun) if rank_0 else None)
+    if other:
+        raise BusyError(f"{folder} holds predictions of {other}; choose another run.dir")
+    pace = Pace(rank.report, "rows", len(used.rows))
+    if first < len(used.rows):
+        for done, _, rows in used.batches(first, rank.beat, rank.stop_requested):
+            if rank_0:
+                file.append(rows, inputs)
+            pace.tell(done)
+    used.world.leave()
+
+
+def _begin(path: Path, file: Any, begun: dict[str, Any]) -> tuple[int, str]:
+    """Rank 0's part: the first row to predict, or what else the folder holds predictions of."""
+    if path.exists():
+        try:
+            before = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(
+                f"{path} cannot be read, so what {file.path.name} answers is not known; move both away, or choose "
+                "another run.dir"
+            ) from error
+        other = [key for key in begun if before.get(key) != begun[key]]
+        if other:
+            return 0, f"other {' and '.join(other)}"
+    else:
+        replace_text(path, json.dumps(begun, indent=1) + "\n")
+    return file.open(), ""

@@ -1,0 +1,179 @@
+"""What the rank of `job=verify job.replay=RUN` does: a recorded run of parameter servers once more, and how far it ends
+from the original.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtf.api.precision import Format, set_switches
+from dtf.api.recipe import Recipe
+from dtf.api.strategy import Source, Task
+from dtf.checkpoint.checkpointer import Checkpointer, Every, Stored
+from dtf.checkpoint.resolve_path import located
+from dtf.config.settings import typed
+from dtf.core.errors import ConfigError, DataError, Exit, Preempted
+from dtf.core.text import count_text
+from dtf.core.types import Box, Event, Failed, Note, Place
+from dtf.data.splits import Rows
+from dtf.engine.inference import Pace
+from dtf.engine.rank import stop_signals
+from dtf.host.heartbeat import beat
+from dtf.model.ema import averaged
+from dtf.model.init import sketch
+from dtf.model.pretrained import Weights, fitted, open_weights
+from dtf.pserver.record.recorder import read
+from dtf.pserver.record.replay import Replay
+from dtf.pserver.strategy import Pserver
+from dtf.runs.compare import FP32_BOUND, FP64_BOUND, checkpoint_tensors, in_order, relative
+from dtf.runs.results import lines
+
+RESULT = "replay.json"
+
+
+def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
+    """An entry, see `rank_process.Entry`. `config`: the recorded run's, with `run.dir` its folder.
+
+    Writes RESULT into `folder`.
+    """
+    with stop_signals() as told:
+        try:
+            _replay(config, Path(folder), place, send, lambda: bool(told))
+        except Preempted as stopped:
+            send(Failed(place.rank, 0, int(stopped.exit), str(stopped), ""))
+            return stopped.exit
+    return Exit.OK
+
+
+def _replay(
+    config: dict[str, Any], folder: Path, place: Place, send: Callable[[Event], None], stop: Callable[[], bool]
+) -> None:
+    run, settings = Path(config["run"]["dir"]), typed(config)
+    strategy = settings.strategy
+    if not isinstance(strategy, Pserver) or not strategy.record:
+        raise ConfigError(f"job.replay={run} is no run with strategy=pserver and strategy.record=PATH")
+    torch.set_num_threads(place.threads)
+    set_switches(settings.precision)
+    final = located(str(run), "job.replay")[0]
+    start, recorded, events = read(run / strategy.record, strategy.count())
+    rows = Rows(settings.recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=False)
+    rows.cut()
+    task = Task(
+        settings.recipe,
+        averaged(settings.optimizer, settings.step.ema),
+        settings.precision,
+        settings.step,
+        settings.seed,
+        rows.sample,
+        _weights(settings.recipe, final),
+        settings.sparse,
+    )
+    trainers = strategy.count_trainers(json.loads((run / "run.json").read_text())["world"]["processes"])
+    replay = Replay(task, strategy, strategy.merging(), trainers, rows.loader, _began(run, start))
+    pace, total = Pace(send, "updates", min(recorded)), max(recorded)
+    send(
+        Note(
+            "info",
+            f"replay of {count_text(total, 'update')} from step {start} in one process of "
+            f"{count_text(place.threads, 'thread')}",
+        )
+    )
+
+    def under_way(updates: int) -> None:
+        beat("step", updates)
+        if stop():
+            raise Preempted(
+                f"asked to stop after {updates:,} of {total:,} updates; a replay keeps nothing; start again to do all "
+                "of it"
+            )
+        pace.tell(updates)
+
+    replay.run(events, under_way)
+    expected, found = checkpoint_tensors(final), _together(replay.boxes())
+    if expected.keys() != found.keys():
+        raise DataError(
+            f"{final} and its replay hold other tensors: {', '.join(sorted(expected.keys() ^ found.keys())[:5])}"
+        )
+    apart = {name: relative(expected[name], found[name]) for name in expected}
+    worst = max(sorted(apart), key=lambda name: apart[name])
+    updates = [holdings.applied for holdings in replay.holdings]
+    bound = FP64_BOUND if settings.precision.param is Format.fp64 else FP32_BOUND
+    beyond = sum(not value <= bound for value in apart.values())
+    metrics = lines(
+        run / Path(config["observer"].get("jsonl", {}).get("path", "metrics.jsonl")).name, ("split", "step")
+    )
+    losses = [row["loss"] for row in metrics if row["split"] == "train" and row.get("loss") is not None]
+    found = {
+        "checkpoint": str(final),
+        "start": start,
+        "updates": updates,
+        "tensor": apart[worst],
+        "worst": worst,
+        "beyond": beyond,
+        "tensors": len(apart),
+    }
+    found |= {"bound": bound, "ok": not beyond, "losses": [losses[0], losses[-1]] if losses else []}
+    (folder / RESULT).write_text(json.dumps(found))
+
+
+def _weights(recipe: Recipe, final: Path) -> Weights | None:
+    """What the run started from, if not from drawn numbers. DataError when it is not there any more as it was."""
+    place, key = recipe.fine_tuning.weights, "recipe.model.weights"
+    if not place:
+        return None
+    weights = fitted(open_weights(place, key), recipe, sketch(recipe), key)[0]
+    if weights.digest() != Stored(final).scalars.get(key):
+        raise DataError(f"{key}={place} has changed since the run started from it, so that nothing can be replayed")
+    return weights
+
+
+def _began(run: Path, start: int) -> Source | None:
+    """The checkpoint that the recorded attempt went on from."""
+    if not start:
+        return None
+    path = run / "checkpoints" / f"step_{start:06d}"
+    if not path.is_dir():
+        raise DataError(
+            f"the recorded attempt began with {path}, which is gone; keep more of them with checkpoint.keep_last"
+        )
+    reader = Checkpointer(run / "checkpoints", Every(), _Nobody(), "", ("loss", "min"), "pserver").load(path)
+    reader.scalars = reader.scalars["program"]
+    return reader
+
+
+class _Nobody:
+    """Peers of a process that has none."""
+
+    rank, size = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+def _together(boxes: list[Box]) -> dict[str, np.ndarray]:
+    """Tensors by name; rows of tables of several servers one after the other, then in order of ids."""
+    tables: dict[str, list[np.ndarray]] = {}
+    found: dict[str, np.ndarray] = {}
+    for box in boxes:
+        values = box.tensor.detach().cpu()
+        array = values.numpy() if values.dtype is torch.int64 and box.name.endswith("/ids") else values.double().numpy()
+        if box.name.startswith("table/"):
+            tables.setdefault(box.name, []).append(array)
+            continue
+        whole = found.setdefault(box.name, np.full(box.shape, np.nan))
+        whole[tuple(slice(at, at + n) for at, n in zip(box.offset, array.shape, strict=True))] = array
+    for name, parts in tables.items():
+        found[name] = np.concatenate(parts) if parts[0].ndim else parts[0]
+    # the first server told its own
+    for name in [name for name in found if name.startswith("table/") and name.endswith("/count")]:
+        found[name] = np.asarray(float(len(found[name.removesuffix("count") + "ids"])))
+    return in_order(found)

@@ -1,0 +1,107 @@
+"""Ranks that use a model which exists: started for evaluation, predictions and exports. Torch-free; trains nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from dtf.api.recipe import Recipe, Split
+from dtf.checkpoint.resolve_path import check_place
+from dtf.config.compose import Composed
+from dtf.core.errors import ConfigError, DtfError, Exit
+from dtf.core.types import Event, Failed, Measured, Note
+from dtf.runs.run_folder import Run
+
+
+def launch(composed: Composed, entry: str, data: bool = True, alone: bool = False) -> Path | None:
+    """Start ranks of the function `entry` in a run folder; returns it once they have ended well, else raises `Ended`.
+
+    None in a process that another one reports for. `data`: whether the recipe's own data are needed; `alone`: one rank
+    is to do it. ConfigError when there is no model.
+    """
+    model, weights = composed.config["job"]["model"], composed.settings.recipe.fine_tuning.weights
+    if not model and not weights:
+        raise ConfigError("job.model is not set; give a run folder, a checkpoint or a file of weights: job.model=PATH")
+    check_place(model, "job.model")
+    if alone:
+        if composed.config["launcher"].get("processes", 1) not in ("auto", 1):
+            raise ConfigError(
+                f"job={composed.config['job']['name']} is the work of one process; use launcher.processes=1"
+            )
+        composed = (
+            composed.recompose(["launcher.processes=1"]) if "processes" in composed.config["launcher"] else composed
+        )
+    _check_one_role(composed)
+    settings = composed.check(data)
+    launcher = settings.launcher
+    launcher.check(settings.strategy)
+    processes, devices = launcher.count(), launcher.devices_kind()
+    run = launcher.open(
+        composed.config,
+        lambda folder: Run.open(composed.config, settings, processes, devices, folder),
+        composed.command,
+    )
+    exit, cause = Exit.BUG, "an exception in the launching process"
+
+    def see(event: Event) -> None:
+        nonlocal cause
+        if isinstance(event, Failed):
+            cause = event.message
+        tell(event)
+
+    try:
+        exit = Exit(launcher.launch(run, see, entry))
+        cause = cause if exit else "finished"
+    except DtfError as error:
+        exit, cause = error.exit, str(error)
+        raise
+    finally:
+        run.end(exit, cause)
+    if exit:
+        raise Ended(exit)
+    return run.folder if run.leader else None
+
+
+def _check_one_role(composed: Composed) -> None:
+    """Raise ConfigError for a strategy some of whose processes are there to help others train."""
+    strategy, config = composed.settings.strategy, composed.config
+    roles = strategy.roles(composed.settings.launcher.count())
+    if len(roles) > 1:
+        name, choices = config["strategy"]["name"], composed.composer.options("strategy")
+        raise ConfigError(
+            f"strategy={name} has {' and '.join(f'{role}s' for role in roles)}, who train, and "
+            f"job={config['job']['name']} uses a model that exists, in "
+            "processes that are all alike; whatever trained it, use "
+            f"{', '.join(each for each in choices if each != name)}"
+        )
+
+
+def tell(event: Event) -> None:
+    """Notes and progress, to standard error."""
+    match event:
+        case Note(level, text):
+            print(f"dtf: {level}: {text}", file=sys.stderr, flush=True)
+        case Measured(what, done, _, _, values):
+            rate = values[f"{what}_per_s"]
+            print(
+                f"dtf: {done:,} of {values[what]:,.0f} {what}, {rate:,.{0 if rate >= 10 else 1}f} {what}/s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def check_split(recipe: Recipe, split: Split) -> None:
+    """Raise ConfigError for a split that the recipe's data do not have."""
+    if split not in recipe.splits:
+        raise ConfigError(
+            f"job.split={split.value}: {type(recipe).__name__} has no such rows; use "
+            f"{' or '.join(each.value for each in recipe.splits)}"
+        )
+
+
+class Ended(Exception):
+    """The ranks ended with an exit code other than 0; the launcher has printed why."""
+
+    def __init__(self, exit: Exit) -> None:
+        super().__init__(exit)
+        self.exit = exit

@@ -1,0 +1,199 @@
+"""Which rank this process is, from the variables that torchrun, Kubernetes, Open MPI, MPICH and Slurm set.
+
+Pure: a mapping in, a value out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtf.core.errors import ConfigError
+
+PORT = 29500
+"""Of rank 0 where nobody chose one, as torchrun's."""
+_SLURM_PORTS = range(20_000, 30_000)
+"""Below those that kernels give out by themselves; two jobs on a host rarely have the same."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """This process among all of the run, and where rank 0 is to be found."""
+
+    starter: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class _Starter:
+    name: str
+    rank: str
+    size: tuple[str, ...]  # the first that is set counts
+    local_rank: str
+    local_size: str
+
+
+_STARTERS = (
+    _Starter("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Starter("Kubernetes", "JOB_COMPLETION_INDEX", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Starter(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Starter("MPICH", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Starter(
+        "Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
+    ),
+)
+"""The nearest to the process first: mpirun may have started its daemons with srun, torchrun may have been started by
+either.
+"""
+
+VARIABLES = sorted(
+    {name for each in _STARTERS for name in (each.rank, *each.size, each.local_rank, each.local_size)}
+    | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST"}
+    | {
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "SLURM_NODEID",
+        "SLURM_TASKS_PER_NODE",
+        "SLURM_STEP_NODELIST",
+        "SLURM_JOB_NODELIST",
+        "SLURM_NTASKS_PER_NODE",
+    }
+)
+"""All that `standing` looks at."""
+
+
+def standing(environment: Mapping[str, str]) -> Standing:
+    """Who this process is.
+
+    ConfigError that names the variables when some are missing, make no sense, or contradict each other.
+    """
+    present = {name: environment[name] for name in VARIABLES if environment.get(name)}
+    candidates = [each for each in _STARTERS if each.rank in present]
+    if not candidates:
+        known = ", ".join(f"{each.rank} ({each.name})" for each in _STARTERS)
+        raise ConfigError(
+            f"launcher=env finds no rank in the environment, none of {known}; start with torchrun, srun or mpirun, or "
+            "use launcher=local"
+        )
+    starter = candidates[0]
+    size = next((name for name in starter.size if name in present), starter.size[0])
+    # one process in a pod
+    alone = starter.name == "Kubernetes" or (starter.name == "torchrun" and "KUBERNETES_SERVICE_HOST" in present)
+    if alone:
+        present = {starter.local_rank: "0", starter.local_size: "1"} | present
+    if starter.name == "Slurm":
+        if "SLURM_STEP_ID" not in present:
+            raise ConfigError(
+                "SLURM_PROCID is set and SLURM_STEP_ID is not: sbatch started this process, once; put srun before the "
+                "command"
+            )
+        present[starter.local_size] = _tasks_here(present)
+    missing = [name for name in (size, starter.local_rank, starter.local_size) if name not in present]
+    address, port = _meeting_point(starter, present, present.get(size) == present.get(starter.local_size), missing)
+    if missing:
+        raise ConfigError(
+            f"launcher=env, started by {starter.name} ({starter.rank}={present[starter.rank]}), needs also "
+            f"{', '.join(missing)}; {_HINT[starter.name]}"
+        )
+    names = (starter.rank, size, starter.local_rank, starter.local_size)
+    for name in names:
+        if not present[name].isdigit():
+            raise ConfigError(f"{name}={present[name]} is no number; launcher=env takes it from the environment")
+    rank, world, local_rank, local_size = (int(present[name]) for name in names)
+    for small, bound, large, wrong in (
+        (starter.rank, "less than", size, rank >= world),
+        (starter.local_rank, "less than", starter.local_size, local_rank >= local_size),
+        (starter.local_size, "at most", size, local_size > world),
+    ):
+        if wrong:
+            raise ConfigError(f"{small}={present[small]} must be {bound} {large}={present[large]}")
+    _refuse_contradiction(starter, size, present, candidates[1:])
+    return Standing(starter.name, rank, world, local_rank, local_size, address, port)
+
+
+_HINT = {
+    "torchrun": "torchrun sets them all",
+    "Kubernetes": "an indexed Job has to be told them in its manifest, see docs/hosts.md",
+    "Open MPI": "give mpirun -x MASTER_ADDR=HOST, with the host of rank 0",
+    "MPICH": "give mpiexec -genv MASTER_ADDR HOST, with the host of rank 0",
+    "Slurm": "srun sets them all",
+}
+
+
+def _meeting_point(
+    starter: _Starter, present: Mapping[str, str], one_host: bool, missing: list[str]
+) -> tuple[str, int]:
+    """Host and port of rank 0; adds to `missing` what is needed for it."""
+    address, port = present.get("MASTER_ADDR", ""), present.get("MASTER_PORT", "")
+    if not address and starter.name == "Slurm":
+        address = _first_host(present.get("SLURM_STEP_NODELIST") or present.get("SLURM_JOB_NODELIST", ""))
+    elif not address and one_host and starter.name != "torchrun":
+        address = "127.0.0.1"
+    if not address:
+        missing.append("MASTER_ADDR")
+    if not port and starter.name == "torchrun" and "TORCHELASTIC_RUN_ID" in present:
+        missing.append("MASTER_PORT")
+    if not port and starter.name == "Slurm":
+        steps = [
+            int(found)
+            for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+            for found in re.findall(r"^\d+$", present.get(name, ""))
+        ]
+        return address, _SLURM_PORTS[sum(steps) % len(_SLURM_PORTS)]
+    if port and not (port.isdigit() and 0 < int(port) < 65536):
+        raise ConfigError(f"MASTER_PORT={port} is no number of a port, 1 to 65535")
+    return address, int(port or PORT)
+
+
+def _refuse_contradiction(chosen: _Starter, size: str, present: Mapping[str, str], others: list[_Starter]) -> None:
+    """RANK set by hand for all processes alike, under srun or mpirun, makes each of them rank 0."""
+    if chosen.name != "torchrun" or "TORCHELASTIC_RUN_ID" in present:
+        return
+    for other in others:
+        # a batch script that starts ranks in another way
+        stepless = other.name == "Slurm" and "SLURM_STEP_ID" not in present
+        theirs = next((name for name in other.size if name in present), "")
+        if not stepless and theirs and (present[chosen.rank], present[size]) != (present[other.rank], present[theirs]):
+            raise ConfigError(
+                f"{chosen.rank}={present[chosen.rank]} of {size}={present[size]} contradicts "
+                f"{other.rank}={present[other.rank]} of "
+                f"{theirs}={present[theirs]} ({other.name}); unset one of them"
+            )
+
+
+def _tasks_here(present: Mapping[str, str]) -> str:
+    """Slurm's tasks on this host, from `4(x2),3`: four on the first two hosts, three on the third."""
+    text = (
+        present.get("SLURM_STEP_TASKS_PER_NODE")
+        or present.get("SLURM_TASKS_PER_NODE")
+        or present.get("SLURM_NTASKS_PER_NODE", "")
+    )
+    counts: list[str] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [tasks] * int(times or 1)
+    node = present.get("SLURM_NODEID", "0")
+    if not counts:
+        raise ConfigError("SLURM_STEP_TASKS_PER_NODE and SLURM_TASKS_PER_NODE are not set; srun sets them")
+    if len(set(counts)) == 1:
+        return counts[0]
+    if not node.isdigit() or int(node) >= len(counts):
+        raise ConfigError(f"SLURM_NODEID={node} is no entry of SLURM_STEP_TASKS_PER_NODE={text}")
+    return counts[int(node)]
+
+
+def _first_host(text: str) -> str:
+    """The first host of a list as Slurm writes it: `node[01-03,7],other` is node01."""
+    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", text)
+    return "".join(part or "" for part in found.groups()) if found else ""

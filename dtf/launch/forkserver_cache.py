@@ -1,0 +1,76 @@
+"""The fork server of this launching process: one, started early, warm for every run of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dtf.host import devices
+from dtf.host.devices import MOST_PROCESSES
+from dtf.launch.forkserver import ForkServer
+
+PRELOAD = ["dtf.cli.preload"]
+"""What a rank imports before its first step. Must not touch CUDA: a forked process cannot use it after that."""
+
+_server: ForkServer | None = None
+
+
+def prestart(argv: Sequence[str]) -> None:
+    """Start importing torch in the fork server, beside the composing of the config, when the command line looks like a
+    run whose ranks are forked here.
+    """
+    global _server
+    flags = [
+        word
+        for word in argv
+        if word.startswith("-")
+        and word not in ("-m", "--multirun", "-r", "--run")
+        and not word.startswith(("-cd", "--config-", "-cn"))
+    ]
+    words = dict(word.split("=", 1) for word in argv if "=" in word)
+    own_environment = any(key.lstrip("+").startswith("launcher.env") for key in words)
+    forks = words.get("launcher", "local") in ("local", "static") and words.get("job", "train") in (
+        "train",
+        "verify",
+        "relay",
+        "doctor",
+    )
+    if forks and not flags and not own_environment and _server is None:
+        _server = _start({})
+
+
+def warm(environment: dict[str, str]) -> ForkServer:
+    """The fork server; a new one when ranks need another environment from their first import on, or when it has
+    died.
+    """
+    global _server
+    if _server is not None and (
+        _server.environment != _environment(environment) or (_server.used and not _server.alive)
+    ):
+        discard()
+    if _server is None:
+        _server = _start(environment)
+    return _server
+
+
+def discard() -> None:
+    """End the fork server: the config turned out wrong, or nothing more is to be run."""
+    global _server
+    if _server is not None:
+        _server.close()
+        _server = None
+
+
+def files(ranks: int) -> int:
+    """Open files that are enough for a rank, which has a socket to each other one and may host their store, and for the
+    launching process.
+    """
+    return 128 + 4 * ranks
+
+
+def _start(environment: dict[str, str]) -> ForkServer:
+    devices.allow_files(files(MOST_PROCESSES))  # ranks inherit it
+    return ForkServer(PRELOAD, _environment(environment))
+
+
+def _environment(extra: dict[str, str]) -> dict[str, str]:
+    return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **extra}  # is_available() without starting CUDA

@@ -1,0 +1,99 @@
+"""This process becomes the only rank: for a debugger, a profiler, or a run that one process can do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from dtf.api.launcher import WORK, Launcher, check_one_role, report
+from dtf.api.registry import option, register
+from dtf.core.errors import ConfigError
+from dtf.core.types import Event, Failed, Place
+from dtf.host import devices
+from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
+
+if TYPE_CHECKING:
+    from dtf.api.launcher import LaunchedRun
+    from dtf.api.strategy import Strategy
+
+
+@register("launcher", "inline")
+class Inline(Launcher):
+    """Train in this process: breakpoints, print and Ctrl-C work; nothing is watched or restarted."""
+
+    processes: int | Literal["auto"] = option(
+        default=1,
+        least=1,
+        most=MOST_PROCESSES,
+        doc="how far to spread; more than 1 only for strategies that use threads; `auto`: as many as GPUs, without "
+        "GPUs 2",
+    )
+    devices: str = option(
+        default="auto",
+        doc="`auto`: a GPU if there is one; `cpu`; `cuda`; or numbers of GPUs, as in launcher.devices='\"0,2\"'",
+    )
+    threads: int = option(default=0, least=0, most=MOST_THREADS, doc="intra-op threads; 0: all cores")
+
+    def devices_kind(self) -> str:
+        return devices.choose(self.devices).kind
+
+    def count(self) -> int:
+        return devices.processes(self.processes, devices.choose(self.devices))
+
+    def check(self, strategy: Strategy) -> None:
+        slots = self.count()
+        if strategy.alone():
+            return
+        check_one_role("inline", strategy, slots)
+        size = sum(strategy.roles(slots).values())
+        if size != 1:
+            raise ConfigError(
+                f"launcher=inline is one process, launcher.processes={slots} needs {size} with this strategy; use 1, "
+                "or launcher=local"
+            )
+
+    def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
+        slots, chosen = self.count(), devices.choose(self.devices)
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        failed: list[Failed] = []
+
+        def hear(event: Event) -> None:
+            if isinstance(event, Failed):
+                failed.append(event)
+            see(event)
+
+        from dtf.launch.rank_process import entry as function
+
+        all_devices = tuple(devices.device_of(slot, slots, chosen) for slot in range(slots))
+        place = Place(
+            slots=slots,
+            device=all_devices[0],
+            devices=all_devices,
+            threads=self.threads or devices.cores(),
+            prefix=f"{run.id}/0",
+        )
+        strategy = run.strategy
+        if alone := strategy.alone():
+            device = all_devices[0] if strategy.computes_on_device(alone.role) else "cpu"
+            roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
+            at = {
+                "rank": alone.rank,
+                "size": len(roles),
+                "role": alone.role,
+                "number": alone.rank - roles.index(alone.role),
+            }
+            place = replace(place, **at, token=alone.token, device=device, devices=(device,))
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            exit = function(entry)(run.config, str(run.folder), run.id, place, hear)
+        finally:
+            for number, handler in handlers.items():
+                with contextlib.suppress(ValueError):  # not the main thread, where `work` sets none
+                    signal.signal(number, handler)
+        if failed:
+            report(failed[0])
+        return exit

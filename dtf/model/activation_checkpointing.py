@@ -1,0 +1,206 @@
+"""Activation checkpointing: blocks that forget what they computed and compute it again in their backward pass. No
+number changes.
+
+Source: Chen et al. 2016 (arXiv:1604.06174); for `selective`, Korthikanti et al. 2022 (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from dtf.api.options import Remat
+from dtf.api.recipe import Recipe
+from dtf.core.errors import ConfigError
+from dtf.distributed.collectives import PARTIAL
+from dtf.model.init import layout_of, sketch
+from dtf.model.microbatch import Masks
+
+_aten = torch.ops.aten
+_DEAR = {
+    *(_aten.convolution, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm),
+    *(_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_for_cpu),
+    *(_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention),
+}
+"""The arithmetic of a network is in these: `selective` keeps their results."""
+
+
+def divisible(recipe: Recipe, kind: Remat) -> list[str]:
+    """Names of the modules that forget: those of the layout's blocks that have layers inside. ConfigError when `kind`
+    asks for some and there are none.
+
+    A lone layer is left alone: its input, which is what it keeps for its backward pass, would be kept anyway.
+    """
+    if kind is Remat.none:
+        return []
+    model = sketch(recipe)
+    blocks = layout_of(recipe, model).blocks
+    names = [name for block in blocks for name in block if any(True for _ in model.get_submodule(name).children())]
+    if not names:
+        lack = "no block that is a module with layers inside" if blocks else "no blocks"
+        raise ConfigError(
+            f"step.remat={kind.value} needs blocks to compute again, and {type(recipe).__name__}.layout() names "
+            f"{lack}; use step.remat=none"
+        )
+    return names
+
+
+def rematerialise(model: nn.Module, names: Sequence[str], kind: Remat, masks: Masks) -> None:
+    """Let those of the named modules that `model` has forget the results inside them, in place.
+
+    Parameters, names, classes and hooks stay.
+    """
+    modules = dict(model.named_modules())
+    for name in names:
+        if name in modules:
+            if type(modules[name]) is nn.Module:  # what is left of a block whose layers are called one by one
+                raise ConfigError(
+                    f"step.remat={kind.value} needs {name} in one piece, and the stages are cut inside it; use fewer, "
+                    "or step.remat=none"
+                )
+            modules[name].forward = _Forgetful(name, modules[name], kind, masks)
+
+
+class _Forgetful:
+    """The forward of a module, whose results are forgotten until its backward pass."""
+
+    def __init__(self, name: str, module: nn.Module, kind: Remat, masks: Masks) -> None:
+        self._name, self._forward, self._kind, self._masks = name, module.forward, kind, masks
+        self._norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
+        self._others = [
+            part for part in module.modules() if part._buffers and not isinstance(part, nn.modules.batchnorm._NormBase)
+        ]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        versions = _versions((args, kwargs))
+        outputs = checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        if _versions((args, kwargs)) != versions:
+            raise ConfigError(
+                f"{self._name} changes its input in place, so it cannot be computed again; leave out inplace=True "
+                "there, or use step.remat=none"
+            )
+        return outputs
+
+    def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """Around the forward, and around computing it again."""
+        if self._kind is Remat.blocks:
+            return nullcontext(), self._again(self._masks.key, nullcontext())
+        results: deque[_Result] = deque()
+        return _Keep(results), self._again(self._masks.key, _Reuse(results, self._name))
+
+    @contextmanager
+    def _again(self, key: int, reuse: AbstractContextManager) -> Iterator[None]:
+        """As in the forward before: the masks of its micro-batch, though others have passed since. Running averages
+        have heard of it already.
+
+        They get the weight 0, for the kernel must see the same tensors. The global generator and autocast are torch's
+        to bring back.
+        """
+        now, momenta, versions = self._masks.key, [norm.momentum for norm in self._norms], self._buffers()
+        self._masks.key = key
+        for norm in self._norms:
+            norm.momentum = 0.0
+        try:
+            with reuse:
+                yield
+        finally:  # most leave by an exception: torch stops when the last tensor that backward wants is there
+            self._masks.key = now
+            for norm, momentum in zip(self._norms, momenta, strict=True):
+                norm.momentum = momentum
+            if self._buffers() != versions:
+                raise ConfigError(
+                    f"the forward pass of {self._name} changes a buffer, and would do so twice in a step; use "
+                    "step.remat=none"
+                )
+
+    def _buffers(self) -> list[tuple[int, int]]:
+        return _versions([list(part._buffers.values()) for part in self._others])
+
+
+class _Result(NamedTuple):
+    operator: Any
+    value: Any
+    versions: list[tuple[int, int]]
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the results of dear operators.
+
+    torch's create_selective_checkpoint_contexts wants every operator to come again, in the same number: those that
+    gather an FSDP layer do not.
+    """
+
+    supports_higher_order_operators = True  # torch refuses to run them otherwise
+
+    def __init__(self, results: deque[_Result]) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        if _is_dear(func):
+            alias = tree_map(_stand_in if PARTIAL.get() else _alias, value)
+            self._results.append(_Result(func, alias, _versions(alias)))
+        return value
+
+
+class _Reuse(TorchDispatchMode):
+    """Gives the results of dear operators, in their order, instead of running them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, results: deque[_Result], name: str) -> None:
+        super().__init__()
+        self._results, self._name = results, name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not _is_dear(func):
+            return func(*args, **(kwargs or {}))
+        if not self._results or self._results[0].operator is not func:
+            raise ConfigError(
+                f"{self._name} computes something else the second time; its forward must depend on its input alone, "
+                "or use step.remat=none"
+            )
+        _, value, versions = self._results.popleft()
+        if _versions(value) != versions:
+            raise ConfigError(
+                f"{self._name} changes the result of a convolution, matrix product or collective in place, which "
+                "step.remat=selective keeps; "
+                "leave out inplace=True after it, or use step.remat=blocks"
+            )
+        return value
+
+
+def _is_dear(operator: Any) -> bool:
+    """Collectives too, so that nothing crosses the network twice; only functional ones, such as those of
+    dtf.distributed.collectives, have a result to keep.
+    """
+    return operator.namespace == "_c10d_functional" or getattr(operator, "overloadpacket", None) in _DEAR
+
+
+def _alias(value: Any) -> Any:
+    """The same memory without its place in the graph; the guard lets it share the counter of changes."""
+    if not isinstance(value, Tensor):
+        return value
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return value.detach()
+
+
+def _stand_in(value: Any) -> Any:
+    """Of its shape without its memory. NaN, should anyone read it."""
+    return value.new_full((), torch.nan).expand(value.shape) if isinstance(value, Tensor) else value
+
+
+def _versions(values: Any) -> list[tuple[int, int]]:
+    """Which tensors there are and how often each was changed."""
+    return [(id(value), value._version) for value in tree_leaves(values) if isinstance(value, Tensor)]

@@ -1,0 +1,67 @@
+"""Exponential moving averages of the weights, kept as optimizer state: divided, saved and counted like any other.
+
+Evaluation uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dtf.api.optimizer import Group, Optimizer, counter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EMA, STEPS = "ema", "ema_steps"
+"""Keys of the optimizer state: the average, in fp32 at least, and how many steps are in it."""
+
+
+def decay_at(decay: float, steps: Tensor) -> Tensor:
+    """The decay of the next step after so many: smaller at the start, so that the numbers a run starts from do not stay
+    in the average.
+
+    Source: `tf.train.ExponentialMovingAverage(num_updates=...)`: min(decay, (1 + n) / (10 + n)).
+    """
+    return ((1 + steps) / (10 + steps)).clamp(max=decay)
+
+
+def averaged(optimizer: Optimizer, decay: float) -> Optimizer:
+    """An optimizer that also averages what it steps; with a decay of 0, the optimizer itself."""
+    return Averaged(optimizer, decay) if decay else optimizer
+
+
+class Averaged(Optimizer):
+    """Another optimizer, and after each of its steps: average = decay * average + (1 - decay) * parameter."""
+
+    def __init__(self, optimizer: Optimizer, decay: float) -> None:
+        super().__init__(lr_factors=optimizer.lr_factors)
+        self._optimizer, self._decay = optimizer, decay
+        self.by_tensor, self.averages_squares = optimizer.by_tensor, optimizer.averages_squares
+
+    def init(self, parameter: Tensor) -> dict[str, Tensor]:
+        import torch
+
+        average = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+        return {**self._optimizer.init(parameter), EMA: average, STEPS: counter(parameter)}
+
+    def decay_of(self, name: str, shape: Sequence[int]) -> float | None:
+        return self._optimizer.decay_of(name, shape)
+
+    def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
+        import torch
+
+        self._optimizer.step(group, gradients, lr, skip)
+        averages, steps = group.slots[EMA], group.slots[STEPS]
+        done = 1.0 if skip is None else 1.0 - skip
+        weight = ((1 - decay_at(self._decay, steps[0].double())) * done).to(averages[0].dtype)
+        # one by one: a list of differences would take as much memory as they
+        for parameter, average in zip(group.parameters, averages, strict=True):
+            average.lerp_(parameter.to(average.dtype), weight.to(average.dtype))
+        torch._foreach_add_(steps, done)
+
+
+AVERAGED = "ema/"
+"""Tensors under it are running statistics averaged as `step.ema` says; averages of parameters are optimizer state, see
+`dtf.model.ema`.
+"""

@@ -1,0 +1,45 @@
+"""Errors of modules that get something else than they can take, with the name of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from dtf.core.errors import ConfigError, DtfError
+
+_OTHERS = ("gloo", "NCCL", "memory", "index out of range in self")
+"""In errors of other causes: another rank is gone, there is not enough memory, an embedding got an id that it would not
+have undivided either.
+"""
+
+
+@contextmanager
+def misfits_named(model: nn.Module) -> Iterator[None]:
+    """What fails in a pass of a model that a layout divides becomes a ConfigError that names where."""
+    entered = ["the model"]
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda module, inputs, name=name: entered.append(
+                f"{name} ({type(module).__name__.removeprefix('Divided')})"
+            )
+        )
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        yield
+    except DtfError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if any(word in str(error) for word in _OTHERS):
+            raise
+        hint = "; divided classes need the loss and metrics of dtf.model.losses" if "DTensor" in str(error) else ""
+        raise ConfigError(
+            f"the pass fails at or after {entered[-1]} ({error}); look at how the recipe's layout splits it and what "
+            f"is before it{hint}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()

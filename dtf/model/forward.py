@@ -1,0 +1,186 @@
+"""The arithmetic of one pass of a model over one micro-batch: formats, row losses, what is differentiated.
+
+Knows no other pass and no rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dtf.api.precision import Cast
+from dtf.api.sparse_table import Table
+from dtf.api.strategy import Task
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch, Evaluated
+from dtf.model.init import DTYPES
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Passes:
+    """What every strategy does alike with a micro-batch, on one device."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._recipe, self._device = task.recipe, device
+        compute = DTYPES[task.precision.compute]
+        self._autocast = compute if task.precision.cast is Cast.autocast else None
+        self._input = None if self._autocast else compute
+
+    def forward(self, model: Callable[..., Any], *inputs: Any, cast: bool = True) -> Any:
+        """`model(*inputs)` in the run's formats; a model's own inputs are cast where its parameters are, what a part of
+        it hands on is not.
+        """
+        if self._autocast is None:
+            return model(*(cast_floating(value, self._input if cast else None) for value in inputs))
+        with torch.autocast(self._device.type, dtype=self._autocast):
+            return model(*inputs)
+
+    def losses(self, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
+        """The model's outputs as the recipe gets them, and its loss per row, (B,)."""
+        # a loss in half precision loses the small differences it is made of
+        outputs = cast_floating(outputs, torch.float32, HALF)
+        loss = self._recipe.loss(outputs, batch.targets)
+        if loss.shape != batch.weight.shape:
+            raise ConfigError(
+                f"{type(self._recipe).__name__}.loss returned shape {tuple(loss.shape)}; it must return a loss per "
+                f"row, {tuple(batch.weight.shape)}"
+            )
+        return outputs, loss
+
+    def total(self, loss: Tensor, batch: Batch, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """What to differentiate, and with which seed: the gradient is that of `factor` x (sum of loss over rows), and
+        NaN where the loss is not finite.
+        """
+        total = (loss * batch.weight).sum()
+        # 0 x a non-finite loss is NaN: it reaches every gradient here and, summed, every rank, before anything is
+        # updated.
+        return total, total.detach() * 0 + factor
+
+    @torch.no_grad()
+    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
+        """Metric sums (M,)."""
+        return self._recipe.measure(_detach(outputs), batch, loss.detach())
+
+    @torch.no_grad()
+    def evaluated(self, outputs: Any, batch: Batch, loss: Tensor) -> Evaluated:
+        """All that an evaluation asks of a micro-batch."""
+        return Evaluated(self.measure(outputs, batch, loss), self._recipe.judged(_detach(outputs), batch))
+
+
+def evaluated_together(parts: Sequence[Evaluated], device: torch.device) -> Evaluated:
+    """What several micro-batches left behind, on one device."""
+    sums, rows = ([part.to(device) for part in column if part is not None] for column in zip(*parts, strict=True))
+    return Evaluated(functools.reduce(torch.add, sums), torch.cat(rows) if rows else None)
+
+
+def rows_of(batch: Batch, first: int, last: int) -> Batch:
+    """Rows [first, last) of a batch, as views."""
+    inputs = batch.inputs
+    inputs = {k: v[first:last] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[first:last]
+    return Batch(inputs, batch.targets[first:last], batch.weight[first:last], batch.ids[first:last])
+
+
+def with_leaves(batch: Batch, names: Iterable[str]) -> Batch:
+    """The batch with inputs of these names as leaves of a graph of their own, which get gradients."""
+    inputs = batch.inputs
+    return (
+        batch._replace(inputs=inputs | {name: inputs[name].detach().requires_grad_() for name in names})
+        if names
+        else batch
+    )
+
+
+def leaf_gradients(parts: Sequence[Batch], names: Iterable[str]) -> dict[str, Tensor]:
+    """Gradients of the leaves of parts of a batch, as one tensor by name; zeros where the model did not use one.
+
+    None of no parts.
+    """
+    leaves = {name: [part.inputs[name] for part in parts] for name in names if parts}
+    return {
+        name: torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in found])
+        for name, found in leaves.items()
+    }
+
+
+def stand_ins(inputs: Any, tables: Mapping[str, Table]) -> Any:
+    """Inputs as the model gets them, with zeros for rows of sparse tables."""
+    if not tables:
+        return inputs
+    return inputs | {
+        name: torch.zeros(*inputs[name].shape, table.width, device=inputs[name].device)
+        for name, table in tables.items()
+    }
+
+
+def to_device(batch: Batch, device: torch.device, task: Task) -> Batch:
+    """The batch on the device, `weight` in the format of the loss. Copies from pinned memory do not wait.
+
+    `received` comes next.
+    """
+    weights = batch.weight.to(device, loss_dtype(task), non_blocking=True)
+    return Batch(moved(batch.inputs, device), batch.targets.to(device, non_blocking=True), weights, batch.ids)
+
+
+def received(batch: Batch, task: Task) -> Batch:
+    """The batch with its inputs as the model gets them."""
+    return batch._replace(inputs=task.recipe.receive(batch.inputs))
+
+
+def moved(inputs: Any, device: torch.device) -> Any:
+    """Inputs, a tensor or a dict of them, on the device."""
+    if isinstance(inputs, dict):
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+    return inputs.to(device, non_blocking=True)
+
+
+def loss_dtype(task: Task) -> torch.dtype:
+    """Format in which row losses are weighted and summed."""
+    return torch.float64 if DTYPES[task.precision.compute] is torch.float64 else torch.float32
+
+
+def lone_row(error: ValueError, rows: int) -> Exception:
+    """What to raise for an error of a pass: a ConfigError for batch normalisation over a single value, else the error
+    itself.
+    """
+    if "more than 1 value per channel" not in str(error):
+        return error
+    return ConfigError(
+        f"a micro-batch of {rows} row is too small for batch normalisation over a single value; "
+        "use sampler.tail=fill or drop, or another step.batch_size or step.micro_batch_rows"
+    )
+
+
+def draws_at_large(strategy: str, why: str) -> ConfigError:
+    """The refusal of a model that draws from the global generator, `why` it cannot be right under a strategy."""
+    return ConfigError(
+        f"strategy={strategy}: the model draws random numbers in its forward pass (functional dropout, torch.rand), "
+        f"{why}; "
+        "use modules such as nn.Dropout, or strategy=ddp"
+    )
+
+
+def cast_floating(value: Any, dtype: torch.dtype | None, only: tuple[torch.dtype, ...] | None = None) -> Any:
+    """Floating tensors in `value` (a tensor, or a structure of them) as `dtype`; `only`: those that now have one of
+    these.
+    """
+
+    def cast(tensor: Any) -> Any:
+        if dtype is None or not isinstance(tensor, Tensor):
+            return tensor
+        return tensor.to(dtype) if (tensor.dtype in only if only else tensor.dtype.is_floating_point) else tensor
+
+    return cast(value) if isinstance(value, Tensor) else tree_map(cast, value)
+
+
+def _detach(value: Any) -> Any:
+    return (
+        value.detach()
+        if isinstance(value, Tensor)
+        else tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+    )

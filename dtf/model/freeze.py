@@ -1,0 +1,41 @@
+"""Parts of a model that do not learn: their parameters get no gradient, their batch statistics stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from dtf.api.name_patterns import covered
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters that the patterns cover, and the batch normalisation among them; in place.
+
+    A normalisation layer whose own parameters are all frozen, or that is named itself or lies in what is named,
+    normalises with the running averages it came with, in training too: averages that follow the new data would change
+    what frozen layers compute.
+    """
+    if not patterns:
+        return
+    for name, parameter in model.named_parameters():
+        if covered(patterns, name):
+            parameter.requires_grad_(False)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            own = list(module.parameters(recurse=False))
+            if covered(patterns, name) or (own and not any(parameter.requires_grad for parameter in own)):
+                # The class changes, the module and its name stay, as with seeded dropout in `microbatch`.
+                kind: Any = type(
+                    f"Frozen{type(module).__name__}", (_Frozen, type(module)), {"__module__": type(module).__module__}
+                )
+                module.__class__ = kind
+                module.eval()
+
+
+class _Frozen(nn.Module):
+    """A module that stays in evaluation mode."""
+
+    def train(self, mode: bool = True) -> _Frozen:
+        return super().train(False)

@@ -1,0 +1,99 @@
+"""Losses and metrics of class scores, whole or divided by classes over ranks (a DTensor): recipes that use these run
+under any split.
+
+Scores have shape (B, C). Divided, each call is collective over the ranks that hold the slices: it moves a few numbers
+per row, never the scores.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dtf.distributed.sharding import is_slice, local, offset
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+IGNORED = -100
+"""The target of a row without a loss, as in torch."""
+
+
+def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Loss per row (B,), as `torch.nn.functional.cross_entropy(reduction="none")`. `targets`: class numbers (B,).
+
+    Divided, a target that is no class makes the loss NaN, so that the update is skipped and counted: to raise would be
+    to wait for the device.
+    """
+    slices = _slices(scores)
+    if slices is None:
+        return functional.cross_entropy(scores, targets, reduction="none", label_smoothing=label_smoothing)
+    from torch import distributed as dist
+
+    from dtf.distributed.collectives import total
+
+    local, group = slices.local, slices.group
+    with torch.no_grad():  # only for the sake of range: it cancels out
+        top = local.amax(dim=1) if local.shape[1] else local.new_full((len(local),), -torch.inf)
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    shifted = local - top[:, None]
+    sums = [shifted.exp().sum(dim=1), slices.at(shifted, targets)]
+    if label_smoothing:
+        sums.append(shifted.sum(dim=1))
+    whole, right, *rest = total(torch.stack(sums), group).unbind()
+    spread = label_smoothing / scores.shape[1] * rest[0] if rest else 0.0
+    loss = whole.log() - (1 - label_smoothing) * right - spread
+    return loss.masked_fill(_beyond(scores, targets), torch.nan).masked_fill(targets == IGNORED, 0.0)
+
+
+def rank(scores: Tensor, targets: Tensor) -> Tensor:
+    """How many scores of a row are at least that of its target, itself included, (B,) int64: 1 is right.
+
+    A tie and a NaN count against the model; a target that is no class, IGNORED too, has a score of NaN, so that its row
+    counts as the worst.
+    """
+    slices, beyond = _slices(scores), _beyond(scores, targets)
+    if slices is None:
+        right = scores.gather(1, targets.masked_fill(beyond, 0)[:, None])[:, 0]
+        return _at_least(scores, right.masked_fill(beyond, torch.nan))
+    from torch import distributed as dist
+
+    right = slices.at(slices.local, targets)
+    dist.all_reduce(right, group=slices.group)
+    count = _at_least(slices.local, right.masked_fill(beyond, torch.nan))
+    dist.all_reduce(count, group=slices.group)
+    return count
+
+
+def _at_least(scores: Tensor, right: Tensor) -> Tensor:
+    return (~(scores < right[:, None])).sum(dim=1)
+
+
+def _beyond(scores: Tensor, targets: Tensor) -> Tensor:
+    return (targets < 0) | (targets >= scores.shape[1])
+
+
+class _Slices(NamedTuple):
+    """The columns of the scores on this rank. `first`: the class of the first one."""
+
+    local: Tensor
+    first: int
+    group: ProcessGroup
+
+    def at(self, columns: Tensor, targets: Tensor) -> Tensor:
+        """The element of each row at its target, 0 where another rank has it, (B,)."""
+        index = targets - self.first
+        mine = (index >= 0) & (index < columns.shape[1])
+        if not columns.shape[1]:
+            return columns.new_zeros(len(columns)) + 0 * columns.sum(dim=1)
+        found = columns.gather(1, index.clamp(0, columns.shape[1] - 1)[:, None])[:, 0]
+        return torch.where(mine, found, torch.zeros_like(found))
+
+
+def _slices(scores: Tensor) -> _Slices | None:
+    if not is_slice(scores):
+        return None
+    return _Slices(local(scores), offset(scores)[1], scores.device_mesh.get_group())  # type: ignore[attr-defined]

@@ -1,0 +1,146 @@
+"""How much memory a rank will need, told before training from a few rows, and how much it took."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from dtf.core.text import bytes_text
+from dtf.core.types import Memory
+
+
+class Footprint(TorchDispatchMode):
+    """Watches a forward and backward pass. It sees tensors, not what a kernel takes for itself.
+
+    `kept`: bytes that forward makes, backward finds and nobody holds in the end: not the gradients. `again`: the most
+    that was there at once of what backward computed again. Most memory is in use when both are there.
+    """
+
+    supports_higher_order_operators = True  # torch refuses to run them otherwise
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = self.again = 0
+        self._count = 0
+        self._known: dict[int, weakref.ref] = {}  # storages by id
+        self._made: dict[int, int] = {}  # number of the allocation -> bytes, while it is there
+        self._found: dict[int, int] = {}  # those of them that backward found
+        self._recomputed = 0
+        self._backward = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's default wraps the method so that its first call imports torch._dynamo, a second's work."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        backward = torch._C._current_graph_task_id() >= 0
+        if backward and not self._backward:
+            self._backward, self._found = True, dict(self._made)
+        for storage in _storages((args, kwargs)):
+            self._meet(storage, made=False, again=False)  # unless known, it was there before the pass
+        results = func(*args, **(kwargs or {}))
+        for storage in _storages(results):
+            # gradients are computed without a graph of their own
+            self._meet(storage, made=True, again=backward and torch.is_grad_enabled())
+        return results
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._known.clear()  # and with it all calls of `_lose`
+        self.kept = sum(size for number, size in self._found.items() if number not in self._made)
+
+    def _meet(self, storage: torch.UntypedStorage, made: bool, again: bool) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._known:
+            return
+        self._count += 1
+        self._known[key] = weakref.ref(storage, partial(self._lose, key, self._count, size if again else 0))
+        if made:
+            self._made[self._count] = size
+        if again:
+            self._recomputed += size
+            self.again = max(self.again, self._recomputed)
+
+    def _lose(self, key: int, number: int, again: int, reference: weakref.ref) -> None:
+        self._known.pop(key, None)
+        self._made.pop(number, None)
+        self._recomputed -= again
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    for value in tree_leaves(values):
+        if not isinstance(value, Tensor):
+            continue
+        if is_traceable_wrapper_subclass(value):  # a DTensor: the tensor inside is what takes memory
+            yield from _storages([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+        elif value.layout is torch.strided:
+            yield value.untyped_storage()
+
+
+def activations(trials: Sequence[tuple[int, Footprint]], rows: int, under_way: float = 1.0) -> int:
+    """Bytes for so many micro-batches of `rows` rows, from the footprints of two passes over fewer rows each: what
+    there is for a row, and for none.
+    """
+    (few, first), (more, second) = trials
+
+    def line(a: int, b: int) -> float:
+        return a + (b - a) * (rows - few) / (more - few) if few < more else a * rows / few
+
+    return round(under_way * line(first.kept, second.kept) + line(first.again, second.again))
+
+
+def table_row(ranks: Sequence[Memory], who: str = "process") -> dict[str, str]:
+    """What the largest rank needs, for the start-up table. `who`: what a rank is."""
+    most = max(ranks, key=sum)
+    names = ("parameters", "gradients", "optimizer state", "activations", "exchange", "rows and index of sparse tables")
+    parts = (f"{bytes_text(size)} {name}" for size, name in zip(most, names, strict=True) if size)
+    return {"memory": f"{bytes_text(sum(most))} a {who} = {' + '.join(parts)}"}
+
+
+class Meter:
+    """The peak of the memory that this process takes from now on.
+
+    On CUDA what torch allocates, over all devices; on a CPU the growth of resident memory, with libraries, data and
+    gaps of the allocator in it.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.word = "allocated" if device == "cuda" else "resident"  # what the peak is of
+        self._cuda = device == "cuda"
+        if self._cuda:
+            # by an earlier run in this process
+            for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+                torch.cuda.reset_peak_memory_stats(index)
+            return
+        with suppress(OSError):  # where it is not allowed, the high-water mark is that of the whole process
+            Path("/proc/self/clear_refs").write_text("5")  # it begins anew at what there is now
+        self._before = _resident("VmRSS")
+
+    def peak(self) -> int:
+        """Bytes."""
+        if self._cuda:
+            return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+        return _resident("VmHWM") - self._before
+
+    def summary(self, planned: Sequence[Memory], peaks: Sequence[int]) -> dict[str, int]:
+        """`Ended.memory`, from those of all ranks; `planned` may be empty."""
+        rank = max(range(len(peaks)), key=peaks.__getitem__)
+        return ({"planned": sum(planned[rank])} if planned else {}) | {self.word: peaks[rank], "rank": rank}
+
+
+def _resident(key: str) -> int:
+    """A line of /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return 1024 * int(line.split()[1])
+    return 0

@@ -1,0 +1,329 @@
+"""What makes a micro-batch a unit of its own: batch statistics and dropout masks that do not depend on who computes
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtf.core.errors import ConfigError
+from dtf.core.seeding import seed_of
+from dtf.model.ema import decay_at
+
+_KINDS = ("running_mean", "running_var")
+SMOOTH = "_ema"
+"""What is appended to a running average's name for its own average over steps."""
+
+_Layer = tuple[str, nn.modules.batchnorm._NormBase, float | None]  # name, module, its own momentum
+
+
+def _averages(layers: list[_Layer], suffix: str = "") -> list[Tensor]:
+    return [getattr(layer, f"{kind}{suffix}") for _, layer, _ in layers for kind in _KINDS]
+
+
+class RunningStatistics:
+    """Running averages of normalisation layers: one update per step, of the mean over all micro-batches of the global
+    batch.
+
+    A rank averages its own micro-batches, weighted so that the mean over ranks is the mean over micro-batches; averages
+    are linear, so `average` over ranks may happen at any time (evaluating, saving) and is exact. A step counts once
+    `finish` hears that its update was made; one that was skipped leaves all averages as they were. A rank with `own` of
+    `total` micro-batches on `ranks` ranks does, with momentum m and c = ranks * own / total,
+
+        running = (1 - m) * running + m * c * (mean statistic of its own micro-batches).
+
+    torch's kernel applies running = (1 - a) * running + a * statistic per micro-batch. For c = 1 the factors
+    a_j = g / (1 - (own - 1 - j) * g) with g = m / own compose to exactly this; for c != 1 the gain is corrected
+    afterwards.
+
+    With `ema`, a decay, each average has an average of its own over steps, which goes with those of the weights, see
+    `dtf.model.ema`. That is linear too.
+    """
+
+    def __init__(self, model: nn.Module, ema: float = 0.0) -> None:
+        self._layers: list[_Layer] = []
+        self._live: list[_Layer] = []
+        for name, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise ConfigError(
+                    f"{name}: SyncBatchNorm talks to other ranks in every pass; use BatchNorm, its statistics act per "
+                    "micro-batch anyway"
+                )
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+                raise ConfigError(
+                    f"{name}: batch normalisation without running averages evaluates by batch, which depends on who "
+                    "reads what; track them"
+                )
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+                self._layers.append((name, module, module.momentum))
+                # Counted here, once per step instead of once per micro-batch, and written to checkpoints under its own
+                # name.
+                module.num_batches_tracked = None
+                for kind in _KINDS if ema else ():
+                    module.register_buffer(f"{kind}{SMOOTH}", module._buffers[kind].detach().clone())  # type: ignore[union-attr]
+        self._ema, self._aside = ema, list[Tensor]()
+        self._steps = 0
+        self._before: list[Tensor] | None = None
+        self._last = torch.empty(0)  # all averages as the step before left them
+        self._held: list[Tensor] | None = None  # this rank's own, while the mean over ranks stands in for them
+        self._own, self._gain = 0, 1.0
+        self._changed = False  # whether the layers' momentum differs from their own
+        self._cumulative = any(base is None for _, _, base in self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def tensors(self) -> list[Tensor]:
+        """The running averages, then their own averages, in a fixed order."""
+        return _averages(self._layers) + (_averages(self._layers, SMOOTH) if self._ema else [])
+
+    def names(self) -> list[str]:
+        """The names of their buffers, in that order."""
+        return [
+            f"{name}.{kind}{suffix}"
+            for suffix in ("", *([SMOOTH] if self._ema else []))
+            for name, _, _ in self._layers
+            for kind in _KINDS
+        ]
+
+    def begin(self, own: int, total: int, ranks: int) -> None:
+        """Before the micro-batches of a step."""
+        if not self._layers:
+            return
+        if self._held is not None:
+            torch._foreach_copy_(self.tensors(), self._held)
+            self._held = None
+        self._own, self._gain = own, ranks * own / total
+        self._steps += 1
+        self._last = self._flat()
+        self._live = [entry for entry in self._layers if entry[1].training]  # a frozen layer keeps its averages
+        if self._live and own * ranks != total:
+            self._before = [t.clone() for t in _averages(self._live)]
+
+    def enter(self, j: int) -> None:
+        """Before this rank's micro-batch `j` of the step."""
+        plain = self._own == 1 and not self._cumulative
+        if plain and not self._changed:
+            return
+        for _, layer, base in self._live:
+            part = self._momentum(base) / self._own
+            layer.momentum = part / (1 - (self._own - 1 - j) * part)
+        self._changed = not plain
+
+    def pad(self) -> None:
+        """Before a pass over padding, which is there for the collectives in it: averages do not hear of it."""
+        for _, layer, _ in self._live:
+            layer.momentum = 0.0
+        self._changed = True
+
+    def end(self) -> None:
+        """After the micro-batches of a step."""
+        self._correct()
+
+    def finish(self, made: Tensor) -> None:
+        """After the update of a step. `made`: whether there was one, shape (); nothing waits for a device to tell."""
+        if not self._layers:
+            return
+        self._average_steps()
+        self._set(torch.where(made.to(self._last.device), self._flat(), self._last))
+
+    def _average_steps(self) -> None:
+        if self._ema and self._layers:
+            weight = 1 - float(decay_at(self._ema, torch.tensor(self._steps - 1, dtype=torch.float64)))
+            torch._foreach_lerp_(_averages(self._layers, SMOOTH), _averages(self._layers), weight)
+
+    def forget(self, steps: int) -> None:
+        """After so many steps: averages of layers in training become zero, so that after the next step they are what it
+        adds to those kept elsewhere.
+
+        See `absorb`; `own` of its micro-batches count as `begin` says.
+        """
+        self.restore(steps)
+        for average in self._training():
+            average.zero_()
+
+    def added(self) -> Tensor:
+        """What a step added since `forget`, as one tensor in fp64."""
+        return torch.cat([t.reshape(-1) for t in self._training()] or [torch.zeros(0)]).double()
+
+    @property
+    def added_numbers(self) -> int:
+        """How many numbers `added` has."""
+        return sum(t.numel() for t in self._training())
+
+    def absorb(self, added: Tensor | None) -> None:
+        """One step: running = (1 - m) * running + what the shares `added`, summed, each with its part of the
+        micro-batches. None: it was skipped.
+        """
+        self._steps += 1
+        if added is None:
+            return
+        at = 0
+        for _, layer, base in self._layers:
+            for kind in _KINDS if layer.training else ():
+                running = getattr(layer, kind)
+                running.mul_(1 - self._momentum(base)).add_(added[at : at + running.numel()].view(running.shape))
+                at += running.numel()
+        self._average_steps()
+
+    def _training(self) -> list[Tensor]:
+        return _averages([entry for entry in self._layers if entry[1].training])
+
+    def use_averages(self, on: bool) -> None:
+        """Let the averages over steps stand in for the running averages, until called with False."""
+        tensors = _averages(self._layers) if self._ema else []
+        if tensors:
+            self._aside = [t.clone() for t in tensors] if on else self._aside
+            torch._foreach_copy_(tensors, _averages(self._layers, SMOOTH) if on else self._aside)
+
+    def _correct(self) -> None:
+        if self._before is None:
+            return
+        index = 0
+        for _, _, base in self._live:
+            keep = 1 - self._momentum(base)
+            for _ in range(2):
+                self._before[index].mul_(keep)
+                index += 1
+        tensors = _averages(self._live)
+        if self._own:  # running = before + c * (running - before), with `before` the decayed old average
+            torch._foreach_sub_(tensors, self._before)
+            torch._foreach_mul_(tensors, self._gain)
+            torch._foreach_add_(tensors, self._before)
+        else:  # a padding pass went through the layers: drop what it left
+            torch._foreach_copy_(tensors, self._before)
+        self._before = None
+
+    def average(self, reduce_mean) -> None:
+        """Replace every average by its mean over ranks, until the next step; `reduce_mean` does so for one flat tensor,
+        in place. Collective.
+        """
+        tensors = self.tensors()
+        if not tensors:
+            return
+        self.hold()
+        flat = self._flat()
+        reduce_mean(flat)
+        self._set(flat)
+
+    def _flat(self) -> Tensor:
+        return torch.cat([t.reshape(-1) for t in self.tensors()])
+
+    def _set(self, flat: Tensor) -> None:
+        tensors = self.tensors()
+        parts = flat.split([t.numel() for t in tensors])
+        torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+
+    def hold(self) -> None:
+        """Keep this rank's own averages, to go on from in the next step: evaluating and saving then leave no trace in
+        the numbers.
+        """
+        self._held = [t.clone() for t in self.tensors()]
+
+    def own(self) -> dict[str, Tensor]:
+        """This rank's own averages by the names of their buffers, while the mean stands in for them; else nothing."""
+        return dict(zip(self.names(), self._held, strict=True)) if self._held is not None else {}
+
+    def counters(self) -> dict[str, int]:
+        """`<layer>.num_batches_tracked` -> steps, the names torch gives them."""
+        return {f"{name}.num_batches_tracked": self._steps for name, _, _ in self._layers}
+
+    def restore(self, steps: int) -> None:
+        """Set the number of steps taken, from a checkpoint."""
+        self._steps = steps
+
+    def _momentum(self, base: float | None) -> float:
+        return 1.0 / self._steps if base is None else base
+
+
+class Masks:
+    """Keys from which the dropout layers of one model replica draw; one key per micro-batch, the same on every rank."""
+
+    def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
+        self._seed, self.key = seed, 0
+        self._seeded: list[Any] = []
+        self._generator = (
+            torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        )
+        for name, module in model.named_modules():
+            if isinstance(module, DROPOUTS) and type(module).forward in _FORWARDS:  # also one whose class FSDP changed
+                # The class changes, the module and its name stay: parameter names and hooks of the user's model are
+                # untouched. Others that draw (AlphaDropout, functional dropout) follow the global generator, which
+                # `enter` seeds.
+                kind: Any = type(
+                    f"Seeded{type(module).__name__}",
+                    (_Seeded, type(module)),
+                    {"_channels": not isinstance(module, nn.Dropout)},
+                )
+                module.__class__ = kind
+                self._seeded.append(module)
+                module.__dict__ |= {"_masks": self, "_name": name}
+
+    @contextmanager
+    def watched(self) -> Iterator[dict[str, Tensor]]:
+        """Filled with the norms of what dropouts get that draw their mask for all channels: it must be all channels."""
+        seen: dict[str, Tensor] = {}
+
+        def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen[f"inputs of {module._name}"] = inputs[0].detach().norm()
+
+        hooks = [module.register_forward_pre_hook(note) for module in self._seeded if not module._slice]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def state(self) -> Tensor:
+        """Of the generator that everything draws from but the seeded layers."""
+        return self._generator.get_state()
+
+    def enter(self, step: int, micro_batch: int) -> None:
+        """Before a micro-batch: all that draws at random in it draws from (seed, step, micro-batch)."""
+        self.key = seed_of(self._seed, "mask", step, micro_batch)
+        self._generator.manual_seed(self.key)  # for functional dropout and torch.rand in a user's forward
+
+
+class _Seeded:
+    """A dropout layer whose mask is drawn from hash(seed, step, micro-batch, layer name)."""
+
+    _masks: Masks
+    _name: str
+    _channels = True  # whether whole channels are dropped
+    # axis, its whole width, this rank's first and last + 1: the mask is drawn whole, then cut
+    _slice: tuple[int, int, int, int] | None = None
+    p: float
+    training: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return x
+        generator = torch.Generator(x.device).manual_seed(seed_of(self._masks.key, self._name))
+        shape = [*x.shape]
+        if self._slice:
+            axis, width, first, last = self._slice
+            if shape[axis] != last - first:
+                raise ConfigError(
+                    f"the recipe's layout splits {self._name} as local, but axis {axis} of its input has "
+                    f"{shape[axis]} elements and not the {last - first} "
+                    f"that are this rank's of the {width} channels divided before it; put it where channels are as "
+                    "the divided layer makes them"
+                )
+            shape[axis] = width
+        if self._channels:
+            shape[2:] = [1] * len(shape[2:])
+        mask = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p, generator=generator)
+        # else what it drops at once spans all channels
+        if self._slice and mask.shape[self._slice[0]] == self._slice[1]:
+            axis, _, first, last = self._slice
+            mask = mask.narrow(axis, first, last - first)
+        return x * mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
+
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_FORWARDS = [kind.forward for kind in DROPOUTS]

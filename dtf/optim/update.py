@@ -1,0 +1,347 @@
+"""Gradient updates on this rank: scale, clip, step, skip. Says nothing about how gradients were produced or summed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dtf.api.optimizer import Combine, Optimizer
+from dtf.api.precision import Precision
+from dtf.api.strategy import Source, Update
+from dtf.core.errors import ConfigError
+from dtf.core.types import Box, State
+from dtf.distributed.sharding import byte_count, local
+from dtf.model.ema import EMA
+from dtf.model.init import formats
+
+if TYPE_CHECKING:
+    from dtf.sparse.sharded_tables import Tables
+
+# steps without overflow before the loss scale doubles; as in Micikevicius et al. 2018, section 3.2
+GROWTH_INTERVAL = 2000
+
+
+class Piece(NamedTuple):
+    """What this rank holds of one parameter: all of it, or a slice of its global tensor."""
+
+    parameter: nn.Parameter  # where the gradient arrives
+    local: Tensor  # the numbers that compute
+    master: Tensor  # the numbers that the optimizer steps; the same tensor unless they have another format
+    shape: tuple[int, ...]  # of the global tensor
+    offset: tuple[int, ...]  # of the local part in it
+    # False: held in whole by several ranks that together hold the model, and another of them counts for it
+    counts: bool = True
+
+
+def whole(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """The pieces of a model that is all here. `masters`: see `init.cast_model`."""
+    return {
+        name: Piece(
+            p,
+            masters[name] if masters[name].dtype is p.dtype else p.data,
+            masters[name],
+            tuple(p.shape),
+            (0,) * p.dim(),
+        )
+        for name, p in model.named_parameters()
+    }
+
+
+def made(norm: Tensor) -> Tensor:
+    """Whether there was an update, shape (), by what `Update.apply` returned."""
+    return torch.isfinite(norm[0]) & (norm[1] > 0)
+
+
+def state_bytes(model: nn.Module, optimizer: Optimizer, precision: Precision) -> int:
+    """Bytes of a model's parameters, gradients and optimizer state in a run, by its shapes alone."""
+    total, pairs = 0, formats(model, precision)
+    for name, parameter in model.named_parameters():
+        kept, computing = pairs.get(name, (parameter.dtype, parameter.dtype))
+        total += parameter.numel() * computing.itemsize
+        if parameter.requires_grad:
+            master = torch.empty(parameter.shape, dtype=kept, device="meta")
+            total += parameter.numel() * (computing.itemsize + (0 if kept is computing else kept.itemsize))
+            total += byte_count(optimizer.init(master).values())
+    return total
+
+
+def rehearsed(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], None]]:
+    """For a part of a model that has gradients: a function that does the work of an update on it, for timing; the
+    numbers mean nothing.
+    """
+
+    def prepare(model: nn.Module) -> Callable[[], None]:
+        trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
+        gradients = [p.grad for p in trained.values() if p.grad is not None]
+        bound = optimizer.bind({name: p.detach() for name, p in trained.items()})
+
+        def work() -> None:
+            torch._foreach_norm(gradients, 2, dtype=_norm_dtype(gradients))
+            bound.apply(gradients, 0.0, None)
+            for parameter in trained.values():
+                parameter.grad = None
+
+        return work if trained else lambda: None
+
+    return prepare
+
+
+class LocalUpdate(Update):
+    """The optimizer lives in this process, over the pieces that are here or over those of them that it owns.
+
+    `owned`: names whose optimizer state lives here (default all); `after`: called when the owned parameters have
+    changed, to fetch the others. `writes`: whether this rank writes its pieces, which other ranks may hold too. What
+    several ranks do together, all in place and collective: `reduce` adds up gradients that arrived on this rank alone;
+    `combine` adds up sums per parameter, the last axis, over the ranks that hold the other slices of the same
+    parameters; `gather` makes the norms (n,) of these parameters those of the whole model's (N,). `like`: has the
+    device and the format of the model's parameters, where this rank may hold none of them. `tables`: the task's sparse
+    tables, whose gradients are there before `apply`; of several updates of the same tables only one `leads`, and steps
+    them.
+    """
+
+    def __init__(
+        self,
+        pieces: Mapping[str, Piece],
+        optimizer: Optimizer,
+        clip_norm: float,
+        loss_scale: float,
+        owned: frozenset[str] | None = None,
+        after: Callable[[], None] | None = None,
+        writes: bool = True,
+        combine: Combine | None = None,
+        reduce: Callable[[list[Tensor]], None] | None = None,
+        gather: Combine | None = None,
+        like: Tensor | None = None,
+        tables: Tables | None = None,
+        leads: bool = True,
+    ) -> None:
+        self._tables, self._leads = tables, leads
+        self.table_steps = 0  # without those that were skipped, as dense optimizers count
+        self._clip, self._after, self._writes = clip_norm, after, writes
+        self._combine, self._reduce, self._gather = combine, reduce, gather
+        self._pieces = {name: piece for name, piece in pieces.items() if piece.parameter.requires_grad}
+        self._frozen = {name: piece for name, piece in pieces.items() if not piece.parameter.requires_grad}
+        if not self._pieces and gather is None:  # else other ranks have some
+            raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
+        own = [name for name in self._pieces if owned is None or name in owned]
+        self._own, self._divided = own, owned is not None
+        self._own_index = [i for i, name in enumerate(self._pieces) if owned is None or name in owned]
+        masters = {name: self._pieces[name].master for name in own}
+        shapes, counts = ({name: getattr(self._pieces[name], key) for name in own} for key in ("shape", "counts"))
+        self._bound = optimizer.bind(masters, shapes, combine, counts)
+        self._trained = list(self._pieces.values())
+        # weights of a narrower format than their averages, while these stand in for them
+        self._aside: dict[str, Tensor] = {}
+        self._copies = [
+            (self._pieces[name].local, master)
+            for name, master in masters.items()
+            if self._pieces[name].local is not master
+        ]
+        like = next(iter(pieces.values())).local if like is None else like
+        device, self._norm_dtype = like.device, _norm_dtype([like])
+        self._host, self._none = device.type == "cpu", torch.zeros(0, dtype=self._norm_dtype, device=device)
+        self._counts = (
+            None
+            if all(piece.counts for piece in self._trained)
+            else torch.tensor([float(p.counts) for p in self._trained], device=device)
+        )
+        self._scale = torch.full((), loss_scale, dtype=torch.float32, device=device) if loss_scale else None
+        self._growth = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped: int | Tensor = 0 if self._host else torch.zeros((), device=device)
+
+    def begin(self) -> None:
+        """Parameters are here already."""
+
+    def scale(self, factor: Tensor) -> Tensor:
+        return factor if self._scale is None else factor * self._scale
+
+    @torch.no_grad()
+    def apply(self, step: int, lr: float) -> Tensor:
+        # Zeros for parameters that the loss did not reach: their update is the optimizer's own (decay, momentum).
+        gradients = [
+            torch.zeros_like(piece.local) if piece.parameter.grad is None else local(piece.parameter.grad)
+            for piece in self._trained
+        ]
+        if self._reduce is not None:
+            self._reduce(gradients)
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=self._norm_dtype)) if gradients else self._none
+        if self._combine is not None:
+            norms = self._combine(norms.square() if self._counts is None else norms.square() * self._counts).sqrt()
+        norm = torch.linalg.vector_norm(norms if self._gather is None else self._gather(norms))
+        if self._tables is not None:
+            norm = torch.hypot(norm, self._tables.norm.to(norm))
+        if self._scale is not None:
+            norm = norm / self._scale
+        factor = None
+        if self._clip:
+            factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
+        if self._scale is not None:
+            factor = (1.0 if factor is None else factor) / self._scale
+        if self._host:
+            # Reading a host tensor waits for nothing, and a skipped step then touches nothing at all.
+            finite = math.isfinite(norm.item())
+            if finite:
+                self._step(gradients, factor, lr, None)
+                self._step_tables(factor, lr)
+            self._count(not finite)
+        else:
+            skip = torch.isfinite(norm).logical_not_().to(torch.float32)
+            self._step(gradients, factor, lr, skip)
+            self._count_device(skip)
+            # tables lie in host memory, which has to wait for their gradients anyway
+            if self._tables is not None and not skip.item():
+                self._step_tables(factor, lr)
+        for piece in self._trained:
+            piece.parameter.grad = None
+        known = torch.ones_like(norm)
+        if self._scale is not None:  # an overflow is routine then, and says nothing of the gradient's size
+            known = torch.isfinite(norm).to(norm.dtype)
+            norm = norm.where(known > 0, 0.0)
+        return torch.stack([norm, known])
+
+    def _step(self, gradients: list[Tensor], factor: Tensor | None, lr: float, skip: Tensor | None) -> None:
+        if self._divided:
+            gradients = [gradients[i] for i in self._own_index]
+        if self._copies:
+            gradients = [g.to(self._pieces[name].master.dtype) for name, g in zip(self._own, gradients, strict=True)]
+        if factor is not None and gradients:
+            torch._foreach_mul_(gradients, factor)
+        self._bound.apply(gradients, lr, skip)
+        for here, master in self._copies:
+            here.copy_(master)
+        if self._after is not None:
+            self._after()
+
+    def _step_tables(self, factor: Tensor | None, lr: float) -> None:
+        if self._tables is not None and self._leads:
+            self._tables.step(1.0 if factor is None else factor.item(), lr, self.table_steps)
+            self.table_steps += 1
+
+    def _count(self, skipped: bool) -> None:
+        assert isinstance(self._skipped, int)
+        if self._scale is None:
+            self._skipped += skipped
+            return
+        # With loss scaling an overflow is how the scale finds its value; it counts only when the scale cannot be the
+        # reason.
+        self._skipped += skipped and float(self._scale) <= 1.0
+        torch._amp_update_scale_(self._scale, self._growth, torch.tensor(float(skipped)), 2.0, 0.5, GROWTH_INTERVAL)
+
+    def _count_device(self, skip: Tensor) -> None:
+        assert isinstance(self._skipped, Tensor)
+        if self._scale is None:
+            self._skipped += skip
+            return
+        self._skipped += skip * (self._scale <= 1.0)
+        torch._amp_update_scale_(self._scale, self._growth, skip, 2.0, 0.5, GROWTH_INTERVAL)
+
+    @torch.no_grad()
+    def use_averages(self, on: bool) -> None:
+        for name in self._own:
+            master, average = self._pieces[name].master, self._bound.states[name][EMA]
+            if master.dtype is average.dtype:  # they change places, one by one: a copy of all weights might not fit
+                weights = master.clone()
+                master.copy_(average)
+                average.copy_(weights)
+            elif on:  # the average would not survive the weights' format
+                self._aside[name] = master.clone()
+                master.copy_(average)
+            else:
+                master.copy_(self._aside.pop(name))
+        for here, master in self._copies:
+            here.copy_(master)
+        if self._after is not None:
+            self._after()
+
+    def skipped(self) -> int:
+        return int(self._skipped)
+
+    def bytes(self) -> tuple[int, int, int, int]:
+        pieces, trained = [*self._pieces.values(), *self._frozen.values()], [piece.local for piece in self._trained]
+        parameters = [piece.local for piece in pieces] + [
+            piece.master for piece in pieces if piece.master is not piece.local
+        ]
+        gradients = trained + [master for _, master in self._copies]  # converted before the step
+        rows = self._tables.byte_count() if self._tables is not None and self._leads else 0
+        states = byte_count(tensor for state in self._bound.states.values() for tensor in state.values())
+        return byte_count(parameters), byte_count(gradients), states, rows
+
+    def held(self) -> dict[str, Tensor]:
+        pieces = {**self._pieces, **self._frozen}
+        return {
+            name if piece.local.shape == piece.shape else f"{name} at {list(piece.offset)}": piece.local
+            for name, piece in pieces.items()
+        }
+
+    def kept(self, name: str) -> dict[str, Tensor]:
+        """What is kept of a parameter that learns: the numbers that are stepped, under an empty key, and the
+        optimizer's state.
+        """
+        return {"": self._pieces[name].master, **self._bound.states[name]}
+
+    @torch.no_grad()
+    def refresh(self, steps: int) -> None:
+        """What `kept` gave was changed, as by so many steps."""
+        for here, master in self._copies:
+            here.copy_(master)
+        self.table_steps += steps
+
+    def state(self) -> State:
+        boxes: list[Box] = []
+        if self._writes:
+            boxes += [box for name, piece in self._frozen.items() if piece.counts for box in _boxes(name, piece, {})]
+        if self._writes or self._divided:
+            kept = ((name, self._pieces[name], state) for name, state in self._bound.states.items())
+            boxes += [box for name, piece, state in kept if piece.counts for box in _boxes(name, piece, state)]
+        if self._tables is not None and self._leads:
+            boxes += self._tables.boxes()
+        boxes = [box for box in boxes if box.tensor.numel()]
+        scalars: dict = {"skipped": self.skipped()}
+        if self._tables is not None:
+            scalars["table_steps"] = self.table_steps
+        if self._scale is not None:
+            scalars["loss_scale"] = [float(self._scale), int(self._growth)]
+        return State(boxes, scalars)
+
+    @torch.no_grad()
+    def load(self, source: Source) -> None:
+        for name, piece in [*self._pieces.items(), *self._frozen.items()]:
+            piece.master.copy_(source.read(f"model/{name}", piece.offset, tuple(piece.master.shape)))
+            if piece.local is not piece.master:
+                piece.local.copy_(piece.master)
+        for name, state in self._bound.states.items():
+            piece = self._pieces[name]
+            for key, tensor in state.items():
+                offset = piece.offset if tensor.dim() else ()
+                tensor.copy_(source.read(f"optimizer/{name}/{key}", offset, tuple(tensor.shape)))
+        if self._tables is not None and self._leads:
+            self._tables.clear()  # of rows to start from, where the run goes on
+            self._tables.load(source)
+            self.table_steps = source.scalars.get("table_steps", 0)
+        if self._scale is not None and "loss_scale" in source.scalars:
+            scale, growth = source.scalars["loss_scale"]
+            self._scale.fill_(scale)
+            self._growth.fill_(growth)
+        skipped = source.scalars.get("skipped", 0)
+        if isinstance(self._skipped, int):
+            self._skipped = skipped
+        else:
+            self._skipped.fill_(skipped)
+
+
+def _boxes(name: str, piece: Piece, state: Mapping[str, Tensor]) -> Iterator[Box]:
+    yield Box(f"model/{name}", piece.master, piece.shape, piece.offset)
+    for key, tensor in state.items():
+        if tensor.dim() == len(piece.shape):
+            yield Box(f"optimizer/{name}/{key}", tensor, piece.shape, piece.offset)
+        elif not any(piece.offset):  # a counter, the same for all slices: the first one's
+            yield Box(f"optimizer/{name}/{key}", tensor, (), ())
+
+
+def _norm_dtype(gradients: list[Tensor]) -> torch.dtype:
+    """Norms of half-format gradients are taken in fp32: squares overflow fp16 and drown in bf16."""
+    return torch.float64 if gradients and gradients[0].dtype is torch.float64 else torch.float32

@@ -1,1 +1,0 @@
-"""Optimizers: one registered class per file, torch-free until they step."""

@@ -1,0 +1,58 @@
+"""The file by which `job=status` finds a live run from its folder: where to ask, and a token that is good for looking
+only. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dtf.core.errors import DataError, PeerError
+
+_NAME = "live.json"
+
+
+@dataclass(frozen=True)
+class Live:
+    """How servers of a run are asked. `tls`: paths of ca, cert and key, none without TLS."""
+
+    endpoints: list[str]
+    token: str
+    tls: dict[str, str]
+    mutual: bool
+
+
+def announce(folder: Path, live: Live) -> None:
+    """Write it, for the user alone; an earlier one is replaced."""
+    new = folder / f".{_NAME}.new"
+    withdraw(folder)
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(asdict(live), file)
+    os.replace(new, folder / _NAME)
+
+
+def withdraw(folder: Path) -> None:
+    """The run is not live any more."""
+    with suppress(OSError):
+        (folder / _NAME).unlink()
+
+
+def find(folder: Path) -> Live:
+    """How to ask the run in `folder`.
+
+    DataError when there is none, PeerError when it is not live, or is of a kind that answers no questions.
+    """
+    if not folder.is_dir():
+        raise DataError(f"job.run_folder={folder} does not exist; give the folder of a run")
+    try:
+        return Live(**json.loads((folder / _NAME).read_text()))
+    except FileNotFoundError:
+        raise PeerError(
+            f"no run in {folder} can be asked: it has ended, has not begun, or has no servers (strategy=pserver has)"
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise PeerError(f"{folder / _NAME} cannot be read: {error}") from None

@@ -1,0 +1,249 @@
+"""Messages between processes of one host: they lie in memory that both have, and what carries requests carries where.
+
+A region is an anonymous file in memory that the client makes and keeps; the server opens it by the client's /proc
+entry, which only the same user can. So no file is left behind whoever dies, and where the two do not share a kernel, a
+user or a process namespace, messages travel whole, as they do elsewhere.
+
+    region     key (16 bytes), number of the request it holds (uint64), zeros to 64; then the request, and in its place
+    the answer request    magic, host, process, descriptor, key, number, bytes of the region, bytes of the request
+    answer     magic, bytes of the answer; or only the magic of a refusal; or, where the region has no room for it, the
+    answer itself
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import secrets
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from dtf.pserver.net.transport import MOST_BYTES, Pending, Refused, Transport
+
+LEAST_BYTES = 1 << 15
+"""Of a message for which the detour pays."""
+
+_HERE, _THERE, _NO = b"DTFM", b"DTFA", b"DTFN"
+_REQUEST, _ANSWER, _NUMBER = struct.Struct("<4s16sII16sQQQ"), struct.Struct("<4sQ"), struct.Struct("<Q")
+_BODY = 64
+_NAME = "dtf-messages"
+
+Handler = Callable[[bytes], bytes]
+
+
+class _Region:
+    """Memory of this process that others may open. `room`: bytes of messages."""
+
+    def __init__(self, room: int) -> None:
+        self.size = _BODY + room
+        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, self.size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or who has opened it could be made to fault
+        self.memory, self.key, self.number = mmap.mmap(self.fd, self.size), secrets.token_bytes(16), 0
+        self.memory[:16] = self.key
+
+    def put(self, data: bytes, host: bytes) -> bytes:
+        """What tells the server where the request lies."""
+        self.number += 1
+        self.memory[16:24] = _NUMBER.pack(self.number)
+        self.memory[_BODY : _BODY + len(data)] = data
+        return _REQUEST.pack(_HERE, host, os.getpid(), self.fd, self.key, self.number, self.size, len(data))
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):
+            os.close(self.fd)
+
+
+class Shared:
+    """A transport whose large messages, both ways, lie in shared memory where the server can open it.
+
+    Many threads may call.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self._host = transport, host()
+        self._free: list[_Region] = []
+        self._largest: dict[str, int] = {}  # bytes of a message, by method
+        self._lock = threading.Lock()
+
+    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+        """See `Transport`."""
+        region = self._region(method, len(data))
+        if region is None:
+            return self._seen(method, self._transport.call(method, data, deadline_s))
+        return self._answer(
+            region, method, data, deadline_s, self._transport.call(method, region.put(data, self._host), deadline_s)
+        )
+
+    def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
+        """See `Transport`."""
+        region = self._region(method, len(data))
+        pending = self._transport.start(method, data if region is None else region.put(data, self._host), deadline_s)
+        return _Coming(
+            lambda: (
+                self._seen(method, pending.result())
+                if region is None
+                else self._answer(region, method, data, deadline_s, pending.result())
+            )
+        )
+
+    def _region(self, method: str, size: int) -> _Region | None:
+        """A region that nobody uses, with room for the request and such answers as there were; None where the message
+        should travel whole.
+        """
+        room = max(size, self._largest.get(method, 0))
+        if not self._host or not LEAST_BYTES <= room <= MOST_BYTES:
+            return None
+        with self._lock:
+            if self._free and self._free[-1].size >= _BODY + room:
+                return self._free.pop()
+            self._free.clear()  # too small for what there is now
+        try:
+            return _Region(room + room // 4)
+        except OSError:  # no descriptors or no memory left, or forbidden: then without
+            self._host = b""
+            return None
+
+    def _seen(self, method: str, answer: bytes) -> bytes:
+        self._largest[method] = max(self._largest.get(method, 0), len(answer))
+        return answer
+
+    def _answer(self, region: _Region, method: str, data: bytes, deadline_s: float, told: bytes) -> bytes:
+        """After an error nobody comes here: the server may still read or write the region, which is then used no
+        more.
+        """
+        if told == _NO:
+            self._host = b""
+            return self._transport.call(method, data, deadline_s)
+        if told[:4] == _THERE:
+            _, size = _ANSWER.unpack(told)
+            told = region.memory[_BODY : _BODY + size]
+        with self._lock:
+            self._free.append(region)
+        return self._seen(method, told)
+
+
+class _Coming:
+    def __init__(self, wait: Callable[[], bytes]) -> None:
+        self._wait: Callable[[], bytes] | None = wait
+        self._answer = b""
+
+    def result(self) -> bytes:
+        if self._wait is not None:
+            self._answer, self._wait = self._wait(), None  # the region is others' by then
+        return self._answer
+
+
+class _Opened(NamedTuple):
+    """Another process's region."""
+
+    memory: mmap.mmap
+    inode: int
+
+
+class Regions:
+    """Those that clients of a server have, as it opened them: `most` at once, and none for longer than the client does,
+    but for until the next is opened.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._host, self._lock = most, host(), threading.Lock()
+        # by process and descriptor, those used last at the end
+        self._open: OrderedDict[tuple[int, int], _Opened] = OrderedDict()
+
+    def around(self, handler: Handler) -> Handler:
+        """The handler, for requests that may lie in a region."""
+
+        def handle(data: bytes) -> bytes:
+            if data[:4] != _HERE:
+                return handler(data)
+            found = self._find(data)
+            if found is None:
+                return _NO
+            memory, length = found
+            answer = handler(memory[_BODY : _BODY + length])
+            if len(answer) > len(memory) - _BODY:
+                return answer
+            memory[_BODY : _BODY + len(answer)] = answer
+            return _ANSWER.pack(_THERE, len(answer))
+
+        return handle
+
+    def _find(self, data: bytes) -> tuple[mmap.mmap, int] | None:
+        """The region of a request and the bytes of this; None where it cannot be opened.
+
+        Refused for what no client sends, or not any more.
+        """
+        if len(data) != _REQUEST.size:
+            raise Refused("no place of a request")
+        _, where, process, descriptor, key, number, size, length = _REQUEST.unpack(data)
+        if not _BODY <= size <= _BODY + 2 * MOST_BYTES or length > min(size - _BODY, MOST_BYTES) or not number:
+            raise Refused("no place of a request")
+        if where != self._host:
+            return None
+        place = process, descriptor
+        with self._lock:
+            known = self._open.get(place)
+            if known is None or known.memory[:16] != key:
+                self._open = OrderedDict(
+                    (other, region) for other, region in self._open.items() if _inode(*other) == region.inode
+                )
+                known = _opened(process, descriptor, key, size)
+                if known is None:
+                    return None
+                self._open[place] = known
+                if len(self._open) > self._most:
+                    self._open.popitem(last=False)
+            self._open.move_to_end(place)
+            memory = known.memory
+            if len(memory) != size or memory[16:24] != _NUMBER.pack(number):
+                raise Refused("the request is not there any more")
+            memory[16:24] = _NUMBER.pack(0)  # it is taken: the same one again finds nothing
+        return memory, length
+
+
+def _inode(process: int, descriptor: int) -> int | None:
+    """Of the file that a process has open there; None when there is none, or it is not this user's to see."""
+    try:
+        return os.stat(f"/proc/{process}/fd/{descriptor}").st_ino
+    except OSError:
+        return None
+
+
+def _opened(process: int, descriptor: int, key: bytes, size: int) -> _Opened | None:
+    """Another process's region; None where it cannot be opened, or is none."""
+    path = f"/proc/{process}/fd/{descriptor}"
+    try:
+        # to open a device or a pipe may do something, or take for ever
+        if not os.readlink(path).startswith(f"/memfd:{_NAME} "):
+            return None
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or (status := os.fstat(fd)).st_size != size:
+            return None
+        memory = mmap.mmap(fd, size)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(fd)
+    return _Opened(memory, status.st_ino) if memory[:16] == key else None
+
+
+def host() -> bytes:
+    """What processes have in common that see each other in /proc, 16 bytes; empty where there are no such files."""
+    if not hasattr(os, "memfd_create"):
+        return b""
+    try:
+        seen = Path("/proc/sys/kernel/random/boot_id").read_bytes() + os.readlink("/proc/self/ns/pid").encode()
+    except OSError:
+        return b""
+    return hashlib.sha256(seen).digest()[:16]

@@ -1,0 +1,59 @@
+"""Rules that say which server holds which slice of a parameter, by name.
+
+Torch-free, so that plugins with rules of their own may be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Mapping
+
+from dtf.api.registry import bring
+from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
+
+Placing = Callable[[Mapping[str, list[int]], int], Mapping[str, list[int]]]
+"""`placing(elements of each slice, by parameter, servers) -> server of each slice`; slices of one parameter go to
+different servers. A pure function: every process calls it for itself."""
+
+_PLACINGS: dict[str, Placing] = {}
+
+
+def placing(name: str) -> Callable[[Placing], Placing]:
+    """Decorator: make a function a choice of `strategy.placement`."""
+
+    def decorate(function: Placing) -> Placing:
+        _PLACINGS[name] = function
+        bring(function.__module__)
+        return function
+
+    return decorate
+
+
+@placing("round_robin")
+def round_robin(sizes: Mapping[str, list[int]], servers: int) -> dict[str, list[int]]:
+    """One after the other, in the order of the model."""
+    numbers = itertools.count()
+    return {name: [next(numbers) % servers for _ in slices] for name, slices in sizes.items()}
+
+
+@placing("hash_name")
+def hash_name(sizes: Mapping[str, list[int]], servers: int) -> dict[str, list[int]]:
+    """By CRC-32 of the parameter's name: it stays where it is when others come and go."""
+    return {
+        name: [(zlib.crc32(name.encode()) + number) % servers for number, _ in enumerate(slices)]
+        for name, slices in sizes.items()
+    }
+
+
+def check_placement(name: str) -> None:
+    """Raise ConfigError for one that nobody registered."""
+    if name not in _PLACINGS:
+        raise ConfigError(f"strategy.placement={name} is not registered; {suggest(name, _PLACINGS)}")
+
+
+def placed(name: str, sizes: Mapping[str, list[int]], servers: int) -> Mapping[str, list[int]]:
+    """What the function registered as `name` says. ConfigError where none is."""
+    check_placement(name)
+    return _PLACINGS[name](sizes, servers)

@@ -1,0 +1,213 @@
+"""Rows of sparse tables between trainers, which look them up by id, and servers, each of which holds those that a hash
+of the id gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtf.api.strategy import Task
+from dtf.core.errors import ConfigError
+from dtf.core.types import Batch, Box
+from dtf.distributed.world import World
+from dtf.model.init import DTYPES
+from dtf.sparse.sharded_tables import Dealt, Tables, boxes_of, dealt, full
+from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
+
+
+class Given(NamedTuple):
+    """Gradients of rows from one trainer, summed by id, and what they count in the sum over trainers."""
+
+    ids: np.ndarray  # (U,) distinct
+    gradients: np.ndarray  # (U, width)
+    weight: float
+
+
+class Shelf(Dealt):
+    """One server's part of a table."""
+
+    def __init__(self, store: SparseTable, world: World) -> None:
+        super().__init__(store, world, [True] * world.size)
+
+    def take(self, given: Sequence[Given]) -> float:
+        """The gradients to apply: their sum, in this order; returns the sum of its squares."""
+        parts = [
+            part.gradients if part.weight == 1 else part.gradients * part.gradients.dtype.type(part.weight)
+            for part in given
+        ]
+        if len(parts) == 1:
+            self._merged = given[0].ids, parts[0]
+        else:
+            ids, inverse = (
+                unique(np.concatenate([part.ids for part in given]))
+                if given
+                else (np.empty(0, np.int64), np.empty(0, np.int32))
+            )
+            summed = (
+                segment_sum(np.concatenate(parts), inverse, len(ids))
+                if given
+                else np.empty((0, self.width), self.store.dtype)
+            )
+            self._merged = ids, summed
+        return squares(self._merged[1])
+
+
+class Shelves(Tables):
+    """A server's parts of all tables, as its update steps and saves them."""
+
+    def __init__(self, tables: Mapping[str, Shelf], world: World) -> None:
+        super().__init__(tables, world, 1.0)
+        self._shelves = dict(tables)
+
+    def rows(self, name: str, ids: np.ndarray, create: bool) -> np.ndarray:
+        """Rows (U, width) of distinct ids (U,) of this server. Errors as of `SparseTable.lookup`. Not collective."""
+        return self._shelves[name].store.lookup(ids, create)
+
+    def take(self, given: Mapping[str, Sequence[Given]], together: bool) -> float:
+        """What the next `step` applies; the sum of its squares. `together`: all servers take parts of the same
+        gradient, whose norm is then known; collective."""
+        total = torch.zeros(1 + len(self._shelves), dtype=torch.float64)
+        for name, shelf in self._shelves.items():
+            total[0] += shelf.take(given[name])
+        total[1:] = self._counts()
+        if together:
+            self._world.reduce(total)
+        self._check(total[1:])
+        self.norm = total[0].sqrt()
+        return float(total[0])
+
+    def refuse_overfull(self) -> None:
+        """Raise the error of a table of which all servers together hold more rows than its capacity. Collective."""
+        self._check(self._world.reduce(self._counts()))
+
+    def _counts(self) -> Tensor:
+        return torch.tensor([len(shelf.store) for shelf in self._shelves.values()], dtype=torch.float64)
+
+    def _check(self, counts: Tensor) -> None:
+        for (name, shelf), rows in zip(self._shelves.items(), counts.tolist(), strict=True):
+            if rows > shelf.store.spec.capacity:
+                raise full(name, shelf.store.spec.capacity, int(rows))
+
+    def records(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """Rows of distinct ids with their state, made where there are none; see `SparseTable.records`.
+
+        Not collective.
+        """
+        return self._shelves[name].store.records(ids)
+
+    def learn(self, given: Mapping[str, Sequence[Given]]) -> None:
+        """Add differences of rows and states, each times its weight. Not collective."""
+        for name, shelf in self._shelves.items():
+            for part in given[name]:
+                shelf.store.add(part.ids, part.gradients * part.gradients.dtype.type(part.weight))
+
+    def parts(self, places: Mapping[str, tuple[int, int]]) -> list[Box]:
+        """As `boxes`, where rows before those of each table here, and rows in all, are known. Not collective."""
+        return [
+            box
+            for name, shelf in self._shelves.items()
+            for box in boxes_of(name, shelf, self._world.rank == 0, *places[name])
+            if box.tensor.numel()
+        ]
+
+    def columns(self, name: str) -> int:
+        """Numbers of a row with its state."""
+        return self._shelves[name].store.stride
+
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """Of each table, on this server: see `Holdings.tables`. Not collective."""
+        stores = {name: shelf.store for name, shelf in self._shelves.items()}
+        return {
+            name: {"rows": len(store), "bytes": store.byte_count(), "capacity": store.spec.capacity}
+            for name, store in stores.items()
+        }
+
+
+def shelves_of(task: Task, world: World) -> Shelves | None:
+    """This server's parts of the task's tables."""
+    specs = task.recipe.tables()
+    if not specs:
+        return None
+    if task.rows is None:
+        raise ConfigError(
+            f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
+        )
+    kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
+    shelves = Shelves(
+        {name: Shelf(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()}, world
+    )
+    if task.weights is not None:
+        shelves.start_from(task.weights, task.recipe)
+    return shelves
+
+
+Places = np.ndarray | slice
+"""Of some elements of an array."""
+
+ALL = slice(None)
+
+
+class Wanted:
+    """The ids of one batch's inputs, each once and by the server that holds it; then its rows, and gradients on their
+    way back.
+    """
+
+    def __init__(self, batch: Batch, widths: Mapping[str, int], servers: int) -> None:
+        self._widths, self._servers = widths, servers
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        # ids, place of each position in them, places by server
+        self._found: dict[str, tuple[np.ndarray, np.ndarray, list[Places]]] = {}
+        for name in widths:
+            ids = batch.inputs[name]
+            self._shapes[name] = tuple(ids.shape)
+            found, inverse = unique(ids.cpu().numpy().reshape(-1))
+            self._found[name] = found, inverse, _places(found, servers)
+
+    def ids(self, server: int) -> dict[str, np.ndarray]:
+        """What this server is asked for, by table."""
+        return {name: found[places[server]] for name, (found, _, places) in self._found.items()}
+
+    def fill(self, batch: Batch, rows: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> Batch:
+        """The batch with rows in place of ids; `rows`: of what each server was asked for."""
+        if not self._found:
+            return batch
+        inputs = dict(batch.inputs)
+        for name, (found, inverse, places) in self._found.items():
+            width, kind = self._widths[name], rows[0][name].dtype
+            if places[0] is ALL:
+                distinct = rows[0][name]
+            else:
+                distinct = np.zeros((len(found), width), kind)
+                for place, part in zip(places, rows, strict=True):
+                    distinct[place] = part[name]
+            out = gather(distinct, inverse, np.empty((len(inverse), width), kind))
+            inputs[name] = torch.from_numpy(out).view(*self._shapes[name], width).to(device)
+        return batch._replace(inputs=inputs)
+
+    def gradients(self, given: Mapping[str, Tensor]) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """By server and table, the ids and the gradients (U, width) of their rows, from those (B, F, width) of what
+        `fill` made.
+        """
+        parts: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(self._servers)]
+        for name, (found, inverse, places) in self._found.items():
+            width = self._widths[name]
+            if name in given:
+                summed = segment_sum(given[name].detach().cpu().numpy().reshape(-1, width), inverse, len(found))
+                for server, part in enumerate(parts):
+                    part[name] = found[places[server]], summed[places[server]]
+        return parts
+
+
+def _places(ids: np.ndarray, servers: int) -> list[Places]:
+    """Places of distinct ids by the server that holds them; -1 stands for zeros, which nobody has to hold."""
+    real = ids >= 0
+    if servers == 1:
+        return [ALL if real.all() else np.flatnonzero(real)]
+    owners = dealt(ids, servers)
+    owners[~real] = -1
+    return [np.flatnonzero(owners == server) for server in range(servers)]

@@ -1,0 +1,122 @@
+"""Who works on what: leases of pieces of work to trainers that may come, die and come again.
+
+Pure; knows no time but what it is told, no socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from dtf.core.types import Train
+
+TRAIN, EVALUATE = 0, 1
+
+
+class Lease(NamedTuple):
+    """One share of the rows of a step, or of several that follow each other; or one batch of an evaluation."""
+
+    kind: int
+    step: int  # the first one's; of an evaluation its number
+    part: int  # the share, or the number of the batch
+    shares: int  # into how many the rows are divided
+    tickets: tuple[Train, ...]
+
+    @property
+    def key(self) -> Key:
+        return (self.kind, self.step, self.part)
+
+
+Key = tuple[int, int, int]
+"""Kind, step and part: what makes a piece of work the same one, whoever does it."""
+
+
+class Ledger:
+    """Each piece of work that is opened is finished once, however often it has to be granted."""
+
+    def __init__(self) -> None:
+        self._free: dict[Key, Lease] = {}
+        self._held: dict[Key, tuple[int, Lease]] = {}
+        self._heard: dict[int, float] = {}
+        self._starters: dict[int, str] = {}
+        self.came: set[int] = set()
+        """Trainers that have ever joined."""
+        self.opened = self.granted = self.finished = self.again = 0
+
+    def open(self, work: Iterable[Lease]) -> None:
+        """Work that anybody may be granted."""
+        for lease in work:
+            self._free[lease.key] = lease
+            self.opened += 1
+
+    def join(self, trainer: int, now: float, starter: str = "") -> None:
+        """A trainer begins; what another one of its number was granted is free again. `starter`: who started it."""
+        self.leave(trainer)
+        self._heard[trainer], self._starters[trainer] = now, starter
+        self.came.add(trainer)
+
+    def other(self, trainer: int, starter: str) -> float | None:
+        """When the trainer of this number was heard last, if somebody else started it."""
+        return None if self._starters.get(trainer, starter) == starter else self._heard[trainer]
+
+    def leave(self, trainer: int) -> None:
+        """A trainer is gone."""
+        self._heard.pop(trainer, None)
+        self._starters.pop(trainer, None)
+        for key in [key for key, (holder, _) in self._held.items() if holder == trainer]:
+            self._free[key] = self._held.pop(key)[1]
+            self.again += 1
+
+    def hear(self, trainer: int, now: float, starter: str = "") -> bool:
+        """A trainer is alive; False for one that has been given up, and has to join anew."""
+        if self._starters.get(trainer) != starter:
+            return False
+        self._heard[trainer] = now
+        return True
+
+    def give_up(self, before: float) -> list[int]:
+        """Let go of the trainers that were not heard since; returns them."""
+        silent = [trainer for trainer, heard in self._heard.items() if heard < before]
+        for trainer in silent:
+            self.leave(trainer)
+        return silent
+
+    def grant(self, trainer: int, most: int, has: Collection[Key] = ()) -> list[Lease]:
+        """What the trainer was granted and does not have, as the answer was lost; and up to `most` leases of free work
+        in all, the first steps first.
+
+        Shares of a step are dealt among the living trainers, the same ones to the same: what a trainer has read ahead
+        is then what it needs; all else is for whoever asks.
+        """
+        untold = [lease for key, (holder, lease) in self._held.items() if holder == trainer and key not in has]
+        members = sorted(self._heard)
+        place = members.index(trainer)
+        mine = [
+            lease
+            for lease in self._free.values()
+            if lease.kind == EVALUATE or lease.shares == 1 or lease.part % len(members) == place
+        ]
+        chosen = sorted(mine, key=lambda lease: lease.key)[: max(0, most - len(untold))]
+        for lease in chosen:
+            self._held[lease.key] = (trainer, self._free.pop(lease.key))
+            self.granted += 1
+        return untold + chosen
+
+    def finish(self, key: Key) -> bool:
+        """A piece of work is done; False when it was before, or was never opened."""
+        if self._free.pop(key, None) is None and self._held.pop(key, None) is None:
+            return False
+        self.finished += 1
+        return True
+
+    def idle(self) -> bool:
+        """Whether there is nothing to be done."""
+        return not self._free and not self._held
+
+    def members(self) -> list[int]:
+        """Trainers that live, as far as is known."""
+        return sorted(self._heard)
+
+    def held(self) -> Iterable[tuple[Key, int]]:
+        """What is being worked on, and by whom."""
+        return [(key, holder) for key, (holder, _) in self._held.items()]

@@ -1,0 +1,354 @@
+"""The program of a server: it opens each step for trainers, and merges and applies what they push.
+
+The engine runs here as on any rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic, sleep
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtf.api.sampler import cut, share
+from dtf.api.strategy import Program, Source, Task
+from dtf.core.errors import ConfigError, DtfError
+from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
+from dtf.distributed.world import World
+from dtf.host import heartbeat
+from dtf.pserver.net.transport import MOST_BYTES
+from dtf.pserver.push import Push
+from dtf.pserver.record.recorder import Recorder
+from dtf.pserver.server.leases import EVALUATE, TRAIN, Lease, Ledger
+from dtf.pserver.server.metrics import Tally
+from dtf.pserver.server.state import Holdings
+from dtf.pserver.server.sync_modes import Merging
+
+if TYPE_CHECKING:
+    from dtf.pserver.options import PserverOptions
+
+WAIT_S = 0.5
+"""Between two signs of life while there is nothing to merge."""
+
+POLL_S = 0.0005
+"""Between two looks whether the other servers have come."""
+
+FAREWELL_S = 5.0
+"""For trainers to hear that the run is over."""
+
+
+class Serving(Program):
+    """One of several servers that hold a model's blocks and tables' rows. `merging` says when pushes become an update.
+
+    The engine's thread alone changes the state; threads of the service read it, and leave pushes in a basket.
+    """
+
+    shard = None
+
+    def __init__(self, task: Task, world: World, strategy: PserverOptions, merging: Merging, trainers: int) -> None:
+        self.shares = merging.shares(trainers)
+        self.micro_batch_rows = task.step.rows_each(self.shares * strategy.team)
+        self._task, self._world, self._merging, self._trainers = task, world, merging, trainers
+        self._window, self._record = merging.window(trainers), strategy.record
+        self.holdings = Holdings(task, world, strategy, merging, self.shares, self.micro_batch_rows)
+        largest = max(self.holdings.push_bytes, len(self.holdings.frozen()))
+        if largest > MOST_BYTES // 2:  # what else is in a message has room then
+            raise ConfigError(
+                f"server {world.rank} holds {largest >> 20} MiB of parameters, and a message at most "
+                f"{MOST_BYTES >> 21}; use more servers (strategy.servers), "
+                "or strategy=fsdp for models of this size"
+            )
+        self.ledger = Ledger()
+        self._opening: list[Train] = []  # tickets that the next leases will have
+        self._waiting: dict[int, set[int]] = {}  # first step of leases -> shares that are not merged yet
+        self._tickets: dict[int, tuple[Train, ...]] = {}  # of these leases
+        self._opened = 0
+        self._numbers: dict[int, int] = {}  # first step of leases -> how many were opened before
+        # by first step and share, in order of arrival; there until they are applied
+        self._basket: dict[tuple[int, int], Push] = {}
+        self.change = threading.Condition()  # of all that follows and the ledger
+        self.begun = self.over = False
+        self.reason = ""  # why it is over
+        self._last = -1  # step that was opened last
+        self.version = -1  # first step whose update is not whole
+        self.dropped = 0  # pushes that came again
+        self._measures = 1 + len(task.recipe.measures)
+        self.tally = Tally(self._measures)
+        self.failure: BaseException | None = None
+        self.stopping = False  # a trainer was told to stop
+        self._evaluations = self._batches = 0
+        self._reports: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._close: Callable[[], None] = lambda: None
+
+    def on_end(self, close: Callable[[], None]) -> None:
+        """Called when the run has ended."""
+        self._close = close
+
+    def about(self) -> dict[str, str]:
+        return {"servers": self.holdings.balance}
+
+    # ------------------------------------------------------------ the engine's side
+
+    def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
+        with self.change:
+            if not self.begun:
+                self.begun, self.version = True, ticket.step
+                if self._record:
+                    self.holdings.recorder = Recorder(self._world.folder / self._record, self._world.rank, ticket.step)
+            self._opening.append(ticket)
+            if len(self._opening) == self._merging.steps:
+                self._open()
+        self._advance(
+            lambda: (
+                self._opened - self._numbers.get(min(self._waiting, default=ticket.step), self._opened) <= self._window
+            )
+        )
+        return self.tally.told()
+
+    def rest(self) -> StepOutput:
+        if self._merging.exact:
+            self.settle()
+        self.holdings.refuse_overfull()
+        return self.tally.told()
+
+    def settle(self) -> None:
+        with self.change:
+            self._open()
+        self._advance(lambda: not self._waiting)
+
+    def eval_step(self, batch: Batch | None) -> Evaluated:
+        if not self._batches:
+            self._meet()  # all are settled, and have the weights to evaluate in place
+        with self.change:
+            self.begun = True
+            if not self._batches:
+                self._evaluations += 1
+                self.tally.begin_evaluation()
+            if self._world.rank == 0:
+                self.ledger.open(
+                    [
+                        Lease(
+                            EVALUATE,
+                            self._evaluations,
+                            self._batches,
+                            1,
+                            (Train(self._evaluations, 0, self._batches, 0, 0.0),),
+                        )
+                    ]
+                )
+            self._batches += 1
+            self.change.notify_all()
+        return Evaluated(torch.zeros(self._measures, dtype=torch.float64), None)
+
+    def eval_rest(self) -> Evaluated | None:
+        batches, self._batches = self._batches, 0
+        reports = []
+        if self._world.rank == 0:
+            with self.change:
+                self._wait(lambda: len(self._reports) == batches)
+                reports, self._reports = [self._reports[part] for part in range(batches)], {}
+        self._meet()  # until then trainers evaluate what the other servers have
+        if not reports:
+            return None
+        judged = [rows for _, rows in reports if rows is not None]
+        return Evaluated(torch.stack([sums for sums, _ in reports]).sum(0), torch.cat(judged) if judged else None)
+
+    def use_averages(self, on: bool) -> None:
+        self.holdings.use_averages(on)
+
+    def state(self) -> State:
+        return self.holdings.state()
+
+    def load(self, source: Source) -> None:
+        self.holdings.load(source)
+
+    def memory(self) -> Memory:
+        return self.holdings.memory()
+
+    def skipped(self) -> int:
+        return self.holdings.skipped()
+
+    def consumed(self) -> list[tuple[int, np.ndarray]]:
+        return self.tally.consumed()
+
+    def unread(self, split: str, epoch: int) -> int:
+        return self.tally.unread(split, epoch)
+
+    def told_to_stop(self) -> bool:
+        return self.stopping
+
+    def end(self, reason: str = "finished") -> None:
+        with self.change:
+            self.over, self.reason = True, reason
+            self.change.notify_all()
+            if self._world.rank == 0:
+                # A run that was over when it began ends sooner than trainers come, who would look for servers that are
+                # gone.
+                self.change.wait_for(
+                    lambda: not self.ledger.members() and (self.begun or len(self.ledger.came) >= self._trainers),
+                    FAREWELL_S,
+                )
+        self._meet()  # server 0 knows when trainers need no server any more
+        if self.holdings.recorder is not None:
+            self.holdings.recorder.close()
+        self._close()
+
+    # ------------------------------------------------------------ the service's side
+
+    def receive(self, push: Push) -> None:
+        """Take a push, unless it came before."""
+        with self.change:
+            step, part = push.step, push.part
+            merged = part not in self._waiting[step] if step in self._waiting else step <= self._last
+            if merged or (step, part) in self._basket:
+                self.dropped += 1
+                return
+            self._basket[step, part] = push
+            self.change.notify_all()
+
+    def ready(self, after: int, pushed: tuple[int, int] | None) -> bool:
+        """Whether a trainer may pull which has to see all updates before step `after`, and has `pushed` with the same
+        message; `change` is held.
+        """
+        known = pushed is None or not self._merging.prompt or pushed not in self._basket
+        return self.begun and self.version >= after and known
+
+    def may_come(self, step: int) -> bool:
+        """Whether a push for this step can have been asked for; another server may be ahead by what may be open."""
+        return 0 <= step <= max(self._last, self.version, 0) + 2 * (self._window + 1) * self._merging.steps
+
+    def tickets_of(self, step: int) -> int | None:
+        """How many tickets the leases have that begin with a step; 0 where they are done, or there are none, None where
+        they are not open yet.
+        """
+        with self.change:
+            return len(self._tickets.get(step, ())) if step <= self._last else None
+
+    def report(self, evaluation: int, part: int, sums: Tensor, judged: Tensor | None, unread: int) -> None:
+        """Take what a batch of an evaluation gave, unless it came before."""
+        with self.change:
+            if evaluation == self._evaluations and self.ledger.finish((EVALUATE, evaluation, part)):
+                self._reports[part] = sums, judged
+                self.tally.evaluated(unread)
+                self.change.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Something went wrong in a thread of the service: the engine ends with it."""
+        with self.change:
+            self.failure = self.failure or error
+            self.change.notify_all()
+
+    # ------------------------------------------------------------ merging
+
+    def _advance(self, enough: Callable[[], bool]) -> None:
+        """Merge and apply what arrives until it is enough."""
+        while True:
+            with self.change:
+                if enough():
+                    return
+                self._wait(lambda: bool(self._next()))
+                pushes = sorted(self._next(), key=_order)  # arrival decides nothing more
+            if self._merging.together:
+                # or a server that has all shares would keep trainers out, of which one has to compute another server's
+                # share
+                self._meet()
+            norm = self.holdings.apply(pushes, self._tickets)
+            if self._world.rank == 0:
+                self.tally.norm(norm)
+            with self.change:
+                for push in pushes:
+                    if self._world.rank == 0:
+                        self.tally.add(push)
+                    del self._basket[push.step, push.part]
+                    missing = self._waiting[push.step]
+                    missing.discard(push.part)
+                    if self._world.rank == 0 and (self._world.size == 1 or self._merging.exact):
+                        self.ledger.finish((TRAIN, push.step, push.part))
+                    if not missing:
+                        del self._waiting[push.step], self._tickets[push.step], self._numbers[push.step]
+                self.version = min(self._waiting, default=self._last + 1)
+                self.change.notify_all()
+
+    def _open(self) -> None:
+        """Work for trainers: leases of the tickets that have gathered; `change` is held."""
+        tickets, self._opening = tuple(self._opening), []
+        if not tickets:
+            return
+        first = tickets[0].step
+        parts = self._parts(max(ticket.rows for ticket in tickets))
+        self._last = tickets[-1].step
+        self._waiting[first], self._tickets[first], self._numbers[first] = set(parts), tickets, self._opened
+        self._opened += 1
+        for step, part in [
+            key for key in self._basket if first <= key[0] <= self._last and (key[0] > first or key[1] not in parts)
+        ]:
+            del self._basket[step, part]  # it came early, for a share that there is not
+        if self.holdings.recorder is not None:
+            self.holdings.recorder.opened(tickets)
+        self.version = min(self._waiting)
+        if self._world.rank == 0:
+            self.ledger.open(Lease(TRAIN, first, part, self.shares, tickets) for part in parts)
+        self.change.notify_all()
+
+    def _next(self) -> list[Push]:
+        """The pushes that are the next update.
+
+        Another server may be ahead, and trainers with it: what is not open here yet is left aside.
+        """
+        known = [push for push in self._basket.values() if push.step in self._waiting]
+        if self._merging.exact:
+            known.sort(key=_order)
+        return known[: self._merging.ready(known, self._waiting)]
+
+    def _meet(self) -> None:
+        """Wait for the other servers, and show signs of life meanwhile. Collective."""
+        if self._world.size == 1:
+            return
+        meeting = dist.barrier(async_op=True)
+        assert meeting is not None
+        heard = 0.0
+        while not meeting.is_completed():
+            self._raise_failure()
+            if monotonic() - heard > WAIT_S:
+                heard = monotonic()
+                heartbeat.beat("wait", max(0, self.version))
+            sleep(POLL_S)
+        meeting.wait()
+
+    def _parts(self, rows: int) -> list[int]:
+        """Shares of a global batch that have micro-batches."""
+        count = len(cut(rows, self.micro_batch_rows)) - 1
+        return [
+            part
+            for part in range(self.shares)
+            if share(count, Shard(part, self.shares))[0] < share(count, Shard(part, self.shares))[1]
+        ]
+
+    # ------------------------------------------------------------ small things
+
+    def _raise_failure(self) -> None:
+        failure = self.failure
+        if failure is not None:
+            raise (
+                failure
+                if isinstance(failure, DtfError)
+                else DtfError(f"the service failed: {type(failure).__name__}: {failure}")
+            ) from failure
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Until it is so; `change` is held. Raises what went wrong in a thread of the service."""
+        while True:
+            self._raise_failure()
+            if ready():
+                return
+            heartbeat.beat("wait", max(0, self.version))
+            self.change.wait(WAIT_S)
+
+
+def _order(push: Push) -> tuple[int, int]:
+    return push.step, push.part

@@ -1,0 +1,250 @@
+"""A server of rows alone (`strategy.dense=allreduce`): what it answers trainers.
+
+It runs no engine; what is an update, and when, trainers say.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtf.api.recipe import Recipe
+from dtf.api.strategy import Source
+from dtf.core.errors import DtfError
+from dtf.core.types import Box
+from dtf.pserver.net.codec import Message, decode, encode
+from dtf.pserver.net.messages import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
+from dtf.pserver.net.transport import Refused
+from dtf.pserver.row_routing import Given, Shelves
+from dtf.pserver.server.handlers import LONGEST_WAIT_S
+from dtf.pserver.server.program import WAIT_S
+
+Write = Callable[[Path, list[Box]], dict[str, Any]]
+
+
+class Lending:
+    """The part `number` of all tables, for so many trainers, whose threads of the service call the handlers.
+
+    A request that comes twice counts once: gradients by their turn and trainer, updates by their version, orders by
+    their number. `folder`: of the run, the one place where this server writes; `rank`: after which its files are named.
+    `read`, `write`: see `checkpoint`.
+    """
+
+    def __init__(
+        self,
+        shelves: Shelves,
+        recipe: Recipe,
+        trainers: int,
+        rank: int,
+        folder: Path,
+        read: Callable[[Path], Source],
+        write: Write,
+    ) -> None:
+        self._shelves, self._trainers, self._rank, self._folder, self._read, self._write = (
+            shelves,
+            trainers,
+            rank,
+            folder,
+            read,
+            write,
+        )
+        self._widths = {name: table.width for name, table in recipe.tables().items()}
+        self._schemas = rows_schemas(recipe)
+        self._change = threading.Condition()  # of the rows and all that follows
+        self._basket: dict[int, dict[str, Given]] = {}  # by trainer, of this turn
+        self._turn = self._version = self._steps = self._pushes = self._dropped = 0
+        self._squares = 0.0  # of the gradient of the turn before
+        self._orders, self._worker, self._number, self._work = (
+            threading.Lock(),
+            ThreadPoolExecutor(1, "order"),
+            0,
+            Future[dict[str, np.ndarray]](),
+        )
+        self._over, self._failure, self._stopping = threading.Event(), list[BaseException](), False
+        self.handlers = {
+            LOOK: self.look,
+            GIVE: self.give,
+            COUNT: self.count,
+            LOAD: self.load,
+            SAVE: self.save,
+            END: self.end,
+        }
+
+    def run(self, beat: Callable[[str, int], None], stop_requested: Callable[[], bool]) -> None:
+        """Until the run is over. Raises what went wrong in a thread of the service."""
+        while not self._over.wait(WAIT_S):
+            beat("wait", self._turn)
+            self._stopping = stop_requested()
+        if self._failure:
+            error = self._failure[0]
+            raise (
+                error
+                if isinstance(error, DtfError)
+                else DtfError(f"the service failed: {type(error).__name__}: {error}")
+            ) from error
+
+    def fail(self, error: BaseException) -> None:
+        """Something went wrong in a thread of the service."""
+        self._failure.append(error)
+        self._over.set()
+
+    # ------------------------------------------------------------ a step
+
+    def look(self, data: bytes) -> bytes:
+        """Rows, after the update that the request brings."""
+        message = decode(self._schemas[LOOK][0], data)
+        with self._change:
+            self._update(message)
+            rows = {
+                f"rows/{name}": self._shelves.rows(name, message.arrays[f"want/{name}"], bool(message.scalars["train"]))
+                for name in self._widths
+            }
+        return encode(self._schemas[LOOK][1], {}, rows)
+
+    def give(self, data: bytes) -> bytes:
+        """Gradients of one trainer; what is known of their sum once all have given theirs."""
+        message = decode(self._schemas[GIVE][0], data)
+        turn, rank = int(message.scalars["turn"]), int(message.scalars["rank"])
+        if not 0 <= rank < self._trainers:
+            raise Refused(f"there is no trainer {rank}, but {self._trainers}")
+        with self._change:
+            if turn > self._turn:
+                raise Refused(f"turn {turn} comes after {self._turn}")
+            if message.scalars["given"] and (turn < self._turn or rank in self._basket):
+                self._dropped += 1
+            elif message.scalars["given"]:
+                self._basket[rank] = self._given(message)
+                self._pushes += 1
+                if len(self._basket) == self._trainers:
+                    self._merge()
+            whole = self._change.wait_for(lambda: turn < self._turn, LONGEST_WAIT_S)
+            if turn < self._turn - 1:
+                raise Refused(f"turn {turn} is over")
+            arrays = {"squares": np.array([self._squares]), "rows": self._counts()} if whole else {}
+        return encode(self._schemas[GIVE][1], {"whole": int(whole), "stopping": int(self._stopping)}, arrays)
+
+    def _merge(self) -> None:
+        """The sum of all gradients, in the order of trainers, is what the next update applies."""
+        given = {name: [self._basket[rank][name] for rank in range(self._trainers)] for name in self._widths}
+        self._squares = self._shelves.take(given, together=False)
+        self._basket = {}
+        self._turn += 1
+        self._change.notify_all()
+
+    def _update(self, message: Message) -> None:
+        """Make the update that the request brings, unless it is made."""
+        version = int(message.scalars["version"])
+        if version > self._version + 1:
+            raise Refused(f"update {version} comes after {self._version}")
+        if version == self._version + 1:
+            self._shelves.step(
+                float(message.scalars["factor"]), float(message.scalars["lr"]), int(message.scalars["step"])
+            )
+            self._version, self._steps = version, int(message.scalars["step"]) + 1
+
+    def _given(self, message: Message) -> dict[str, Given]:
+        given = {
+            name: Given(message.arrays[f"ids/{name}"], message.arrays[f"gradients/{name}"], 1.0)
+            for name in self._widths
+        }
+        for name, (ids, gradients, _) in given.items():
+            if gradients.shape != (len(ids), self._widths[name]):
+                raise Refused(
+                    f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, {self._widths[name]})"
+                )
+        return given
+
+    # ------------------------------------------------------------ checkpoints
+
+    def count(self, data: bytes) -> bytes:
+        """How many rows there are."""
+        message = decode(self._schemas[COUNT][0], data)
+        with self._change:
+            self._update(message)
+            return encode(self._schemas[COUNT][1], {}, {"rows": self._counts()})
+
+    def load(self, data: bytes) -> bytes:
+        """Read rows from a checkpoint, in place of those that are here."""
+        message = decode(self._schemas[LOAD][0], data)
+        path = Path(message.arrays["path"].tobytes().decode())
+
+        def work() -> dict[str, np.ndarray]:
+            with self._change:
+                self._shelves.clear()
+                self._shelves.load(self._read(path))
+            return {}
+
+        return self._order(message, LOAD, work)
+
+    def save(self, data: bytes) -> bytes:
+        """Write all rows into a checkpoint's folder, each table after so many rows `before` of `total`."""
+        message = decode(self._schemas[SAVE][0], data)
+        arrays, path = message.arrays, Path(message.arrays["path"].tobytes().decode())
+        if ".." in path.parts or self._folder not in path.parents:
+            raise Refused("this is no place in the run folder")
+
+        def work() -> dict[str, np.ndarray]:
+            error, written = "", None
+            with self._change:
+                self._update(message)
+                try:
+                    places = dict(
+                        zip(
+                            self._widths,
+                            zip(arrays["before"].tolist(), arrays["total"].tolist(), strict=True),
+                            strict=True,
+                        )
+                    )
+                    if boxes := self._shelves.parts(places):
+                        written = self._write(path / f"rank_{self._rank}.safetensors", boxes)
+                except (OSError, MemoryError) as trouble:
+                    error = str(trouble) or "out of memory"
+            return {
+                "error": np.frombuffer(error.encode(), np.uint8),
+                "told": np.frombuffer(json.dumps(written).encode(), np.uint8),
+            }
+
+        return self._order(message, SAVE, work)
+
+    def _order(self, message: Message, method: str, work: Callable[[], dict[str, np.ndarray]]) -> bytes:
+        """Begin to work, unless it is begun; what came of it, if it is done soon."""
+        number = int(message.scalars["order"])
+        with self._orders:
+            if number < self._number:
+                raise Refused(f"order {number} is over")
+            if number > self._number:
+                self._number, self._work = number, self._worker.submit(work)
+            doing = self._work
+        wait([doing], LONGEST_WAIT_S)
+        return encode(self._schemas[method][1], {"done": int(doing.done())}, doing.result() if doing.done() else {})
+
+    # ------------------------------------------------------------ the end
+
+    def end(self, data: bytes) -> bytes:
+        """Nobody needs this server any more."""
+        decode(self._schemas[END][0], data)
+        self._over.set()
+        return encode(self._schemas[END][1], {}, {})
+
+    def snapshot(self) -> dict[str, Any]:
+        """What this server tells of itself, see `status.snapshot`; here a version is an update that was made."""
+        with self._change:
+            return {
+                "state": "over" if self._over.is_set() else "serving",
+                "version": self._steps,
+                "updates": self._version,
+                "pushes": self._pushes,
+                "dropped": self._dropped,
+                "staleness": {"0": self._pushes},
+                "blocks": {"number": 0, "bytes": 0},
+                "tables": self._shelves.sizes(),
+            }
+
+    def _counts(self) -> np.ndarray:
+        return np.array([table["rows"] for table in self._shelves.sizes().values()], np.int64)

@@ -1,0 +1,139 @@
+"""When pushes become an update: the modes of a parameter server, as rules over what has arrived.
+
+Pure; knows no tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+
+class Arrived(Protocol):
+    """A push in the basket."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def part(self) -> int: ...
+
+
+Waiting = Mapping[int, Collection[int]]
+"""First step of each lease -> shares that were opened and are not merged yet."""
+
+
+class Merging(ABC):
+    """One mode."""
+
+    exact = False
+    """Whether each step is one update, of all its shares summed in their order: the same numbers as any synchronous
+    strategy.
+    """
+
+    together = False
+    """Whether all servers merge the same pushes, one update after the other: what needs the whole gradient can then be
+    known.
+    """
+
+    prompt = False
+    """Whether each push is an update at once: what is asked for with it then waits for that."""
+
+    local = False
+    """Whether trainers learn by themselves and push differences of the state, not gradients."""
+
+    steps = 1
+    """Steps of one lease."""
+
+    def __init__(self, staleness: int | None) -> None:
+        self._staleness = staleness
+
+    @abstractmethod
+    def shares(self, trainers: int) -> int:
+        """Into how many leases the rows of a step are cut."""
+
+    @abstractmethod
+    def window(self, trainers: int) -> int:
+        """How many leases of a share, one after the other, may be open beside the one that is opened next."""
+
+    @abstractmethod
+    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+        """How many pushes, from the first of the basket on, are the next update; 0: wait for more.
+
+        All of the basket are waited for.
+        """
+
+
+class Sync(Merging):
+    """All shares of a step at once. The next two steps are open meanwhile, so that their rows can be read."""
+
+    exact = together = True
+
+    def shares(self, trainers: int) -> int:
+        return trainers
+
+    def window(self, trainers: int) -> int:
+        return 2
+
+    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+        step = min(waiting, default=None)
+        here = sum(push.step == step for push in basket)
+        return here if step is not None and here == len(waiting[step]) else 0
+
+
+class Async(Merging):
+    """Each push as it arrives; a lease is a whole global batch."""
+
+    prompt = True
+
+    def shares(self, trainers: int) -> int:
+        return 1
+
+    def window(self, trainers: int) -> int:
+        return 2 * trainers if self._staleness is None else self._staleness
+
+    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+        return 1 if basket else 0
+
+
+class HalfAsync(Merging):
+    """So many pushes, whosoever they are; fewer when no more can come."""
+
+    def __init__(self, staleness: int | None, gather: int) -> None:
+        super().__init__(staleness)
+        self._gather = gather
+        self.together = staleness == 0 and not gather
+
+    def shares(self, trainers: int) -> int:
+        self._trainers = trainers
+        return trainers
+
+    def window(self, trainers: int) -> int:
+        return 1 if self._staleness is None else self._staleness
+
+    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+        wanted = min(self._gather or self._trainers, sum(len(parts) for parts in waiting.values()))
+        return wanted if len(basket) >= wanted else 0
+
+
+class Geo(Merging):
+    """Differences that trainers' own training made of the state it began with: each as it arrives, or, with a staleness
+    of 0, all of the same steps at once.
+    """
+
+    local = True
+
+    def __init__(self, staleness: int | None, steps: int) -> None:
+        super().__init__(staleness)
+        self.steps = steps
+
+    def shares(self, trainers: int) -> int:
+        return trainers
+
+    def window(self, trainers: int) -> int:
+        return 1 if self._staleness is None else self._staleness
+
+    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+        if self._staleness == 0:
+            return len(basket) if len(basket) == sum(len(parts) for parts in waiting.values()) else 0
+        return 1 if basket else 0

@@ -1,0 +1,113 @@
+"""Parameter servers: some processes hold the state, others compute on what they pull and push gradients."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from dtf.api.registry import register
+from dtf.api.strategy import Errand, Program, Standing, Strategy, Task, check_divides
+from dtf.core.errors import ConfigError
+from dtf.pserver.checks import check
+from dtf.pserver.options import Device, PserverOptions
+
+if TYPE_CHECKING:
+    from dtf.distributed.world import World
+    from dtf.pserver.session import Post
+
+
+@register("strategy", "pserver")
+class Pserver(PserverOptions, Strategy):
+    """Servers hold parameters and tables, each a part, and run the engine; trainers pull what a batch needs, compute,
+    and push gradients.
+
+    Bytes per step and trainer: twice the parameters, and 2 x U x (8 + width x format) for U distinct ids of its rows.
+    """
+
+    def __post_init__(self) -> None:
+        self._post: Post | None = None  # of a server, from `meet` on; no field, which would be a config key
+
+    @property
+    def replaceable(self) -> frozenset[str]:
+        return frozenset() if self.rows_alone else frozenset({"trainer"})
+
+    def roles(self, processes: int) -> dict[str, int]:
+        roles = {"server": self.count(), "trainer": self.trainers * self.team or processes}
+        return dict(reversed(roles.items())) if self.rows_alone else roles
+
+    def check_processes(self, given: int) -> None:
+        if self.trainers and given != self.trainers * self.team and not self.where():
+            raise ConfigError(
+                f"launcher.processes={given} and strategy.trainers={self.trainers} of {self.team} process(es) differ; "
+                "leave one of them out"
+            )
+
+    def computes_on_device(self, role: str) -> bool:
+        return role == "trainer" or self.server_device is Device.cuda
+
+    def hints(self, processes: int) -> list[str]:
+        servers, trainers = self.count(), self.count_trainers(processes)
+        if servers <= trainers:
+            return []
+        return [
+            f"{servers} servers for {trainers} trainer(s): more servers than trainers mostly wait; use fewer, unless "
+            "the tables need the memory of all"
+        ]
+
+    def check(self, task: Task, processes: int, devices: str) -> None:
+        if find_spec("grpc") is None:
+            raise ConfigError(
+                "strategy=pserver needs grpcio, which is not installed: python -m pip install 'dtf[pserver]'"
+            )
+        if not self.trainers:
+            check_divides("strategy.team", self.team, processes)
+        check(self, task, self.count_trainers(processes), devices)
+
+    def communication(self, devices: str) -> str | None:
+        return "nccl" if self.rows_alone and devices == "cuda" else "gloo"
+
+    def meet(self, standing: Standing) -> Standing:
+        from dtf.pserver.session import meet
+
+        standing, self._post = meet(standing, self, self.count_trainers(standing.place.slots))
+        return standing
+
+    def setup(self, task: Task, world: World) -> Program:
+        if self.rows_alone:
+            return self._replica(task, world)
+        from dtf.pserver.session import Post, serve
+
+        return serve(task, world, self, self.count_trainers(world.slots), self._post or Post())
+
+    def _replica(self, task: Task, world: World) -> Program:
+        """ddp's program, with rows elsewhere."""
+        from dtf.model.init import cast_model, draw_model
+        from dtf.optim.update import LocalUpdate, whole
+        from dtf.pserver.session import servers
+        from dtf.pserver.trainer.remote_tables import Assisted, RemoteTables
+        from dtf.strategies.ddp_wrap import on_their_way, reduced
+        from dtf.strategies.spmd import Replica, workload
+
+        model = draw_model(task.recipe, task.seed, task.weights)
+        masters = cast_model(model, task.precision, world.device)
+        several = world.size > 1
+        forward, exchange = (
+            (reduced(model), on_their_way(model, workload(task, world.size)[0])) if several else (None, 0)
+        )
+        tables = RemoteTables(task, world, 1 / world.size, lambda: servers(world.place, self))
+        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
+        update = LocalUpdate(whole(model, masters), *options, writes=world.rank == 0, tables=tables)
+        return Assisted(
+            Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables
+        )
+
+    def assist(self, task: Task, errand: Errand) -> None:
+        if self.rows_alone:
+            from dtf.checkpoint.checkpointer import Stored, write_boxes
+            from dtf.pserver.session import lend
+
+            lend(task, errand, self, self.count_trainers(errand.place.slots), Stored, write_boxes)
+        else:
+            from dtf.pserver.session import train
+
+            train(task, errand, self, self.count_trainers(errand.place.slots))

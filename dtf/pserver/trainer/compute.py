@@ -1,0 +1,222 @@
+"""What a trainer computes for one lease from what it pulled: gradients, by server. Knows no messages."""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtf.api.sampler import cut, share, within
+from dtf.api.strategy import Task
+from dtf.core.types import WHOLE, Batch, Evaluated, Shard
+from dtf.model.forward import draws_at_large, loss_dtype, received, rows_of, stand_ins
+from dtf.model.init import cast_model, draw_model
+from dtf.pserver.net.compression import rounded
+from dtf.pserver.net.messages import NONE
+from dtf.pserver.param_slices import Layout, views
+from dtf.pserver.trainer.prefetch import Prepared
+from dtf.strategies.spmd import Replica
+
+warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
+
+ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""Ids (U,) and numbers (U, columns) of each table."""
+
+
+class Blocks(NamedTuple):
+    """Learning blocks of one server as they arrived, and the stamp of the state that they are of."""
+
+    stamp: int
+    data: np.ndarray
+
+
+class Pulled(NamedTuple):
+    """What the servers gave for one lease, in their order."""
+
+    dense: list[Blocks]
+    rows: list[dict[str, np.ndarray]]
+    applied: list[int]  # updates in it
+    scale: float
+
+
+class Computed(NamedTuple):
+    """What came of one lease; `dense` and `rows` by server, see `Push`."""
+
+    dense: list[np.ndarray]
+    rows: Sequence[ByTable]
+    sums: Tensor  # (M,)
+    statistics: np.ndarray
+    norm: float
+    finite: int
+    skipped: int = 0
+
+
+class Computing:
+    """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient. `part`: what this process
+    computes of each lease.
+
+    `threads`: of this process that compute with one copy of the parameters; `first`: the one of them that was made
+    first, whose copy it is. Buffers, gradients and statistics each has for itself.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        device: torch.device,
+        layouts: Sequence[Layout],
+        shares: int,
+        micro_batch_rows: int,
+        whole_norm: bool,
+        wire: torch.dtype | None,
+        part: Shard = WHOLE,
+        threads: int = 1,
+        first: Computing | None = None,
+    ) -> None:
+        self._task, self.device, self._layouts, self._shares, self._micro_batch_rows = (
+            task,
+            device,
+            layouts,
+            shares,
+            micro_batch_rows,
+        )
+        self._whole_norm, self._wire, self._part = whole_norm, wire, part
+        model = draw_model(task.recipe, task.seed, task.weights)
+        self.masters = cast_model(model, task.precision, device)
+        self.parameters = dict(model.named_parameters())
+        if first is not None:
+            self.masters = first.masters
+            for name, parameter in self.parameters.items():
+                # the memory is the same; torch sees two tensors, and no change of one as that of the other
+                parameter.data = first.parameters[name].data
+        self._flat = [self._flattened(layout) for layout in layouts] if first is None else first._flat
+        self.replica = Replica(model, task, device)
+        self._learning = [
+            [block.of(self.parameters[block.name].data) for block in layout.learning] for layout in layouts
+        ]
+        self._threads = threads
+        # stamps of what the parameters are, by server
+        self._loaded: list[int] = first._loaded if first else [NONE] * len(layouts)
+        self._loading = first._loading if first else threading.Lock()
+        self._outgoing = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
+        self._leaving = [views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)]
+
+    def rehearse(self, batch: Batch) -> None:
+        """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
+        batch = received(batch, self._task)
+        batch = batch._replace(inputs=stand_ins(batch.inputs, self._task.recipe.tables()))
+        drew = self.replica.rehearse(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
+        if drew and self._threads > 1:
+            raise draws_at_large("pserver", "and the threads of strategy.hogwild_threads share one generator")
+
+    def gradients(self, prepared: Prepared, pulled: Pulled) -> Computed:
+        """Of the sum of losses over the rows of a lease, divided by the rows of the global batch."""
+        self.load(pulled)
+        batch = prepared.wanted.fill(prepared.batch, pulled.rows, self.device)
+        sums = self.passes(prepared, batch, pulled.scale / prepared.ticket.rows)
+        for layout, here in zip(self._layouts, self._leaving, strict=True):
+            found = [self.parameters[block.name].grad for block in layout.learning]
+            parts = [
+                torch.zeros_like(view) if grad is None else block.of(grad)
+                for grad, block, view in zip(found, layout.learning, here, strict=True)
+            ]
+            if here:
+                torch._foreach_copy_(here, parts)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        rows = prepared.wanted.gradients(self.replica.row_gradients)
+        dense = [memory.cpu().numpy() for memory in self._outgoing]
+        norm, added = self._norm(rows) if self._whole_norm else 0.0, self.added()
+        finite = math.isfinite(norm)
+        return Computed(dense, rows, sums, added, norm if finite else 0.0, int(finite and np.isfinite(added).all()))
+
+    def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
+        """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters; the
+        metric sums (M,).
+        """
+        ticket, lease = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
+        bounds, _ = self.own(prepared)
+        own = share(len(bounds) - 1, within(lease, self._part))
+        self.replica.model.train()
+        self.replica.statistics.forget(ticket.step)
+        scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
+        return self.replica.accumulate(ticket, batch, bounds, own, lease, scale)
+
+    def added(self) -> np.ndarray:
+        """What the last pass added to running averages, see `RunningStatistics.added`."""
+        return self.replica.statistics.added().cpu().numpy()
+
+    def own(self, prepared: Prepared) -> tuple[list[int], tuple[int, int]]:
+        """Bounds of all micro-batches of the ticket, and the first and last + 1 of those of the lease."""
+        bounds = cut(prepared.ticket.rows, self._micro_batch_rows)
+        return bounds, share(len(bounds) - 1, Shard(prepared.lease.part, prepared.lease.shares))
+
+    def evaluate(self, prepared: Prepared, pulled: Pulled) -> Evaluated:
+        """A batch of an evaluation."""
+        self.load(pulled)
+        return self.replica.evaluate(prepared.wanted.fill(prepared.batch, pulled.rows, self.device))
+
+    @torch.no_grad()
+    def load(self, pulled: Pulled) -> None:
+        """Put pulled blocks into the model.
+
+        Where several threads compute with it, they go on meanwhile; what is older than what is there stays out.
+        """
+        with self._loading:
+            for server, (layout, into, (stamp, data)) in enumerate(
+                zip(self._layouts, self._learning, pulled.dense, strict=True)
+            ):
+                if into and (stamp != self._loaded[server] if self._threads == 1 else stamp > self._loaded[server]):
+                    blocks, flat = torch.from_numpy(data), self._flat[server]
+                    if flat is None:
+                        torch._foreach_copy_(into, views(blocks.to(self.device), layout.learning))
+                    else:
+                        flat.copy_(blocks)
+                    self._loaded[server] = stamp
+
+    def _flattened(self, layout: Layout) -> Tensor | None:
+        """One piece of memory in which the parameters lie from now on as a server's blocks travel; None where these are
+        slices, or of another format.
+        """
+        if any(
+            block.shape != block.whole or self.parameters[block.name].dtype is not block.dtype
+            for block in layout.learning
+        ):
+            return None
+        memory = torch.zeros(layout.bytes, dtype=torch.uint8, device=self.device)
+        for block, view in zip(layout.learning, views(memory, layout.learning), strict=True):
+            parameter = self.parameters[block.name]
+            view.copy_(parameter.data)
+            if self.masters[block.name].dtype is block.dtype:  # then it is the parameter
+                self.masters[block.name] = view
+            parameter.data = view
+        return memory
+
+    def forget(self) -> None:
+        """The model was changed by others."""
+        self._loaded[:] = [NONE] * len(self._layouts)
+
+    @torch.no_grad()
+    def take_frozen(self, server: int, data: np.ndarray) -> None:
+        """Blocks that do not learn, and server 0's buffers; see `Holdings.frozen`."""
+        layout, memory = self._layouts[server], torch.from_numpy(data)
+        for block, view in zip(layout.frozen, views(memory, layout.frozen), strict=True):
+            block.of(self.parameters[block.name].data).copy_(view)
+        at = layout.frozen_bytes
+        for _, buffer in self.replica.model.named_buffers() if server == 0 else ():
+            size = buffer.numel() * buffer.element_size()
+            buffer.copy_(memory[at : at + size].clone().view(buffer.dtype).view(buffer.shape))
+            at += size
+
+    def _norm(self, rows: Sequence[ByTable]) -> float:
+        from dtf.sparse.store import squares
+
+        total = sum(squares(rounded(gradients, self._wire)) for part in rows for _, gradients in part.values())
+        for gradients in self._leaving:
+            total += sum(float(view.double().square().sum()) for view in gradients)
+        return math.sqrt(total)

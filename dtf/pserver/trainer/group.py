@@ -1,0 +1,215 @@
+"""Processes of one host that are one trainer (`strategy.team`): how they find each other, and what passes between them.
+Knows no server, and no gRPC.
+
+Whoever loses another one ends with PeerError, and a new team meets, of those that are started again: no process is of
+two teams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtf.core.errors import PeerError
+from dtf.core.types import Shard
+from dtf.distributed.grad_allreduce import buckets
+
+BUILD_S = 30.0
+"""For processes that have met to connect; one that dies in between is missed so long."""
+
+PATIENCE = timedelta(days=7)
+"""With those that are connected: gloo notices at once who dies, and whether one hangs, or is gone while NCCL waits for
+it, is for the launcher to find.
+"""
+
+LONGEST_ORDER = 9
+"""Numbers in it."""
+
+_groups: list[Any] = []
+"""Kept until the process ends, which closes them: the last to let go of one would wait for gloo's threads, which may
+wait for the interpreter.
+"""
+
+
+class Topic(IntEnum):
+    """What a message from one process to another is about.
+
+    Those of one topic are sent by one thread, and come in order.
+    """
+
+    READ = 1
+    READING = 2
+    WORK = 3
+    ROWS = 4
+
+
+def meet(store: dist.Store, part: Shard, beat: Callable[[], None], patience_s: float) -> str:
+    """The name of the new team, once all of its processes are there: the first one chooses it, and tells each of the
+    others in turn.
+
+    A process asks once in its life, and is answered once: so a life that was answered is of an earlier team and ends
+    with it, and the next one is waited for.
+    """
+
+    def wait(key: str) -> None:
+        while True:
+            beat()
+            with suppress(dist.DistStoreError):  # a timeout
+                return store.wait([key], timedelta(seconds=patience_s))
+
+    if part.index:
+        life = f"{part.index}/{store.add(f'{part.index}/lives', 1)}"
+        store.set(f"{life}/asks", "")
+        wait(f"{life}/team")
+        return store.get(f"{life}/team").decode()
+    name, lives = str(store.add("teams", 1)), list[str]()
+    others = range(1, part.count)
+    while True:
+        before = lives
+        lives = [_unanswered(store, member) for member in others]
+        if lives == before:
+            break
+        for life in lives:
+            wait(f"{life}/asks")
+    for life in lives:
+        store.set(f"{life}/team", name)
+    return name
+
+
+def _unanswered(store: dist.Store, member: int) -> str:
+    """The life of a process that belongs to no team yet, which may be still to come."""
+    number = store.add(f"{member}/lives", 0)
+    return f"{member}/{number + (not number or store.check([f'{member}/{number}/team']))}"
+
+
+class Team:
+    """This process and its kin; `part.index` of the first one is 0.
+
+    `stopping`: whether one of the others was told to stop.
+    """
+
+    def __init__(
+        self, store: dist.Store, part: Shard, device: torch.device, beat: Callable[[], None], patience_s: float
+    ) -> None:
+        self.part, self.stopping = part, False
+        with _kinship():
+            own = dist.PrefixStore(meet(store, part, beat, patience_s), store)
+            self._host: Any = dist.ProcessGroupGloo(
+                dist.PrefixStore("host", own), part.index, part.count, timedelta(seconds=BUILD_S)
+            )
+            self._device = self._host  # any, as torch's types leave out what a group can do
+            if device.type == "cuda":
+                self._device = dist.ProcessGroupNCCL(
+                    dist.PrefixStore("device", own), part.index, part.count, dist.ProcessGroupNCCL.Options()
+                )
+        _groups.extend([self._host, self._device])
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first process."""
+        return self.part.index == 0
+
+    @property
+    def others(self) -> range:
+        """All but the first one."""
+        return range(1, self.part.count)
+
+    # ------------------------------------------------------------ all at once; collective, by one thread of each
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """The first one's numbers on all, in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = 0, PATIENCE
+        for bucket in buckets(tensors):
+            flat = (
+                torch.cat([tensor.reshape(-1) for tensor in bucket])
+                if self.leads
+                else bucket[0].new_empty(sum(tensor.numel() for tensor in bucket))
+            )
+            with _kinship():
+                self._group(flat).broadcast([flat], options).wait()
+            if not self.leads:
+                _copy(bucket, flat)
+
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Sums over all, at the first one, in place; what the others have afterwards means nothing."""
+        options = dist.ReduceOptions()
+        options.rootRank, options.timeout = 0, PATIENCE
+        for bucket in buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            with _kinship():
+                self._group(flat).reduce([flat], options).wait()
+            if self.leads:
+                _copy(bucket, flat)
+
+    def _group(self, tensor: Tensor) -> Any:
+        return self._device if tensor.is_cuda else self._host
+
+    # ------------------------------------------------------------ one to another, in host memory
+
+    def order(self, topic: Topic, *numbers: float) -> None:
+        """From the first one to each of the others; none: the run is over."""
+        order = np.zeros(1 + LONGEST_ORDER)
+        order[: 1 + len(numbers)] = len(numbers), *numbers
+        for member in self.others:
+            self.send(topic, member, order)
+
+    def take_order(self, topic: Topic) -> list[float]:
+        """What the first one orders next."""
+        count, *numbers = self.receive(topic, 0, (1 + LONGEST_ORDER,)).tolist()
+        return numbers[: int(count)]
+
+    def dismiss(self) -> None:
+        """The first one tells the others that the run is over."""
+        self.order(Topic.READ)
+        self.order(Topic.WORK)
+
+    def send(self, topic: Topic, member: int, array: np.ndarray) -> None:
+        """Numbers whose shape and format the receiver knows."""
+        if array.size:
+            with _kinship():
+                self._host.send([torch.from_numpy(np.ascontiguousarray(array))], member, topic).wait(PATIENCE)
+
+    def receive(
+        self, topic: Topic, member: int, shape: Sequence[int], kind: type[np.generic] = np.float64
+    ) -> np.ndarray:
+        """What a process sends next about a topic."""
+        array = np.empty(shape, kind)
+        if array.size:
+            with _kinship():
+                self._host.recv([torch.from_numpy(array)], member, topic).wait(PATIENCE)
+        return array
+
+    def send_lists(self, topic: Topic, member: int, lists: Sequence[np.ndarray]) -> None:
+        """Whole numbers, so many lists of them as the receiver knows."""
+        self.send(topic, member, np.array([len(each) for each in lists], np.int64))
+        self.send(topic, member, np.concatenate(lists).astype(np.int64, copy=False))
+
+    def receive_lists(self, topic: Topic, member: int, count: int) -> list[np.ndarray]:
+        """Inverse of `send_lists`."""
+        ends = np.cumsum(self.receive(topic, member, (count,), np.int64))
+        return np.split(self.receive(topic, member, (int(ends[-1]),), np.int64), ends[:-1])
+
+
+@contextmanager
+def _kinship() -> Iterator[None]:
+    """Around what needs another process."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # gloo has no class of its own
+        raise PeerError(f"lost another process of its team: {error}") from error
+
+
+def _copy(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])

@@ -1,0 +1,55 @@
+"""The rows that leases are about, as a process reads them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from dtf.api.sampler import within
+from dtf.api.strategy import Task
+from dtf.core.types import WHOLE, Batches, Shard, Train
+from dtf.model.forward import received, to_device
+from dtf.pserver.row_routing import Wanted
+from dtf.pserver.server.leases import EVALUATE, Lease
+from dtf.pserver.trainer.prefetch import Prepared
+
+Open = Callable[[str, Shard, int], Batches]
+"""See `Errand.open`."""
+
+
+class Reading:
+    """Reads tickets of leases.
+
+    `sources`: among whom rows of tables are divided; `part`: what this process reads of each lease.
+    """
+
+    def __init__(
+        self, task: Task, open: Open, device: torch.device, micro_batch_rows: int, sources: int, part: Shard = WHOLE
+    ) -> None:
+        self._task, self._open, self._device = task, open, device
+        self._micro_batch_rows, self._sources, self._part = micro_batch_rows, sources, part
+        self._widths = {name: table.width for name, table in task.recipe.tables().items()}
+        self._loaders: dict[tuple[int, int, int], Batches] = {}
+        self._turn = threading.Lock()
+
+    def __call__(self, lease: Lease, ticket: Train) -> Prepared:
+        """Of threads that call it, one reads after the other."""
+        evaluates = lease.kind == EVALUATE
+        key = (lease.kind, 0 if evaluates else lease.part, lease.shares)
+        with self._turn:
+            if key not in self._loaders:
+                split, rows = (
+                    ("eval", -(-self._task.step.batch_size // self._part.count))
+                    if evaluates
+                    else ("train", self._micro_batch_rows)
+                )
+                self._loaders[key] = self._open(split, within(Shard(key[1], lease.shares), self._part), rows)
+            loader = self._loaders[key]
+            loader.ahead([(ticket.epoch, ticket.index)])
+            batch = loader.get(ticket.epoch, ticket.index)
+        assert batch is not None
+        unread = int(((batch.weight == 0).numpy() & (batch.ids >= 0)).sum())
+        batch = received(to_device(batch, self._device, self._task), self._task)
+        return Prepared(lease, ticket, batch, Wanted(batch, self._widths, self._sources), unread)

@@ -1,0 +1,200 @@
+"""The sparse tables of trainers that hold the dense parameters themselves (`strategy.dense=allreduce`): rows lie on
+servers, who add up gradients.
+
+A step is two requests to each server. The first brings the update of the step before and asks for rows; the second
+gives gradients, and is answered once those of all trainers are there. All trainers bring the same update: the server
+makes it when the first of them comes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtf.api.strategy import Source, Task
+from dtf.core.errors import PeerError
+from dtf.core.types import Batch, Box, State
+from dtf.distributed.world import World
+from dtf.pserver.net.codec import Message, decode, encode
+from dtf.pserver.net.messages import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
+from dtf.pserver.net.transport import Transport
+from dtf.pserver.row_routing import Wanted
+from dtf.pserver.trainer.prefetch import DEADLINE_S
+from dtf.sparse.sharded_tables import Tables
+from dtf.strategies.spmd import Spmd
+
+
+class RemoteTables(Tables):
+    """`connect`: what carries requests to each server, asked for once they are needed.
+
+    `share`: the factor of ranks' gradients in their sum.
+    """
+
+    def __init__(self, task: Task, world: World, share: float, connect: Callable[[], Sequence[Transport]]) -> None:
+        super().__init__({}, world, share)
+        self._connect, self._schemas = connect, rows_schemas(task.recipe)
+        self._widths = {name: table.width for name, table in task.recipe.tables().items()}
+        self._capacities = {name: table.capacity for name, table in task.recipe.tables().items()}
+        self._turn = self._orders = 0
+        # the newest, until servers are known to have it
+        self._update: dict[str, int | float] = {"version": 0, "factor": 0.0, "lr": 0.0, "step": 0}
+        self._wanted: tuple[Wanted, dict[str, Tensor]] | None = None
+        self.stopping = False
+        """Whether a server was told to stop."""
+
+    @cached_property
+    def _servers(self) -> Sequence[Transport]:
+        return self._connect()
+
+    def look(self, batch: Batch, train: bool) -> Batch:
+        wanted = Wanted(batch, self._widths, len(self._servers))
+        scalars = self._update | {"train": int(train)}
+        answers = self._ask(
+            LOOK,
+            [
+                (scalars, {f"want/{name}": ids for name, ids in wanted.ids(server).items()})
+                for server in range(len(self._servers))
+            ],
+        )
+        rows = [{name: answer.arrays[f"rows/{name}"] for name in self._widths} for answer in answers]
+        filled = wanted.fill(batch, rows, self._world.device)
+        if train:
+            self._wanted = wanted, {name: filled.inputs[name] for name in self._widths}
+        return filled
+
+    def give(self, gradients: Mapping[str, Tensor]) -> None:
+        assert self._wanted is not None
+        wanted, looked_up = self._wanted
+        self._wanted = None
+        every = {
+            name: gradients[name] if name in gradients else torch.zeros_like(rows) for name, rows in looked_up.items()
+        }
+        common = {"rank": self._world.rank, "turn": self._turn}
+        parts = wanted.gradients(every)
+        arrays = [
+            {
+                f"{key}/{name}": array
+                for name, pair in part.items()
+                for key, array in zip(("ids", "gradients"), pair, strict=True)
+            }
+            for part in parts
+        ]
+        answers = self._ask(GIVE, [(common | {"given": 1}, each) for each in arrays])
+        while not all(answer.scalars["whole"] for answer in answers):  # other trainers are slower
+            answers = self._ask(GIVE, [(common | {"given": 0}, {}) for _ in answers])
+        self._turn += 1
+        self.stopping = self.stopping or any(answer.scalars["stopping"] for answer in answers)
+        self._refuse_overfull(sum(answer.arrays["rows"] for answer in answers))
+        self.norm = (
+            torch.tensor(sum(float(answer.arrays["squares"][0]) for answer in answers), dtype=torch.float64).sqrt()
+            * self._share
+        )
+
+    def step(self, factor: float, lr: float, step: int) -> None:
+        """What the next request brings to the servers."""
+        self._update = {"version": self._update["version"] + 1, "factor": factor * self._share, "lr": lr, "step": step}
+
+    def boxes(self) -> list[Box]:
+        """None: servers write theirs themselves, see `write`."""
+        return []
+
+    def write(self, folder: Path) -> list[dict[str, Any]]:
+        """Have every server write its rows into a checkpoint's folder; see `State.others`. OSError where one cannot.
+
+        Not collective.
+        """
+        counts = np.stack(
+            [answer.arrays["rows"] for answer in self._ask(COUNT, [(dict(self._update), {})] * len(self._servers))]
+        )
+        before = np.cumsum(counts, 0) - counts
+        path = _bytes(str(folder))
+        answers = self._order(SAVE, [{"path": path, "before": ahead, "total": counts.sum(0)} for ahead in before])
+        for server, answer in enumerate(answers):
+            if error := _text(answer.arrays["error"]):
+                raise OSError(f"server {server}: {error}")
+        return [part for answer in answers if (part := json.loads(_text(answer.arrays["told"])))]
+
+    def load(self, source: Source, resume: bool = True) -> None:
+        """Have every server read its rows from a checkpoint, in place of those it has.
+
+        PeerError when one could not: it says why itself.
+        """
+        assert resume
+        if self._world.rank == 0:
+            self._order(LOAD, [{"path": _bytes(str(source.folder))}] * len(self._servers))
+        self._world.barrier()
+
+    def clear(self) -> None:
+        """`load` does."""
+
+    def learnt(self) -> dict[str, tuple[Tensor, Tensor]]:
+        raise AssertionError("rows are on servers, and whoever uses a model reads a checkpoint")
+
+    def end(self) -> None:
+        """Let the servers go. Not collective."""
+        with suppress(PeerError):  # one that cannot be reached has gone, and only its last word was lost
+            self._ask(END, [({}, {})] * len(self._servers))
+
+    def _order(self, method: str, arrays: Sequence[Mapping[str, np.ndarray]]) -> list[Message]:
+        """Ask for what takes a while, until all have done it."""
+        self._orders += 1
+        scalars = self._update | {"order": self._orders}
+        while True:
+            answers = self._ask(method, [(scalars, each) for each in arrays])
+            if all(answer.scalars["done"] for answer in answers):
+                return answers
+
+    def _ask(
+        self, method: str, requests: Sequence[tuple[Mapping[str, Any], Mapping[str, np.ndarray]]]
+    ) -> list[Message]:
+        """One request to each server, all at once."""
+        asked, told = self._schemas[method]
+        messages = [encode(asked, *request) for request in requests]
+        if len(messages) == 1:
+            return [decode(told, self._servers[0].call(method, messages[0], DEADLINE_S))]
+        pending = [
+            server.start(method, message, DEADLINE_S) for server, message in zip(self._servers, messages, strict=True)
+        ]
+        return [decode(told, each.result()) for each in pending]
+
+    def _refuse_overfull(self, rows: Any) -> None:
+        from dtf.sparse.store import full
+
+        for (name, capacity), count in zip(self._capacities.items(), rows.tolist(), strict=True):
+            if count > capacity:
+                raise full(name, capacity, count)
+
+
+class Assisted(Spmd):
+    """A replica on every rank, whose tables are elsewhere."""
+
+    _tables: RemoteTables
+
+    def about(self) -> dict[str, str]:
+        return {"servers": "rows of sparse tables, by a hash of their ids"}
+
+    def state(self) -> State:
+        return super().state()._replace(others=self._tables.write if self._world.rank == 0 else None)
+
+    def told_to_stop(self) -> bool:
+        return self._tables.stopping
+
+    def end(self, reason: str = "finished") -> None:
+        if self._world.rank == 0:
+            self._tables.end()
+
+
+def _bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def _text(array: np.ndarray) -> str:
+    return array.tobytes().decode()

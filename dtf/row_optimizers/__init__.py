@@ -1,1 +1,0 @@
-"""Row optimizers of sparse tables: one registered class per file, without torch, numpy and numba until they step."""

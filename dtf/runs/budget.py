@@ -1,0 +1,106 @@
+"""What a run may cost: its hours over all its launches, counted by the launching process, and the mark that tells its
+ranks to save and stop.
+
+The mark is a file, since the run folder is what ranks share with whoever made it under every launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from dtf.api.options import BudgetOptions
+
+WARN_AT = 0.8
+_SECONDS, _MARK = "seconds", ".over_budget"
+_TICK_S = 1.0
+
+
+def limit_s(budget: BudgetOptions) -> float:
+    """Seconds that the budget buys; infinite without one."""
+    hours = math.inf if budget.hours is None else budget.hours
+    if budget.cost is not None and budget.cost_per_hour is not None:
+        hours = min(hours, budget.cost / budget.cost_per_hour)
+    return hours * 3600
+
+
+def key(budget: BudgetOptions) -> str:
+    """The key that ends the run: `budget.cost=5` or `budget.hours=2`, whichever is spent first."""
+    by_time = budget.hours is not None and budget.hours * 3600 <= limit_s(budget)
+    return f"budget.hours={budget.hours:g}" if by_time else f"budget.cost={budget.cost:g}"
+
+
+def spent_s(folder: Path) -> float:
+    """Seconds that the run in `folder` has taken so far, over all its launches; that of a killed one is known to the
+    second.
+    """
+    try:
+        return float((folder / _SECONDS).read_text() or 0)  # empty: killed as it made the file
+    except (FileNotFoundError, NotADirectoryError):
+        return 0.0
+
+
+def is_spent(folder: Path) -> bool:
+    """Whether ranks shall save and stop."""
+    return (folder / _MARK).exists()
+
+
+class Meter:
+    """Counts the seconds of a run while it is open, in a file of its folder; warns once near the end of the budget and
+    marks its end.
+
+    `elsewhere_s`: what the other trials of a sweep have spent of it. `warn` is called from a thread.
+    """
+
+    def __init__(self, folder: Path, budget: BudgetOptions, elsewhere_s: float, warn: Callable[[str], None]) -> None:
+        self._folder, self._budget, self._elsewhere_s, self._warn = folder, budget, elsewhere_s, warn
+        self._limit_s, self._before_s, self._opened = limit_s(budget), spent_s(folder), time.monotonic()
+        self._warned = elsewhere_s >= WARN_AT * self._limit_s  # by another trial
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._count, name="dtf-meter", daemon=True)
+
+    @property
+    def seconds(self) -> float:
+        """Of this run, over all its launches."""
+        return self._before_s + time.monotonic() - self._opened
+
+    def __enter__(self) -> Self:
+        (self._folder / _MARK).unlink(missing_ok=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _count(self) -> None:
+        descriptor = os.open(self._folder / _SECONDS, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            last = False
+            while True:
+                with contextlib.suppress(OSError):  # a full disk is the checkpoint's to report
+                    # one write of a text that never gets shorter: a kill leaves a whole number
+                    os.pwrite(descriptor, f"{self.seconds:.3f}\n".encode(), 0)
+                    self._judge()
+                if last:
+                    return
+                last = self._closed.wait(_TICK_S)
+        finally:
+            os.close(descriptor)
+
+    def _judge(self) -> None:
+        spent = self._elsewhere_s + self.seconds
+        if spent >= self._limit_s:
+            (self._folder / _MARK).touch(mode=0o600)
+        if spent >= WARN_AT * self._limit_s and not self._warned:
+            self._warned = True
+            self._warn(
+                f"{spent / self._limit_s:.0%} of {key(self._budget)} is spent; at 100% the state is saved and the "
+                "ranks stop"
+            )

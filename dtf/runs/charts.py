@@ -1,0 +1,285 @@
+"""Charts of runs with matplotlib: SVG whose colours the page around it decides, so that it suits light and dark, and
+PNG for everywhere else.
+"""
+# pyright: reportMissingImports=false
+# (matplotlib is the extra `report`)
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtf.runs.results import Point
+
+PALETTE = ("#2f6fdb", "#d9480f", "#2b8a3e", "#9c36b5", "#c2255c", "#0b7285", "#8f6200", "#5f3dc4")
+"""Of runs, in their order, on white; `page` has those for a dark ground. Further runs begin anew with dashes."""
+PARTS = {
+    "data": "#0b7285",
+    "forward": "#2f6fdb",
+    "backward": "#5f3dc4",
+    "communication": "#d9480f",
+    "optimizer": "#2b8a3e",
+    "other": "#98a2ad",
+}
+_LIGHT = {"ink": "#1f2328", "muted": "#57606a", "line": "#d0d7de", "pale": "#b6bec7"} | {
+    f"run{i}": colour for i, colour in enumerate(PALETTE)
+}
+_MARKED = {name: f"#fe{number:02x}ef" for number, name in enumerate(_LIGHT)}
+"""Colours that nothing else has: in an SVG they are replaced by the page's variables of these names."""
+_STRUCK = "#d1242f"
+_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
+
+
+@dataclass
+class Line:
+    run: int
+    points: list[Point]
+    pale: bool = False  # a second line of the same run, less important
+
+
+@dataclass
+class Bar:
+    label: str
+    value: float
+    colour: str  # `run<i>`, or `pale` for what was not measured here
+    text: str
+
+
+@dataclass
+class Axes:
+    """One pair of axes: lines or horizontal bars."""
+
+    title: str
+    x: str = ""
+    lines: list[Line] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
+    labelled: bool = True  # bars only: whether labels stand at its left; else those of the axes to the left count
+    floor: bool = False  # lines only: whether y begins at 0
+    top: float | None = None  # of the values, where it is known
+
+
+@dataclass
+class Chart:
+    """One picture: axes side by side. `file`: its name without ending."""
+
+    file: str
+    caption: str
+    axes: list[Axes]
+    widths: list[float] = field(default_factory=list)
+
+    @property
+    def wide(self) -> bool:
+        return len(self.axes) > 1
+
+
+def svg(chart: Chart) -> str:
+    """An <svg> element for a page that defines --ink, --muted, --line, --pale and --run0 to --run7. Text stays text."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.file, "svg.id": chart.file}):
+        figure = _figure(chart, _MARKED, [])
+        figure.savefig(
+            out := io.StringIO(),
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
+    text = re.sub(r"<metadata>.*?</metadata>", "", out.getvalue(), flags=re.DOTALL)
+    text = text[text.index("<svg") :]
+    for name, colour in _MARKED.items():
+        text = text.replace(colour, f"var(--{name})")
+    text = (
+        re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", text)
+        .replace('id="', f'id="{chart.file}-')
+        .replace("#", f"#{chart.file}-")
+    )
+    text = re.sub(r"font: bold ([\d.]+px)[^;\"]*", r"font-size: \1; font-weight: 600", text)
+    size = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', text)
+    assert size is not None
+    return text.replace(size[0], f'role="img" aria-label="{chart.caption}"', 1)
+
+
+def png(chart: Chart, names: Sequence[str], path: Path) -> None:
+    """The same on white, with a legend where lines need one."""
+    _figure(chart, _LIGHT, names if any(axes.lines for axes in chart.axes) else []).savefig(
+        path, dpi=160, facecolor="white"
+    )
+
+
+def _figure(chart: Chart, colours: Mapping[str, str], legend: Sequence[str]) -> Any:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    bars = max((len(axes.bars) for axes in chart.axes), default=0)
+    height = 0.75 + 0.36 * bars if bars else 2.7
+    with rc_context(_style(colours)):
+        below = 0.24 * -(-len(legend) // 3)
+        figure = Figure(
+            figsize=(11.5 if chart.wide else 5.6, height + below),
+            layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08),
+        )
+        places = figure.subplots(1, len(chart.axes), squeeze=False, width_ratios=chart.widths or None)[0]
+        for place, axes in zip(places, chart.axes, strict=True):
+            place.set_title(axes.title)
+            _bars(place, axes, colours) if axes.bars else _lines(place, axes, colours)
+        if legend:
+            from matplotlib.lines import Line2D
+
+            handles = [
+                Line2D([], [], color=colours[f"run{i % 8}"], linestyle=_dash(i), label=name)
+                for i, name in enumerate(legend)
+            ]
+            figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(legend)), frameon=False)
+        figure.canvas.draw()  # lay out with this style
+    return figure
+
+
+def _style(colours: Mapping[str, str]) -> dict[Any, Any]:
+    style: dict[Any, Any] = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.titlesize": 10,
+    }
+    style |= {
+        "axes.edgecolor": colours["line"],
+        "axes.labelcolor": colours["muted"],
+        "xtick.color": colours["muted"],
+        "ytick.color": colours["muted"],
+    }
+    style |= {
+        "text.color": colours["ink"],
+        "axes.titlecolor": colours["ink"],
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+    }
+    return style
+
+
+def _lines(place: Any, axes: Axes, colours: Mapping[str, str]) -> None:
+    for line in axes.lines:
+        look: dict[str, Any] = {"alpha": 0.4, "linewidth": 1.1} if line.pale else {"linewidth": 1.8}
+        if len(line.points) == 1:
+            look["marker"] = "o"
+        place.plot(
+            *zip(*line.points, strict=True), color=colours[f"run{line.run % 8}"], linestyle=_dash(line.run), **look
+        )
+    place.grid(axis="y", color=colours["line"], linewidth=0.6)
+    place.set_xlabel(axes.x)
+    place.set_xlim(0, None)
+    if axes.floor:
+        place.set_ylim(0, axes.top or 1.08 * max(y for line in axes.lines for _, y in line.points) or 1)
+    place.tick_params(length=0)
+
+
+def _bars(place: Any, axes: Axes, colours: Mapping[str, str]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for number, bar in enumerate(axes.bars):
+        measured = bar.colour != "pale"
+        face: dict[str, Any] = (
+            {"color": colours[bar.colour]}
+            if measured
+            else {"facecolor": "none", "edgecolor": colours["pale"], "hatch": "////"}
+        )
+        place.barh(number, bar.value, height=0.62, **face)
+        place.annotate(
+            bar.text, (bar.value, number), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5
+        )
+    place.set_xlim(0, 1.35 * max((bar.value for bar in axes.bars), default=1) or 1)
+    place.set_ylim(len(axes.bars) - 0.45, -0.55)
+    place.set_yticks(range(len(axes.bars)), [bar.label if axes.labelled else "" for bar in axes.bars])
+    for label in place.get_yticklabels():
+        label.set_color(colours["ink"])
+    place.set_xlabel(axes.x)
+    place.xaxis.set_major_locator(MaxNLocator(3, integer=True))
+    place.tick_params(length=0)
+
+
+def _dash(run: int) -> Any:
+    return _DASHES[run // len(PALETTE) % len(_DASHES)]
+
+
+def relay(report: Mapping[str, Any], path: Path) -> None:
+    """A relay, as its relay.json tells it: the loss of both runs over the legs, and below it how far they are apart.
+
+    PNG on white.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    legs, steps, last, calm_run = report["legs"], report["steps"], report["legs"][-1]["last"], report["reference"]
+    with rc_context(_style(_LIGHT)):
+        figure = Figure(figsize=(10, 5.2), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.6])
+        for number, leg in enumerate(legs):
+            for place in (above, below):
+                place.axvspan(leg["first"], leg["last"], color=PALETTE[number % len(PALETTE)], alpha=0.07, linewidth=0)
+            _write(above, leg, 1.0, -6, leg["strategy"], PALETTE[number % len(PALETTE)], weight="bold", fontsize=10.5)
+            _write(above, leg, 1.0, -21, leg["world"].replace(", ", "\n"), _LIGHT["muted"], fontsize=8)
+        done = [row["step"] for row in steps]
+        calm, passed = ([row["loss"][side] for row in steps] for side in (0, 1))
+        most = 1.35 * max(calm)
+        above.plot(
+            done,
+            calm,
+            color=_LIGHT["pale"],
+            linewidth=5,
+            solid_capstyle="round",
+            label=f"undisturbed: {calm_run['strategy']}, {calm_run['world']}",
+        )
+        above.plot(done, passed, color=_LIGHT["ink"], linewidth=1.2, label="relay")
+        for leg in legs:
+            if killed := leg.get("killed"):
+                at, again, height = (
+                    killed["at"],
+                    killed["again"],
+                    dict(zip(done, passed, strict=True)).get(killed["at"], 0.0),
+                )
+                above.axvspan(again, at, 0.3, 0.78, color=_STRUCK, alpha=0.2, linewidth=0)
+                above.plot([at, at], [0.3 * most, height], color=_STRUCK, linewidth=0.8)
+                above.plot([at], [height], "x", color=_STRUCK, markersize=9, markeredgewidth=2.2, zorder=5)
+                told = f"kill -9 at step {at}:\n{killed['who']}" + (f",\nagain from {again}" if again < at else "")
+                _write(above, leg, 0.29, 0, told, _STRUCK, fontsize=8)
+        above.set(ylabel="loss", xlim=(0, last), ylim=(0, most))
+        above.legend(loc="lower left", frameon=False)
+        least = report["bound"] / 1e7
+        for key, label, colour in (("loss", "loss", _LIGHT["ink"]), ("grad_norm", "gradient norm", PALETTE[0])):
+            apart = [max(least, abs(a - b) / (abs(a) or 1)) for a, b in (row[key] for row in steps)]
+            below.plot(done, apart, ".", color=colour, markersize=3.5, label=label, clip_on=False)
+        below.axhline(report["bound"], color=_STRUCK, linewidth=1.2, linestyle=_DASHES[1])
+        below.set(yscale="log", ylim=(least / 3, report["bound"] * 1e2), xlabel="step", ylabel="relative difference")
+        below.annotate(
+            "bound", (last, report["bound"]), xytext=(-4, 3), textcoords="offset points", ha="right", color=_STRUCK
+        )
+        ticks = [report["bound"] / 10**power for power in (6, 4, 2, 0)]
+        below.set_yticks([least, *ticks], ["0", *(f"{tick:.0e}" for tick in ticks)])
+        below.minorticks_off()
+        below.legend(loc="upper left", frameon=False, ncols=2, markerscale=2, handletextpad=0.1)
+        for place in (above, below):
+            place.tick_params(length=0)
+        figure.suptitle(report["title"], x=0.01, ha="left", weight="bold", fontsize=10.5)
+        figure.savefig(path, dpi=180, facecolor="white")
+
+
+def _write(
+    place: Any,
+    leg: Mapping[str, Any],
+    height: float,
+    down: float,
+    text: str,
+    colour: str,
+    fontsize: float,
+    weight: str = "normal",
+) -> None:
+    """In the middle of a leg, hanging from `height` of the axes."""
+    at, across = ((leg["first"] + leg["last"]) / 2, height), place.get_xaxis_transform()
+    style: dict[str, Any] = {"ha": "center", "va": "top", "color": colour, "fontsize": fontsize, "weight": weight}
+    place.annotate(text, at, xycoords=across, xytext=(0, down), textcoords="offset points", **style)

@@ -1,0 +1,241 @@
+"""What a report shows of runs: which charts, which tables, in which order. Draws nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from dtf.core.text import bytes_text, count_text, number_text, setting_text, time_text
+from dtf.observers.trace_shares import WORK
+from dtf.runs import html as page
+from dtf.runs.charts import Axes, Bar, Chart, Line, svg
+from dtf.runs.results import Point, Result, differences
+
+_OF_TRAINING = ("lr", "grad_norm", "rows_per_s")
+_HEAD = ("split", "step", "epoch", "seconds")
+
+
+def charts_of(results: Sequence[Result], published: Mapping[str, float], published_by: str) -> list[Chart]:
+    """Those that these runs have data for."""
+    found = [_comparison(results, published, published_by)] if len(results) > 1 or published else []
+    found += [_metric(results, metric) for metric in _metrics(results)]
+    found += [
+        _lines(results, "learning_rate", "learning rate", lambda result: result.curve("train", "lr")),
+        _lines(results, "gradient_norm", "gradient norm", lambda result: result.curve("train", "grad_norm")),
+        _lines(
+            results, "throughput", "rows per second", lambda result: result.curve("train", "rows_per_s"), floor=True
+        ),
+        _lines(results, "epoch_time", "seconds per epoch", lambda result: result.epochs, floor=True),
+    ]
+    for device in dict.fromkeys(device for result in results for device in result.devices):
+        found += [
+            _sampled(results, device, "utilisation", "utilisation, %", 1.0, 105.0),
+            _sampled(results, device, "memory", "memory, GB", 1e9, None),
+        ]
+    return [chart for chart in found if any(axes.lines or axes.bars for axes in chart.axes)]
+
+
+def html(results: Sequence[Result], charts: Sequence[Chart], now: str) -> str:
+    """The whole page."""
+    figures = {chart.file: page.figure(svg(chart), chart.caption, chart.wide) for chart in charts}
+    wide, others = [chart.file for chart in charts if chart.wide], [chart.file for chart in charts if not chart.wide]
+    curves = [name for name in others if not name.startswith(("throughput", "epoch_time", "utilisation", "memory"))]
+    speed = [name for name in others if name.startswith(("throughput", "epoch_time"))]
+    resources = [name for name in others if name.startswith(("utilisation", "memory"))]
+    sections = [("Runs", _runs(results))]
+    sections += [("Side by side", "\n".join(figures[name] for name in wide))] if wide else []
+    sections += (
+        [("Curves", _key(results, "pale: training, strong: evaluation") + page.grid(figures[name] for name in curves))]
+        if curves
+        else []
+    )
+    sections += [("Speed", _key(results) + page.grid(figures[name] for name in speed))] if speed else []
+    sections += [("Devices", _key(results) + page.grid(figures[name] for name in resources))] if resources else []
+    if any(result.profiles for result in results):
+        sections.append(("Where the time of a step goes", _profiles(results)))
+    if len(results) > 1:
+        sections.append(("How the configs differ", _differences(results)))
+    recipes = ", ".join(dict.fromkeys(str(result.config["recipe.name"]) for result in results))
+    return page.page(f"{recipes}: {count_text(len(results), 'run')}", f"dtf report of {now}", sections)
+
+
+# ---------------------------------------------------------------- charts
+
+
+def _comparison(results: Sequence[Result], published: Mapping[str, float], published_by: str) -> Chart:
+    """Time per epoch, utilisation and memory of each run as bars; published times with an axis and a look of their
+    own.
+    """
+
+    def bars(title: str, unit: str, value: Callable[[Result], float | None], text: Callable[[float], str]) -> Axes:
+        known = [(number, result, value(result)) for number, result in enumerate(results)]
+        shown = [
+            Bar(result.name, v or 0.0, f"run{number % 8}", "not known" if v is None else text(v))
+            for number, result, v in known
+        ]
+        return Axes(title, unit, bars=shown if any(v is not None for _, _, v in known) else [])
+
+    axes = [
+        bars("time per epoch", "seconds", lambda result: result.epoch_s, _seconds),
+        bars("utilisation, mean", "per cent", lambda result: result.utilisation, "{:.0f} %".format),
+        bars(
+            "memory, most",
+            "GB",
+            lambda result: None if result.memory is None else result.memory / 1e9,
+            "{:.2f} GB".format,
+        ),
+    ]
+    axes = [one for one in axes if one.bars]
+    for one in axes[1:]:
+        one.labelled = False
+    caption = "Solid, these runs: time to train an epoch (median), without evaluating and saving."
+    if any(one.title.startswith("utilisation") for one in axes):
+        caption += " Utilisation and memory as sampled meanwhile."
+    if published:
+        axes.append(
+            Axes(
+                "published, time per epoch",
+                "seconds",
+                bars=[Bar(label, value, "pale", _seconds(value)) for label, value in published.items()],
+            )
+        )
+        caption += (
+            f" Hatched, against an axis of their own, what others measured: {published_by or 'published figures'}."
+        )
+    return Chart("comparison", caption, axes, [1.15 if one.labelled else 0.85 for one in axes])
+
+
+def _metric(results: Sequence[Result], metric: str) -> Chart:
+    """Training pale and evaluation strong; where only one of them is, it is strong."""
+    lines = []
+    for number, result in enumerate(results):
+        train, evaluation = result.curve("train", metric), result.curve("eval", metric)
+        lines += [Line(number, train, pale=bool(evaluation))] if train else []
+        lines += [Line(number, evaluation)] if evaluation else []
+    return Chart(f"metric_{metric}", "", [Axes(metric, "epochs", lines)])
+
+
+def _lines(
+    results: Sequence[Result], file: str, title: str, points: Callable[[Result], list[Point]], floor: bool = False
+) -> Chart:
+    lines = [Line(number, found) for number, result in enumerate(results) if (found := points(result))]
+    return Chart(file, "", [Axes(title, "epochs", lines, floor=floor)])
+
+
+def _sampled(results: Sequence[Result], device: str, key: str, what: str, unit: float, top: float | None) -> Chart:
+    known = ((number, result.samples_of(device, key)) for number, result in enumerate(results))
+    lines = [Line(number, [(minutes, value / unit) for minutes, value in points]) for number, points in known if points]
+    where = "CPU" if device == "cpu" else device
+    return Chart(
+        f"{key}_{device.replace(':', '_')}", "", [Axes(f"{where} {what}", "minutes", lines, floor=True, top=top)]
+    )
+
+
+def _metrics(results: Sequence[Result]) -> list[str]:
+    """Of the recipes: what is in an evaluation, or in training where nothing was evaluated."""
+    names = dict.fromkeys(
+        name for split in ("eval", "train") for result in results for row in result.rows(split) for name in row
+    )
+    return [name for name in names if name not in (*_HEAD, *_OF_TRAINING)]
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _key(results: Sequence[Result], more: str = "") -> str:
+    """What the colours of lines mean."""
+    return page.key(
+        [*((f"run{number % 8}", result.name) for number, result in enumerate(results)), *([("", more)] if more else [])]
+    )
+
+
+def _runs(results: Sequence[Result]) -> str:
+    metrics = [metric for metric in _metrics(results) if any(result.curve("eval", metric) for result in results)]
+    heads = [
+        "run",
+        "ended",
+        "spread",
+        "steps",
+        *(f"eval {metric}" for metric in metrics),
+        "rows/s",
+        "epoch",
+        "utilisation",
+        "memory",
+        "wall",
+    ]
+    rows = []
+    for number, result in enumerate(results):
+        last = [result.curve("eval", metric)[-1:] for metric in metrics]
+        steps = max((row["step"] for row in result.metrics), default=0)
+        rows.append(
+            [
+                f'{page.chip(number)}<span title="{escape(str(result.folder))}">{escape(result.name)}</span>',
+                escape(_ended(result)),
+                escape(f"{result.config['strategy.name']} on {result.config['world']}"),
+                f"{steps:,}",
+                *(number_text(points[0][1]) if points else "" for points in last),
+                _shown(result.rows_per_s, "{:,.0f}".format),
+                _shown(result.epoch_s, _seconds),
+                _shown(result.utilisation, "{:.0f} %".format),
+                _shown(result.memory, lambda size: bytes_text(round(size))),
+                _shown(result.wall_s, time_text),
+            ]
+        )
+    return page.table(heads, rows, numbers=3)
+
+
+def _profiles(results: Sequence[Result]) -> str:
+    rows = []
+    for number, result in enumerate(results):
+        for rank, shares in result.profiles:
+            parts = [f"{100 * shares.parts[name]:.1f} %" for name in (*WORK, "other")]
+            name = f"{page.chip(number)}{escape(result.name)}, rank {rank}"
+            rows.append(
+                [
+                    name,
+                    page.stack(shares.parts),
+                    f"{1000 * shares.step_s:.1f} ms",
+                    *parts,
+                    f"{100 * shares.hidden:.1f} %",
+                ]
+            )
+    told = (
+        "<p>Communication counts where nothing is computed meanwhile; the rest of it is the last column. Steps "
+        "under a profiler are slower.</p>"
+    )
+    heads = ["run", "share of a step", "step", *WORK, "other", "beside computation"]
+    return page.key((f"part-{name}", name) for name in (*WORK, "other")) + page.table(heads, rows, numbers=2) + told
+
+
+def _differences(results: Sequence[Result]) -> str:
+    found = {"run folder": [result.folder.name for result in results]} | differences(results)
+    heads = ["key", *(result.name for result in results)]
+    return page.table(
+        heads, ([f"<code>{escape(key)}</code>", *(_value(value) for value in values)] for key, values in found.items())
+    )
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return '<span style="color:var(--muted)">none</span>'
+    if isinstance(value, float):
+        text = setting_text(value)
+    else:
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"<code>{escape(text)}</code>"
+
+
+def _ended(result: Result) -> str:
+    exit, cause = result.record.get("exit"), str(result.record.get("cause") or "")
+    if exit is None:
+        return "under way, or killed"
+    return cause if exit == 0 else f"exit {exit}"
+
+
+def _shown(value: float | None, text: Callable[[float], str]) -> str:
+    return "" if value is None else escape(text(value))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"

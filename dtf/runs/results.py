@@ -1,0 +1,237 @@
+"""What run folders say once they are read back: metrics, resources, profiles, and how runs differ.
+
+Draws nothing; needs no torch.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.files import flat
+from dtf.observers.trace_shares import Shares
+from dtf.runs.budget import spent_s
+
+_SILENT = ("run.dir", "run.name", "launcher.processes", "job.", "observer.", "checkpoint.", "plugins")
+"""Keys that say nothing about what a run is; `world` says it for processes."""
+_PLAIN = ("recipe.name", "strategy.name", "precision.compute", "optimizer.name", "lr.name", "world")
+"""Keys whose values name themselves."""
+
+Point = tuple[float, float]
+
+
+@dataclass
+class Result:
+    """One run. `name` sets it apart from those beside it, see `read`."""
+
+    folder: Path
+    config: dict[str, Any]  # by dotted key; also `world`, such as `2 x cpu`
+    record: dict[str, Any]  # run.json
+    metrics: list[dict[str, Any]]  # of metrics.jsonl
+    samples: list[dict[str, Any]]  # of resources.jsonl
+    profiles: list[tuple[int, Shares]]  # of ranks
+    name: str = ""
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        return [row for row in self.metrics if row["split"] == split]
+
+    def curve(self, split: str, metric: str) -> list[Point]:
+        """(epoch, value); where a value was not finite there is no point."""
+        return [(row["epoch"], row[metric]) for row in self.rows(split) if row.get(metric) is not None]
+
+    @property
+    def rows_per_s(self) -> float | None:
+        rates = [row["rows_per_s"] for row in self.rows("train") if row.get("rows_per_s")]
+        return median(rates) if rates else None
+
+    @cached_property
+    def epochs(self) -> list[Point]:
+        """(epoch, seconds it took to train), evaluations and saves left out; of a run shorter than one, what an epoch
+        would take.
+        """
+        marks, spent = [(0.0, 0.0)], 0.0
+        for row in self.rows("train"):
+            if row.get("rows_per_s") and row["epoch"] > marks[-1][0]:
+                spent += (
+                    (row["step"] - marks[-1][0] * row["step"] / row["epoch"])
+                    * self.config["step.batch_size"]
+                    / row["rows_per_s"]
+                )
+                marks.append((row["epoch"], spent))
+        if len(marks) < 2:
+            return []
+        whole = int(marks[-1][0] + 1e-6)
+        if not whole:
+            return [(1.0, marks[-1][1] / marks[-1][0])]
+        ends = [_between(marks, float(epoch)) for epoch in range(whole + 1)]
+        return [(epoch, ends[epoch] - ends[epoch - 1]) for epoch in range(1, whole + 1)]
+
+    @property
+    def epoch_s(self) -> float | None:
+        return median(seconds for _, seconds in self.epochs) if self.epochs else None
+
+    @property
+    def wall_s(self) -> float | None:
+        """Over all its launches; so far, of a run that is under way or was killed."""
+        return self.record.get("seconds") or spent_s(self.folder) or None
+
+    @property
+    def devices(self) -> list[str]:
+        """Those that were sampled."""
+        return list(dict.fromkeys(sample["device"] for sample in self.samples))
+
+    def samples_of(self, device: str, key: str) -> list[Point]:
+        """(minutes of watching, value); the time between a stop and going on is left out."""
+        mine = [sample for sample in self.samples if sample["device"] == device]
+        gaps = [later["time"] - earlier["time"] for earlier, later in pairwise(mine)]
+        usual = median(gaps) if gaps else 0.0
+        minutes, points = 0.0, []
+        for number, sample in enumerate(mine):
+            minutes += min(gaps[number - 1], 3 * usual) / 60 if number else 0.0
+            points.append((minutes, sample[key]))
+        return points
+
+    @property
+    def utilisation(self) -> float | None:
+        """Mean over time and devices: of GPUs where there are any, else of the CPU."""
+        return _mean([sample["utilisation"] for sample in self._of_devices()])
+
+    @property
+    def memory(self) -> float | None:
+        """The most bytes on any one of those devices."""
+        return max((sample["memory"] for sample in self._of_devices()), default=None)
+
+    def _of_devices(self) -> list[dict[str, Any]]:
+        return [sample for sample in self.samples if sample["device"] != "cpu"] or self.samples
+
+
+def read(patterns: Sequence[str]) -> list[Result]:
+    """The runs in folders, or of glob patterns, in this order; those of one pattern by time.
+
+    ConfigError where there is none.
+    """
+    folders: dict[Path, None] = {}
+    for pattern in patterns:
+        # a folder may be called a[1]
+        found = [Path(pattern)] if Path(pattern).exists() else [Path(name) for name in glob.glob(pattern)]
+        runs = [folder for folder in found if (folder / "run.json").is_file()]
+        if not runs:
+            why = "holds no run.json, so it is no run folder" if found else "matches nothing"
+            raise ConfigError(
+                f"job.runs=[{pattern}] {why}; give folders or patterns of folders such as 'outputs/resnet_shapes/*'"
+            )
+        runs.sort(key=lambda folder: (_json(folder / "run.json").get("started", ""), folder))
+        folders |= dict.fromkeys(folder.resolve() for folder in runs)
+    results = [_result(folder) for folder in folders]
+    for result, name in zip(results, _names(results), strict=True):
+        result.name = name
+    return results
+
+
+def differences(results: Sequence[Result]) -> dict[str, list[Any]]:
+    """Config key -> its value in each run, where not all are the same; None where a run has no such key."""
+    keys = dict.fromkeys(key for result in results for key in result.config)
+    values = {
+        key: [result.config.get(key) for result in results]
+        for key in keys
+        if key not in ("run.dir", "launcher.processes")
+    }
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
+def _names(results: Sequence[Result]) -> list[str]:
+    """What sets each run apart: at most three of its values, and a number where they are not enough."""
+    differ = {key: values for key, values in differences(results).items() if not key.startswith(_SILENT)}
+    named = [key.removesuffix("name") for key in differ if key.endswith(".name")]
+    keys = [key for key in _PLAIN if key in differ]
+    keys += [key for key in differ if key not in _PLAIN and not key.startswith(("precision.", *named))]
+    names = [" · ".join(_word(key, differ[key][number]) for key in keys[:3]) for number in range(len(results))]
+    if len(results) == 1:
+        return [results[0].folder.name]
+    return [
+        name if names.count(name) == 1 else f"{name} #{names[: number + 1].count(name)}".strip()
+        for number, name in enumerate(names)
+    ]
+
+
+def _word(key: str, value: Any) -> str:
+    return str(value) if key in _PLAIN else f"{key}={value}"
+
+
+def _result(folder: Path) -> Result:
+    import yaml
+
+    record = _json(folder / "run.json")
+    try:
+        nested = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        world = f"{record['world']['processes']} x {record['world']['devices']}"
+        config = dict(flat(nested, "")) | {"step.batch_size": nested["step"]["batch_size"], "world": world}
+    except (OSError, yaml.YAMLError, KeyError, AttributeError, TypeError) as error:
+        raise DataError(
+            f"{folder} cannot be read: {type(error).__name__}: {error}; it is no run folder, or a damaged one"
+        ) from error
+    profiles = [
+        _json(path)
+        for path in sorted((folder / "profile").glob("rank_*.json"))
+        if not path.name.endswith(".pt.trace.json")
+    ]
+    try:
+        shares = [(one["rank"], Shares(one["steps"], one["step_s"], one["parts"], one["hidden"])) for one in profiles]
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"{folder / 'profile'} cannot be read: {type(error).__name__}: {error}; remove the damaged file"
+        ) from error
+    metrics = lines(folder / Path(config.get("observer.jsonl.path", "metrics.jsonl")).name, ("split", "step", "epoch"))
+    return Result(
+        folder,
+        config,
+        record,
+        [*metrics],
+        [*lines(folder / "resources.jsonl", ("time", "device", "utilisation", "memory"))],
+        sorted(shares),
+    )
+
+
+def lines(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """What a file of JSON lines holds; nothing where there is none.
+
+    A line that is cut off, of a run under way, or lacks `keys` does not count.
+    """
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict) and all(key in found for key in keys):
+                yield found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} cannot be read: it is no JSON object")
+    return found
+
+
+def _between(marks: Sequence[Point], at: float) -> float:
+    """A line through the marks, at `at`."""
+    for (x0, y0), (x1, y1) in pairwise(marks):
+        if at <= x1:
+            return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    return marks[-1][1]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,310 @@
+"""The folder of a run: made, locked and described by the launching process alone.
+
+Writes no metrics and no checkpoints.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtf.core.errors import BusyError, ConfigError
+from dtf.core.files import flat, replace_text
+from dtf.core.version import __version__
+from dtf.pserver.endpoint_file import withdraw
+
+if TYPE_CHECKING:
+    from dtf.api.strategy import Strategy
+    from dtf.config.settings import Settings
+
+_LOCK = ".lock"
+_BEFORE_A_RUN = {_LOCK, ".run.json.new"}  # what a process killed in its first millisecond leaves behind
+_SECRET = re.compile(r"token|secret|passwd|password|key", re.IGNORECASE)
+_WEIGHTS = "recipe.model.weights"
+_MAY_MOVE = "root"
+"""Keys of this name, and the weights to start from, say where data lies, not what it is; checkpoints hold digests of
+that.
+"""
+
+
+class Run:
+    """A run and its folder.
+
+    `leader`: this process made the folder and hosts the observers; false in ranks that were started by others.
+    """
+
+    def __init__(self, folder: Path, id: str, config: dict[str, Any], settings: Settings, leader: bool = True) -> None:
+        self.folder, self.id, self.config, self.settings, self.leader = folder, id, config, settings, leader
+        # of this process alone, a secret that its ranks share
+        self.token = secrets.token_hex(32)
+        self._lock: int | None = None
+        self._temporary = False
+        self._record: dict[str, Any] = {}
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the run is spread over processes."""
+        return self.settings.strategy
+
+    @classmethod
+    def open(cls, config: dict[str, Any], settings: Settings, processes: int, devices: str, again: str = "") -> Run:
+        """Make or continue the run folder, and lock it until `end`. `again`: folder of an earlier attempt of this very
+        run, to go on there.
+
+        BusyError when another run lives in it, or when it holds what must not be mixed with this run; then nothing in
+        it has changed. ConfigError when it cannot be made.
+        """
+        id = unique_id()
+        name = settings.run.name or config["recipe"]["name"]
+        folder = Path(again or settings.run.dir or Path("outputs", name, id)).absolute()
+        try:
+            made = not folder.exists()
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=bool(again or settings.run.dir))
+            _refuse_foreign(folder)
+            run = cls(folder, id, config, settings)
+            run._lock = take_lock(folder)
+            try:
+                _refuse_foreign(folder)
+                run._continue(made, bool(again))
+                run._begin(processes, devices)
+            except BaseException:
+                run._release()
+                raise
+            return run
+        except OSError as error:
+            key = f"run.dir={settings.run.dir}" if settings.run.dir else f"run.name={name}"
+            raise ConfigError(
+                f"{key}: the run folder {folder} cannot be used: {error.strerror}; choose another run.dir"
+            ) from error
+
+    @classmethod
+    def guest(cls, config: dict[str, Any], settings: Settings, name: str) -> Run:
+        """Of a process that takes part in a run whose folder another one makes: a temporary folder for its log."""
+        id = unique_id()
+        run = cls(Path(tempfile.mkdtemp(prefix=f"dtf-{name}-")), id, config, settings, leader=False)
+        run._temporary = True
+        return run
+
+    def end(self, exit: int, cause: str = "", results: Mapping[str, Any] | None = None) -> None:
+        """Write how the run ended, and `results`, into run.json and unlock the folder; nothing to do where it was not
+        opened.
+        """
+        if self._temporary:
+            with suppress(OSError):  # a log is kept
+                self.folder.rmdir()
+        if self._lock is None:
+            return
+        withdraw(self.folder)
+        self._record |= {"ended": _now(), "exit": int(exit), "cause": cause, **(results or {})}
+        try:
+            self._write()
+        except OSError as error:  # a full disk must not change how the run ended
+            print(
+                f"dtf: warning: {self.folder / 'run.json'} does not say how the run ended: {error.strerror}",
+                file=sys.stderr,
+            )
+        self._release()
+
+    def redacted(self) -> dict[str, Any]:
+        """The config as it may be shown and saved: texts under keys that look like secrets are starred out."""
+        return redact(self.config)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _continue(self, made: bool, again: bool) -> None:
+        """Judge the run that the folder holds already, if any, and keep its record."""
+        path = self.folder / "run.json"
+        if not path.exists():
+            if not made:
+                self.folder.chmod(0o700)
+            return
+        resume = self.config["checkpoint"].get("resume", "never")
+        if resume != "auto" and not again:
+            raise BusyError(
+                f"{self.folder} holds another run and checkpoint.resume={resume}; choose another run.dir or "
+                "checkpoint.resume=auto"
+            )
+        try:
+            record = json.loads(path.read_text())
+            past, old, id = [*record.pop("earlier", []), record], dict(record["identity"]), str(record["id"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BusyError(
+                f"{path} cannot be read ({type(error).__name__}: {error}), so what the folder holds is not known; "
+                "choose another run.dir"
+            ) from error
+        new = identity(self.config)
+        # other recipes have other keys
+        for key in sorted(old.keys() | new.keys(), key=lambda key: (key != "recipe.name", key)):
+            if old.get(key) != new.get(key):
+                was, now = _show(old.get(key)), _show(new.get(key))
+                raise BusyError(
+                    f"{self.folder} holds a run with {key}={was}, this one has {key}={now}; choose another run.dir, "
+                    f"or the same {key.removesuffix('.name')}: "
+                    "a run goes on under the command that started it, recipe=NAME included; its config.yaml says all "
+                    "of it"
+                )
+        self._record["earlier"] = past
+        saved = self.folder / "config.yaml"
+        if saved.exists():  # else the process was killed between writing run.json and this
+            os.replace(saved, self.folder / f"config.{id}.yaml")
+
+    def _begin(self, processes: int, devices: str) -> None:
+        import yaml
+
+        earlier = self._record.get("earlier")
+        self._record = {
+            "id": self.id,
+            "started": _now(),
+            "ended": None,
+            "exit": None,
+            "cause": "",
+            "identity": identity(self.config),
+            "versions": versions(),
+            "git": _git(),
+            "host": socket.gethostname(),
+            "world": {"processes": processes, "devices": devices, "strategy": self.config["strategy"]["name"]},
+        }
+        roles = self.settings.strategy.roles(processes)
+        if len(roles) > 1:
+            self._record["world"]["roles"] = roles
+        if earlier:
+            self._record["earlier"] = earlier
+        self._write()
+        replace_text(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
+
+    def ready(self, table: dict[str, Any]) -> None:
+        """The ranks are ready: keep what the start-up table shows."""
+        if self.leader:
+            self._record["table"] = table
+            self._write()
+
+    def _write(self) -> None:
+        replace_text(self.folder / "run.json", json.dumps(self._record, indent=2) + "\n")
+
+
+def take_lock(folder: Path) -> int:
+    """The descriptor that keeps `folder` this process's own until it is closed, or the process ends.
+
+    BusyError when another one has it.
+    """
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock, 100).decode(errors="replace").strip()
+        os.close(lock)
+        raise BusyError(
+            f"{folder} is in use by a live run ({holder}); wait for it, stop it, or choose another run.dir"
+        ) from None
+    os.ftruncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return lock
+
+
+def unique_id() -> str:
+    """The time of day and six random digits: two runs started in the same second do not share a folder."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def identity(config: dict[str, Any]) -> dict[str, Any]:
+    """What must stay the same when a run goes on: dotted keys of the recipe and the sampler, which optimizer, the seed
+    and the global batch.
+
+    Of a job that trains nothing: those of the recipe and of the job, and the seed. Where the data lies may change.
+    """
+    recipe = redact(
+        {
+            key: value
+            for key, value in flat(config["recipe"], "recipe")
+            if key.rpartition(".")[2] != _MAY_MOVE and key != _WEIGHTS
+        }
+    )
+    job = dict(flat(config.get("job", {}), "job"))
+    if job.get("job.name", "train") != "train":
+        return recipe | job | {"seed": config["seed"]}
+    sampler = dict(flat(config["sampler"], "sampler"))
+    return (
+        recipe
+        | sampler
+        | {
+            "optimizer": config["optimizer"]["name"],
+            "seed": config["seed"],
+            "step.batch_size": config["step"]["batch_size"],
+        }
+    )
+
+
+def redact(node: Any, key: str = "") -> Any:
+    """A copy of plain values with every non-empty text under a key that names a secret replaced by `***`."""
+    if isinstance(node, dict):
+        return {name: redact(value, name if _SECRET.search(name) else key) for name, value in node.items()}
+    if isinstance(node, list):
+        return [redact(value, key) for value in node]
+    return "***" if key and _SECRET.search(key) and isinstance(node, str) and node else node
+
+
+def versions() -> dict[str, str]:
+    """Versions of what makes the numbers, read from package metadata: nothing is imported."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"dtf": __version__, "python": platform.python_version()}
+    for package in ("torch", "torchvision", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = ""
+    return found
+
+
+def _refuse_foreign(folder: Path) -> None:
+    names = sorted(name for name in os.listdir(folder) if name not in _BEFORE_A_RUN)
+    if names and "run.json" not in names:
+        raise BusyError(
+            f"{folder} is not empty and holds no run ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); "
+            "choose another run.dir"
+        )
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _git() -> str:
+    """The commit of the code, with `-dirty` when it was changed since; empty when it is in no repository."""
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parents[1]),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

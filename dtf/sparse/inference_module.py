@@ -1,0 +1,61 @@
+"""A model with its sparse tables as one module, for use without dtf: what was learnt of each id, in tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dtf.sparse.sharded_tables import Tables
+
+
+class Served(nn.Module):
+    """`model`, called with ids (B, F) where it takes rows.
+
+    An id that was never trained is zeros, the mean of what it would be drawn from.
+    """
+
+    def __init__(self, model: nn.Module, tables: dict[str, tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.model = model
+        self.tables = nn.ModuleDict({name: _Known(*table) for name, table in tables.items()})
+
+    @classmethod
+    def of(cls, model: nn.Module, tables: Tables) -> Served:
+        """With copies of all rows, in the format that the model computes in."""
+        like = next(parameter for parameter in model.parameters())
+        return cls(model, {name: (ids, rows.to(like.dtype)) for name, (ids, rows) in tables.learnt().items()})
+
+    def bare(self, model: nn.Module) -> Served:
+        """The same around another model, with tables of the same sizes that know nothing."""
+        return Served(
+            model,
+            {
+                name: (torch.zeros_like(table.ids), torch.zeros_like(table.rows[:-1]))  # type: ignore[arg-type,index,union-attr]
+                for name, table in self.tables.items()
+            },
+        )  # type: ignore[union-attr,index]
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.model(
+            {name: self.tables[name](value) if name in self.tables else value for name, value in inputs.items()}
+        )
+
+
+class _Known(nn.Module):
+    """Rows (n, width) of ascending ids (n,)."""
+
+    ids: Tensor
+    rows: Tensor
+
+    def __init__(self, ids: Tensor, rows: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("ids", ids)
+        # the last one of all other ids
+        self.register_buffer("rows", torch.cat([rows, rows.new_zeros(1, rows.shape[1])]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        last = len(self.rows) - 1
+        if not last:
+            return self.rows[torch.zeros_like(ids)]
+        at = torch.searchsorted(self.ids, ids).clamp(max=last - 1)
+        return self.rows[torch.where(self.ids[at] == ids, at, last)]

@@ -1,0 +1,61 @@
+"""Where the rows of sparse tables lie. Imports what keeps them only for recipes that have some."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Task, check_tables
+from dtf.core.errors import ConfigError
+from dtf.distributed.sharding import bounds, deal
+from dtf.distributed.world import World
+from dtf.model.init import DTYPES
+
+if TYPE_CHECKING:
+    from dtf.sparse.sharded_tables import Spread, Tables
+
+
+def tables_of(task: Task, world: World, placement: Placement, gives: bool = True, share: float = 1.0) -> Tables | None:
+    """The task's sparse tables over all ranks; None when it has none. Collective.
+
+    `gives`: whether this rank's gradients count: of several ranks that compute the same rows, one. `share`: the factor
+    of ranks' gradients in their sum.
+    """
+    specs = task.recipe.tables()
+    if not specs:
+        return None
+    if task.rows is None:
+        raise ConfigError(
+            f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
+        )
+
+    from dtf.sparse.sharded_tables import Dealt, Everywhere, OnOne, Sliced, Tables
+    from dtf.sparse.store import SparseTable
+
+    flags = torch.zeros(world.size, dtype=torch.int64)
+    flags[world.rank] = int(gives)
+    givers = [bool(flag) for flag in world.reduce(flags).tolist()]
+    kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
+    check_tables(task, placement, world.size)  # again: elastic launchers change the number of ranks
+    placement = Placement.replicated if world.size == 1 else placement
+    owners = deal({name: spec.width * (spec.size or spec.capacity) for name, spec in specs.items()}, world.size)
+    spread: dict[str, Spread] = {}
+    for name, spec in specs.items():
+        columns = bounds(spec.width, world.size, world.rank) if placement is Placement.columns else (0, spec.width)
+        store = SparseTable(spec, task.rows, task.seed, name, kind, columns)
+        match placement:
+            case Placement.replicated:
+                spread[name] = Everywhere(store, world, givers)
+            case Placement.rows:
+                spread[name] = Dealt(store, world, givers)
+            case Placement.columns:
+                spread[name] = Sliced(store, world, givers)
+            case Placement.tables:
+                spread[name] = OnOne(store, world, givers, next(rank for rank, own in enumerate(owners) if name in own))
+    tables = Tables(spread, world, share)
+    if task.weights is not None:
+        tables.start_from(task.weights, task.recipe)
+    return tables

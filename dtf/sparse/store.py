@@ -1,0 +1,370 @@
+"""A sparse table in one process: rows by id, made when first asked for, with the state of their optimizer. Numpy in,
+numpy out, no torch.
+
+Rows lie one after another in the order in which they were made, beside their state, so that a step reads each with one
+access to memory; an index finds them by id. Says nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import mmap
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from dtf.api.sparse_table import NO_NUMBA
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.seeding import seed_of
+
+if TYPE_CHECKING:
+    from dtf.api.row_optimizer import RowOptimizer
+    from dtf.api.sparse_table import Table
+
+DECAYED = "decayed"
+_LEAST_SLOTS = 1024
+
+
+class Rows(NamedTuple):
+    """What a table holds of n ids."""
+
+    ids: np.ndarray  # (n,) int64
+    rows: np.ndarray  # (n, width) as they are kept: see SparseTable.decayed
+    states: dict[str, np.ndarray]  # (n, k), or (n,) where there is one number for each row
+
+
+class SparseTable:
+    """Rows of `spec.width` numbers, or `columns` [first, last) of them, of float32 or float64.
+
+    Ids of one call are distinct; -1 stands for zeros that learn nothing.
+
+    ConfigError where numba is not installed, or there is no address space for `spec.capacity` rows.
+    """
+
+    decayed: float = 0.0
+    """Logarithm of the weight decay of all steps so far, for rules that decay every row (`RowOptimizer.shrinkage`): a
+    checkpoint keeps it, and sets it before `put`. Rows are multiplied when they are needed: a kept row counts as row *
+    exp(decayed - its own state `decayed`)."""
+
+    def __init__(
+        self,
+        spec: Table,
+        rule: RowOptimizer,
+        seed: int,
+        name: str,
+        dtype: np.dtype | type = np.float32,
+        columns: tuple[int, int] | None = None,
+    ) -> None:
+        self._kernels = _kernels()
+        self.columns = columns or (0, spec.width)
+        self.width = self.columns[1] - self.columns[0]
+        self.spec, self.rule, self.name, self.dtype = spec, rule, name, np.dtype(dtype)
+        self._key = np.uint64(seed_of(seed, "table", name))
+        self._columns: dict[str, slice] = {}
+        self._firsts: dict[str, float] = {}
+        stride = self.width
+        for state, (count, first) in rule.states(self.width).items():
+            self._columns[state], self._firsts[state] = slice(stride, stride + count), first
+            stride += count
+        self.stride = stride
+        self._capacity = min(spec.capacity, spec.size) if spec.size else spec.capacity
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        try:
+            self._index = _Direct(self.spec.size, self._kernels) if self.spec.size else _Hashed(self._kernels)
+            self._records = _reserve(self._capacity, self.stride, self.dtype)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"table {self.name}: this host has no room for capacity={self.spec.capacity} rows of {self.stride} "
+                f"numbers: {error}; set a smaller one"
+            ) from error
+        # (capacity,) `decayed` when the row was last multiplied; None: no step shrank rows
+        self._since: np.ndarray | None = None
+        self._count, self.decayed = 0, 0.0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def byte_count(self) -> int:
+        """Memory of the rows, their state and the index."""
+        since = 0 if self._since is None else self._count * self._since.itemsize
+        return self._count * self._records.shape[1] * self._records.itemsize + since + self._index.slots.nbytes
+
+    def lookup(self, ids: np.ndarray, create: bool) -> np.ndarray:
+        """Rows (U, width) of distinct ids (U,); one that is not there is drawn, and kept only if `create`.
+
+        DataError for an id that the table cannot have, ConfigError when it is full; the table is then as it was.
+        """
+        ids = self._checked(ids)
+        positions = self._place(ids) if create else self._index.find(ids)[0]
+        rows = np.empty((len(ids), self.width), self.dtype)
+        self._kernels.read(self._records, positions, rows)
+        if self._since is not None:
+            rows *= np.exp(self.decayed - self._since[positions]).astype(self.dtype)[:, None]  # of no row: zeros
+        if not create:
+            absent = np.flatnonzero((positions < 0) & (ids >= 0))
+            rows[absent] = self._draw(ids[absent])
+        return rows
+
+    def update(self, ids: np.ndarray, gradients: np.ndarray, lr: float, factor: float, step: int) -> None:
+        """One step of the rule on the rows of distinct ids (U,), gradients (U, width) multiplied by `factor`; no other
+        row is touched.
+
+        `lr` is the schedule's. `step`: see RowOptimizer. Call it every step, also without ids: rules may decay
+        all rows. Errors as of `lookup`.
+        """
+        ids, gradients = self._checked(ids), np.ascontiguousarray(gradients, self.dtype)
+        if gradients.shape != (len(ids), self.width):
+            raise ValueError(f"gradients {gradients.shape} of {len(ids)} rows of {self.width} numbers")
+        lr = self.rule.rate(lr)
+        shrinkage = self.rule.shrinkage(lr)
+        positions = self._place(ids)
+        if shrinkage:
+            self._remember_decay()
+        self.decayed += shrinkage
+        self._catch_up(positions)
+        self.rule.step(self._records, positions, gradients, factor, lr, step)
+
+    def has(self, ids: np.ndarray) -> np.ndarray:
+        """Which of the ids (U,) have a row, bool (U,)."""
+        return self._index.find(self._checked(ids))[0] >= 0
+
+    def records(self, ids: np.ndarray) -> np.ndarray:
+        """Rows with their state side by side (U, width + states) of distinct ids (U,), made where there are none;
+        copies. Errors as of `lookup`.
+        """
+        positions = self._place(self._checked(ids))
+        self._catch_up(positions)
+        return self._records[positions]
+
+    def keep(self, ids: np.ndarray, records: np.ndarray) -> None:
+        """Add what `records` gave of distinct ids that are not here. Errors as of `lookup`."""
+        self._records[self._place(self._checked(ids), draw=False)] = records
+
+    def add(self, ids: np.ndarray, differences: np.ndarray) -> None:
+        """Add to rows and states (U, width + states) of distinct ids (U,), made where there are none.
+
+        Errors as of `lookup`.
+        """
+        positions = self._place(self._checked(ids))
+        self._catch_up(positions)
+        self._records[positions] += differences
+
+    def _catch_up(self, positions: np.ndarray) -> None:
+        """Multiply rows by the decay they have not had yet."""
+        if self._since is not None:
+            from dtf.sparse.row_kernels import shrink
+
+            shrink(self._records, self.width, positions, self._since, self.decayed)
+
+    def export(self) -> Rows:
+        """All that the table holds, by ascending id; copies."""
+        ids, positions = self._index.items()
+        states = {name: self._records[positions, columns] for name, columns in self._columns.items()}
+        states = {name: values.reshape(-1) if values.shape[1] == 1 else values for name, values in states.items()}
+        if self._since is not None:
+            states[DECAYED] = self._since[positions]
+        return Rows(ids, self._records[positions, : self.width], states)
+
+    def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray] | None) -> None:
+        """Add rows and states of distinct ids (n,), as `export` gave them; any part of them, in any order, each once.
+        Errors as of `lookup`.
+
+        `states=None`: those of rows that no step has touched. DataError where the states are those of another rule, or
+        anything is not what an export gives; the table is then as it was.
+        """
+        if states is None:
+            firsts = {
+                name: (columns.stop - columns.start, self._firsts[name]) for name, columns in self._columns.items()
+            }
+            states = {name: np.full((len(ids), count), first) for name, (count, first) in firsts.items()}
+        if states.keys() - {DECAYED} != self._columns.keys():
+            raise DataError(
+                f"table {self.name}: states {_listed(states)} are not those of its row optimizer, "
+                f"{_listed(self._columns)}; choose the same sparse="
+            )
+        if ids.dtype != np.int64 or ids.ndim != 1:
+            raise DataError(f"table {self.name}: ids are {ids.dtype} {ids.shape}, not 64-bit integers in a row")
+        widths = {"rows": self.width, DECAYED: 1} | {
+            name: columns.stop - columns.start for name, columns in self._columns.items()
+        }
+        for name, values in {"rows": rows, **states}.items():
+            if values.dtype.kind != "f" or values.shape[:1] != ids.shape or values.size != len(ids) * widths[name]:
+                raise DataError(
+                    f"table {self.name}: {name} are {values.dtype} {values.shape}, not {widths[name]} real numbers "
+                    f"for each of {len(ids)} ids"
+                )
+        ids = self._checked(ids)
+        # those that are not there; -1 counts for one that is
+        if len(unique(ids)[0]) < len(ids) or self._index.find(ids)[1] < len(ids):
+            raise DataError(f"table {self.name}: an id is there twice, or is -1")
+        if DECAYED in states:
+            self._remember_decay()
+        positions = self._place(ids, draw=False)
+        self._records[positions, : self.width] = rows.reshape(len(ids), self.width)
+        for name, columns in self._columns.items():
+            self._records[positions, columns] = states[name].reshape(len(ids), columns.stop - columns.start)
+        if self._since is not None:
+            self._since[positions] = states.get(DECAYED, self.decayed)
+
+    def _checked(self, ids: np.ndarray) -> np.ndarray:
+        ids = np.ascontiguousarray(ids, np.int64)
+        least, most = (int(ids.min()), int(ids.max())) if len(ids) else (-1, -1)
+        if least < -1 or (self.spec.size and most >= self.spec.size):
+            wrong = least if least < -1 else most
+            ends = f"0 to {self.spec.size - 1}" if self.spec.size else "0 or more"
+            raise DataError(f"table {self.name}: id {wrong} must be {ends}, or -1 for none")
+        return ids
+
+    def _place(self, ids: np.ndarray, draw: bool = True) -> np.ndarray:
+        """Positions (U,) of ids, made where there are none."""
+        positions, absent = self._index.find(ids)
+        if not absent:
+            return positions
+        first, last = self._count, self._count + absent
+        if last > self._capacity:
+            raise full(self.name, self._capacity, last)
+        new = np.flatnonzero((positions < 0) & (ids >= 0))
+        fresh = ids[new]
+        self._index.insert(fresh, first)
+        positions[new] = np.arange(first, last)
+        if draw:
+            self._records[first:last, : self.width] = self._draw(fresh)
+            for name, columns in self._columns.items():
+                if self._firsts[name]:
+                    self._records[first:last, columns] = self._firsts[name]
+        if self._since is not None:
+            self._since[first:last] = self.decayed
+        self._count = last
+        return positions
+
+    def _draw(self, ids: np.ndarray) -> np.ndarray:
+        """Rows of ids as they are when no step ever touched them."""
+        rows = np.zeros((len(ids), self.spec.width), self.dtype)
+        if self.spec.scale and len(ids):
+            self._kernels.draw(self._key, ids, self.spec.scale, rows)
+            if self.decayed:
+                rows *= self.dtype.type(np.exp(self.decayed))
+        return rows[:, slice(*self.columns)]
+
+    def _remember_decay(self) -> None:
+        """From now on know of each row which decay it has had; so far, all had all."""
+        if self._since is None:
+            self._since = _reserve(self._capacity, 1, np.dtype(np.float64)).reshape(-1)
+            self._since[: self._count] = self.decayed
+
+
+def full(name: str, capacity: int, rows: int) -> ConfigError:
+    """The refusal of more rows than a table may hold."""
+    return ConfigError(
+        f"table {name} is full: capacity={capacity} rows, {rows} are wanted; set a larger capacity, or hash ids into "
+        "fewer"
+    )
+
+
+class _Direct:
+    """Ids below `size`: position + 1 of each, 0: none."""
+
+    def __init__(self, size: int, kernels: ModuleType) -> None:
+        self.slots = _reserve(size, 1, np.dtype(np.int32 if size < 2**31 - 1 else np.int64)).reshape(-1)
+        self._kernels = kernels
+
+    def find(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
+        positions = np.empty(len(ids), np.int64)
+        return positions, self._kernels.find_direct(self.slots, ids, positions)
+
+    def insert(self, ids: np.ndarray, first: int) -> None:
+        self.slots[ids] = np.arange(first + 1, first + 1 + len(ids))
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.flatnonzero(self.slots)
+        return ids, self.slots[ids].astype(np.int64) - 1
+
+
+class _Hashed:
+    """Any ids, by open addressing: at least half of the slots are empty."""
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self.slots = np.zeros((_LEAST_SLOTS, 2), np.int64)  # id, position + 1; 0 in the second: empty
+        self._count = 0
+        self._kernels = kernels
+
+    def find(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
+        positions = np.empty(len(ids), np.int64)
+        return positions, self._kernels.find(self.slots, ids, positions)
+
+    def insert(self, ids: np.ndarray, first: int) -> None:
+        self._count += len(ids)
+        wanted = len(self.slots)
+        while wanted < 2 * self._count:
+            wanted *= 2
+        if wanted > len(self.slots):
+            larger = np.zeros((wanted, 2), np.int64)
+            self._kernels.rehash(self.slots, larger)
+            self.slots = larger
+        self._kernels.insert(self.slots, ids, first)
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        used = self.slots[self.slots[:, 1] > 0]
+        used = used[np.argsort(used[:, 0])]
+        return used[:, 0].copy(), used[:, 1] - 1
+
+
+def unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct values (U,) of ids (n,) in order of first appearance, -1 like any other, and the place of each id in
+    them (n,) int32.
+    """
+    ids = np.ascontiguousarray(ids, np.int64)
+    found, inverse = np.empty(len(ids), np.int64), np.empty(len(ids), np.int32)
+    slots = np.zeros(2 << max(1, len(ids)).bit_length(), np.int32)
+    count = _kernels().unique(ids, slots, found, inverse)
+    return found[:count], inverse
+
+
+def gather(rows: np.ndarray, inverse: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """out[i] = rows[inverse[i]]: rows (U, width) of `unique` ids for all n ids, into `out` (n, width) of the same
+    dtype.
+    """
+    if out.shape != (len(inverse), rows.shape[1]):
+        raise ValueError(f"rows {rows.shape} for {len(inverse)} ids do not fit into {out.shape}")
+    _kernels().gather(rows, inverse, out)
+    return out
+
+
+def segment_sum(gradients: np.ndarray, inverse: np.ndarray, count: int) -> np.ndarray:
+    """Sums (count, width) of the gradients (n, width) that belong to each unique id, added in their order."""
+    if len(gradients) != len(inverse):
+        raise ValueError(f"{len(gradients)} gradients of {len(inverse)} ids")
+    sums = np.zeros((count, gradients.shape[1]), gradients.dtype)
+    _kernels().segment_sum(np.ascontiguousarray(gradients), inverse, sums)
+    return sums
+
+
+def _reserve(count: int, stride: int, dtype: np.dtype) -> np.ndarray:
+    """Zeros (count, stride) that take memory when they are first written, in large pages where the system has them.
+
+    OSError where there is no room.
+    """
+    memory = mmap.mmap(-1, count * stride * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(count, stride)
+
+
+def squares(values: np.ndarray) -> float:
+    """Sum of the squares of all elements in float64, the same bits on every machine."""
+    return float(_kernels().squares(np.ascontiguousarray(values).reshape(-1)))
+
+
+def _kernels() -> ModuleType:
+    try:
+        from dtf.sparse import id_kernels
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{NO_NUMBA} ({error})") from error
+    return id_kernels
+
+
+def _listed(names: Any) -> str:
+    return f"[{', '.join(sorted(names))}]"

@@ -1,0 +1,204 @@
+"""The program of one process with several model replicas: threads compute, one reduction makes them agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtf.api.sampler import cut, share
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Program, Source, Task
+from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
+from dtf.distributed.sharding import byte_count
+from dtf.distributed.world import World
+from dtf.model.annotate import section
+from dtf.model.forward import draws_at_large, evaluated_together, loss_dtype, received, rows_of, to_device
+from dtf.model.init import cast_model, draw_model
+from dtf.optim.update import LocalUpdate, made, whole
+from dtf.sparse.placement import tables_of
+from dtf.strategies.spmd import Replica, buffers, load_buffers, own_averages, workload
+
+
+class Replicas(Program):
+    """Replica i computes the i-th share of the micro-batches on `devices[i]`; the first one owns the state.
+
+    `every`: each replica updates itself from the summed gradient; otherwise the first updates and the others copy its
+    parameters. Gradients are summed in order of replicas, so results do not depend on which thread is faster.
+    """
+
+    def __init__(self, task: Task, world: World, devices: list[torch.device], threads: int, every: bool) -> None:
+        self.shard, self.shares = Shard(0, 1), len(devices)
+        self.micro_batch_rows = task.step.rows_each(len(devices))
+        if len(devices) == 1 and devices[0].type == "cpu":
+            torch.set_num_threads(threads)  # this thread computes
+        self._task, self._devices, self._every = task, devices, every
+        # One thread per replica for life: intra-op threads are set per calling thread.
+        self._threads = [
+            ThreadPoolExecutor(1, f"replica{i}", initializer=torch.set_num_threads, initargs=(threads,))
+            for i in range(len(devices) if len(devices) > 1 else 0)
+        ]
+        self._replicas: list[Replica] = []
+        self._updates: list[LocalUpdate] = []
+        self._tables = tables_of(task, world, Placement.replicated)
+        for device in devices:
+            model = draw_model(task.recipe, task.seed, task.weights)
+            masters = cast_model(model, task.precision, device)
+            self._replicas.append(Replica(model, task, device))
+            if every or not self._updates:
+                options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
+                self._updates.append(
+                    LocalUpdate(whole(model, masters), *options, tables=self._tables, leads=not self._updates)
+                )
+        self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
+        self._settled = True
+
+    def rehearse(self, batch: Batch | None) -> None:
+        assert batch is not None
+        part = self._received(self._looked_up(batch, train=False), 0, 4, 0)
+        if self._replicas[0].rehearse(part, spread=self.shares > 1) and self.shares > 1:
+            raise draws_at_large("dp", "and replicas share one generator")
+
+    def memory(self) -> Memory:
+        """Of all replicas together."""
+        first = self._replicas[0].memory(self._updates[0], *workload(self._task, self.shares))
+        updates, count = len(self._updates), len(self._replicas)
+        copy = byte_count(self._trained[0])
+        parameters, gradients = (
+            updates * whole + (count - updates) * copy for whole in (first.parameters, first.gradients)
+        )
+        return Memory(
+            parameters, gradients, updates * first.optimizer, count * first.activations, tables=updates * first.tables
+        )
+
+    def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
+        assert batch is not None
+        count = len(self._replicas)
+        bounds = cut(ticket.rows, self.micro_batch_rows)
+        batch = self._looked_up(batch, train=True)
+        factor = self._updates[0].scale(
+            torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0])
+        )
+        parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
+        sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
+        with section("communication"):
+            self._sum_gradients()
+            self._give([i for i, own in enumerate(parts) if own[0] < own[1]])
+        with section("optimizer"):
+            norms = self._each(lambda i: self._updates[i].apply(ticket.step, ticket.lr), len(self._updates))
+        for replica in self._replicas:
+            replica.statistics.finish(made(norms[0]))
+        with section("communication"):
+            self._share_parameters()
+        self._settled = False
+        return StepOutput(_total([s for s in sums if s is not None], self._devices[0]), norms[0])
+
+    def eval_step(self, batch: Batch | None) -> Evaluated:
+        assert batch is not None
+        count = len(self._replicas)
+        batch = self._looked_up(batch, train=False)
+        bounds = cut(len(batch.ids), -(-len(batch.ids) // count))
+        parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
+
+        def part(i: int) -> Evaluated | None:
+            first, last = bounds[parts[i][0]], bounds[parts[i][1]]
+            if first == last:
+                return None
+            return self._replicas[i].evaluate(self._received(batch, first, last, i))
+
+        return evaluated_together([found for found in self._each(part) if found is not None], self._devices[0])
+
+    def use_averages(self, on: bool) -> None:
+        for update in self._updates:
+            update.use_averages(on)
+        self._share_parameters()
+        for replica in self._replicas:
+            replica.statistics.use_averages(on)
+
+    def settle(self) -> None:
+        if self._settled or len(self._replicas) == 1:
+            return
+        tensors = [replica.statistics.tensors() for replica in self._replicas]
+        for replica in self._replicas:
+            replica.statistics.hold()
+        for same in zip(*tensors, strict=True):
+            mean = torch.stack([t.to(same[0].device) for t in same]).mean(dim=0)
+            for t in same:
+                t.copy_(mean)
+        self._settled = True
+
+    def state(self) -> State:
+        state = self._updates[0].state()
+        own = [box for i, replica in enumerate(self._replicas) for box in own_averages(replica, Shard(i, self.shares))]
+        return State(state.boxes + buffers(self._replicas[0]) + own, state.scalars)
+
+    @torch.no_grad()
+    def load(self, source: Source) -> None:
+        for update in self._updates:
+            update.load(source)
+        self._share_parameters()
+        for i, replica in enumerate(self._replicas):
+            load_buffers(replica, source, Shard(i, self.shares))
+
+    def replicated(self) -> list[dict[str, Tensor]]:
+        return [dict(replica.model.named_parameters()) for replica in self._replicas]
+
+    def skipped(self) -> int:
+        return self._updates[0].skipped()
+
+    def _received(self, batch: Batch, first: int, last: int, i: int) -> Batch:
+        """Rows [first, last) as the model of replica i gets them, after `_looked_up`."""
+        part = to_device(rows_of(batch, first, last), self._devices[i], self._task)
+        return received(part, self._task) if self._tables is None else part
+
+    def _share_parameters(self) -> None:
+        """Give the first replica's parameters to those that do not update their own."""
+        for trained in self._trained[len(self._updates) :]:
+            torch._foreach_copy_([p.data for p in trained], [p.data for p in self._trained[0]])
+
+    def _accumulate(
+        self, i: int, ticket: Train, batch: Batch, bounds: list[int], own: tuple[int, int], factor: Tensor
+    ) -> Tensor | None:
+        replica, shard = self._replicas[i], Shard(i, len(self._replicas))
+        if own[0] == own[1]:  # nothing to compute and nobody waits for this replica
+            replica.sit_out(len(bounds) - 1, shard.count)
+            return None
+        part = self._received(batch, bounds[own[0]], bounds[own[1]], i)
+        return replica.accumulate(ticket, part, bounds, own, shard, factor.to(self._devices[i]))
+
+    def _looked_up(self, batch: Batch, train: bool) -> Batch:
+        """The batch with rows in place of ids, and then as the model gets it, where there are sparse tables."""
+        return batch if self._tables is None else self._tables.look(received(batch, self._task), train)
+
+    def _give(self, computed: list[int]) -> None:
+        """Gradients of rows of sparse tables, from the replicas that computed some of the batch."""
+        if self._tables is not None:
+            found = [self._replicas[i].row_gradients for i in computed]
+            self._tables.give({name: torch.cat([gradients[name].cpu() for gradients in found]) for name in found[0]})
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        owner = self._trained[0]
+        for p, *others in zip(owner, *self._trained[1:], strict=True):
+            for other in others:
+                if other.grad is not None:
+                    p.grad = other.grad.to(p.device) if p.grad is None else p.grad.add_(other.grad.to(p.device))
+            for other in others:
+                other.grad = p.grad.to(other.device, copy=True) if self._every and p.grad is not None else None
+
+    def _each(self, work: Callable[[int], Any], count: int | None = None) -> list:
+        """`work(i)` for each replica, each in its own thread; results in order."""
+        if not self._threads:  # a single replica needs no thread of its own
+            return [work(0)]
+        futures = [self._threads[i].submit(work, i) for i in range(len(self._replicas) if count is None else count)]
+        return [future.result() for future in futures]
+
+
+def _total(sums: list[Tensor], device: torch.device) -> Tensor:
+    total = sums[0].to(device)
+    for more in sums[1:]:
+        total = total + more.to(device)
+    return total

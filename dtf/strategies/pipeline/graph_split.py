@@ -1,0 +1,283 @@
+"""A model as a chain of blocks that can be cut between any two; the model and its code stay as they are.
+
+Says nothing about where to cut.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node, Tracer
+from torch.fx.graph import inplace_methods
+
+from dtf.core.errors import ConfigError
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+
+
+class Chain:
+    """`blocks`: names of modules as `init.layout_of` gives them, in the order in which data flows. What lies between
+    two goes with the first.
+
+    `fine`: cut inside blocks too, before each layer with parameters but a normalisation; then the code of the blocks is
+    traced as well. Raises ConfigError where cutting could change what the model computes.
+    """
+
+    names: list[str]
+    """One label per block, e.g. `conv1+bn1`, `layer1.0`."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Sequence[str]], fine: bool = False) -> None:
+        self._model = model
+        self._modules = dict(model.named_modules())
+        if not blocks:
+            raise _refusal(
+                model,
+                "the recipe's layout names no blocks; name its modules in the order in which data flows, in "
+                "Recipe.layout",
+            )
+        self._block_of = {name: index for index, block in enumerate(blocks) for name in block}
+        opened = self._opened(fine)
+        for name in sorted({"", *opened}):
+            if type(self._modules[name]).train is not nn.Module.train:
+                raise _refusal(
+                    model,
+                    f"{name or 'it'} has a train() of its own, of which its parts would not hear; freeze parts in "
+                    "modules of blocks instead",
+                )
+        self._nodes = _trace(
+            model,
+            opened,
+            "inside of blocks; cut only between them" if fine else "outside of blocks; leave that to a module",
+        )
+        self._place: dict[Node, int] = {}  # the block of each node
+        inputs = [node.name for node in self._nodes if node.op == "placeholder"]
+        if len(inputs) != 1:
+            raise _refusal(
+                model,
+                f"its forward takes {len(inputs)} arguments ({', '.join(inputs)}); take one, a tensor or a dict of "
+                "tensors",
+            )
+        self.names = self._assign(blocks, fine)
+        self._own()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def segment(self, first: int, last: int) -> GraphModule:
+        """Blocks [first, last) as a module that shares the model's modules, under their full names.
+
+        It takes the tensors that are live before its first block, or the model's input, and returns the tuple of those
+        that are live after its last block, or the model's outputs. A value for a later segment passes through.
+        """
+        if not 0 <= first < last <= len(self):
+            raise ValueError(f"blocks [{first}, {last}) of {len(self)}")
+        graph = Graph()
+        copies: dict[Node, Node] = {}
+        for node in self._live(first):
+            copies[node] = graph.placeholder(node.name)
+            if any(first <= self._place[user] < last and self._changes(user, node) for user in node.users):
+                # what is received is a leaf of autograd, which must not change in place
+                copies[node] = graph.call_method("clone", (copies[node],))
+        for node in self._nodes:
+            if first <= self._place[node] < last or (node.op == "output" and last == len(self)):
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        if last < len(self):
+            graph.output(tuple(copies[node] for node in self._live(last)))
+        module = GraphModule(self._model, graph, "Segment")
+        # GraphModule registers buffers that the forward itself reads as persistent
+        for name, part in module.named_modules():
+            part._non_persistent_buffers_set |= self._modules[name]._non_persistent_buffers_set & part._buffers.keys()
+        return module
+
+    def changed(self, cut: int) -> list[bool]:
+        """Of each tensor that is live before block `cut`: whether what follows may change it in place."""
+        return [
+            any(self._place[user] >= cut and self._changes(user, node) for user in node.users)
+            for node in self._live(cut)
+        ]
+
+    def _live(self, cut: int) -> list[Node]:
+        """Values made before block `cut` and used in or after it."""
+        return [
+            node
+            for node in self._nodes
+            if self._place[node] < cut and any(self._place[user] >= cut for user in node.users)
+        ]
+
+    def _opened(self, fine: bool) -> set[str]:
+        """Modules into which the trace looks: those around blocks and, if `fine`, those around layers."""
+        inside = (
+            name
+            for name in self._modules
+            if fine and self._block(name) is not None and _is_container(self._modules[name])
+        )
+        parts = [name.split(".") for name in self._block_of]
+        return {".".join(part[:length]) for part in parts for length in range(len(part))} | set(inside)
+
+    def _block(self, name: str) -> int | None:
+        """Index of the layout's block in which the module lies."""
+        while name and name not in self._block_of:
+            name = name.rpartition(".")[0]
+        return self._block_of.get(name)
+
+    def _assign(self, blocks: Sequence[Sequence[str]], fine: bool) -> list[str]:
+        """Give every node its block; returns the labels."""
+        labels: list[list[str]] = [[]]
+        block, weighted, visited = 0, False, set()
+        for node in self._nodes:
+            target = str(node.target)
+            now = self._block(target) if node.op == "call_module" else None
+            if now is not None:
+                if now < block:
+                    raise _refusal(
+                        self._model,
+                        f"its forward comes to {target} after {blocks[block][0]}; name the blocks in the order in "
+                        "which data flows",
+                    )
+                owns = any(True for _ in self._modules[target].parameters())
+                weighs = owns and not isinstance(self._modules[target], NORMS)
+                if now > block or (fine and weighs and weighted):
+                    labels.append([])
+                    weighted = False
+                block, weighted = now, weighted or weighs
+                named = next(name for name in blocks[now] if f"{target}.".startswith(f"{name}."))
+                visited.add(named)
+                name = target if fine else named
+                if name not in labels[-1] and (owns or not labels[-1]):
+                    labels[-1].append(name)
+            self._place[node] = 0 if _is_input(node) else len(labels) - 1
+        missed = self._block_of.keys() - visited
+        if missed:
+            raise _refusal(
+                self._model,
+                f"its forward does not come to {', '.join(sorted(missed))}, which the layout names as part of a block",
+            )
+        self._place[self._nodes[-1]] = len(labels)  # the output
+        return [_label(names) for names in labels]
+
+    def _own(self) -> None:
+        """Make sure that every parameter and buffer lies in exactly one block."""
+        tensors = {name: id(tensor) for name, tensor in _tensors(self._model)}
+        owner: dict[int, int] = {}
+        for node in self._nodes:
+            target = str(node.target)
+            if node.op == "get_attr" and target not in tensors:
+                raise _refusal(
+                    self._model,
+                    f"its forward uses the tensor {target}, which is neither a parameter nor a buffer; register it as "
+                    "a buffer",
+                )
+            used = [tensors[target]] if node.op == "get_attr" else []
+            if node.op == "call_module":
+                used = [id(tensor) for _, tensor in _tensors(self._modules[target])]
+            for key in used:
+                place = owner.setdefault(key, self._place[node])
+                if place != self._place[node]:
+                    name = next(name for name, other in tensors.items() if other == key)
+                    blocks = f"{self.names[place]} and {self.names[self._place[node]]}"
+                    raise _refusal(
+                        self._model,
+                        f"{name} is used in two blocks, {blocks}; name them as one, and cut only between blocks",
+                    )
+        unused = [name for name, key in tensors.items() if key not in owner]
+        if unused:
+            raise _refusal(self._model, f"its forward does not use {', '.join(unused)}; leave them out of the model")
+
+    def _changes(self, user: Node, node: Node) -> bool:
+        """Whether `user` may change the value of `node` in place."""
+        if not user.args or user.args[0] is not node:
+            return False
+        if user.op == "call_module":
+            return bool(getattr(self._modules[str(user.target)], "inplace", False))
+        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        flagged = user.kwargs.get("inplace") is True or any(value is True for value in user.args[1:])
+        return flagged or name in inplace_methods or (name.endswith("_") and not name.endswith("__"))
+
+
+class _Tracer(Tracer):
+    """Looks into the modules named `opened` only."""
+
+    def __init__(self, opened: set[str]) -> None:
+        super().__init__()
+        self._opened = opened
+        self._modes = _modes()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name not in self._opened
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any | None = None
+    ) -> Node:
+        if _modes() != self._modes:
+            raise ValueError(f"{target} runs under torch.no_grad or torch.autocast, which leave no trace")
+        if kind == "call_function" and "dropout" in getattr(target, "__name__", ""):
+            raise ValueError(
+                f"{target.__name__} draws from a generator that the parts of a model do not share; use nn.Dropout"
+            )
+        return super().create_node(kind, target, args, kwargs, name, type_expr)
+
+
+def _modes() -> tuple[bool, ...]:
+    return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")))
+
+
+def _trace(model: nn.Module, opened: set[str], where: str) -> list[Node]:
+    """The nodes of the model's forward, the same in training and evaluation; the model is left as it was."""
+    training = {module: module.training for module in model.modules()}
+    known = set(vars(model))
+    buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+    graphs = []
+    for mode in (True, False):
+        for module in training:
+            module.training = mode
+        try:
+            graphs.append(_Tracer(opened).trace(model))
+        except Exception as error:  # the model's own code, run on stand-ins for tensors, may raise anything
+            raise _refusal(model, f"its forward cannot be followed: {error}, {where}") from error
+        finally:
+            for module, before in training.items():
+                module.training = before
+            for name in set(vars(model)) - known:  # constants that the tracer met
+                delattr(model, name)
+    for name, (buffer, version) in buffers.items():
+        if model.get_buffer(name) is not buffer or buffer._version != version:
+            raise _refusal(
+                model, f"the forward pass changes the buffer {name}, which only one process can keep right, {where}"
+            )
+    if str(graphs[0]) != str(graphs[1]):
+        raise _refusal(model, f"its forward asks for self.training {where}, e.g. nn.Dropout")
+    return list(graphs[0].nodes)
+
+
+def _is_input(node: Node) -> bool:
+    """Whether it is the model's input or, of a dict, a part of it: that belongs to the first block, so that only
+    tensors cross cuts.
+    """
+    origin = node.args[0] if node.target is operator.getitem else node
+    return isinstance(origin, Node) and origin.op == "placeholder"
+
+
+def _refusal(model: nn.Module, why: str) -> ConfigError:
+    return ConfigError(f"{type(model).__name__} cannot be cut into stages: {why}")
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether all its parameters are those of its children, and its forward is not torch's own."""
+    own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
+    return not own and not module._parameters and any(True for _ in module.parameters())
+
+
+def _label(names: list[str]) -> str:
+    """`a.b.conv`, `a.b.norm` -> `a.b.conv+norm`."""
+    prefix = names[0].rpartition(".")[0] + "."
+    return "+".join([names[0], *(name.removeprefix(prefix) for name in names[1:])])

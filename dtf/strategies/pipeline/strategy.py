@@ -1,0 +1,181 @@
+"""Pipeline parallelism: the model cut into stages, one or more on every rank of a group; data parallelism over the rest
+of the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from dtf.api.registry import option, register
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
+from dtf.core.errors import ConfigError
+from dtf.strategies.pipeline.schedules import Schedule, bubble, in_flight
+
+if TYPE_CHECKING:
+    import torch
+
+    from dtf.distributed.world import World
+
+PER_RANK = 4
+"""Micro-batches of a global batch for each rank of a pipeline, unless step.micro_batch_rows says otherwise: the bubble
+is below a fifth.
+"""
+
+
+class Balance(Enum):
+    time = "time"
+    flops = "flops"
+
+
+@register("strategy", "pipeline")
+class Pipeline(Strategy):
+    """Ranks in groups of `degree` hold the model in stages, micro-batches flow through them; groups divide the rows.
+
+    Bytes per micro-batch: what is live at each cut, forward, and its gradient, backward; groups all-reduce the
+    gradients of what a rank holds once a step. A rank is idle for (p - 1) / (v m + p - 1) of a step, with p ranks, v
+    stages on each and m micro-batches of equal length; for longer where v > 1 and p does not divide m. Sources: Huang
+    et al. 2019 (arXiv:1811.06965); Narayanan et al. 2019, 2021 (arXiv:1806.03377, arXiv:2104.04473).
+    """
+
+    tables: Placement = option(
+        default=Placement.rows,
+        doc="who holds the rows of sparse tables: each rank some, `rows` by a hash of their id, `columns` of all rows "
+        "or whole `tables`; or every rank all",
+    )
+    degree: int = option(
+        default=0,
+        least=0,
+        doc="ranks in a pipeline; it divides launcher.processes, the quotient divides the rows; 0: all ranks",
+    )
+    schedule: Schedule = option(  # type: ignore[valid-type]
+        default=Schedule["1f1b"],
+        doc="`gpipe`: all forward passes of a step, then all backward passes; `1f1b`: a backward pass as soon as "
+        "there is one to do, "
+        "which holds the activations of fewer micro-batches; the numbers are the same",
+    )
+    virtual: int = option(
+        default=1,
+        least=1,
+        most=64,
+        doc="stages on each rank (interleaving): more make the bubble smaller and send more",
+        unit="stages",
+    )
+    balance: Balance = option(
+        default=Balance.time,
+        doc="what stages should have in equal parts: `time` measures each block's forward and backward pass at the "
+        "start, `flops` counts and runs nothing",
+    )
+    cuts: list[str] = option(
+        factory=list,
+        doc="blocks with which a stage begins, by the names in the recipe's layout; empty: cut by `balance`",
+    )
+    memory_gb: float = option(
+        default=0.0,
+        least=0,
+        most=1_000_000,
+        doc="most memory of a rank for parameters, optimizer and activations; 0: no bound",
+        unit="GiB",
+    )
+
+    def check(self, task: Task, processes: int, devices: str) -> None:
+        check_tables(task, self.tables, processes)
+        check_divides("strategy.degree", self.degree, processes)
+        check_layout("pipeline", task.recipe, "which blocks its model has")
+        ranks = self.degree or processes
+        if ranks == 1 and self.virtual > 1:
+            raise ConfigError(
+                f"strategy.virtual={self.virtual} needs at least 2 ranks in a pipeline; use strategy.virtual=1, or "
+                "more processes"
+            )
+        if ranks == 1 and self.memory_gb:
+            raise ConfigError(
+                f"strategy.memory_gb={self.memory_gb:g} bounds the cut of a model, which one process does not cut; "
+                "use 0, or more processes"
+            )
+        stages = ranks * self.virtual
+        if self.cuts and len(self.cuts) != stages - 1:
+            raise ConfigError(
+                f"strategy.cuts={self.cuts} makes {len(self.cuts) + 1} stages, this run has {stages}; name "
+                f"{stages - 1}, or none"
+            )
+        again = [name for i, name in enumerate(self.cuts) if name in self.cuts[:i]]
+        if again:
+            raise ConfigError(f"strategy.cuts={self.cuts} names {again[0]} twice; each stage begins with another block")
+
+    def communication(self, devices: str) -> str | None:
+        return "nccl" if devices == "cuda" else "gloo"
+
+    def setup(self, task: Task, world: World) -> Program:
+        import torch
+
+        from dtf.model.init import sketch
+        from dtf.strategies.spmd import alone
+
+        if world.size == 1:
+            return alone(task, world)
+
+        from dtf.api.sampler import cut
+        from dtf.distributed.device_mesh import Seat
+        from dtf.optim.update import LocalUpdate
+        from dtf.sparse.placement import tables_of
+        from dtf.strategies.pipeline.planner import Wish, agree
+        from dtf.strategies.pipeline.program import Line, Pipelined, Stage, links
+        from dtf.strategies.sharded_init import cast_sketch, draw, lay_out, pieces
+
+        ranks = self.degree or world.size
+        virtual = self.virtual if ranks > 1 else 1
+        stages = ranks * virtual
+        seat = Seat(world, "pp", ranks, inputs=False)
+        # batch statistics need two rows
+        count = max(seat.share.count, min(PER_RANK * world.size, task.step.batch_size // 2))
+        rows = task.step.rows_each(count)
+        ends = cut(task.step.batch_size, rows)
+        each = -(-(len(ends) - 1) // seat.share.count)  # of a pipeline, at most
+        held = [in_flight(self.schedule, s, ranks, virtual, each) for s in range(stages)]
+        idle = bubble(self.schedule, ranks, virtual, each)
+        wish = Wish(
+            ranks,
+            virtual,
+            each,
+            idle,
+            ends[1],
+            held,
+            self.cuts,
+            self.balance is Balance.time,
+            math.ceil(self.memory_gb * 2**30),
+        )
+        model = sketch(task.recipe)
+        chain, bounds, table = agree(model, wish, task, world)
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if not names:
+            raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
+        cast_sketch(model, task.precision, computing=True)
+        segments, found = {}, {}
+        for s in range(seat.place, stages, ranks):
+            segments[s] = chain.segment(bounds[s], bounds[s + 1])
+            masters = lay_out(segments[s], task.precision, world.device)
+            draw(segments[s], task, masters)
+            found |= pieces(segments[s], masters)
+        own = [names.index(name) for name, piece in found.items() if piece.parameter.requires_grad]
+        mine = torch.tensor(own, dtype=torch.int64, device=world.device)
+
+        def gather(norms: torch.Tensor) -> torch.Tensor:
+            """Norms of all parameters in the model's order, whichever stage has them: the same bits for every cut."""
+            every = norms.new_zeros(len(names))
+            every[mine] = norms
+            return seat.total(every)
+
+        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
+        like = torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)
+        tables = tables_of(task, world, self.tables, gives=seat.feed.reads)
+        update = LocalUpdate(
+            found, *options, writes=seat.share.index == 0, reduce=seat.reduce, gather=gather, like=like, tables=tables
+        )
+        line = Line(
+            seat.lines[seat.share.index], seat.place, stages, *links(seat.lines, stages, world.rank, world.device)
+        )
+        parts = [Stage(s, segment, task, world.device) for s, segment in segments.items()]
+        return Pipelined(parts, line, self.schedule, update, task, world, seat, rows, table, tables)

@@ -1,0 +1,76 @@
+"""A model with a sparse table from the command line: trained, evaluated under another strategy, exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SMALL = (
+    "recipe=ctr_clicks_sparse",
+    "recipe.data.values=3000",
+    "recipe.data.train_rows=6000",
+    "recipe.data.eval_rows=2000",
+    "step.batch_size=500",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained") / "run"
+
+
+def test_trains(folder: Path, run_dtf: Any) -> None:
+    result = run_dtf(
+        *SMALL,
+        "sparse=sgd",
+        "sparse.weight_decay=0.1",
+        "sparse.lr_factor=1",
+        "launcher.processes=2",
+        "observer=[jsonl,console]",
+        folder=folder,
+    )
+    assert result.code == 0, result.err
+    assert "up to 3,000 rows of 16 numbers" in result.out + result.err
+    assert "best_possible" in result.out + result.err
+
+
+def test_evaluates_under_another_strategy_to_the_same_numbers(folder: Path, run_dtf: Any, tmp_path: Path) -> None:
+    """The command line says nothing of sgd: only rows are read, as they are after their lazy decay, not how they
+    learnt.
+    """
+    result = run_dtf(
+        "job=evaluate", f"job.model={folder}", "strategy=fsdp", "launcher.processes=2", folder=tmp_path / "e"
+    )
+    assert result.code == 0, result.err
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["split"] == "eval"][-1]
+    found = json.loads((tmp_path / "e" / "evaluation.json").read_text())["metrics"]
+    assert found == pytest.approx({name: last[name] for name in found}, rel=1e-6)
+
+
+def test_the_exported_program_takes_ids(folder: Path, run_dtf: Any, tmp_path: Path) -> None:
+    result = run_dtf("job=export", f"job.model={folder}", folder=tmp_path / "x")
+    assert result.code == 0, result.err
+    program = torch.export.load(tmp_path / "x" / "model.pt2").module()
+    inputs = {"ids": torch.full((3, 26), -1), "dense": torch.zeros(3, 13)}
+    missing = program(inputs).detach()
+    assert missing == pytest.approx(missing[0].item(), rel=1e-5)  # zeros for all
+    assert program(inputs | {"ids": torch.zeros(3, 26, dtype=torch.int64)})[0].item() != pytest.approx(
+        missing[0].item(), rel=1e-5
+    )
+
+
+def test_weights_without_tables_are_refused(folder: Path, run_dtf: Any, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from dtf.model.pretrained import open_weights
+
+    weights = open_weights(str(folder), "job.model")
+    save_file({name: weights.read(name) for name in weights.shapes}, tmp_path / "tower.safetensors")
+    result = run_dtf("job=evaluate", f"job.model={tmp_path / 'tower.safetensors'}", *SMALL, folder=tmp_path / "e")
+    assert result.code == 2
+    assert "holds no sparse tables" in result.err

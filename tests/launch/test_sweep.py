@@ -1,0 +1,174 @@
+"""`-m`: options with keys of their own, errors that name the trial, and the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtf.cli.main import main
+from dtf.cli.sweep import _Told
+from dtf.cli.trials import NOT_STARTED, Trial, folder_name, table
+from dtf.core.errors import Exit
+
+SHOW = ("plugins=[tests.support.own_parts]", "job=front_show")
+SMALL = [
+    "plugins=[tests.support.toy]",
+    "recipe=toy",
+    "launcher=inline",
+    "launcher.devices=cpu",
+    "strategy=dp",
+    "strategy.replicas=1",
+    "step.batch_size=48",
+]
+
+Capture = pytest.CaptureFixture[str]
+
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> Callable[..., list[dict]]:
+    """Run a sweep that must succeed; the config of each trial."""
+
+    def run(*words: str) -> list[dict]:
+        log = tmp_path / "log"
+        assert main(["-m", *SHOW, f"job.file={log}", *words]) == Exit.OK
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+    return run
+
+
+def test_keys_that_only_the_options_swept_over_have(configs) -> None:
+    seen = configs("lr=step,constant", "lr.warmup=5")
+    assert [(one["lr"]["name"], one["lr"]["warmup"]) for one in seen] == [("step", 5), ("constant", 5)]
+
+
+def test_keys_of_options_that_the_experiments_swept_over_choose(configs, tmp_path: Path) -> None:
+    folder = tmp_path / "my" / "experiment"
+    folder.mkdir(parents=True)
+    for name in ("long", "short"):
+        (folder / f"{name}.yaml").write_text("# @package _global_\ndefaults:\n  - override /recipe: front_toy\n")
+    seen = configs("--config-dir", str(folder.parent), "experiment=long,short", "recipe.data.root=/x")
+    assert [one["recipe"]["data"]["root"] for one in seen] == ["/x", "/x"]
+
+
+def test_new_entries_of_mappings_and_deletions_as_in_a_single_run(configs) -> None:
+    seen = configs(
+        "launcher.env.A=1",
+        "~observer.console",
+        "~experiment",
+        "hydra.job.name=mine",
+        "run.name=${hydra:job.name}",
+        "seed=1,2",
+    )
+    assert [(one["seed"], one["launcher"]["env"], sorted(one["observer"]), one["run"]["name"]) for one in seen] == [
+        (1, {"A": "1"}, ["jsonl", "tensorboard"], "mine"),
+        (2, {"A": "1"}, ["jsonl", "tensorboard"], "mine"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["lr=cosine,constant", "lr.floor=0.1"],
+            "trial 2 of 2 (lr=constant): lr.floor=0.1 is no known key; choices: peak, warmup; set on the command line",
+        ),
+        (
+            ["seed=1,2", "lr.peak=0.1,abc"],
+            "trial 2 of 4 (seed=1 lr.peak=abc): lr.peak=abc is not of type float; set on the command line",
+        ),
+        (["seed=1,2", "~observer"], "trial 1 of 2 (seed=1): ~observer takes no observer away; "),
+        (["seed=1", "sed=2"], "sed=2 is no known key; did you mean seed?"),
+        (
+            ["hydra.verbose=true,false"],
+            "hydra.verbose=true,false sweeps over a setting of Hydra; give it one value; set on the command line",
+        ),
+        (["lr.peak=interval(0.1,0.2)"], "an interval has no list of values to run; list them, "),
+    ],
+)
+def test_errors_name_the_trial(capsys: Capture, words: list[str], message: str) -> None:
+    assert main(["-m", *SHOW, *words]) == Exit.CONFIG
+    out, err = capsys.readouterr()
+    assert err.startswith(f"dtf: error[E_CONFIG]: {message}")
+    assert not out
+
+
+def test_the_table_of_a_sweep_says_where_each_run_is_and_how_good(capsys: Capture, elsewhere: Path) -> None:
+    assert (
+        main(["-m", *SMALL, "train.steps=4", "train.eval_every=2", "observer=[jsonl]", "seed=1,2", "lr.peak=0.1,0.2"])
+        == Exit.OK
+    )
+    *lines, total = capsys.readouterr().out.splitlines()[-5:]
+    values = []
+    for number, (line, differs) in enumerate(zip(lines, [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)], strict=True), 1):
+        found = re.fullmatch(
+            rf"dtf: trial {number}: ok  top1=(\S+)  (outputs/toy/sweep-\w{{8}}/seed={differs[0]},lr.peak={differs[1]})",
+            line,
+        )
+        assert found, line
+        measured = [json.loads(text) for text in (elsewhere / found[2] / "metrics.jsonl").read_text().splitlines()]
+        values.append(max(one["top1"] for one in measured if one["split"] == "eval"))
+        assert float(found[1]) == pytest.approx(values[-1], abs=1e-4)
+    assert re.fullmatch(
+        r"dtf: 4 of 4 trials finished, the best is trial (\d), \d\d:\d\d in all, in outputs/toy/sweep-\w{8}", total
+    )
+    assert values[int(total.split("trial ")[1][0]) - 1] == max(values)
+
+
+def test_a_trial_that_fails_stops_no_other_and_is_named(capsys: Capture, elsewhere: Path) -> None:
+    words = ["train.steps=2", "observer=[]", "train.log_every=1", "recipe.bad_row=3,-1"]
+    assert main(["-m", *SMALL, *words]) == Exit.DIVERGED
+    out, err = capsys.readouterr()
+    failed, fine, _ = out.splitlines()[-3:]
+    assert failed.startswith("dtf: trial 1: E_DIVERGED ") and fine.startswith("dtf: trial 2: ok ")
+    assert err.splitlines()[-1].startswith("dtf: 1 of 2 trials failed: recipe.bad_row=3 (E_DIVERGED); ")
+    assert (elsewhere / failed.split()[-1] / "run.json").is_file()
+
+
+def test_a_table_says_what_a_name_of_a_folder_cannot(elsewhere: Path) -> None:
+    odd = Trial(
+        title="recipe.data.root='/a b'",
+        code=0,
+        folder=elsewhere / "outputs" / "x" / folder_name(["recipe.data.root='/a b'"]),
+        best=("top1", 0.5),
+    )
+    lines = list(table([odd, Trial(title="seed=1", code=3), Trial(title="seed=2", code=NOT_STARTED)]))
+    assert re.fullmatch(
+        r"dtf: trial 1: ok           top1=0.5000  outputs/x/recipe.data.root=__a_b_-\w{8}  recipe.data.root='/a b'",
+        lines[0],
+    )
+    assert lines[1:] == [
+        "dtf: trial 2: exit code 3               seed=1",
+        "dtf: trial 3: not started               seed=2",
+    ]
+
+
+@given(st.lists(st.lists(st.text(max_size=60), max_size=4), min_size=2, max_size=2, unique_by=",".join))
+def test_folders_of_trials_have_names_of_their_own_that_any_system_takes(both: list[list[str]]) -> None:
+    names = [folder_name(words) for words in both]
+    assert names[0] != names[1] or {",".join(words) for words in both} == {"", "trial"}
+    assert all(re.fullmatch(r"[A-Za-z0-9_][\x20-\x7e]{0,99}", name) and "/" not in name for name in names) or names
+    assert folder_name(["lr.peak=0.1", "strategy=dp"]) == "lr.peak=0.1,strategy=dp"
+
+
+def test_a_request_to_stop_is_heard_beside_whoever_handles_it() -> None:
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with _Told() as told:
+            assert not told
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert told and told, "once and for all"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with _Told() as told:
+        assert not told

@@ -1,0 +1,292 @@
+"""A trained model in use: evaluated, asked, exported; under any strategy, to the same answers."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dtf.config.settings import load_parts
+from dtf.core.errors import ConfigError, Exit
+from tests.conftest import Result
+
+Run = Callable[..., Result]
+
+MODEL = (
+    "recipe.model.width=8",
+    "recipe.model.arch=resnet8",
+    "recipe.data.pixels=16",
+    "recipe.data.train_rows=64",
+    "recipe.data.eval_rows=50",
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run folder: two evaluations, averaged weights, class names."""
+    from dtf.cli.main import main
+
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert not main(
+        [*MODEL, "train.steps=4", "step.batch_size=32", "step.ema=0.9", "observer=[jsonl]", f"run.dir={folder}"]
+    )
+    yield folder
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    (folder / "more").mkdir(parents=True)
+    for i in range(11):
+        pixels = np.random.default_rng(i).integers(0, 255, (20, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / (f"more/{i:02}.png" if i % 3 else f"{i:02}.jpg"))
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+def test_the_best_of_a_run_and_a_split_it_does_not_have(trained: Path, tmp_path: Path, run_dtf: Run) -> None:
+    from dtf.checkpoint.resolve_path import located
+    from dtf.core.errors import DataError
+
+    evaluations = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    tops = {line["step"]: line["top1"] for line in evaluations if line["split"] == "eval"}
+    best = max(tops, key=lambda step: (tops[step], -step))
+    assert [folder.name for folder in located(trained / "best", "job.model")] == [f"step_{best:06d}"]
+    with pytest.raises(DataError, match=r"job\.model=.*/best holds no checkpoint|job\.model=.* holds no checkpoint"):
+        located(tmp_path / "best", "job.model")
+    result = run_dtf("job=evaluate", f"job.model={trained}/best", "job.split=test")
+    assert result.code == 2 and "job.split=test: ResnetShapes has no such rows; use train or eval" in result.err
+
+
+def last_evaluation(folder: Path) -> dict[str, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["split"] == "eval"][-1]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained: Path, run_dtf: Run) -> None:
+    from dtf.api.registry import registered
+
+    load_parts([])
+    # other tests bring some of theirs
+    own = {name for name, kind in registered("strategy").items() if kind.__module__.startswith("dtf.")}
+    refused = own - {"ddp", "dp", "fsdp", "tensor", "pipeline"}
+    assert refused == {"pserver"}
+    for job, name in product(("evaluate", "predict", "export"), sorted(refused)):
+        result = run_dtf(f"job={job}", f"job.model={trained}", f"strategy={name}")
+        assert result.code == Exit.CONFIG and not result.folder.exists()
+        assert f"strategy={name} has servers and trainers" in result.err and "ddp, dp, " in result.err
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dp", pytest.param("fsdp", marks=pytest.mark.slow), "tensor", "pipeline"])
+def test_an_evaluation_repeats_what_training_saw(strategy: str, trained: Path, run_dtf: Run) -> None:
+    """The same metrics, from the averages of the weights; a batch size and number of ranks that divide nothing."""
+    result = run_dtf(
+        "job=evaluate", f"job.model={trained}", f"strategy={strategy}", "step.batch_size=7", "launcher.processes=2"
+    )
+    assert result.code == 0, result.err
+    found = json.loads((result.folder / "evaluation.json").read_text())
+    for name, value in found["metrics"].items():
+        assert value == pytest.approx(last_evaluation(trained)[name], rel=1e-5)
+    assert [each["class"] for each in found["classes"]][:2] == ["disc", "ring"]
+    assert (
+        sum(each["rows"] for each in found["classes"])
+        == sum(each["predicted"] for each in found["classes"])
+        == found["rows"]
+        == 50
+    )
+    right = sum(each["rows"] * each["recall"] for each in found["classes"])
+    assert right / 50 == pytest.approx(found["metrics"]["top1"])
+    assert "50 rows: loss=" in result.out and "crescent" in result.out and "averaged weights" in result.out
+
+
+def test_predictions_are_in_order_and_go_on_where_they_stopped(trained: Path, images: Path, run_dtf: Run) -> None:
+    """Under another strategy too.
+
+    What was written stays, a line cut short is written anew, and each row is there once.
+    """
+    command = ("job=predict", f"job.model={trained}", f"job.input={images}", "job.top=3", "step.batch_size=4")
+    result = run_dtf(*command, "strategy=ddp")
+    assert result.code == 0, result.err
+    file = result.folder / "predictions.jsonl"
+    whole = lines(file)
+    names = sorted(path.relative_to(images).as_posix() for path in images.rglob("*.*") if path.suffix != ".txt")
+    assert [row["row"] for row in whole] == list(range(11)) and [row["input"] for row in whole] == names
+    assert all(
+        row["probability"] == row["top"][0][1] >= row["top"][1][1] >= row["top"][2][1]
+        and row["class"] == row["top"][0][0]
+        for row in whole
+    )
+    text = file.read_bytes()
+    kept = b"".join(text.splitlines(keepends=True)[:5])
+    file.write_bytes(kept + text.splitlines()[5][:20])
+    again = run_dtf(*command, "strategy=tensor", "launcher.processes=2", folder=result.folder)
+    assert again.code == 0, again.err
+    assert file.read_bytes().startswith(kept)
+    assert [row["input"] for row in lines(file)] == names
+    for a, b in zip(whole, lines(file), strict=True):
+        assert b["probability"] == pytest.approx(a["probability"], rel=1e-4)
+    (images / "zz.png").write_bytes((images / "00.jpg").read_bytes())
+    assert "other rows and inputs" in run_dtf(*command, folder=result.folder).err
+    assert "holds a run with job.top=3" in run_dtf(*command, "job.top=2", folder=result.folder).err
+    for damage in ("{", "3", '["rows"]'):
+        (result.folder / "predictions.json").write_text(damage)
+        damaged = run_dtf(*command, folder=result.folder)
+        assert (
+            damaged.code == 65
+            and f"{result.folder / 'predictions.json'} cannot be read" in damaged.err
+            and "choose another run.dir" in damaged.err
+        )
+
+
+def test_the_config_of_the_run_stands_behind_the_command_line(trained: Path, tmp_path: Path, run_dtf: Run) -> None:
+    """Its recipe's keys need no recipe=NAME beside them, wherever the job and the model are named; what is shown is
+    what is done.
+    """
+    from dtf.config.compose import compose
+
+    given = [f"job.model={trained}", "recipe.data.eval_rows=20"]
+    composed = compose(["job=evaluate", *given])
+    assert (
+        composed.config["recipe"]["data"] | {"eval_rows": 50}
+        == compose(["job=evaluate", f"job.model={trained}"]).config["recipe"]["data"]
+    )
+    assert (
+        composed.config["recipe"]["model"]["width"],
+        composed.config["step"]["ema"],
+        composed.config["recipe"]["data"]["eval_rows"],
+    ) == (8, 0.9, 20)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "judge.yaml").write_text(
+        f"# @package _global_\ndefaults:\n  - override /job: evaluate\njob:\n  model: {trained}\n"
+    )
+    assert (
+        compose([f"--config-dir={tmp_path}", "experiment=judge", "recipe.data.eval_rows=20"]).config["recipe"]
+        == composed.config["recipe"]
+    )
+    assert "\n    eval_rows: 20\n" in run_dtf("job=evaluate", *given, "--cfg", "job").out
+    with pytest.raises(ConfigError, match="job.model=.* holds an interpolation"):
+        compose(["job=evaluate", "job.model=${run.dir}"])
+    swept = run_dtf(
+        "-m",
+        "job=evaluate",
+        f"job.model={trained}",
+        "recipe.data.eval_rows=3",
+        "launcher=inline",
+        folder=Path(f"{tmp_path}/a,{tmp_path}/b"),
+    )
+    assert (
+        swept.code,
+        swept.out.count("eval split, 3 rows"),
+        f"trial 1 of 2: run.dir={tmp_path}/a\n" in swept.out,
+    ) == (0, 2, True), swept.out + swept.err
+
+
+def test_predictions_as_a_table(trained: Path, run_dtf: Run) -> None:
+    """Of the evaluation split: the share of right answers is the accuracy that training saw."""
+    result = run_dtf(
+        "job=predict", f"job.model={trained}", "job.format=csv", "job.top=2", "strategy=dp", "launcher.processes=3"
+    )
+    assert result.code == 0, result.err
+    with (result.folder / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["row"] for row in rows] == [str(i) for i in range(50)]
+    kinds = ("disc", "ring", "square", "triangle", "plus", "star", "crescent", "bar")
+    assert sum(row["class"] == kinds[i % 8] for i, row in enumerate(rows)) / 50 == pytest.approx(
+        last_evaluation(trained)["top1"]
+    )
+    assert float(rows[0]["probability"]) >= float(rows[0]["probability_2"])
+
+
+def test_a_broken_image_is_named(trained: Path, images: Path, run_dtf: Run) -> None:
+    (images / "05.jpg").write_bytes(b"no image")
+    result = run_dtf("job=predict", f"job.model={trained}", f"job.input={images}")
+    assert result.code == 65 and "05.jpg cannot be decoded" in result.err
+
+
+def test_exported_files_say_what_the_model_says(trained: Path, images: Path, run_dtf: Run) -> None:
+    """Without dtf, at other batch sizes; torchvision's names; class names and preprocessing beside the numbers."""
+    from safetensors import safe_open
+
+    from dtf.recipes.resnet.unlabelled import Unlabelled, image_names
+
+    result = run_dtf("job=export", f"job.model={trained}", f"job.input={images}")
+    assert result.code == 0, result.err
+    told = json.loads((result.folder / "model.json").read_text())
+    assert max(told["largest_difference"].values()) < 1e-5 and told["classes"][0] == "disc"
+    extra = {"dtf.json": ""}
+    with (result.folder / "model.pt2").open("rb") as file:
+        program = torch.export.load(file, extra_files=extra).module()
+    assert json.loads(extra["dtf.json"])["preprocessing"] == told["preprocessing"]
+    with safe_open(result.folder / "model.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["dtf.json"])["classes"] == told["classes"]
+        assert {"conv1.weight", "bn1.running_var", "layer3.0.conv2.weight", "fc.bias"} <= set(file.keys())
+    predicted = run_dtf(
+        "job=predict", f"job.model={result.folder / 'model.safetensors'}", f"job.input={images}", *MODEL
+    )
+    assert predicted.code == 0, predicted.err
+    names = image_names(images)
+    inputs, _ = Unlabelled(
+        images, names, told["preprocessing"]["pixels"], told["preprocessing"]["mean"], told["preprocessing"]["std"]
+    ).fetch(np.arange(11), 0)
+    chances = program(inputs).softmax(-1).detach()
+    for row, chance in zip(lines(predicted.folder / "predictions.jsonl"), chances, strict=True):
+        assert row["class"] == told["classes"][int(chance.argmax())]
+        assert row["probability"] == pytest.approx(float(chance.max()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [
+        (("job=evaluate",), 2, "job.model is not set"),
+        (("job=evaluate", "job.model=nowhere"), 65, "job.model=nowhere does not exist"),
+        (("job=predict", "job.model=nowhere", "job.input=elsewhere"), 65, "job.input=elsewhere does not exist"),
+        (("job=predict", "job.model={run}", "job.input=.", "job.split=train"), 2, "two sources of rows"),
+        (("job=export", "job.model={run}", "launcher.processes=3"), 2, "job=export is the work of one process"),
+        (("job=evaluate", "job.model={run}", "recipe.model.width=16"), 2, "in the file and"),
+        (("job=evaluate", "job.model={run}", "recipe.model.classes=5"), 2, "set recipe.model.classes=8"),
+        (("job=evaluate", "job.model={run}/config.yaml"), 65, "config.yaml is no file of weights; give a .ckpt, .pth"),
+        (("recipe.model.weights={run}/checkpoints/nothing",), 65, "nothing does not exist"),
+        (("recipe.model.weights={run}/run.json",), 65, "run.json is no file of weights"),
+        (("recipe.model.weights=nowhere.pth",), 65, "recipe.model.weights=nowhere.pth does not exist"),
+        (("recipe.model.freeze=[layr1]",), 2, "did you mean layer1"),
+        (("optimizer.lr_factors={head:2}",), 2, "optimizer.lr_factors names 'head'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be(command: tuple[str, ...], code: int, told: str, trained: Path, run_dtf: Run) -> None:
+    result = run_dtf(*(word.replace("{run}", str(trained)) for word in command))
+    assert (result.code, told in result.err) == (code, True), result.err
+
+
+def test_a_run_goes_on_with_the_same_file_only(trained: Path, run_dtf: Run, tmp_path: Path) -> None:
+    """Where the file lies may change, its bytes may not; the checkpoint's numbers win over it."""
+    from safetensors.torch import save_file
+
+    from dtf.model.pretrained import open_weights
+
+    weights = open_weights(str(trained), "job.model")
+    file, copy = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    tensors = {name: weights.read(name) for name in weights.shapes}
+    save_file(tensors, file)
+    copy.write_bytes(file.read_bytes())
+    command = (*MODEL, "step.batch_size=32", "observer=[]")
+    first = run_dtf(*command, "train.steps=4", "train.until=2", f"recipe.model.weights={file}")
+    assert first.code == 0, first.err
+    assert "tensors kept" in json.loads((first.folder / "run.json").read_text())["table"]["weights"]
+    again = run_dtf(*command, "train.steps=4", "train.until=3", f"recipe.model.weights={copy}", folder=first.folder)
+    assert again.code == 0, again.err
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, copy)
+    other = run_dtf(*command, "train.steps=4", f"recipe.model.weights={copy}", folder=first.folder)
+    assert other.code == 2 and "recipe.model.weights" in other.err

@@ -1,0 +1,367 @@
+"""The shape of the code: who may import whom, what starts without torch, and calls that would run code from data."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+FLOORS = {
+    "vocabulary": "dtf errors registry trace values",
+    "leaves: one thing each": "agreement answers by_hand budget classes collectives devices ema ending environment "
+    "eventfile feed frozen gradients "
+    "heartbeat layout id_kernels links live lr manifest memory metrics network optimizer options partition patterns "
+    "precision pserver "
+    "pserver.choices pserver.placing pserver.transport pserver.wire row_kernels row_optimizer sampler schedules "
+    "schema sections seeding slices sparse strides "
+    "supervise table tracking usage",
+    "formats of files": "commit located shards untrusted",
+    "contracts": "job launcher observer recipe strategy",
+    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes "
+    "pipelined placement profiler ranking reducing "
+    "remat replicas screen seat sharded spmd stages tables update world",
+    "the parameter server": "pserver.blocks pserver.checks pserver.computing pserver.desk pserver.feeder "
+    "pserver.hogwild pserver.holdings pserver.ledger "
+    "pserver.lending pserver.local pserver.meeting pserver.merging pserver.narrow pserver.protocol pserver.push "
+    "pserver.reading pserver.recorder pserver.regions pserver.remote pserver.replay pserver.rows pserver.rpc "
+    "pserver.serving pserver.session pserver.sharing "
+    "pserver.status pserver.tally pserver.team pserver.trainer",
+    "engine": "checkpoint engine evidence weights",
+    "options, one registered class per file": "observers optimizers recipes row_optimizers strategies",
+    "the root config, typed": "settings",
+    "front and ranks": "charts config describe entries examine explain export inference inherited overview page "
+    "presets record replay report results rows "
+    "run served sources sweep trained trials tuning worker",
+    "processes": "attempt elastic forkserver hosts killing rank stop warm watched",
+    "what the fork server imports": "preload",
+    "options that start processes": "launchers",
+    "options that start runs": "jobs",
+    "command line": "__main__",
+}
+SIBLINGS = ("dtf.jobs", "dtf.launch", "dtf.observers", "dtf.optim", "dtf.recipes", "dtf.sparse", "dtf.strategies")
+NO_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
+OBJECT_COLLECTIVES = ("_object", "_object_list")
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("dtf", *parts) if parts[0] == "recipes" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Module name -> file, of everything that is shipped."""
+    found = [*(ROOT / "dtf").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
+    return {
+        module_name(path): path
+        for path in sorted(found)
+        if "recipes" not in path.relative_to(ROOT).parts[1:2] and "__pycache__" not in path.parts
+    }
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node but what stands under `if TYPE_CHECKING:`, which does not run."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from walk(child)
+
+
+def imports(name: str, path: Path) -> set[str]:
+    """dtf modules that a module imports, at the top or in a function."""
+    found = set()
+    for node in walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            start = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            source = ".".join(part for part in (start, node.module or "") if part)
+            found |= {
+                f"{source}.{alias.name}" if f"{source}.{alias.name}" in sources() else source for alias in node.names
+            }
+    return {target for target in found if target.split(".")[0] == "dtf" and target != name}
+
+
+@cache
+def floors() -> dict[str, int]:
+    """Module or package of options -> its floor."""
+    return {
+        ("dtf" if word == "dtf" else f"dtf.{word}"): number
+        for number, words in enumerate(FLOORS.values())
+        for word in words.split()
+    }
+
+
+def floor(name: str) -> int:
+    package = ".".join(name.split(".")[:2])
+    known = package if package in SIBLINGS else name
+    assert known in floors(), f"{name} has no floor; add it to FLOORS in {Path(__file__).name}"
+    return floors()[known]
+
+
+def family(name: str) -> str:
+    """What a module is a sibling of: `dtf.strategies.ddp` -> itself; `dtf.recipes.resnet.model` ->
+    `dtf.recipes.resnet`.
+    """
+    return ".".join(name.split(".")[:3])
+
+
+@pytest.mark.parametrize("name", sources())
+def test_nothing_imports_upwards(name: str) -> None:
+    for target in imports(name, sources()[name]):
+        assert target in sources(), f"{name} imports {target}, which is no module of dtf"
+        below, here = list(FLOORS)[floor(target)], list(FLOORS)[floor(name)]
+        assert floor(target) <= floor(name), f"{name} ({here}) imports {target} ({below}), which is above it"
+
+
+def test_no_import_cycles() -> None:
+    edges = {name: imports(name, path) for name, path in sources().items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"import cycle: {' -> '.join((*trail[trail.index(name) :], name))}"
+        if name not in done:
+            for target in edges.get(name, ()):
+                if not name.startswith(f"{target}."):  # a package may be imported by its own modules
+                    visit(target, (*trail, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+def test_siblings_never_import_each_other() -> None:
+    for name, path in sources().items():
+        for group in SIBLINGS:
+            if name.startswith(f"{group}."):
+                others = {
+                    target
+                    for target in imports(name, path)
+                    if target.startswith(f"{group}.") and family(target) != family(name)
+                }
+                assert not others, f"{name} imports its sibling {', '.join(others)}"
+
+
+def test_floors_name_modules_that_exist() -> None:
+    assert not set(floors()) - set(sources())
+
+
+def test_dependencies_are_declared_and_explained() -> None:
+    """What is imported is declared, and docs/dependencies.md has a row for each, with the same bounds."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {
+        re.split(r"[<>=\[]", text, maxsplit=1)[0]: text
+        for text in [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    }
+    modules = {"grpcio": "grpc", "hydra-core": "hydra", "pillow": "PIL", "pyyaml": "yaml"}
+    runtime = {modules.get(name, name) for name, text in declared.items() if text in project["dependencies"]}
+    extras = {
+        "dtf.runs.charts": {"matplotlib"},
+        "dtf.cli.optuna_search": {"optuna"},
+        "dtf.sparse.id_kernels": {"numba", "llvmlite"},
+        "dtf.sparse.row_kernels": {"numba"},
+        "dtf.pserver.net.rpc": {"grpc"},
+    }  # imported where the extra is known to be there
+    extras |= {name: {"numba"} for name in sources() if name.startswith("dtf.recipes.ctr.")} | {
+        "dtf.recipes.ctr.parquet": {"numba", "pyarrow"}
+    }
+    for name, path in sources().items():
+        for node in walk(tree(path)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                roots = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "dtf"]
+                foreign = {root.split(".")[0] for root in roots} - set(sys.stdlib_module_names) - {"dtf"}
+                assert foreign <= runtime | extras.get(name, set()), (
+                    f"{name} imports {foreign - runtime}, which pyproject.toml does not declare"
+                )
+    rows = re.findall(r"^\| ([a-z].*?) \|", (ROOT / "docs" / "dependencies.md").read_text(), re.MULTILINE)
+    bounds = {re.sub(r"\[.*\]", "", text).replace(",", ", ") for text in declared.values()}
+    assert {row.replace(" ", "") for row in rows if row != "package"} == {text.replace(" ", "") for text in bounds}
+
+
+def test_no_file_is_long_and_none_is_a_drawer() -> None:
+    files = [*sources().values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
+    for path in files:
+        length = len(path.read_text().splitlines())
+        assert length <= 400, f"{path.relative_to(ROOT)} has {length} lines; divide it"
+        assert path.stem not in NO_NAMES, f"{path.relative_to(ROOT)}: name what it does"
+
+
+def test_every_module_says_why_it_exists() -> None:
+    for name, path in sources().items():
+        assert not tree(path).body or ast.get_docstring(tree(path)), f"{name} has no docstring"
+
+
+def test_public_signatures_name_their_arguments() -> None:
+    for name, path in sources().items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                assert node.args.kwarg is None, (
+                    f"{name}:{node.lineno} {node.name}(**{node.args.kwarg.arg if node.args.kwarg else ''})"
+                )
+
+
+def registers(path: Path) -> bool:
+    decorators = (d for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef) for d in node.decorator_list)
+    return any(isinstance(d, ast.Call) and isinstance(d.func, ast.Name) and d.func.id == "register" for d in decorators)
+
+
+def test_registered_classes_import_without_torch() -> None:
+    """The command line reads their fields: torch, numpy and what they cost must wait for the ranks."""
+    names = [name for name, path in sources().items() if registers(path)]
+    assert {"dtf.strategies.ddp", "dtf.optim.optimizers", "dtf.api.precision"} <= set(names)
+    front = ["dtf.config.settings", "dtf.config.compose", "dtf.runs.run_folder", "dtf.config.describe", "dtf.cli.main"]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names + front!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = {'torch', 'torchvision', 'numpy', 'numba', 'tensorboard', 'safetensors', 'grpc'} & "
+        "set(sys.modules)\n"
+        "    if heavy: sys.exit(f'{name} imports {heavy}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_fork_server_never_imports_grpc() -> None:
+    """It does not survive a fork: calls in the child would hang."""
+    code = "import sys, dtf.cli.preload; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+# ---------------------------------------------------------------- no code from data
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def forbidden(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and reason of each call or import that could run code found in data, a config or a peer's message."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            origins = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            for origin in origins:
+                if origin.split(".")[0] in PICKLES:
+                    yield node.lineno, f"import of {origin}"
+            for full in [f"{origins[0]}.{name}" for name in names] if isinstance(node, ast.ImportFrom) else []:
+                if full in {"torch.save", "torch.load", "os.system", "os.popen", "hydra.utils"} or full.endswith(
+                    OBJECT_COLLECTIVES
+                ):
+                    yield node.lineno, f"import of {full}"
+        if not isinstance(node, ast.Call):
+            continue
+        name, keywords = dotted(node.func), {keyword.arg: keyword.value for keyword in node.keywords}
+
+        def given(key: str, value: bool, keywords: dict[str | None, ast.expr] = keywords) -> bool:
+            found = keywords.get(key)
+            return isinstance(found, ast.Constant) and found.value is value
+
+        if name in {
+            "eval",
+            "exec",
+            "__import__",
+            "os.system",
+            "os.popen",
+            "yaml.unsafe_load",
+            "yaml.full_load",
+            "yaml.load",
+            "torch.save",
+        }:
+            yield node.lineno, f"call of {name}"
+        if name in {"torch.load", "torch.hub.load_state_dict_from_url"} and not given("weights_only", True):
+            yield node.lineno, f"{name} without weights_only=True"
+        if name.endswith(OBJECT_COLLECTIVES):
+            yield node.lineno, f"{name} pickles"
+        if name.endswith((".instantiate", ".get_class", ".get_method")):
+            yield node.lineno, f"{name} imports by name"
+        if "shell" in keywords and not given("shell", False):
+            yield node.lineno, f"{name} with a shell"
+        if "allow_pickle" in keywords and not given("allow_pickle", False):
+            yield node.lineno, f"{name} with allow_pickle"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import cloudpickle as safe",
+        "torch.save(model, path)",
+        "from torch import save",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=flag)",
+        "torch.distributed.all_gather_object(out, value)",
+        "dist.broadcast_object_list(values)",
+        "from torch.distributed import gather_object",
+        "eval(text)",
+        "exec(text)",
+        "os.system(command)",
+        "subprocess.run(command, shell=True)",
+        "subprocess.run(command, shell=flag)",
+        "numpy.load(path, allow_pickle=True)",
+        "yaml.load(text)",
+        "hydra.utils.instantiate(node)",
+    ],
+)
+def test_the_guard_sees(code: str) -> None:
+    assert list(forbidden(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "model.eval()",
+        "torch.load(path, weights_only=True)",
+        "subprocess.run(command, shell=False)",
+        "safetensors.torch.save_file(a, b)",
+    ],
+)
+def test_the_guard_lets_pass(code: str) -> None:
+    assert not list(forbidden(ast.parse(code)))
+
+
+@pytest.mark.parametrize("name", sources())
+def test_nothing_runs_code_from_data(name: str) -> None:
+    found = [f"{name}:{line}: {reason}" for line, reason in forbidden(tree(sources()[name]))]
+    assert not found, "\n".join(found)
+
+
+def keys(node: object) -> Iterator[str]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield str(key)
+            yield from keys(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from keys(value)
+
+
+def test_no_config_names_a_class() -> None:
+    files = [*(ROOT / "conf").rglob("*.yaml"), *(ROOT / "recipes").rglob("*.yaml")]
+    assert files
+    for path in files:
+        assert "_target_" not in set(keys(yaml.safe_load(path.read_text()))), path

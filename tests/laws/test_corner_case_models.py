@@ -1,0 +1,88 @@
+"""Models that strategies get wrong easily: each trains to one process's numbers, or is refused with the reason."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from dtf.config.settings import load_parts
+from tests.support.harness import difference, spread
+
+CASE: dict[str, Any] = {"plugin": "tests.support.corner_cases", "steps": 4, "eval_every": 2}
+load_parts([])
+PIPELINE = {"cuts": ["b", "c", "d"]}
+
+
+def odd(kind: str) -> dict[str, Any]:
+    return {**CASE, "recipe": {"name": "odd", "rows": 100, "kind": kind}}
+
+
+@cache
+def alone(kind: str, precision: str = "fp64") -> dict[str, Any]:
+    return spread("ddp", 1, **odd(kind), precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "processes", "options"),
+    [
+        ("tied", "fsdp", 2, {}),
+        ("tied", "pipeline", 2, {}),
+        ("tied_blocks", "fsdp", 2, {}),
+        ("tied_blocks", "fsdp", 3, {"unit": "layer"}),
+        ("frozen", "pipeline", 4, PIPELINE),
+        ("frozen", "pipeline", 2, {}),
+        ("frozen", "fsdp", 2, {}),
+        ("frozen", "tensor", 2, {}),
+        ("root", "fsdp", 2, {"unit": "layer"}),
+        ("root", "pipeline", 2, {}),
+        ("unknown", "fsdp", 2, {}),
+        ("stubborn", "fsdp", 2, {}),
+        ("scalar", "pipeline", 2, {}),
+        ("gain", "fsdp", 3, {"unit": "layer"}),
+        ("gain", "fsdp", 4, {"replicate": 2}),
+    ],
+)
+def test_trains_as_in_one_process(kind: str, strategy: str, processes: int, options: dict[str, Any]) -> None:
+    assert difference(alone(kind), spread(strategy, processes, options=options, **odd(kind))) <= 1e-10
+
+
+@pytest.mark.parametrize("precision", ["bf16_params", "bf16_master"])
+def test_a_format_that_a_model_chooses_crosses_a_cut(precision: str) -> None:
+    case = odd("wide") | {"precision": precision}
+    assert difference(alone("wide", precision), spread("pipeline", 4, options=PIPELINE, **case)) == 0.0
+
+
+def test_a_scalar_has_a_master_copy_where_it_computes_in_another_format() -> None:
+    case, precision = odd("gain") | {"precision": "bf16_master"}, "bf16_master"
+    # gradients are rounded on the way
+    assert difference(alone("gain", precision), spread("fsdp", 2, **case), without=("optimizer/",)) <= 0.05
+
+
+@pytest.mark.parametrize(("strategy", "processes", "options"), [("pipeline", 2, {}), ("tensor", 4, {"degree": 2})])
+def test_a_buffer_that_the_forward_pass_changes_is_refused(
+    strategy: str, processes: int, options: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        AssertionError, match="the forward pass changes the buffer count, which only one process can keep right"
+    ):
+        spread(strategy, processes, options=options, **odd("counting"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "options", "words"),
+    [
+        ("tied", "tensor", {}, "splits b, whose parameters c has too"),
+        ("tied_blocks", "pipeline", {}, "is used in two blocks, b and c"),
+        ("stubborn", "pipeline", {}, "has a train\\(\\) of its own"),
+        ("early", "pipeline", {"virtual": 2}, "the model draws random numbers in its forward pass"),
+        ("alias", "pipeline", {}, "a tensor is changed in place later"),
+        ("prelu", "tensor", {}, "ranks that should agree have different gradients of act.weight"),
+        ("undropped", "tensor", {}, "ranks that should agree have different inputs of drop"),
+        ("rowless", "tensor", {}, "the pass fails at or after c \\(Linear\\)"),
+    ],
+)
+def test_refused_with_the_reason(kind: str, strategy: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        spread(strategy, 2, options=options, **odd(kind))

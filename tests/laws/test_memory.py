@@ -1,0 +1,320 @@
+"""How much memory a run says it needs, and what it then takes."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console as Terminal
+from torch import Tensor, nn
+
+from dtf.api.layout import Layout, Split
+from dtf.api.options import Remat, StepOptions
+from dtf.api.precision import Precision
+from dtf.api.registry import lookup, register
+from dtf.api.sampler import Epochs, Sequential
+from dtf.api.strategy import Task
+from dtf.config.settings import load_parts
+from dtf.core.text import bytes_text, memory_text
+from dtf.core.types import Ended, Memory, Place, Started, Train
+from dtf.data.loader import Loader
+from dtf.distributed.world import World
+from dtf.model.activation_checkpointing import divisible, rematerialise
+from dtf.model.ema import averaged
+from dtf.model.init import draw_model
+from dtf.model.memory import Footprint, Meter, activations, table_row
+from dtf.model.microbatch import Masks
+from dtf.observers.terminal import Screen
+from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
+from tests.conftest import Result
+from tests.support.harness import _enums
+from tests.support.ranks import ranks
+from tests.support.toy import Toy
+
+ROWS = 64
+
+
+def resnet(remat: Remat = Remat.none) -> nn.Module:
+    recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8))
+    model = draw_model(recipe, 0)
+    rematerialise(model, divisible(recipe, remat), remat, Masks(model, 0, torch.device("cpu")))
+    return model
+
+
+def footprint(model: nn.Module, rows: int) -> Footprint:
+    x = torch.zeros(rows, 3, 16, 16)
+    model.zero_grad()
+    with Footprint() as found:
+        model(x).square().sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("remat", Remat)
+def test_a_full_micro_batch_is_told_from_few_rows(remat: Remat) -> None:
+    model = resnet(remat)
+    few, more, full = (footprint(model, rows) for rows in (2, 4, 32))
+    assert activations([(2, few), (4, more)], 32) == full.kept + full.again
+    # one size only: all grows with the rows
+    assert activations([(2, few), (2, few)], 32) == pytest.approx(full.kept + full.again, rel=0.01)
+
+
+def test_what_is_kept_is_what_autograd_saves() -> None:
+    """Neither parameters nor gradients, nor what was there before."""
+    model, x = resnet(), torch.zeros(8, 3, 16, 16)
+    before = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), x)}
+    saved: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage().data_ptr() not in before:
+            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        total = model(x).square().sum()
+    assert abs(footprint(model, 8).kept - sum(saved.values())) <= 64  # the loss itself
+    total.backward()
+
+
+@register("recipe", "wide")
+class Wide(Toy):
+    """Fifty million parameters: what they need is far above what libraries take."""
+
+    def build_model(self) -> nn.Module:
+        layers = [layer for a, b in pairwise([8, 5000, 5000, 5000, 4]) for layer in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+
+    def layout(self, model: nn.Module) -> Layout:
+        names = [name for name, layer in model.named_children() if [*layer.parameters()]]
+        return Layout(
+            tuple((name,) for name in names), dict(zip(names, cycle([Split.column, Split.row]), strict=False))
+        )
+
+
+def made(
+    recipe: Any,
+    rank: int,
+    size: int,
+    strategy: str,
+    optimizer: str,
+    options: dict[str, Any],
+    rows: int,
+    micro: int,
+    ema: float = 0.0,
+) -> tuple[Any, Any]:
+    """A program after its rehearsal, and a batch of so many rows."""
+    torch.set_num_threads(1)
+    data = recipe.open_data("train", 0)
+    step = StepOptions(batch_size=rows, micro_batch_rows=micro, ema=ema)
+    task = Task(
+        recipe,
+        averaged(lookup("optimizer", optimizer)(), ema),
+        Precision(),
+        step,
+        0,
+        sample=lambda count: data.fetch(np.arange(count), 0)[0],
+    )
+    program = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options)).setup(
+        task, World(Place(rank=rank, size=size, slots=size))
+    )
+    batch = program.prepare(
+        Loader(data, Epochs(Sequential(), rows, rows, 0), program.shard, program.micro_batch_rows).get(0, 0)
+    )
+    program.rehearse(batch)
+    return program, batch
+
+
+def take(
+    rank: int, size: int, strategy: str, optimizer: str, options: dict[str, Any], micro: int, ema: float = 0.0
+) -> dict[str, int]:
+    """Two steps and an evaluation; planned bytes by kind, and the peak."""
+    load_parts([])
+    meter = Meter("cpu")
+    program, batch = made(Wide(rows=ROWS), rank, size, strategy, optimizer, options, ROWS, micro, ema)
+    for step in range(2):
+        program.step(Train(step, 0, 0, ROWS, 0.1), batch)
+    program.settle()
+    for on in (True, False) if ema else ():
+        program.use_averages(on)
+    planned = program.memory()
+    assert planned is not None
+    return {**planned._asdict(), "peak": meter.peak()}
+
+
+CASES = [
+    ("ddp", 1, "adamw", {}, 0),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("ddp", 1, "adamw", {}, 16),
+            ("ddp", 2, "adamw", {}, 0),
+            ("ddp", 2, "sgd", {}, 16),
+            ("ddp", 2, "sgd", {}, 8),
+            ("ddp", 2, "adamw", {"shard_optimizer": True}, 0),
+            ("ddp", 2, "adamw", {"gradient_as_bucket_view": False}, 0),
+            ("dp", 2, "adamw", {"replicas": 2}, 0),
+            ("fsdp", 2, "adamw", {}, 0),
+            ("fsdp", 2, "adamw", {"reshard_after_forward": False}, 0),
+            ("fsdp", 2, "sgd", {}, 8),
+            ("tensor", 2, "adamw", {}, 0),
+            ("tensor", 2, "sgd", {}, 8),
+            ("pipeline", 2, "adamw", {"balance": "flops"}, 0),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "processes", "optimizer", "options", "micro"), CASES, ids=str)
+def test_the_plan_is_near_the_peak(
+    strategy: str, processes: int, optimizer: str, options: dict[str, Any], micro: int
+) -> None:
+    """`micro`: rows of a micro-batch; gradients that add up wait somewhere."""
+    load_parts([])
+    count = lookup("strategy", strategy)().roles(processes)["trainer"]
+    for found in ranks(
+        count, "tests.laws.test_memory:take", strategy=strategy, optimizer=optimizer, options=options, micro=micro
+    ):
+        peak = found.pop("peak")
+        assert sum(found.values()) == pytest.approx(peak, rel=0.25)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_averages_of_the_weights_need_no_more_than_the_optimizer_state_says(strategy: str) -> None:
+    """Neither to keep them nor to evaluate them: a second copy, 100 MB on each of two ranks even if only for a moment,
+    would show beside the libraries.
+    """
+    load_parts([])
+    for found in ranks(
+        2, "tests.laws.test_memory:take", strategy=strategy, optimizer="sgd", options={}, micro=0, ema=0.9
+    ):
+        peak = found.pop("peak")
+        assert peak < sum(found.values()) + 110e6
+
+
+@register("recipe", "tall")
+class Tall(Toy):
+    """So many rows beside its parameters that activations are nearly all it needs."""
+
+    def build_model(self) -> nn.Module:
+        layers = [layer for a, b in pairwise([8, *[64] * 31, 4]) for layer in (nn.Linear(a, b), nn.Tanh())]
+        return nn.Sequential(*layers[:-1])
+
+    layout = Wide.layout
+
+
+class Peak(Footprint):
+    """The most bytes that were there at once of what was made under it."""
+
+    peak = 0
+
+    def _meet(self, storage: torch.UntypedStorage, made: bool, again: bool) -> None:
+        super()._meet(storage, made, again)
+        self.peak = max(self.peak, sum(self._made.values()))
+
+
+def watched(rank: int, size: int, strategy: str, options: dict[str, Any]) -> dict[str, int]:
+    """The plan by kind, and the most that a step of four micro-batches makes at once."""
+    load_parts([])
+    program, batch = made(Tall(rows=4 * 1024), rank, size, strategy, "sgd", options, rows=4 * 1024, micro=1024)
+    with Peak() as footprint:
+        program.step(Train(0, 0, 0, 4 * 1024, 0.1), batch)
+    return {**program.memory()._asdict(), "peak": footprint.peak}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("pipeline", {"schedule": "1f1b", "balance": "flops"}),
+        ("pipeline", {"schedule": "gpipe", "balance": "flops"}),
+        ("tensor", {}),
+    ],
+    ids=str,
+)
+def test_activations_are_what_was_planned(strategy: str, options: dict[str, Any]) -> None:
+    """Counted as tensors, not by pages: micro-batches in flight, messages that wait.
+
+    What a kernel of the backward pass works on is not planned.
+    """
+    for found in ranks(2, "tests.laws.test_memory:watched", strategy=strategy, options=options):
+        assert found["activations"] > 0.6 * found["peak"]
+        assert found["activations"] + found["gradients"] + found["exchange"] == pytest.approx(
+            found["peak"], rel=0.15
+        ), found
+
+
+def test_texts() -> None:
+    assert [bytes_text(size) for size in (0, 4_200, 99_000, 1_000_000, 213_400_000, 1_240_000_000)] == [
+        "0.0 kB",
+        "4.2 kB",
+        "99 kB",
+        "1.0 MB",
+        "213 MB",
+        "1.2 GB",
+    ]
+    ranks = [
+        Memory(48_000_000, 48_000_000, 97_000_000, 20_000_000),
+        Memory(48_000_000, 48_000_000, 97_000_000, 22_000_000, 1_000_000),
+    ]
+    assert table_row(ranks) == {
+        "memory": "216 MB a process = 48 MB parameters + 48 MB gradients + 97 MB optimizer state + 22 MB activations "
+        "+ 1.0 MB exchange"
+    }
+    served = [Memory(237_000, 237_000, 0, 0, tables=40_000_000)]
+    assert table_row(served, "server") == {
+        "memory": "40 MB a server = 237 kB parameters + 237 kB gradients + 40 MB rows and index of sparse tables"
+    }
+    summary = Meter("cpu").summary(ranks, [236_000_000, 230_000_000])
+    assert summary == {"planned": 213_000_000, "resident": 236_000_000, "rank": 0}
+    assert memory_text(summary) == "213 MB planned, 236 MB resident at the peak of rank 0"
+    assert memory_text(Meter("cpu").summary([], [5_000_000])) == "5.0 MB resident at the peak of rank 0"
+
+
+def held(rank: int, size: int) -> int:
+    """The peak of a process that holds 80 MB for a while."""
+    before = torch.ones(10_000_000)
+    meter = Meter("cpu")
+    held = torch.ones(20_000_000)
+    del held, before
+    return meter.peak()
+
+
+def test_a_meter_counts_from_its_start() -> None:
+    assert 75_000_000 < ranks(1, "tests.laws.test_memory:held")[0] < 100_000_000
+
+
+def test_a_run_tells_what_it_plans_and_what_it_took(run_dtf: Callable[..., Result]) -> None:
+    done = run_dtf(
+        "plugins=[tests.support.residual_toy]",
+        "recipe=residual",
+        "strategy=ddp",
+        "launcher.processes=2",
+        "train.steps=2",
+        "step.remat=blocks",
+    )
+    assert done.code == 0, done.err
+    assert re.search(
+        r'^started .* memory="\S+ kB a process = .* parameters \+ .* activations( \+ .* exchange)?"',
+        done.out,
+        re.MULTILINE,
+    ), done.out
+    assert re.search(
+        r'^ended .* memory="\S+ kB planned, \S+ MB resident at the peak of rank [01]"', done.out, re.MULTILINE
+    ), done.out
+
+
+def test_a_terminal_shows_it_at_the_end(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    screen = Screen(tmp_path, {}, Terminal(file=stream, width=80))
+    for event in (
+        Started(0, 8, 4, {}),
+        Ended(8, "finished", {}, {"planned": 213_000_000, "allocated": 236_000_000, "rank": 1}),
+    ):
+        screen.see(event)
+    screen.close()
+    assert "memory      213 MB planned, 236 MB allocated at the peak of rank 1" in stream.getvalue()

@@ -1,0 +1,150 @@
+"""Running statistics and dropout masks act per micro-batch, whoever computes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dtf.api.sampler import share
+from dtf.core.errors import ConfigError
+from dtf.core.types import Shard
+from dtf.model.microbatch import Masks, RunningStatistics
+
+
+def simulate(
+    micro_batches: list[torch.Tensor], ranks: int, steps: int, momentum: float | None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Running mean and variance after `steps` steps over the same micro-batches, averaged over ranks."""
+    layers = [nn.BatchNorm1d(3, momentum=momentum).double() for _ in range(ranks)]
+    statistics = [RunningStatistics(layer) for layer in layers]
+    for _ in range(steps):
+        for rank, (layer, running) in enumerate(zip(layers, statistics, strict=True)):
+            first, last = share(len(micro_batches), Shard(rank, ranks))
+            running.begin(last - first, len(micro_batches), ranks)
+            if first == last:
+                layer(torch.full((4, 3), 1e6, dtype=torch.float64))  # padding must leave no trace
+            for j in range(last - first):
+                running.enter(j)
+                layer(micro_batches[first + j])
+            running.end()
+    means, variances = zip(*(running.tensors() for running in statistics), strict=True)
+    return torch.stack(means).mean(0), torch.stack(variances).mean(0), statistics[0].counters()[".num_batches_tracked"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 9),
+    ranks=st.integers(1, 6),
+    steps=st.integers(1, 4),
+    momentum=st.sampled_from([0.1, 0.5, 0.01, None]),
+)
+def test_one_update_per_step_of_the_mean_over_all_micro_batches(
+    count: int, ranks: int, steps: int, momentum: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(count * 100 + ranks)
+    micro_batches = [torch.randn(4, 3, generator=generator, dtype=torch.float64) + k for k in range(count)]
+    mean = torch.stack([b.mean(0) for b in micro_batches]).mean(0)
+    variance = torch.stack([b.var(0) for b in micro_batches]).mean(0)
+    expected_mean, expected_variance = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    for step in range(1, steps + 1):
+        m = momentum or 1 / step
+        expected_mean, expected_variance = (
+            (1 - m) * expected_mean + m * mean,
+            (1 - m) * expected_variance + m * variance,
+        )
+    found_mean, found_variance, counted = simulate(micro_batches, ranks, steps, momentum)
+    torch.testing.assert_close(found_mean, expected_mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found_variance, expected_variance, rtol=1e-9, atol=1e-9)
+    assert counted == steps
+
+
+def test_momentum_returns_to_its_own_after_accumulation() -> None:
+    layer = nn.BatchNorm1d(3)
+    running = RunningStatistics(layer)
+    for own in (3, 1):
+        running.begin(own, own, 1)
+        for j in range(own):
+            running.enter(j)
+        running.end()
+    assert layer.momentum == pytest.approx(0.1)
+
+
+def dropout(kind: type[nn.Module] = nn.Dropout, name: str = "drop", seed: int = 0) -> tuple[nn.Module, Masks]:
+    model = nn.ModuleDict({name: kind(0.4)})
+    return model[name], Masks(model, seed, torch.device("cpu"))
+
+
+def test_masks_depend_on_seed_step_micro_batch_and_name_only() -> None:
+    x = torch.ones(64, 8)
+
+    def draw(seed: int, step: int, k: int, name: str) -> torch.Tensor:
+        layer, masks = dropout(name=name, seed=seed)
+        torch.rand(int(torch.randint(1, 9, ())))  # whatever else drew before
+        masks.enter(step, k)
+        return layer(x)
+
+    base = draw(0, 5, 2, "a")
+    assert torch.equal(base, draw(0, 5, 2, "a"))
+    for other in ((1, 5, 2, "a"), (0, 6, 2, "a"), (0, 5, 3, "a"), (0, 5, 2, "b")):
+        assert not torch.equal(base, draw(*other))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (nn.Dropout, (400, 50)),
+        (nn.Dropout1d, (200, 50, 4)),
+        (nn.Dropout2d, (200, 50, 2, 2)),
+        (nn.Dropout3d, (200, 50, 2, 2, 1)),
+    ],
+)
+def test_dropout_keeps_its_mean_and_its_share(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+    layer, masks = dropout(kind)
+    masks.enter(0, 0)
+    out = layer(torch.ones(shape))
+    assert {round(v, 5) for v in out.unique().tolist()} == {0.0, round(1 / 0.6, 5)}
+    assert out.mean().item() == pytest.approx(1.0, abs=0.05)
+    if len(shape) > 2:  # whole channels
+        assert torch.equal(out.amax(tuple(range(2, len(shape)))), out.amin(tuple(range(2, len(shape)))))
+    layer.eval()
+    assert torch.equal(layer(torch.ones(shape)), torch.ones(shape))
+
+
+def test_functional_randomness_follows_the_micro_batch_too() -> None:
+    _, masks = dropout()
+    masks.enter(3, 1)
+    first = torch.rand(5)
+    masks.enter(3, 1)
+    assert torch.equal(first, torch.rand(5))
+
+
+def test_a_users_own_dropout_keeps_its_forward() -> None:
+    class Tripled(nn.Dropout):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 3 * input
+
+    layer, masks = dropout(Tripled)
+    masks.enter(0, 0)
+    assert torch.equal(layer(torch.ones(3)), 3 * torch.ones(3))
+    assert isinstance(dropout()[0], nn.Dropout)
+
+
+@pytest.mark.parametrize("layer", [nn.SyncBatchNorm(3), nn.BatchNorm1d(3, track_running_stats=False)])
+def test_layers_that_cannot_keep_the_laws_are_refused(layer: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="batch|Batch"):
+        RunningStatistics(nn.Sequential(layer))
+
+
+def test_a_frozen_layer_keeps_its_averages_on_uneven_shares() -> None:
+    layer = nn.BatchNorm1d(3).eval()
+    running = RunningStatistics(layer)
+    for _ in range(3):
+        running.begin(2, 5, 2)
+        for j in range(2):
+            running.enter(j)
+            layer(torch.randn(4, 3))
+        running.end()
+    assert [t.tolist() for t in running.tensors()] == [[0.0] * 3, [1.0] * 3]

@@ -1,0 +1,79 @@
+"""Law: one recipe, any synchronous strategy, any world size: the numbers of the one-process reference."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.harness import difference, meshes, reference, spread, variants
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
+def test_every_strategy_follows_the_reference_in_fp64(strategy: str, options: dict, processes: int) -> None:
+    """100 rows, batch 24 and micro-batches of 5: uneven shares, a partial last batch, ranks without rows; batch norm
+    and dropout.
+    """
+    assert difference(reference(), spread(strategy, processes, options=options)) <= 1e-10
+
+
+@pytest.mark.parametrize("processes", [2, 4, 6])
+@pytest.mark.parametrize(("strategy", "options"), meshes(), ids=str)
+def test_combined_with_data_parallelism(strategy: str, options: dict, processes: int) -> None:
+    """Six ranks are three shares of five micro-batches of two ranks each."""
+    assert difference(reference(), spread(strategy, processes, options=options)) <= 1e-10
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}, {"cuts": ["4", "7", "9"]}], ids=str)
+def test_interleaved_stages(options: dict) -> None:
+    """Two ranks with two stages each, five micro-batches: the last group of two is incomplete."""
+    assert difference(reference(), spread("pipeline", 2, options={"virtual": 2} | options)) <= 1e-10
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "lars"])
+@pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
+def test_with_every_optimizer(strategy: str, options: dict, optimizer: str) -> None:
+    assert (
+        difference(reference(optimizer=optimizer), spread(strategy, 2, options=options, optimizer=optimizer)) <= 1e-10
+    )
+
+
+@pytest.mark.parametrize("tail", ["fill", "drop"])
+@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+def test_with_every_tail(strategy: str, tail: str) -> None:
+    assert difference(reference(tail=tail), spread(strategy, 3, tail=tail)) <= 1e-10
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params", "bf16_master", "fp16"])
+@pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
+def test_other_precisions_stay_close(strategy: str, options: dict, precision: str) -> None:
+    """fp32 within rounding; half formats within theirs: a sum in another order moves the last bits, and may tip a ReLU,
+    which a momentum shows.
+    """
+    bound = {"fp32": 1e-4, "bf16_params": 0.3, "bf16_master": 0.2}.get(precision, 0.05)  # bf16 gradients add up in bf16
+    without = () if precision == "fp32" else ("optimizer/",)
+    assert (
+        difference(reference(precision=precision), spread(strategy, 2, options=options, precision=precision), without)
+        <= bound
+    )
+
+
+@pytest.mark.parametrize("strategy", sorted({name for name, _ in variants()}))
+def test_micro_batches_of_the_strategys_own_choice(strategy: str) -> None:
+    """The last batch has 4 rows: fewer micro-batches of the same size, none of a single row."""
+    found = spread(strategy, 3, micro_batch_rows=0)
+    assert difference(reference(micro_batch_rows=found["micro_batch_rows"]), found) <= 1e-10
+
+
+def test_the_micro_batch_decides_batch_statistics() -> None:
+    """The law needs the micro-batch: with another one, batch statistics and so the numbers differ."""
+    assert difference(reference(micro_batch_rows=5), reference(micro_batch_rows=12)) > 1e-3
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
+def test_communication_hooks_approximate(hook: str) -> None:
+    """They change the numbers, as their help says, but not by much."""
+    options = {"comm_hook": hook, "powersgd_start": 2} if hook == "powersgd" else {"comm_hook": hook}
+    found = difference(
+        reference(precision="fp32", clip_norm=0.0), spread("ddp", 2, options=options, precision="fp32", clip_norm=0.0)
+    )
+    assert 1e-6 < found < 5.0

@@ -1,0 +1,70 @@
+"""What sharding is for: how little a rank holds, how models are cut, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dtf.api.options import StepOptions
+from dtf.api.precision import Precision
+from dtf.api.strategy import Task
+from dtf.core.errors import ConfigError
+from dtf.core.types import Place
+from dtf.distributed.world import World
+from dtf.optim.optimizers import AdamW
+from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
+from dtf.strategies.fsdp import Fsdp, Unit
+from tests.support.ranks import ranks
+
+
+def task() -> Task:
+    return Task(
+        ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8)),
+        AdamW(),
+        Precision(),
+        StepOptions(batch_size=8),
+        0,
+    )
+
+
+def hold(rank: int, size: int, unit: str) -> dict[str, Any]:
+    """Bytes of parameters and optimizer state on this rank and in all, and how many units FSDP made."""
+    from torch.distributed.fsdp import FSDPModule
+
+    program: Any = Fsdp(unit=Unit(unit)).setup(task(), World(Place(rank=rank, size=size)))
+    boxes = [box for box in program.state().boxes if not box.name.startswith("share_") and "running" not in box.name]
+    held = {id(box.tensor): box.tensor.numel() * box.tensor.element_size() for box in boxes}
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in program._replica.model.parameters())
+    names = [name for name, module in program._replica.model.named_modules() if isinstance(module, FSDPModule)]
+    return {"held": sum(held.values()), "whole": 3 * whole, "units": names}
+
+
+@pytest.mark.parametrize("unit", ["layer", "block", "stage"])
+def test_two_ranks_hold_half_each(unit: str) -> None:
+    """Parameters and both moments of AdamW; counters and running averages are the few bytes beyond."""
+    for found in ranks(2, "tests.laws.test_sharded_init:hold", unit=unit):
+        assert found["held"] <= 0.55 * found["whole"]
+
+
+def test_units_follow_the_layout() -> None:
+    units = {
+        unit: ranks(2, "tests.laws.test_sharded_init:hold", unit=unit)[0]["units"]
+        for unit in ("layer", "block", "stage")
+    }
+    assert {"layer1.0", "layer2.0", "layer3.0", "fc"} <= set(units["block"])
+    assert "layer1.0.conv1" in units["layer"] and "layer1.0.conv1" not in units["block"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "words"),
+    [
+        (Fsdp(replicate=2), 3, "strategy.replicate=2 does not divide launcher.processes=3; use 1 or 3"),
+        (Fsdp(offload=True), 1, "strategy.offload=true needs at least 2 processes"),
+        (Fsdp(offload=True), 2, "strategy.offload=true moves parameters from GPUs to the host, this run is on cpu"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_launch(strategy: Fsdp, processes: int, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        strategy.check(task(), processes, "cpu")
+    assert words in str(caught.value)

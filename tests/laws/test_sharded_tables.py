@@ -1,0 +1,303 @@
+"""Laws, for recipes with sparse tables: the same numbers under every strategy, one checkpoint, and a step that touches
+nothing but its rows.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtf.api.options import StepOptions
+from dtf.api.registry import lookup, registered
+from dtf.api.sparse_table import Placement
+from dtf.api.strategy import Task
+from dtf.core.errors import DataError
+from dtf.core.types import Place
+from dtf.distributed.world import World
+from dtf.sparse.placement import tables_of
+from tests.support.harness import PRECISIONS, difference, meshes, reference, spread, variants
+from tests.support.sparse_toy import Tabled
+
+slow = pytest.mark.slow
+ANY: dict[str, Any] = {"name": "tabled", "rows": 100, "scale": 2**54 + 1}  # ids of up to 62 bits
+RANGE: dict[str, Any] = {"name": "tabled", "rows": 100, "size": 150}
+
+
+def cases() -> list[Any]:
+    """All strategies, numbers of processes and kinds of ids; those on three processes, and ranges of ids under ddp, run
+    by default.
+    """
+    strategies = sorted({name for name, _ in variants()})
+    found = []
+    for strategy, processes, kind in product(strategies, (1, 2, 3, 4), ("any", "range")):
+        usual = processes == 3 and (kind == "any" or strategy == "ddp")
+        found.append(
+            pytest.param(
+                strategy,
+                processes,
+                ANY if kind == "any" else RANGE,
+                id=f"{strategy}-{processes}-{kind}",
+                marks=() if usual else slow,
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "processes", "recipe"), cases())
+def test_every_strategy_follows_the_reference_in_fp64(strategy: str, processes: int, recipe: dict[str, Any]) -> None:
+    assert difference(reference(recipe=recipe), spread(strategy, processes, recipe=recipe)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [*meshes(), ("pipeline", {"virtual": 2}), ("ddp", {"shard_optimizer": True}), ("dp", {"reduce": "all"})],
+    ids=str,
+)
+def test_every_way_to_combine_strategies(strategy: str, options: dict) -> None:
+    processes = 2 if "virtual" in options else 4
+    assert difference(reference(recipe=ANY), spread(strategy, processes, options=options, recipe=ANY)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("ddp", {}), ("tensor", {"degree": 2, "tables": "replicated"})], ids=str
+)
+def test_tables_so_small_that_all_rows_are_summed_as_one_tensor(strategy: str, options: dict) -> None:
+    """Twelve rows on four ranks; the last of them and missing ids are met, and three ranks of a tensor's four tell no
+    gradient.
+    """
+    recipe = RANGE | {"size": 12}
+    assert difference(reference(recipe=recipe), spread(strategy, 4, options=options, recipe=recipe)) <= 1e-10
+
+
+def test_tensor_divides_tables_where_it_can_divide_nothing_else() -> None:
+    recipe = ANY | {"splits": False}
+    assert difference(reference(recipe=recipe), spread("tensor", 2, recipe=recipe)) <= 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pserver"])
+def test_a_full_table_is_refused(strategy: str) -> None:
+    with pytest.raises(AssertionError, match="table ids is full: capacity=100"):
+        spread(strategy, 2, recipe=ANY | {"capacity": 100})
+
+
+def test_a_table_that_met_no_id_yet_is_saved(tmp_path: Path) -> None:
+    recipe = ANY | {"unmet": True}
+    spread("fsdp", 2, folder=str(tmp_path), save_every=3, halt=True, recipe=recipe)
+    whole = reference(recipe=recipe)
+    assert (
+        difference(
+            whole, whole | {"tensors": spread("ddp", 2, start=str(tmp_path / "step_000003"), recipe=recipe)["tensors"]}
+        )
+        <= 1e-10
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("fsdp", {}),
+        pytest.param("pserver", {"servers": 2, "min_block": 1}, marks=slow),
+        pytest.param("ddp", {}, marks=slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", sorted(registered("sparse")))
+def test_with_every_row_optimizer(strategy: str, options: dict, rule: str) -> None:
+    assert (
+        difference(reference(recipe=ANY, sparse=rule), spread(strategy, 3, options=options, recipe=ANY, sparse=rule))
+        <= 1e-10
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params"])
+@pytest.mark.parametrize("strategy", ["ddp", "pserver", pytest.param("tensor", marks=slow)])
+def test_other_precisions_stay_close(strategy: str, precision: str) -> None:
+    bound = 1e-4 if precision == "fp32" else 0.3 if precision == "bf16_params" else 0.1
+    a, b = reference(recipe=ANY, precision=precision), spread(strategy, 2, recipe=ANY, precision=precision)
+    assert difference(a, b, () if precision == "fp32" else ("optimizer/", "table/")) <= bound
+
+
+@pytest.mark.parametrize("tables", ["replicated", "rows", "columns", "tables"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=slow), "tensor", pytest.param("pipeline", marks=slow)])
+def test_wherever_the_rows_lie(strategy: str, tables: str) -> None:
+    """Width 2 of the second table: two ranks have a column each."""
+    assert difference(reference(recipe=ANY), spread(strategy, 2, options={"tables": tables}, recipe=ANY)) <= 1e-10
+
+
+TABLED, SINGLE = (
+    ("plugins=[tests.support.sparse_toy]", "recipe=tabled", "train.steps=1"),
+    ("recipe=ctr_clicks", "recipe.model.table=sparse"),
+)
+ROWS = ("strategy=pserver", "strategy.dense=allreduce")
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    (
+        (*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=3"),
+        "table who has 2 columns, too few for 3 ranks",
+    ),
+    (
+        (*TABLED, "strategy=fsdp", "strategy.tables=columns", "sparse=rowwise_adagrad", "launcher.processes=2"),
+        "RowwiseAdagrad keeps sum of whole ones",
+    ),
+    (
+        (*SINGLE, "strategy=tensor", "strategy.tables=tables", "launcher.processes=2"),
+        "strategy.tables=tables puts whole tables on ranks, and GeneratedClicks has one",
+    ),
+    ((*SINGLE, "strategy=pipeline", "strategy.tables=tables", "launcher.processes=2"), "use strategy.tables=rows"),
+    (
+        ("recipe=resnet_shapes", *ROWS),
+        "strategy.dense=allreduce leaves sparse tables to servers, and resnet_shapes has none; use "
+        "recipe=ctr_clicks_sparse",
+    ),
+    (
+        ("recipe=ctr_clicks", *ROWS),
+        "this recipe has none as recipe.model.table is set; use recipe.model.table=sparse, or strategy=ddp",
+    ),
+    ((*TABLED, *ROWS, "strategy.mode=async"), "strategy.mode=sync, this is async"),
+    ((*TABLED, *ROWS, "strategy.min_block=1"), "strategy.min_block is of no account with strategy.dense=allreduce"),
+    (
+        (*TABLED, *ROWS, "strategy.server_device=cpu", "strategy.placement=hash_name"),
+        "strategy.placement is of no account",
+    ),
+    ((*TABLED, *ROWS, "launcher.processes=2", "strategy.rpc_threads=2"), "each of 2 trainers waits in one"),
+    (
+        (*TABLED, *ROWS, "strategy.endpoints=[127.0.0.1:4000]", "strategy.role=trainer"),
+        "leave strategy.endpoints and DTF_ENDPOINTS out",
+    ),
+    ((*TABLED, "step.ema=0.9"), "step.ema=0.9 averages all weights"),
+    (
+        (SINGLE[0], "sparse=ftrl"),
+        "GeneratedClicks has none as recipe.model.table is set; leave sparse=... out; set on the command line",
+    ),
+    (
+        (SINGLE[0], "recipe.model.table=dense", "sparse.lr_factor=2"),
+        "GeneratedClicks has none as recipe.model.table is set",
+    ),
+    (("sparse.lr_factor=2",), "ResnetShapes has none; leave sparse=... out"),
+    (
+        (*TABLED, "sparse=sgd", "sparse.weight_decay=20", "lr.peak=0.1"),
+        "sparse.weight_decay=20 times the learning rate 0.1 must be less than 1",
+    ),
+    (
+        (*TABLED, "sparse=sgd", "sparse.weight_decay=10", "sparse.lr_factor=2", "lr.peak=0.1"),
+        "times the learning rate 0.2 must be less than 1",
+    ),
+]
+
+FINE = [
+    (*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=2"),
+    (*TABLED, "strategy=fsdp", "strategy.tables=columns", "launcher.processes=1"),
+    (*TABLED, *ROWS, "strategy.servers=2", "strategy.trainers=3", "precision=fp16"),
+    (*TABLED, "job=evaluate", "step.ema=0.9"),
+    (SINGLE[0], "recipe.model.table=dense", "step.ema=0.9"),
+    ("recipe=ctr_clicks_sparse", "recipe.model.table=dense"),
+]
+
+
+def test_what_cannot_run_is_refused_before_ranks_start_without_torch() -> None:
+    code = (
+        "import json, sys\nfrom dtf.config.compose import compose\nfrom dtf.core.errors import ConfigError\n"
+        "def said(words):\n"
+        "    try: compose(['launcher.devices=cpu', *words]).check(); return ''\n"
+        "    except ConfigError as error: return str(error)\n"
+        f"told = [said(words) for words, _ in {REFUSED!r}]\n"
+        f"fine = [said(words) for words in {FINE!r}]\n"
+        "heavy = sorted({'torch', 'numpy', 'numba'} & set(sys.modules))\n"
+        "sys.modules['numba'] = None\n"
+        f"print(json.dumps([told, fine, heavy, said({TABLED!r})]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told, fine, heavy, without_numba = json.loads(done.stdout)
+    assert [text for text, (_, words) in zip(told, REFUSED, strict=True) if words not in text] == []
+    assert fine == [""] * len(FINE) and heavy == [] and "pip install 'dtf[ctr]'" in without_numba
+
+
+WAYS = {
+    "dp": ("dp", 3, {}),
+    "replicated": ("ddp", 2, {}),
+    "columns": ("ddp", 2, {"tables": "columns"}),
+    "rows": ("fsdp", 3, {}),
+    "whole": ("tensor", 4, {"degree": 2, "tables": "tables"}),
+    "pipeline": ("pipeline", 3, {}),
+    "server": ("pserver", 3, {}),
+    "two servers": ("pserver", 2, {"servers": 2, "min_block": 1}),
+    "server of rows": ("pserver", 2, {"dense": "allreduce"}),
+    "two servers of rows": ("pserver", 3, {"dense": "allreduce", "servers": 2}),
+    "one process": ("ddp", 1, {}),
+}
+
+
+def pairs() -> list[Any]:
+    """A circle through all ways, and a way to itself; every other one runs by default."""
+    found = [*zip(WAYS, [*list(WAYS)[1:], "dp"], strict=True), ("rows", "rows")]
+    return [pytest.param(*pair, marks=slow if i % 2 else ()) for i, pair in enumerate(found)]
+
+
+@pytest.mark.parametrize("rule", ["sgd", pytest.param("lazy_adam", marks=slow)])
+@pytest.mark.parametrize(("first", "second"), pairs())
+def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(
+    first: str, second: str, rule: str, tmp_path: Path
+) -> None:
+    """Six steps, the last three of them elsewhere, with weight decay that acts on rows nobody touches."""
+    case: dict[str, Any] = {"recipe": ANY, "sparse": rule, "sparse_options": {"weight_decay": 0.1}}
+    (one, processes, options), (other, more, others) = WAYS[first], WAYS[second]
+    a = spread(one, processes, options=options, folder=str(tmp_path), save_every=3, halt=True, **case)
+    b = spread(other, more, options=others, start=str(tmp_path / "step_000003"), **case)
+    whole = {key: a[key] | b[key] for key in ("train", "eval", "ids")} | {"tensors": b["tensors"]}
+    assert difference(reference(**case), whole) <= 1e-10
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+def test_a_run_goes_on_in_another_precision(rule: str, tmp_path: Path) -> None:
+    case: dict[str, Any] = {"recipe": ANY, "sparse": rule, "sparse_options": {"weight_decay": 0.1}}
+    spread("fsdp", 2, folder=str(tmp_path), save_every=3, halt=True, precision="fp32", **case)
+    found = spread("ddp", 2, start=str(tmp_path / "step_000003"), **case)["train"]
+    expected = reference(**case)["train"]
+    assert [found[step]["loss"] for step in found] == pytest.approx(
+        [expected[step]["loss"] for step in found], rel=1e-4
+    )
+    assert len(found) == 3
+
+
+def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_only(run_dtf: Any) -> None:
+    run = [
+        "plugins=[tests.support.sparse_toy]",
+        "recipe=tabled",
+        "train.steps=4",
+        "sparse=ftrl",
+        "step.batch_size=24",
+        "launcher.processes=1",
+        "observer=[]",
+    ]
+    cut = run_dtf(*run, "train.until=2")
+    refused = run_dtf(*run, "sparse.alpha=0.2", folder=cut.folder)
+    assert (cut.code, refused.code) == (0, 2), refused.err
+    assert "was written with sparse.alpha=0.1, this run has sparse.alpha=0.2" in refused.err
+    assert run_dtf(*run, "sparse.l2=0.5", folder=cut.folder).code == 0
+
+
+def test_a_checkpoint_that_counts_other_rows_than_it_has_is_refused() -> None:
+    class Short:
+        place, folder = "checkpoint here", Path()
+
+        def __init__(self) -> None:
+            self.scalars: dict[str, Any] = {}
+
+        def names(self) -> set[str]:
+            return set()
+
+        def read(self, name: str, offset: Any = None, shape: Any = None) -> torch.Tensor:
+            return torch.tensor(3) if name.endswith("count") else torch.arange(2)
+
+    task = Task(Tabled(), None, PRECISIONS["fp64"], StepOptions(batch_size=8), 0, rows=lookup("sparse", "adagrad")())  # type: ignore[arg-type]
+    tables = tables_of(task, World(Place(rank=0, size=1)), Placement.replicated)
+    assert tables is not None
+    with pytest.raises(DataError, match="checkpoint here: table ids has 3 rows by its own count, and ids of 2"):
+        tables.load(Short())

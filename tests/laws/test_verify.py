@@ -1,0 +1,115 @@
+"""`job=verify` is clean for what is right and names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtf.api.registry import registered
+from dtf.config.settings import load_parts
+
+SMALL = [
+    "recipe=resnet_shapes",
+    "recipe.data.pixels=8",
+    "job.steps=3",
+    "job.batch_size=14",
+    "job.precisions=[fp64]",
+    "job.micro_batches=[2]",
+]
+
+
+@pytest.fixture
+def verify(run_dtf: Any, tmp_path: Path) -> Any:
+    def call(*overrides: str) -> tuple[int, dict[str, Any], str]:
+        done = run_dtf("job=verify", *SMALL, *overrides)
+        return done.code, json.loads((done.folder / "verify.json").read_text()), done.out
+
+    return call
+
+
+def test_clean_for_every_strategy_there_is(verify: Any) -> None:
+    load_parts([])
+    # other tests register faulty ones
+    own = [name for name, cls in registered("strategy").items() if cls.__module__.startswith("dtf.")]
+    code, report, out = verify("job.processes=[1,3]", f"job.strategies=[{','.join([*own, 'zero1'])}]")
+    assert code == 0 and report["ok"], out
+    assert {row["strategy"] for row in report["runs"]} >= {"dp", "ddp", "zero1"}
+    assert all(row["tensor"] <= 1e-10 and len(row["tensors"]) > 20 for row in report["runs"])
+
+
+def test_fp32_is_judged_by_all_parameters_together(verify: Any) -> None:
+    code, report, out = verify("job.precisions=[fp32]", "job.processes=[2]", "job.strategies=[ddp]")
+    assert code == 0, out
+    assert 0 < report["runs"][0]["parameters"] <= 1e-5
+
+
+def test_rounding_that_a_recipe_amplifies_is_told_from_a_fault(verify: Any) -> None:
+    violent = [
+        "job.precisions=[fp64,fp32]",
+        "job.processes=[3]",
+        "job.strategies=[ddp]",
+        "job.steps=8",
+        "lr=constant",
+        "lr.peak=0.5",
+    ]
+    code, report, _ = verify(*violent)
+    exact, rounded = report["runs"]
+    assert code == 1 and exact["ok"] and not rounded["ok"]
+    assert "fp64 agrees, so this is probably rounding" in rounded["first"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("wrong_scale", "grad_norm at step 0: .* 2 x the reference's"),
+        ("skipped_all_reduce", "grad_norm at step 0: .*ranks 0 and 1 hold different .*gradients were not summed"),
+        ("missed_reduce_scatter", "grad_norm at step 0: 0 instead of"),
+        ("wrong_shard_offset", "loss at step 0: "),
+        ("unsummed_row", "loss at step 0: "),
+        ("forgotten_fan", "grad_norm at step 0: "),
+        ("skipped_micro_batch", "grad_norm at step 0: "),
+        ("stale_stage", "loss at step 1: "),
+        ("swapped_batch", "sample ids at step 0: the same rows in another order"),
+        ("lost_rows", "sample ids at step 0: 6 missing"),
+        ("stale_average", "running averages: model/.*running_"),
+    ],
+)
+def test_a_planted_fault_is_found_and_named(verify: Any, fault: str, named: str) -> None:
+    import re
+
+    code, report, _ = verify(
+        "plugins=[tests.support.broken_strategies]", f"job.strategies=[{fault}]", "job.processes=[2]"
+    )
+    assert code == 1 and not report["ok"]
+    assert re.search(named, report["runs"][0]["first"]), report["runs"][0]["first"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("nope", "job.strategies names 'nope'; choices: "),
+        ("tensor 2", "job.strategies has 'tensor 2'; after the strategy's name come options as key=value"),
+        ("tensor degree=2 degree=1", "job.strategies has 'tensor degree=2 degree=1', which gives degree twice"),
+        (
+            "tensor degre=2",
+            "job.strategies has 'tensor degre=2', but degre is no option of tensor; did you mean degree?",
+        ),
+        ("fsdp replicate=x", "job.strategies has 'fsdp replicate=x': strategy.replicate=x is not of type int"),
+        (
+            "tensor launcher.processes=3",
+            "launcher.processes is no option of tensor; choices: degree, tables; numbers of processes are in "
+            "job.processes",
+        ),
+        (
+            "tensor degree=3",
+            "nothing to compare: none of job.strategies=['tensor degree=3'] runs on job.processes=[2, 4]: "
+            "strategy.degree=3 does not divide job.",
+        ),
+    ],
+)
+def test_an_entry_that_cannot_run_is_named_before_anything_runs(run_dtf: Any, entry: str, words: str) -> None:
+    done = run_dtf("job=verify", *SMALL, "job.processes=[2,4]", f"job.strategies=['{entry}']")
+    assert done.code == 2 and words in done.err and not done.folder.exists()

@@ -1,0 +1,136 @@
+"""Real processes of a parameter server run: kill -9 and SIGTERM of each of them cost nothing but time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtf.runs.compare import Evidence
+from tests.laws.test_recovery import RUN, measurements
+
+slow = pytest.mark.slow
+BASE = [
+    *RUN,
+    "plugins=[tests.support.broken_strategies,tests.support.kill_trigger]",
+    "strategy=pserver",
+    "launcher.processes=2",
+    "launcher.threads=1",
+    "train.log_every=1",
+]
+TWO = ["strategy.servers=2", "strategy.min_block=1"]
+THRICE = Counter(dict.fromkeys(range(100), 3))
+
+
+def bits(folder: Path) -> dict[str, bytes]:
+    return {name: tensor.tobytes() for name, tensor in Evidence.read(folder).tensors.items()}
+
+
+def visits(folder: Path) -> Counter[int]:
+    """How often each sample was used in the first three epochs."""
+    ids = Evidence.read(folder).ids
+    return Counter(i for step in ids if step < 15 for rank in ids[step] for i in rank)
+
+
+def left(folder: Path) -> list[str]:
+    """Processes that have the run folder open, and shared memory of the project."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/fd"):
+        try:
+            names = [os.readlink(link) for link in process.iterdir()]
+        except OSError:
+            continue
+        found += [
+            str(process) for name in names if name.startswith(str(folder)) and process.parent.name != str(os.getpid())
+        ]
+    return found
+
+
+@pytest.fixture
+def calm(run_dtf: Callable[..., Any]) -> Callable[..., Path]:
+    def run(*words: str) -> Path:
+        done = run_dtf(*BASE, *words)
+        assert done.code == 0, done.err
+        return done.folder
+
+    return run
+
+
+@pytest.mark.parametrize("servers", [pytest.param([], marks=slow), TWO], ids=["one server", "two servers"])
+def test_a_killed_trainer_leaves_sync_bit_for_bit(
+    servers: list[str], run_dtf: Any, calm: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It is started again alone: the servers go on."""
+    whole = calm(*servers)
+    killed = run_dtf(*BASE, *servers, f"recipe.marker={tmp_path / 'killed'}")
+    assert killed.code == 0, killed.err
+    assert (tmp_path / "killed").exists() and bits(whole) == bits(killed.folder)
+    assert measurements(whole) == measurements(killed.folder) and visits(killed.folder) == THRICE
+    assert left(killed.folder) == []
+
+
+@pytest.mark.parametrize("servers", [[], pytest.param(TWO, marks=slow)], ids=["one server", "two servers"])
+@pytest.mark.parametrize("mode", [pytest.param("async", marks=()), pytest.param("half_async", marks=slow)])
+def test_a_killed_trainer_loses_no_sample_in_other_modes(
+    mode: str, servers: list[str], run_dtf: Any, tmp_path: Path
+) -> None:
+    killed = run_dtf(
+        *BASE, *servers, f"strategy.mode={mode}", "step.clip_norm=0", f"recipe.marker={tmp_path / 'killed'}"
+    )
+    assert killed.code == 0, killed.err
+    assert (tmp_path / "killed").exists() and visits(killed.folder) == THRICE
+    assert left(killed.folder) == []
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=slow), 1])
+def test_a_killed_server_takes_all_back_to_the_last_checkpoint(
+    rank: int, run_dtf: Any, calm: Callable[..., Path]
+) -> None:
+    whole = calm(*TWO)
+    killed = run_dtf(*BASE, *TWO, "observer=[jsonl,hitman]", f"observer.hitman.orders=['7:{rank}:SIGKILL']")
+    assert killed.code == 0, killed.err
+    assert bits(whole) == bits(killed.folder) and visits(killed.folder) == THRICE
+    assert measurements(whole) == measurements(killed.folder)
+    assert left(killed.folder) == []
+
+
+@slow
+@pytest.mark.parametrize("servers", [[], TWO], ids=["one server", "two servers"])
+@pytest.mark.parametrize("who", ["launcher", "server", "trainer"])
+def test_sigterm_to_anybody_saves_and_ends(
+    who: str, servers: list[str], run_dtf: Any, calm: Callable[..., Path]
+) -> None:
+    whole = calm(*servers)
+    rank = {"launcher": -1, "server": 0, "trainer": 2 if servers else 1}[who]
+    told = run_dtf(*BASE, *servers, "observer=[jsonl,hitman]", f"observer.hitman.orders=['7:{rank}:SIGTERM']")
+    assert told.code == 75, told.err
+    assert run_dtf(*BASE, *servers, folder=told.folder).code == 0
+    assert bits(whole) == bits(told.folder) and visits(told.folder) == THRICE
+    assert left(told.folder) == []
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path, calm: Callable[..., Path], run_dtf: Any) -> None:
+    """Nor is anything lost that was saved."""
+    folder = tmp_path / "killed"
+    words = [*BASE, *TWO, "observer=[jsonl,hitman]", "observer.hitman.orders=['7:-1:SIGKILL']", f"run.dir={folder}"]
+    command = [sys.executable, "-m", "dtf", *words]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": root}, cwd=tmp_path, capture_output=True, timeout=60, check=False
+    )
+    killed = time.monotonic()
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    while processes := left(folder):
+        assert time.monotonic() - killed < 1.0, processes
+        time.sleep(0.01)
+    again = run_dtf(*BASE, *TWO, folder=folder)
+    assert again.code == 0, again.err
+    assert bits(calm(*TWO)) == bits(folder)

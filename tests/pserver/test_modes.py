@@ -1,0 +1,104 @@
+"""Laws of the parameter server's modes: those that wait for everybody are the same numbers as sync."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtf.pserver.options import Mode
+from tests.laws.test_sharded_tables import ANY
+from tests.support.harness import difference, reference, spread
+
+slow = pytest.mark.slow
+TOY: dict[str, Any] = {"rows": 100}
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(TOY, marks=slow), ANY], ids=["toy", "tabled"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_async_with_one_trainer_that_waits_is_sync(servers: int, recipe: dict[str, Any]) -> None:
+    """Bit for bit: nobody else's gradients, and none of one's own that are not applied yet."""
+    options = {"servers": servers, "min_block": 1}
+    case: dict[str, Any] = {"recipe": recipe, "clip_norm": 1.0 if servers == 1 else 0.0}
+    waiting = spread("pserver", 1, options=options | {"mode": "async", "staleness": 0}, **case)
+    sync = spread("pserver", 1, options=options, **case)
+    assert difference(sync, waiting) <= (1e-15 if servers == 1 else 1e-12)
+
+
+@pytest.mark.parametrize("recipe", [TOY, pytest.param(ANY, marks=slow)], ids=["toy", "tabled"])
+@pytest.mark.parametrize("gather", [0, pytest.param(3, marks=slow)])
+def test_half_async_that_gathers_all_and_runs_not_ahead_is_sync(gather: int, recipe: dict[str, Any]) -> None:
+    """But for the order of the sums, which is that of arrival."""
+    found = spread("pserver", 3, options={"mode": "half_async", "gather": gather, "staleness": 0}, recipe=recipe)
+    for run in (found, whole := reference(recipe=recipe)):
+        run["ids"] = {step: sorted(ids) for step, ids in run["ids"].items()}
+    assert difference(whole, found) <= 1e-10
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
+@pytest.mark.parametrize("mode", [mode.value for mode in Mode])
+def test_every_mode_takes_every_sample_once_and_counts_evaluations_exactly(
+    mode: str, servers: int, processes: int
+) -> None:
+    """The engine refuses an evaluation that counts a row twice or not at all."""
+    found = spread(
+        "pserver",
+        processes,
+        options={"mode": mode, "servers": servers, "min_block": 1},
+        steps=10,
+        clip_norm=0.0,
+        eval_every=1,
+    )
+    for epoch in range(2):
+        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(
+            range(100)
+        )
+    assert len(found["eval"]) == 10 and found["eval"]["10"]["loss"] < found["eval"]["1"]["loss"]
+
+
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=slow)])
+@pytest.mark.parametrize("mode", [mode.value for mode in Mode])
+def test_a_skipped_step_leaves_running_averages_finite(mode: str, servers: int) -> None:
+    options = {"mode": mode, "servers": servers, "min_block": 1}
+    found = spread(
+        "pserver", 2, options=options, recipe=TOY | {"bad_row": 17}, steps=5, clip_norm=0.0, skip_nonfinite=9
+    )
+    assert all(np.isfinite(tensor).all() for tensor in found["tensors"].values()) and np.isfinite(
+        found["eval"]["4"]["loss"]
+    )
+
+
+@pytest.mark.parametrize("mode", ["async", "half_async"])
+def test_resume_in_another_mode_and_of_one(mode: str, tmp_path: Any) -> None:
+    """What was pushed is in the checkpoint, or its step is not: each sample once over the break."""
+    options = {"mode": mode, "servers": 2, "min_block": 1}
+    a = spread("pserver", 2, options=options, clip_norm=0.0, steps=10, folder=str(tmp_path), save_every=4, halt=True)
+    assert sorted(a["ids"], key=int) == [str(step) for step in range(4)]
+    b = spread(
+        "pserver", 3, options=options | {"servers": 1}, clip_norm=0.0, steps=10, start=str(tmp_path / "step_000004")
+    )
+    c = spread("ddp", 1, clip_norm=0.0, steps=10, start=str(tmp_path / "step_000004"))
+    for found in (b, c):
+        ids = a["ids"] | found["ids"]
+        assert Counter(i for step in range(5) for i in ids[str(step)]) == Counter(range(100))
+        assert len(ids) == 10 and not a["ids"].keys() & found["ids"].keys()
+
+
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=slow), "async"])
+def test_a_full_table_ends_the_run_in_every_mode(mode: str, servers: int) -> None:
+    """Found in a thread of the service, where a trainer's pull would create the row: the engine does not wait for what
+    cannot come.
+    """
+    with pytest.raises(AssertionError, match="table ids is full: capacity=30"):
+        spread("pserver", 2, options={"mode": mode, "servers": servers}, recipe=ANY | {"capacity": 30}, clip_norm=0.0)
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("half_async", marks=slow)])
+def test_a_table_is_full_when_all_servers_together_hold_its_rows(mode: str) -> None:
+    """Of its 104 ids each server has about half; no update shows it, and the next report does."""
+    with pytest.raises(AssertionError, match="table ids is full: capacity=90"):
+        spread("pserver", 2, options={"mode": mode, "servers": 2}, recipe=ANY | {"capacity": 90}, clip_norm=0.0)

@@ -1,0 +1,206 @@
+"""Planted faults: strategies that `job=verify` must catch, and a recipe that kills its rank.
+
+A plugin: `plugins=[tests.support.broken_strategies]`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtf.api.recipe import Dataset
+from dtf.api.registry import option, register
+from dtf.api.strategy import Program, Task
+from dtf.core.types import Shard
+from dtf.strategies.ddp import Ddp
+from dtf.strategies.fsdp import Fsdp
+from dtf.strategies.pipeline.strategy import Pipeline
+from dtf.strategies.tensor import Tensor
+from tests.support.toy import Rows, Toy
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from dtf.distributed.world import World
+
+
+def _ddp(strategy: Ddp, task: Task, world: World) -> Any:
+    """ddp's own program, whose insides are then damaged."""
+    return Ddp.setup(strategy, task, world)
+
+
+@register("strategy", "wrong_scale")
+class WrongScale(Ddp):
+    """The gradient is not divided by the number of ranks: twice as large on two of them."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program = _ddp(self, task, world)
+        program._factor *= world.size
+        return program
+
+
+@register("strategy", "skipped_all_reduce")
+class SkippedAllReduce(Ddp):
+    """Every rank keeps its own gradient."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program = _ddp(self, task, world)
+        program._replica._forward = program._replica.model
+        return program
+
+
+@register("strategy", "missed_reduce_scatter")
+class MissedReduceScatter(Fsdp):
+    """Gradients stay where they were computed."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program: Any = Fsdp.setup(self, task, world)
+        program._replica._sync = lambda last: program._replica.model.set_requires_gradient_sync(False)
+        return program
+
+
+@register("strategy", "wrong_shard_offset")
+class WrongShardOffset(Fsdp):
+    """The slices of one parameter are drawn from the wrong place."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program: Any = Fsdp.setup(self, task, world)
+        local = program._update._pieces["layer2.0.conv1.weight"].local
+        local.copy_(local.roll(1, 0))
+        return program
+
+
+def _silent(program: Any, name: str) -> Any:
+    """One layer no longer talks to other ranks, from the first step on: the rehearsal would notice."""
+    rehearse = program.rehearse
+
+    def damaged(batch: Any) -> None:
+        rehearse(batch)
+        layer = program._replica.model.get_submodule(name)
+        layer.__class__ = type(
+            "Silent", (layer.__class__,), {"forward": lambda self, x: self._conv_forward(x, self.weight, None)}
+        )
+
+    program.rehearse = damaged
+    return program
+
+
+@register("strategy", "unsummed_row")
+class UnsummedRow(Tensor):
+    """One row layer keeps its partial sum."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        return _silent(Tensor.setup(self, task, world), "layer2.0.conv2")
+
+
+@register("strategy", "forgotten_fan")
+class ForgottenFan(Tensor):
+    """The gradient of one column layer's input is not summed: the forward pass is right."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        return _silent(Tensor.setup(self, task, world), "layer2.0.conv1")
+
+
+@register("strategy", "skipped_micro_batch")
+class SkippedMicroBatch(Pipeline):
+    """The last stage sends zeros back for one micro-batch."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        from dtf.strategies.pipeline.program import Pipelined
+
+        program: Any = Pipeline.setup(self, task, world)
+        if isinstance(program, Pipelined):
+            link, sent = program._line.backward[0], []
+            plain = link.send
+
+            def send(key: Any, tensors: list[torch.Tensor]) -> None:
+                sent.append(key)
+                plain(key, [tensor * 0 for tensor in tensors] if len(sent) == 3 else tensors)
+
+            link.send = send  # type: ignore[method-assign]
+        return program
+
+
+@register("strategy", "stale_stage")
+class StaleStage(Pipeline):
+    """The last rank leaves its parameters as they are."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program: Any = Pipeline.setup(self, task, world)
+        if world.rank == world.size - 1:
+            program._update._bound.apply = lambda gradients, lr, skip: None
+        return program
+
+
+@register("strategy", "swapped_batch")
+class SwappedBatch(Ddp):
+    """Ranks read each other's rows."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program = _ddp(self, task, world)
+        program.shard = Shard(world.size - 1 - world.rank, world.size)
+        return program
+
+
+@register("strategy", "lost_rows")
+class LostRows(Ddp):
+    """All ranks read the first one's rows."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program = _ddp(self, task, world)
+        program.shard = Shard(0, world.size)
+        return program
+
+
+@register("strategy", "stale_average")
+class StaleAverage(Ddp):
+    """Running statistics are not averaged over ranks before they are saved."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program = _ddp(self, task, world)
+        program.settle = lambda: None
+        return program
+
+
+@register("strategy", "forgetful")
+class Forgetful(Ddp):
+    """Going on from a checkpoint leaves the optimizer as it was at the start."""
+
+    def setup(self, task: Task, world: World) -> Program:
+        program: Any = _ddp(self, task, world)
+        load = program.load
+
+        def forget(source: Any) -> None:
+            load(source)
+            for state in program._update._bound.states.values():
+                for tensor in state.values():
+                    tensor.zero_()
+
+        program.load = forget
+        return program
+
+
+@register("recipe", "mortal")
+class Mortal(Toy):
+    """The toy recipe in which the rank that fetches a certain row in the second epoch is killed, once."""
+
+    row: int = option(default=40, doc="training row at which the rank dies")
+    marker: str = option(default="", doc="file that says it happened already; empty: never")
+
+    def open_data(self, split: str, seed: int) -> Dataset:
+        return DeadlyRows(self, split) if split == "train" and self.marker else super().open_data(split, seed)
+
+
+class DeadlyRows(Rows):
+    def __init__(self, recipe: Mortal, split: str) -> None:
+        super().__init__(recipe.rows, split, -1)
+        self._row, self._marker = recipe.row, Path(recipe.marker)
+
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if epoch == 1 and self._row in ids and not self._marker.exists():
+            self._marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().fetch(ids, epoch)

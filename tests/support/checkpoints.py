@@ -1,0 +1,146 @@
+"""What tests of checkpoints share: worlds of threads, random bits, small checkpoints and ways to damage them."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtf.checkpoint import storage
+from dtf.checkpoint.checkpointer import Checkpointer, Every
+from dtf.core.types import Box, State
+
+GOAL = ("accuracy", "max")
+
+
+class Together:
+    """A world of threads; every value travels as JSON."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
+        self.rank, self.size, self._barrier, self._slots = rank, size, barrier, slots
+
+    def gather(self, value: Any) -> list[Any] | None:
+        self._slots[self.rank] = json.dumps(value)
+        self._barrier.wait(30)
+        values = [json.loads(slot) for slot in self._slots]
+        self._barrier.wait(30)
+        return values if self.rank == 0 else None
+
+    def broadcast(self, value: Any) -> Any:
+        self._slots[self.rank] = json.dumps(value)
+        self._barrier.wait(30)
+        value = json.loads(self._slots[0])
+        self._barrier.wait(30)
+        return value
+
+
+def on_ranks(size: int, work: Callable[[Together], Any]) -> list[Any]:
+    """Results of `work` by rank, exceptions in place of those that raised."""
+    barrier, slots = threading.Barrier(size), [None] * size
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(Together(rank, size, barrier, slots))
+        except Exception as error:  # noqa: BLE001 - the test judges it
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def checkpointer(folder: Path, world: Any = None, notes: list[str] | None = None, **options: Any) -> Checkpointer:
+    world = world or Together(0, 1, threading.Barrier(1), [None])
+    return Checkpointer(
+        folder, Every(**options), world, "run-1", GOAL, "ddp", (notes if notes is not None else []).append
+    )
+
+
+def whole(name: str, tensor: Tensor) -> Box:
+    return Box(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    )
+
+
+def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Random bits, NaN payloads included."""
+    count = torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
+    data = torch.tensor(list(random.Random(seed).randbytes(count)), dtype=torch.uint8)
+    return (data & 1 if dtype is torch.bool else data).view(dtype).reshape(shape)
+
+
+def part(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    for axis, (start, count) in enumerate(zip(offset, shape, strict=True)):
+        tensor = tensor.narrow(axis, start, count)
+    return tensor
+
+
+def small_checkpoint(folder: Path, step: int = 2) -> Path:
+    boxes = [
+        [
+            whole(f"model/{r}.w", noise((30 + r, 4), torch.float32, r)),
+            whole(f"model/{r}.i", noise((2,), torch.int64, r)),
+        ]
+        for r in range(3)
+    ]
+    results = on_ranks(
+        3,
+        lambda world: checkpointer(folder, world).save(
+            step, State(boxes[world.rank], {}), {"clock": {"step": step}}, 0.5
+        ),
+    )
+    assert results == [str(folder / storage.step_name(step))] * 3
+    return Path(results[0])
+
+
+def damage(folder: Path, draw: random.Random) -> str:
+    """Change one thing in a checkpoint."""
+    files = sorted(folder.iterdir())
+    file, other = draw.sample(files, 2)
+    data = bytearray(file.read_bytes())
+    kind = draw.choice(
+        ["flip", "flip", "flip", "byte", "truncate", "append", "delete", "add", "swap", "copy", "zero", "rename"]
+    )
+    match kind:
+        case "flip":
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        case "byte":
+            data[draw.randrange(len(data))] ^= draw.randrange(1, 256)
+        case "zero":
+            start = draw.randrange(len(data) - 1)
+            fill = b"\0" if any(data[start:]) else b"\xff"  # what is zero already must become something else
+            data[start:] = fill * (len(data) - start)
+        case "truncate":
+            del data[draw.randrange(len(data)) :]
+        case "append":
+            data += draw.randbytes(draw.randrange(1, 9))
+    if kind in ("flip", "byte", "truncate", "append", "zero"):
+        file.write_bytes(data)
+    elif kind == "delete":
+        file.unlink()
+    elif kind == "add":
+        (folder / draw.choice(["x", "rank_9.safetensors", ".hidden", "manifest.json.bak", "latest"])).write_bytes(b"")
+    elif kind == "rename":
+        file.rename(folder / "rank_7.safetensors")
+    else:
+        mine, theirs = file.read_bytes(), other.read_bytes()
+        file.write_bytes(theirs)
+        if kind == "swap":
+            other.write_bytes(mine)
+    return f"{kind} {file.name}"

@@ -1,0 +1,217 @@
+"""Servers and trainers of one run without gRPC: trainers are threads of rank 0, which call its server's handlers, and
+those of other ranks by a socket.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from multiprocessing.connection import Client as Connection
+from multiprocessing.connection import Listener
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtf.api.strategy import Errand, Program, Strategy, Task
+from dtf.core.types import Place
+from dtf.pserver.net import shared_memory
+from dtf.pserver.net.codec import WireError
+from dtf.pserver.net.transport import Failed, Lost, Refused, Stale, Transport
+
+Handlers = Mapping[str, Callable[[bytes], bytes]]
+_ERRORS = (Refused, WireError, Stale, Failed, Lost)
+_here: dict[str, Service] = {}
+
+
+class Service:
+    """In the place of `rpc.Service`: of what that promises, how errors are told, and that nothing is answered after
+    `stop`.
+    """
+
+    def __init__(self, handlers: Handlers, token: str, epoch: str, address: str, **options: Any) -> None:
+        around = shared_memory.Regions(64).around
+        self._handlers, self._over = {name: around(handler) for name, handler in handlers.items()}, False
+        self.on_error: Callable[[Exception], None] = lambda error: None
+        self.ready: Callable[[], bool] = lambda: True
+        self.endpoint = f"\0dtf-test-{uuid.uuid4().hex}"
+
+    def start(self) -> None:
+        _here[self.endpoint] = self
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def stop(self, grace_s: float) -> None:
+        self._over = True
+
+    def answer(self, method: str, data: bytes) -> bytes:
+        if self._over:
+            raise Lost("the service has stopped")
+        try:
+            return self._handlers[method](data)
+        except (Refused, WireError, Stale):
+            raise
+        except Exception as error:
+            self.on_error(error)
+            raise Failed("an error of the server") from error
+
+    def _listen(self) -> None:
+        with Listener(self.endpoint, "AF_UNIX", backlog=64) as listener:
+            while True:
+                threading.Thread(target=self._serve, args=(listener.accept(),), daemon=True).start()
+
+    def _serve(self, connection: Any) -> None:
+        with connection:
+            method, data = connection.recv()
+            try:
+                connection.send(self.answer(method, data))
+            except _ERRORS as error:
+                connection.send(error)
+
+
+class Client:
+    """In the place of `rpc.Client`."""
+
+    def __init__(self, endpoint: str, token: str, epoch: str, tls: None = None) -> None:
+        self._endpoint = endpoint
+
+    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+        if self._endpoint in _here:
+            return _here[self._endpoint].answer(method, data)
+        with Connection(self._endpoint, "AF_UNIX") as connection:
+            connection.send((method, data))
+            answer = connection.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def start(self, method: str, data: bytes, deadline_s: float) -> Future[bytes]:
+        future: Future[bytes] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self.call(method, data, deadline_s))
+            except Exception as error:  # noqa: BLE001
+                future.set_exception(error)
+
+        # no pool: nothing waits for these threads when the process ends
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+
+def connect(between: Callable[[Client], Transport] = lambda client: client, least_bytes: int = 0) -> None:
+    """From now on processes of several roles find each other so.
+
+    `between`: what stands before each client; `least_bytes`: of what lies in regions.
+    """
+    from dtf.pserver import session
+
+    session.Service, session.Client = Service, lambda *place, tls: between(Client(*place))  # type: ignore[assignment,misc]
+    session.announce = lambda folder, live: None  # type: ignore[assignment]  # there is no run folder
+    session.viewer = lambda token: token
+    shared_memory.LEAST_BYTES = least_bytes
+    session.PATIENCE_S = 3.0  # nothing is away for longer
+    session._store = lambda place: dist.distributed_c10d._get_default_store().clone()  # type: ignore[assignment]  # who waits keeps others waiting
+
+
+class Died(BaseException):
+    """A trainer was killed."""
+
+
+class Life:
+    """Of one trainer, from when it is started until it dies, at a request that a seed says: just before it is sent, or
+    when it was answered.
+    """
+
+    current = threading.local()
+
+    def __init__(self, random: Random, chance: float) -> None:
+        self._random, self._chance, self._dead, self._lock = random, chance, False, threading.Lock()
+
+    def kill(self) -> None:
+        self._dead = True
+
+    def risk(self) -> None:
+        with self._lock:
+            self._dead = self._dead or self._random.random() < self._chance
+        if self._dead:
+            raise Died
+
+
+class Deadly:
+    """A transport of a trainer that may die."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner, self._life = inner, Life.current.value
+
+    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+        self._life.risk()
+        answer = self._inner.call(method, data, deadline_s)
+        self._life.risk()
+        return answer
+
+    def start(self, method: str, data: bytes, deadline_s: float) -> Any:
+        self._life.risk()
+        return self._inner.start(method, data, deadline_s)
+
+
+class Assistants:
+    """The processes of all roles but the first, as threads of this one; the program fails with them. With `deaths`, a
+    seed, each dies `lives` - 1 times at most and is started again."""
+
+    lives, chance = 3, 0.1
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        task: Task,
+        slots: int,
+        open_rows: Callable[..., Any],
+        program: Program,
+        deaths: int | None = None,
+    ) -> None:
+        self.died = 0
+        self._deaths = deaths
+        leading, *others = strategy.roles(slots).items()
+        ranks = range(leading[1], sum(count for _, count in (leading, *others)))
+        names = [role for role, count in others for _ in range(count)]
+        self._strategy, self._task, self._program = strategy, task, program
+        errands = [
+            Errand(
+                Place(rank=rank, size=ranks.stop, role=role, slots=slots),
+                {},
+                open_rows,
+                lambda phase, step: None,
+                lambda: False,
+                folder=Path("/"),
+            )
+            for rank, role in zip(ranks, names, strict=True)
+        ]
+        self._threads = [threading.Thread(target=self._live, args=(errand,), daemon=True) for errand in errands]
+        for thread in self._threads:
+            thread.start()
+
+    def _live(self, errand: Errand) -> None:
+        torch.set_num_threads(1)
+        random = Random(f"{self._deaths} {errand.place.rank}")
+        try:
+            for life in range(self.lives):
+                Life.current.value = Life(
+                    random, self.chance if self._deaths is not None and life + 1 < self.lives else 0.0
+                )
+                try:
+                    return self._strategy.assist(self._task, errand)
+                except Died:
+                    self.died += 1
+        except BaseException as error:  # noqa: BLE001
+            traceback.print_exc()
+            self._program.fail(error)  # type: ignore[attr-defined]
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive(), "a trainer does not end"

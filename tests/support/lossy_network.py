@@ -1,0 +1,97 @@
+"""A bad network between a caller and a server: it loses requests and responses, doubles requests and changes their
+order, as a seed says.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from contextlib import suppress
+
+from dtf.pserver.net.transport import Lost, Pending, Refused, Transport
+
+
+class Interposer:
+    """A transport before another one. Each rate is the chance that it happens to a request; `met` counts what did.
+
+    A lost request is never sent; a lost response is that of a request that was. A doubled request is sent twice, the
+    second time after any number of later ones have passed. A late request is one of `start` that is sent after the next
+    one, or when its result is asked for. Nothing waits.
+    """
+
+    def __init__(
+        self,
+        inner: Transport,
+        seed: int,
+        lose_request: float = 0.1,
+        lose_response: float = 0.1,
+        double: float = 0.1,
+        late: float = 0.1,
+    ) -> None:
+        self._inner, self._random, self._lock = inner, random.Random(seed), threading.Lock()
+        self._rates = {"lose_request": lose_request, "lose_response": lose_response, "double": double, "late": late}
+        self._doubles: list[tuple[str, bytes, float]] = []
+        self._late: list[_Late] = []
+        self.met: Counter[str] = Counter()
+
+    def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
+        return self.start(method, data, deadline_s).result()
+
+    def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
+        with self._lock:
+            fate = {name for name, rate in self._rates.items() if self._random.random() < rate}
+            self.met.update(fate)
+            old = [
+                self._doubles.pop(self._random.randrange(len(self._doubles)))
+                for _ in range(len(self._doubles))
+                if self._random.random() < 0.5
+            ]
+            late, self._late = self._late, []
+            if "double" in fate:
+                self._doubles.append((method, data, deadline_s))
+        if "lose_request" in fate:
+            pending: Pending = _Lost(None)
+        elif "late" in fate:
+            pending = _Late(self._inner, method, data, deadline_s)
+            with self._lock:
+                self._late.append(pending)
+        else:
+            pending = self._inner.start(method, data, deadline_s)
+        for each in late:
+            each.send()
+        for each in old:
+            self._inner.start(*each)  # nobody waits for its answer
+        return _Lost(pending) if "lose_response" in fate else pending
+
+    def settle(self) -> None:
+        """Send what is still to be sent a second time, and wait until the server has had it."""
+        with self._lock:
+            old, self._doubles = self._doubles, []
+        for each in old:
+            with suppress(Refused):  # what lay in shared memory is there once
+                self._inner.start(*each).result()
+
+
+class _Lost:
+    def __init__(self, sent: Pending | None) -> None:
+        self._sent = sent
+
+    def result(self) -> bytes:
+        if self._sent:
+            self._sent.result()
+        raise Lost("the interposer lost it")
+
+
+class _Late:
+    def __init__(self, inner: Transport, method: str, data: bytes, deadline_s: float) -> None:
+        self._inner, self._request, self._lock = inner, (method, data, deadline_s), threading.Lock()
+        self._sent: Pending | None = None
+
+    def send(self) -> Pending:
+        with self._lock:
+            self._sent = self._sent or self._inner.start(*self._request)
+            return self._sent
+
+    def result(self) -> bytes:
+        return self.send().result()

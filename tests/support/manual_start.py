@@ -1,0 +1,129 @@
+"""dtf commands, each a process of its own that starts one process of a run, as an operator would type them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dtf.core.errors import DtfError
+from dtf.jobs.status import ask
+from dtf.pserver.endpoint_file import find
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "a secret that all of them know"
+SOON_S = 60.0
+
+
+def endpoints(count: int) -> list[str]:
+    """Ports of loopback that nobody has now."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    found = [f"127.0.0.1:{each.getsockname()[1]}" for each in held]
+    for each in held:
+        each.close()
+    return found
+
+
+def words(where: list[str], role: str, number: int, *more: str) -> list[str]:
+    """Arguments of the command for one process."""
+    own = [f"strategy.endpoints=[{','.join(where)}]", f"strategy.role={role}", f"strategy.{role}_id={number}"]
+    task = [
+        "plugins=[tests.support.toy]",
+        "recipe=toy",
+        "strategy=pserver",
+        "step.batch_size=24",
+        "train.log_every=1",
+        "train.eval_every=0",
+        "lr.warmup=0",
+    ]
+    return [*task, "launcher.threads=1", "launcher.devices=cpu", "observer=[console,jsonl]", *own, *more]
+
+
+class Command:
+    """A dtf command that runs; what it prints is in `file`."""
+
+    def __init__(self, file: Path, arguments: list[str], token: str = TOKEN) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "DTF_TOKEN": token}
+        self.file = file
+        with file.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "dtf", *arguments],
+                cwd=file.parent,
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        return self.file.read_text()
+
+    def end(self) -> int:
+        """Its exit code, once it has ended."""
+        return self.process.wait(SOON_S)
+
+    def rank(self) -> int:
+        """The process of its rank: a child of its fork server, which is a child of its own."""
+        children = {
+            int(path.name): int(path.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            for path in Path("/proc").glob("[0-9]*")
+        }
+        servers = [pid for pid, parent in children.items() if parent == self.process.pid]
+        return next(pid for pid, parent in children.items() if parent in servers)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.end()
+
+    def kill(self) -> None:
+        """As the loss of its host: it and its ranks."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def commands(folder: Path) -> Iterator[Callable[..., Command]]:
+    """`start(name, arguments)`: a Command; whatever still runs at the end is killed."""
+    started: list[Command] = []
+
+    def start(name: str, arguments: list[str], **options: Any) -> Command:
+        started.append(Command(folder / f"{name}.out", arguments, **options))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for command in started:
+            if command.process.poll() is None:
+                command.kill()
+
+
+def until(seen: Callable[[], Any], *watched: Command) -> Any:
+    """What `seen` returns once that is true; the commands must not end before."""
+    start = time.monotonic()
+    while not (found := seen()):
+        for command in watched:
+            assert command.process.poll() is None, command.said()
+        assert time.monotonic() - start < SOON_S, [command.said() for command in watched]
+        time.sleep(0.05)
+    return found
+
+
+def status(folder: Path) -> list[dict[str, Any]]:
+    """What the servers of the run in `folder` say; nothing while they do not answer."""
+    try:
+        return ask(find(folder))
+    except DtfError:
+        return []
+
+
+def members(folder: Path) -> list[int]:
+    """Trainers of the run."""
+    return [each["trainer"] for each in status(folder)[0]["trainers"]] if status(folder) else []

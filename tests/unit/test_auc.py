@@ -1,0 +1,153 @@
+"""The area under the ROC curve: scikit-learn's number, whoever holds which rows in which order; a histogram within the
+bound it tells.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hn
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+from dtf.distributed.world import World
+from dtf.model import auc as ranking
+from dtf.model.auc import Ranking, auc, grouped_auc
+from tests.support.ranks import ranks
+
+SCORES = st.one_of(st.floats(-30, 30, width=32), st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5]))  # ties are likely
+ROWS = st.integers(2, 60).flatmap(
+    lambda n: st.tuples(
+        hn.arrays(np.float32, n, elements=SCORES),
+        hn.arrays(np.bool_, n),
+        hn.arrays(np.int64, n, elements=st.integers(0, 3)),
+    )
+)
+
+
+class Alone:
+    """One rank without others."""
+
+    def reduce(self, sums: Tensor) -> Tensor:
+        return sums
+
+    def collect(self, rows: Tensor) -> Tensor | None:
+        return rows
+
+    def broadcast(self, value: dict) -> dict:
+        return value
+
+
+def expected(scores: np.ndarray, clicked: np.ndarray) -> float:
+    return float(roc_auc_score(clicked, scores)) if 0 < clicked.sum() < len(clicked) else float("nan")
+
+
+@given(ROWS, st.randoms(use_true_random=False))
+def test_equals_scikit_learn_in_any_order(rows: tuple[np.ndarray, np.ndarray, np.ndarray], random: object) -> None:
+    scores, clicked, _ = rows
+    found = auc(scores, clicked)
+    assert found == pytest.approx(expected(scores, clicked), abs=1e-12, nan_ok=True)
+    order = np.arange(len(scores))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    assert auc(scores[order], clicked[order]) == pytest.approx(found, abs=0, nan_ok=True)
+
+
+@given(ROWS)
+def test_groups_count_by_their_rows(rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    scores, clicked, groups = rows
+    parts = [(expected(scores[groups == g], clicked[groups == g]), int((groups == g).sum())) for g in np.unique(groups)]
+    known = [(area, count) for area, count in parts if area == area]
+    mean = sum(area * count for area, count in known) / sum(count for _, count in known) if known else float("nan")
+    assert grouped_auc(scores, clicked, groups) == pytest.approx(mean, abs=1e-12, nan_ok=True)
+
+
+def test_groups_cost_no_call_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    scores, clicked, groups = (
+        random.standard_normal(20_000),
+        random.random(20_000) < 0.3,
+        random.integers(0, 5000, 20_000),
+    )
+    known = [(expected(scores[groups == g], clicked[groups == g]), int((groups == g).sum())) for g in range(300)]
+    inside = groups < 300
+    calls, counts = [], ranking._counts
+    monkeypatch.setattr(ranking, "_counts", lambda *arguments: calls.append(1) or counts(*arguments))
+    found = grouped_auc(scores[inside], clicked[inside], groups[inside])
+    some = [(area, rows) for area, rows in known if area == area]
+    assert (
+        found == pytest.approx(sum(area * rows for area, rows in some) / sum(rows for _, rows in some), abs=1e-12)
+        and len(calls) == 1
+    )
+
+
+@given(ROWS)
+def test_a_histogram_is_within_the_bound_it_tells(rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    scores, clicked, _ = rows
+    judge = Ranking(ranking.EXACT_ROWS + 1)
+    columns = [torch.from_numpy(column.astype(np.float32)) for column in (scores, clicked)]
+    judge.add(torch.stack([*columns, torch.ones(len(scores))], 1))
+    judge.add(torch.tensor([[3.0, 1.0, 0.0]]))  # padding
+    found = judge.values(Alone())
+    exact = auc(scores, clicked)
+    assert found["auc"] == pytest.approx(exact, abs=found["auc_error"] + 1e-12) or exact != exact
+
+
+def test_a_histogram_of_many_is_close() -> None:
+    random = np.random.default_rng(0)
+    clicked = random.random(200_000) < 0.2
+    scores = (random.standard_normal(200_000) + clicked).astype(np.float32)
+    judge = Ranking(ranking.EXACT_ROWS + 1)
+    for part in np.array_split(np.arange(200_000), 7):
+        judge.add(torch.from_numpy(np.stack([scores[part], clicked[part], np.ones(len(part))], 1)))
+    found = judge.values(Alone())
+    assert abs(found["auc"] - auc(scores, clicked)) <= found["auc_error"] < 2e-4
+
+
+@pytest.mark.parametrize("rows", [10, ranking.EXACT_ROWS + 1])
+def test_a_score_that_is_no_number_leaves_no_area(rows: int) -> None:
+    judge = Ranking(rows)
+    judge.add(torch.tensor([[0.1, 1.0, 1.0], [torch.nan, 0.0, 1.0], [torch.inf, 0.0, 1.0]]))
+    assert np.isnan(judge.values(Alone())["auc"])
+
+
+def test_bins_are_in_the_order_of_scores() -> None:
+    scores = torch.tensor(
+        [-torch.inf, -1e30, -2.0, -1.0, -1e-30, 0.0, 1e-30, 1.0, 1.001, 2.0, 1e30, torch.inf, torch.nan]
+    )
+    bins = ranking._bin(scores)
+    assert (bins.diff() > 0).all() and bins.min() >= 0 and bins.max() < 1 << ranking.BITS
+    assert ranking._bin(torch.tensor([-0.0])) == ranking._bin(torch.tensor([0.0]))
+
+
+def rank_part(rank: int, size: int, exact: bool, grouped: bool) -> dict[str, float]:
+    """What one rank of several is told: the last has no rows, others uneven shares and padding."""
+    judge = Ranking(0 if exact else ranking.EXACT_ROWS + 1, grouped)
+    part = rows_of(grouped)[rank :: max(1, size - 1)] if rank < max(1, size - 1) else None
+    if part is not None:
+        judge.add(torch.cat([part, part[:1] * torch.tensor([1.0, 1.0, 0.0, 1.0])[: part.shape[1]]]))
+    from dtf.core.types import Place
+
+    return judge.values(World(Place(rank=rank, size=size, slots=size)))
+
+
+def rows_of(grouped: bool) -> Tensor:
+    random = np.random.default_rng(1)
+    columns = [random.standard_normal(101).round(1), random.random(101) < 0.3, np.ones(101), random.integers(0, 5, 101)]
+    return torch.from_numpy(np.stack(columns[: 3 + grouped], 1))
+
+
+@pytest.mark.parametrize(
+    "size", [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_any_number_of_ranks_is_told_the_same(size: int) -> None:
+    scores, clicked, _, groups = rows_of(grouped=True).numpy().T
+    found = ranks(size, "tests.unit.test_auc:rank_part", exact=True, grouped=True)
+    assert all(each == found[0] for each in found)
+    assert found[0]["auc"] == pytest.approx(expected(scores, clicked), abs=1e-12)
+    assert found[0]["group_auc"] == pytest.approx(grouped_auc(scores, clicked, groups), abs=0)
+    binned = ranks(size, "tests.unit.test_auc:rank_part", exact=False, grouped=False)
+    assert all(each == binned[0] for each in binned)
+    assert abs(binned[0]["auc"] - found[0]["auc"]) <= binned[0]["auc_error"] + 1e-12

@@ -1,0 +1,192 @@
+"""Values and types: what fits a key, what is refused, and the way there and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtf.api.registry import option
+from dtf.api.schema import UNSET, KeyProblem, fit, keys, make, node, to_plain, unset
+from dtf.core.errors import ConfigError
+
+
+class Color(Enum):
+    red = "r"
+    blue = "b"
+
+
+@dataclass(kw_only=True)
+class Leaf:
+    size: int = 1
+
+
+@dataclass(kw_only=True)
+class Tree:
+    leaf: Leaf = field(default_factory=Leaf)
+    maybe: Leaf | None = None
+    leaves: list[Leaf] = field(default_factory=list)
+    by_name: dict[str, Leaf] = field(default_factory=dict)
+    pair: tuple[int, ...] = (1, 2)
+    color: Color = Color.red
+    must: int
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "fitted", "typed"),
+    [
+        (int, 3, 3, 3),
+        (float, 3, 3.0, 3.0),
+        (float, 0.5, 0.5, 0.5),
+        (str, "\udce9", "\udce9", "\udce9"),
+        (str, "a", "a", "a"),
+        (str, 7, "7", "7"),
+        (bool, True, True, True),
+        (int | None, None, None, None),
+        (int | str, "auto", "auto", "auto"),
+        (int | str, 3, 3, 3),
+        (float | None, 3, 3.0, 3.0),
+        (Color, "red", "r", Color.red),
+        (Color, "r", "r", Color.red),
+        (Color | None, "blue", "b", Color.blue),
+        (Literal["a", 1], 1, 1, 1),
+        (list[float], [1, 2.5], [1.0, 2.5], [1.0, 2.5]),
+        (tuple[int, ...], [1, 2], [1, 2], (1, 2)),
+        (dict[str, int], {"a": 1, 2: 3}, {"a": 1, "2": 3}, {"a": 1, "2": 3}),
+        (Any, [1, "x"], [1, "x"], [1, "x"]),
+        (Leaf | None, {"size": 3}, {"size": 3}, Leaf(size=3)),
+        (list[Leaf], [{}], [{"size": 1}], [Leaf()]),
+        (int, UNSET, UNSET, None),
+    ],
+)
+def test_fits(hint: Any, value: object, fitted: object, typed: object) -> None:
+    plain = fit(hint, value, "key")
+    assert (plain, type(plain)) == (fitted, type(fitted))
+    assert json.loads(json.dumps(plain)) == plain
+    if plain != UNSET:
+        assert make(hint, plain) == typed
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "said"),
+    [
+        (int, 1.0, "key=1.0 is not of type int"),
+        (int, True, "key=true is not of type int"),
+        (int, "3", "key=3 is not of type int"),
+        (int, None, "key=null is not"),
+        (float, "x", "key=x is not of type float"),
+        (float, float("nan"), "key=nan must be a finite number"),
+        (float | None, float("inf"), "key=inf must be a finite number"),
+        (list[float], [1.0, float("-inf")], "key[1]=-inf must be a finite number"),
+        (Any, float("inf"), "key=inf must be a finite number"),
+        (int, float("inf"), "key=inf is not of type int"),
+        (str, "a\0b", "key=a\\x00b must be text without NUL and surrogate characters"),
+        (str, "\ud800", "key=\\ud800 must be text without"),
+        (dict[str, int], {"\0": 1}, "key=\\x00 must be text without"),
+        (float, True, "not of type float"),
+        (float, 10**400, "not of type"),
+        (bool, 1, "key=1 is not of type bool"),
+        (str, None, "key=null is not of type text"),
+        (str, 1.5, "key=1.5 is not of type text"),
+        (str, [1], "key=[1] is not of type text"),
+        (Color, "rod", "key=rod is no choice; choices: b, r"),
+        (int | None, "x", "key=x is not of type int | null"),
+        (Literal["a", 1], True, "type a | 1"),
+        (list[int], [1, "x"], "key[1]=x is not of type int"),
+        (list[int], 3, "key=3 is not of type list of int"),
+        (dict[str, int], {"a": "x"}, "key.a=x is not of type int"),
+        (dict[str, int], {None: 1}, "the key null is no text"),
+        (Leaf, 3, "key=3 is no group of keys; choices: size"),
+        (Leaf, {"sise": 3}, "key.sise=3 is no known key; did you mean size"),
+        (Leaf | None, {"size": "x"}, "key.size=x is not of type int"),
+        (int, "\x1b[31m\n" + "y" * 200, "key=\\x1b[31m\\nyyy"),
+    ],
+)
+def test_refused(hint: Any, value: object, said: str) -> None:
+    with pytest.raises(KeyProblem) as caught:
+        fit(hint, value, "key")
+    assert said in str(caught.value)
+    assert caught.value.key.startswith("key")
+    assert str(caught.value).isprintable()
+
+
+@dataclass(kw_only=True)
+class Bounded:
+    count: int = option(default=1, least=0, most=8, doc="")
+    share: float | None = option(default=0.5, above=0, below=1, doc="")
+    sizes: list[int] = option(factory=list, least=1, doc="")
+    named: dict[str, int] = option(factory=dict, least=1, doc="")
+    either: int | str = option(default="auto", most=3, doc="")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"count": -1}, "count=-1 must be 0 to 8"),
+        ({"count": 10**30}, "must be 0 to 8"),
+        ({"share": 0}, "share=0.0 must be more than 0 and less than 1"),
+        ({"share": 1.0}, "share=1.0 must be more than 0 and less than 1"),
+        ({"sizes": [3, 0]}, "sizes[1]=0 must be 1 or more"),
+        ({"named": {"a": 1, "b": 0}}, "named.b=0 must be 1 or more"),
+        ({"either": 4}, "either=4 must be at most 3"),
+        ({"count": 0, "share": None, "sizes": [1], "either": "much"}, ""),
+        ({"count": 8, "share": 0.999, "sizes": [], "either": -5}, ""),
+    ],
+)
+def test_numbers_stay_in_their_range(given: dict[str, Any], said: str) -> None:
+    try:
+        fit(Bounded, given, "")
+        refused = ""
+    except KeyProblem as problem:
+        refused = str(problem)
+    assert refused.endswith(said) and bool(refused) == bool(said)
+
+
+def test_a_class_there_and_back() -> None:
+    default = node(Tree)
+    assert unset(default) == ["must"]
+    tree = make(
+        Tree, fit(Tree, {**default, "must": 3, "maybe": {"size": 2}, "leaves": [{"size": 5}], "by_name": {"x": {}}}, "")
+    )
+    assert tree == Tree(must=3, maybe=Leaf(size=2), leaves=[Leaf(size=5)], by_name={"x": Leaf()})
+    assert fit(Tree, to_plain(tree), "") == to_plain(tree)
+
+
+def test_default_nodes_are_not_shared() -> None:
+    node(Tree)["leaves"].append(1)
+    assert node(Tree)["leaves"] == []
+
+
+PLAIN = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.one_of(st.text(max_size=5), st.sampled_from([key.name for key in keys(Tree)])), inner, max_size=3
+        ),
+    ),
+)
+
+
+@given(PLAIN)
+def test_anything_fits_or_is_a_key_problem(value: object) -> None:
+    try:
+        fitted = fit(Tree, value, "")
+    except KeyProblem:
+        return
+    if not unset(fitted):
+        assert to_plain(make(Tree, fitted)) == fitted
+
+
+def test_types_no_config_can_hold_are_refused() -> None:
+    @dataclass
+    class Odd:
+        what: complex = 1j
+
+    with pytest.raises(ConfigError, match="Odd.what: no config can hold a <class 'complex'>"):
+        keys(Odd)

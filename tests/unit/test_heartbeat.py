@@ -1,0 +1,65 @@
+"""Heartbeats: what the launching process reads is what a rank said last, and saying it costs nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from dtf.host import heartbeat
+from dtf.host.heartbeat import Beat, Board
+from dtf.launch.worker_group import Limits
+
+
+@pytest.fixture(autouse=True)
+def own_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "_cell", heartbeat._cell)  # back to memory that nobody reads
+
+
+def test_a_board_shows_the_last_beat_of_each_rank() -> None:
+    board = Board(3)
+    begun = time.monotonic()
+    if (child := os.fork()) == 0:
+        heartbeat.attach(board.fd, 1)
+        for step in range(5):
+            heartbeat.beat("step", step)
+        heartbeat.beat("save", 5)
+        os._exit(0)
+    os.waitpid(child, 0)
+    at, *rest = board.read(1)
+    assert begun <= at <= time.monotonic()
+    assert rest == ["save", 5, 5]
+    assert [board.read(rank)[1:] for rank in (0, 2)] == [("start", 0, 0)] * 2
+    board.close()
+
+
+def test_an_unknown_phase_is_refused() -> None:
+    with pytest.raises(KeyError):
+        heartbeat.beat("lunch", 1)
+
+
+def test_a_beat_costs_less_than_a_microsecond() -> None:
+    def once() -> float:
+        begun = time.perf_counter()
+        for step in range(1000):
+            heartbeat.beat("step", step)
+        return (time.perf_counter() - begun) / 1000
+
+    assert min(once() for _ in range(50)) < 1e-6
+
+
+def test_the_first_step_of_a_process_has_the_time_of_a_start() -> None:
+    limits = Limits(hang_timeout_s=3, start_timeout_s=600, grace_s=25)
+    silences = {phase: limits.silence(Beat(0, phase, 120, 2)) for phase in heartbeat.PHASES}
+    assert silences == {
+        "start": 600,
+        "fetch": 3,
+        "step": 3,
+        "log": 3,
+        "evaluate": 600,
+        "save": 600,
+        "wait": 600,
+        "stop": 600,
+    }
+    assert limits.silence(Beat(0, "step", 120, 1)) == 600

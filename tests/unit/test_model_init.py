@@ -1,0 +1,101 @@
+"""What a recipe makes is looked at once, for every strategy: the parameters of its model, and the layout that it
+gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from dtf.api.layout import Layout, Split
+from dtf.core.errors import ConfigError
+from dtf.model.init import layout_of, sketch
+from tests.support.toy import Toy
+
+
+class Made(Toy):
+    """Whatever a test gives it."""
+
+    def build_model(self) -> nn.Module:
+        return self.made()
+
+    def layout(self, model: nn.Module) -> Layout:
+        return self.falls()
+
+    made: Callable[[], nn.Module]
+    falls: Callable[[], Layout]
+
+
+def recipe(made: Callable[[], nn.Module], falls: Callable[[], Layout]) -> Made:
+    found = Made()
+    found.made, found.falls = made, falls
+    return found
+
+
+def nest() -> nn.Module:
+    return nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Sequential(nn.Linear(3, 3), nn.ReLU())})
+
+
+class Waves(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.phase = nn.Parameter(torch.empty(3, dtype=torch.complex64))
+
+
+class Counts(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.seen = nn.Parameter(torch.empty(3, dtype=torch.int64), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (Waves, r"Made.build_model\(\) makes the parameter phase complex64; parameters are real numbers"),
+        (Counts, r"makes the parameter seen int64; parameters are real numbers"),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).half()),
+            r"several formats \(0.weight is float32, 1.weight is float16\), but all become precision.param",
+        ),
+    ],
+)
+def test_parameters_that_would_not_stay_what_they_are_are_refused(made: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        sketch(recipe(made, Layout))
+
+
+def test_a_model_in_one_format_is_taken_in_any() -> None:
+    assert next(sketch(recipe(lambda: nn.Linear(3, 3).double(), Layout)).parameters()).is_meta
+
+
+def broken() -> Layout:
+    raise KeyError("b.2")
+
+
+@pytest.mark.parametrize(
+    ("falls", "words"),
+    [
+        (lambda: None, "returned NoneType; it must return a dtf.api.layout.Layout"),
+        (broken, "raised KeyError: 'b.2'"),
+        (lambda: Layout(("a", "b")), "has the block 'a'; a block is a tuple of names"),  # type: ignore[arg-type]
+        (lambda: Layout((("a",), ("c",))), "names 'c', which is no module of its model; choices: a, b, b.0, b.1"),
+        (lambda: Layout((("",),)), "names '', which is no module of its model; choices: a, b, b.0, b.1"),
+        (lambda: Layout((("a",), ("a", "b"))), "names a twice; a module lies in one block"),
+        (lambda: Layout((("a",), ("b",), ("b.0",))), "names b.0 and b, which contains it; name one of them"),
+        (lambda: Layout(splits={"a": "column"}), "splits a as 'column'; use one of Split.column"),  # type: ignore[dict-item]
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(falls: Callable[[], Layout], words: str) -> None:
+    made = recipe(nest, falls)
+    with pytest.raises(ConfigError) as caught:
+        layout_of(made, sketch(made))
+    assert f"Made.layout() {words}" in str(caught.value)
+
+
+def test_a_layout_that_fits_is_given_back() -> None:
+    layout = Layout((("a",), ("b.0",)), {"a": Split.column, "b.0": Split.row})
+    made = recipe(nest, lambda: layout)
+    assert layout_of(made, sketch(made)) is layout

@@ -1,0 +1,394 @@
+"""Image files of any size: what is decoded is what the whole picture shows, and every pixel is a function of (seed,
+epoch, id) alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
+
+from dtf.core.errors import ConfigError, DataError
+from dtf.core.seeding import draws
+from dtf.recipes.resnet import augment, jpeg
+from dtf.recipes.resnet.crops import CROP_DRAWS, Part, random_part, shorter_side
+from dtf.recipes.resnet.odd import decode_any
+from dtf.recipes.resnet.photo_recipe import BadRecords, PhotoOptions, Policy, ResnetPhotos
+from dtf.recipes.resnet.photos import Photos, resized
+from dtf.recipes.resnet.recipe import ModelOptions
+from dtf.recipes.resnet.store import read_index
+from tests.support.image_files import encode, packed, picture, tree
+
+EVERYTHING: dict[str, Any] = {
+    "jitter": [0.4, 0.4, 0.4, 0.1],
+    "policy": Policy.trivial,
+    "mixup": 0.2,
+    "cutmix": 1.0,
+    "grow_from": 16,
+    "grow_epochs": 2,
+}
+
+
+def recipe(root: Path, **data: Any) -> ResnetPhotos:
+    values: dict[str, Any] = {"pixels": 32, "threads": 1} | data
+    options = PhotoOptions(root=str(root), cache=str(root.parent / "cache"), **values)
+    return ResnetPhotos(model=ModelOptions(classes=2), data=options)
+
+
+def digest(inputs: dict[str, torch.Tensor], targets: torch.Tensor) -> list[int]:
+    """One number per row, of everything about it."""
+    parts = [*(inputs[key].numpy() for key in sorted(inputs)), targets.numpy()]
+    return [zlib.crc32(b"".join(part[i].tobytes() for part in parts)) for i in range(len(targets))]
+
+
+# ---------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize(
+    ("options", "lowered"),
+    [
+        ({"subsampling": 2}, True),
+        ({"subsampling": 0}, True),
+        ({"subsampling": 1}, True),
+        ({"mode": "L"}, True),
+        ({"progressive": True}, False),
+        ({"restart_marker_rows": 1}, False),
+    ],
+    ids=str,
+)
+def test_a_part_is_what_the_whole_picture_shows_there(options: dict[str, Any], lowered: bool) -> None:
+    content = encode(picture(150, 203), **options)
+    header = jpeg.read_header(content)
+    assert header is not None and (header.height, header.width) == (150, 203) and (header.height_at > 0) == lowered
+    whole = simplejpeg.decode_jpeg(content, "RGB", fastupsample=True)
+    for top, left, height, width in np.random.default_rng(0).integers(1, [60, 90, 90, 113], (40, 4)).tolist():
+        part = jpeg.decode(content, header, Part(top, left, height, width), 10_000)
+        assert part is not None and np.array_equal(part, whole[top : top + height, left : left + width])
+
+
+def test_rows_below_the_part_are_not_decoded() -> None:
+    """Damage below a part does not touch it, and is found where the part reaches it."""
+    content = bytearray(encode(picture(400, 300)))
+    content[len(content) * 3 // 4] = 0xFF  # a marker in the middle of the data
+    content[len(content) * 3 // 4 + 1] = 0xD9
+    header = jpeg.read_header(bytes(content))
+    assert header is not None
+    assert jpeg.decode(bytes(content), header, Part(0, 0, 100, 300), 10_000) is not None
+    assert jpeg.decode(bytes(content), header, Part(0, 0, 400, 300), 10_000) is None
+
+
+@pytest.mark.parametrize(("sides", "scale"), [((400, 600), 1), ((1100, 1000), 2), ((1900, 2000), 4)])
+def test_large_parts_are_decoded_small_and_look_alike(sides: tuple[int, int], scale: int) -> None:
+    image = picture(*sides)
+    content = encode(image)
+    header = jpeg.read_header(content)
+    assert header is not None
+    part = Part(10, 20, sides[0] - 37, sides[1] - 51)
+    found = jpeg.decode(content, header, part, 2 * 224)
+    assert found is not None and found.shape[0] == round(part.height / scale)
+    whole = simplejpeg.decode_jpeg(content)[part.top : part.top + part.height, part.left : part.left + part.width]
+    apart = (resized(found, 224, 224).int() - resized(whole, 224, 224).int()).abs().float()
+    assert apart.mean() <= 1
+
+
+def test_resampling_is_torchvisions() -> None:
+    image = picture(301, 250)
+    ours = resized(image, 64, 64)
+    reference = v2.functional.resize(torch.from_numpy(image).permute(2, 0, 1), [64, 64], antialias=True)
+    assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize("sides", [(300, 200), (200, 301), (97, 97)])
+def test_evaluation_sees_what_torchvision_shows(tmp_path: Path, sides: tuple[int, int]) -> None:
+    root = tree(tmp_path / "t", train=1, val=1)
+    content = encode(picture(*sides))
+    for file in root.glob("val/*/*.jpg"):
+        file.write_bytes(content)
+    data = recipe(root, pixels=64, whole=73).open_data("eval", 0)
+    inputs, targets = data.fetch(np.arange(2), 0)
+    image = torch.from_numpy(simplejpeg.decode_jpeg(content)).permute(2, 0, 1)
+    reference = functional.center_crop(functional.resize(image, [73], antialias=True), [64, 64])
+    assert (inputs["pixels"][0].permute(2, 0, 1).int() - reference.int()).abs().float().mean() <= 1
+    assert not inputs["mirror"].any() and targets.tolist() == [0, 1]
+
+
+def test_random_parts_follow_their_ranges() -> None:
+    uniform = draws(0, 0, np.arange(1000), CROP_DRAWS)
+    parts = [random_part(300, 400, (0.1, 0.9), (0.5, 2.0), row) for row in uniform]
+    assert all(0 <= p.top <= 300 - p.height and 0 <= p.left <= 400 - p.width for p in parts)
+    areas = np.array([p.height * p.width / (300 * 400) for p in parts])
+    ratios = np.array([p.width / p.height for p in parts])
+    assert areas.min() >= 0.09 and areas.max() <= 0.91 and ratios.min() >= 0.49 and ratios.max() <= 2.05
+    tried = v2.RandomResizedCrop(8, (0.1, 0.9), (0.5, 2.0))
+    torch.manual_seed(0)
+    blank = torch.zeros(3, 300, 400)
+    theirs = [tried.make_params([blank]) for _ in range(500)]
+    assert abs(areas.mean() - np.mean([p["height"] * p["width"] / 120_000 for p in theirs])) < 0.04
+
+
+@pytest.mark.parametrize(("height", "width"), [(10, 1000), (1000, 10), (1, 1)])
+def test_where_no_part_fits_the_largest_central_one_is_taken(height: int, width: int) -> None:
+    part = random_part(height, width, (0.9, 1.0), (3 / 4, 4 / 3), np.full(CROP_DRAWS, 0.999))
+    assert 0 < part.height <= height and 0 < part.width <= width
+    assert abs(2 * part.top + part.height - height) <= 1 and abs(2 * part.left + part.width - width) <= 1
+    assert shorter_side(10, 1000, 8) == (8, 800)
+
+
+# ---------------------------------------------------------------- odd files
+
+
+def odd_files() -> dict[str, bytes]:
+    image = picture(60, 90)
+    turned = encode(image, exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0")
+    deep = (picture(60, 90)[..., 0].astype(np.uint16) << 8) + 7
+    return {
+        "cmyk": encode(image, mode="CMYK"),
+        "grey": encode(image, mode="L"),
+        "png": encode(image, "PNG"),
+        "palette": encode(image, "PNG", mode="P"),
+        "alpha": encode(image, "PNG", mode="RGBA"),
+        "turned": turned,
+        "deep": encode(deep, "PNG", mode="I;16"),
+        "trailing": encode(image) + b"\0\0 more",
+    }
+
+
+@pytest.mark.parametrize("kind", odd_files())
+def test_odd_files_are_converted(kind: str, tmp_path: Path) -> None:
+    content = odd_files()[kind]
+    found = decode_any(content)
+    assert found.dtype == np.uint8 and found.shape == ((90, 60, 3) if kind == "turned" else (60, 90, 3))
+    expected = picture(60, 90)
+    if kind in ("grey", "deep"):
+        weights = [1.0, 0, 0] if kind == "deep" else [0.299, 0.587, 0.114]
+        expected = np.repeat((expected @ weights)[..., None], 3, axis=2)
+    if kind == "turned":
+        expected = np.rot90(expected, 3)
+    assert np.abs(found.astype(float) - expected).mean() < (20 if kind == "palette" else 4)
+    root = tree(tmp_path / "t")
+    (root / "train/c0/0.jpg").write_bytes(content)
+    inputs, _ = recipe(root).open_data("train", 0).fetch(np.array([0]), 0)
+    assert inputs["pixels"].float().std() > 5
+
+
+def bad_files() -> dict[str, tuple[bytes, str]]:
+    image = encode(picture(60, 90))
+    bomb = bytearray(image)
+    at = jpeg.read_header(image).height_at  # type: ignore[union-attr]
+    bomb[at : at + 4] = b"\xff\xff\xff\xff"
+    return {
+        "empty": (b"", "it is empty"),
+        "cut off": (image[: len(image) // 2], "truncated"),
+        "text": (b"no image at all", "none of JPEG, PNG"),
+        "bomb": (bytes(bomb), "pixels"),
+    }
+
+
+@pytest.mark.parametrize("kind", bad_files())
+def test_files_that_cannot_be_decoded_are_named(kind: str, tmp_path: Path) -> None:
+    content, words = bad_files()[kind]
+    root = tree(tmp_path / "t")
+    (root / "train/c1/2.jpg").write_bytes(content)
+    with pytest.raises(DataError, match=f"train/c1/2.jpg cannot be used: .*{words}.*recipe.data.bad_records=skip"):
+        recipe(root).open_data("train", 0).fetch(np.arange(8), 0)
+    data = recipe(root, bad_records=BadRecords["skip"], bad_share=0.2).open_data("train", 0)
+    inputs, _ = data.fetch(np.arange(8), 0)
+    assert list(data.bad) == [6] and data.allowed == 2 and words.split()[0] in data.bad[6]
+    assert not inputs["pixels"][6].any() and all(inputs["pixels"][i].any() for i in range(8) if i != 6)
+
+
+# ---------------------------------------------------------------- the same pixels
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_same_pixels_for_any_threads_ranks_and_restarts(tmp_path: Path, threads: int, ranks: int) -> None:
+    """With every augmentation there is, mixing included. A restart is a new data set that begins in the middle."""
+    root = tree(tmp_path / "t", train=6)
+    ids = np.random.default_rng(0).permutation(12)
+    for epoch in (0, 1, 5):
+        expected = digest(*recipe(root, **EVERYTHING).open_data("train", 7).fetch(ids, epoch))
+        found: list[int] = []
+        for part in np.array_split(ids.reshape(-1, 2), ranks):  # pairs stay together
+            data = recipe(root, threads=threads, **EVERYTHING).open_data("train", 7)
+            half = len(part) // 2
+            for piece in (part[:half], part[half:]):
+                if len(piece):
+                    found += digest(*data.fetch(piece.reshape(-1), epoch))
+        assert found == expected
+    other_epoch = digest(*recipe(root, **EVERYTHING).open_data("train", 7).fetch(ids, 6))
+    other_seed = digest(*recipe(root, **EVERYTHING).open_data("train", 8).fetch(ids, 5))
+    assert not {*other_epoch, *other_seed} & {*expected}
+
+
+def test_further_views_of_a_row_differ(tmp_path: Path) -> None:
+    data = recipe(tree(tmp_path / "t")).open_data("train", 0)
+    inputs, targets = data.fetch(np.array([3, 3 + len(data), 3 + 2 * len(data)]), 0)
+    assert len({*digest(inputs, targets)}) == 3 and targets.tolist() == [0, 0, 0]
+
+
+def test_images_grow_with_the_epochs(tmp_path: Path) -> None:
+    data = recipe(tree(tmp_path / "t"), pixels=96, grow_from=32, grow_epochs=4).open_data("train", 0)
+    sides = [data.fetch(np.array([0]), epoch)[0]["pixels"].shape[1] for epoch in range(6)]
+    assert sides == [32, 48, 64, 80, 96, 96]
+
+
+@pytest.mark.parametrize("name", ["t.tar", "t.tar.gz"])
+def test_archives_hold_the_same_as_folders(tmp_path: Path, name: str) -> None:
+    root = tree(tmp_path / "t")
+    archive = packed(root, tmp_path / name)
+    folder = recipe(root).open_data("train", 0)
+    for _ in range(2):  # listed, then from the kept list
+        data = recipe(archive).open_data("train", 0)
+        assert digest(*data.fetch(np.arange(8), 1)) == digest(*folder.fetch(np.arange(8), 1))
+    assert recipe(archive, train_rows=3).open_data("train", 0).fingerprint() != data.fingerprint()
+
+
+def test_a_changed_archive_is_listed_anew(tmp_path: Path) -> None:
+    root = tree(tmp_path / "t")
+    archive = packed(root, tmp_path / "t.tar")
+    before = read_index(archive, tmp_path / "cache").tree
+    tree(root, train=5)
+    packed(root, archive)
+    assert [sum(read_index(archive, tmp_path / "cache").tree.counts["train"]), sum(before.counts["train"])] == [10, 8]
+
+
+# ---------------------------------------------------------------- augmentation
+
+
+def test_jitter_follows_torchvision() -> None:
+    """All orders, each change by its own draw."""
+    image = torch.from_numpy(picture(20, 20)).permute(2, 0, 1)
+    seen = {
+        augment.jitter(image, [0.4, 0.4, 0.4, 0.2], np.array([0.9, 0.1, 0.8, 0.3, (k + 0.5) / 24])).sum().item()
+        for k in range(24)
+    }
+    assert len(seen) >= 12
+    one = augment.jitter(image, [0.4, 0, 0, 0], np.array([0.75, 0.5, 0.5, 0.5, 0.0]))
+    assert torch.equal(one, functional.adjust_brightness(image, 1.2))
+    assert torch.equal(augment.jitter(image, [0, 0, 0, 0], np.full(5, 0.9)), image)
+
+
+@pytest.mark.parametrize("policy", ["trivial", "rand"])
+def test_policies_reach_every_operation(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, operate = set(), augment._operate
+    monkeypatch.setattr(
+        augment,
+        "_operate",
+        lambda image, name, *rest, **wide: (reached.add(name), operate(image, name, *rest, **wide))[1],
+    )
+    image = torch.from_numpy(picture(32, 32)).permute(2, 0, 1)
+    found = [augment.apply_policy(image, policy, row) for row in draws(0, 0, np.arange(150), augment.POLICY_DRAWS)]
+    assert all(one.shape == image.shape and one.dtype is torch.uint8 for one in found)
+    assert len({one.numpy().tobytes() for one in found}) > 30
+    assert reached == {*augment._OPERATIONS}
+    assert 0 < sum(torch.equal(one, image) for one in found) < 30, (
+        "only the identity, and an operation without strength, leave an image as it is"
+    )
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.2, 1.0, 4.0])
+def test_shares_follow_their_distribution(alpha: float) -> None:
+    table = augment._quantiles(alpha)
+    shares = np.interp(np.random.default_rng(0).random(200_000), np.linspace(0, 1, len(table)), table)
+    sample = np.random.default_rng(1).beta(alpha, alpha, 200_000)
+    assert abs(shares.mean() - 0.5) < 0.005 and abs(shares.std() - sample.std()) < 0.01
+    assert np.abs(np.quantile(shares, [0.1, 0.4, 0.7]) - np.quantile(sample, [0.1, 0.4, 0.7])).max() < 0.02
+
+
+@pytest.mark.parametrize("count", [1, 5, 8])
+def test_mixing_is_with_the_neighbour_by_the_share_in_the_targets(count: int) -> None:
+    images = torch.rand(count, 3, 20, 24, dtype=torch.float64)
+    flat = torch.arange(count, dtype=torch.float64)[:, None, None, None].expand_as(images)
+    labels = np.arange(count)
+    uniform = draws(0, 0, labels, augment.MIX_DRAWS)
+    for mixup, cutmix in ((0.4, 0.0), (0.0, 1.0), (0.4, 1.0)):
+        how, targets = augment.Mix(mixup, cutmix).draw(uniform, labels, 20, 24)
+        mixed = augment.mix(flat, how)
+        for i in range(count):
+            partner = i ^ 1 if i ^ 1 < count else i
+            own, other, share = targets[i].tolist()
+            assert (own, other) == (i, partner)
+            assert mixed[i].mean().item() == pytest.approx(share * i + (1 - share) * partner, abs=1e-5)
+    assert torch.equal(augment.mix(images[:1], how[:1]), images[:1])
+
+
+def test_the_loss_of_a_mixed_row_is_mixed(tmp_path: Path) -> None:
+    task = recipe(tree(tmp_path / "t"))
+    scores = torch.randn(3, 2, dtype=torch.float64)
+    targets = torch.tensor([[0, 1, 0.25], [1, 1, 1.0], [1, 0, 0.5]], dtype=torch.float64)
+    plain = [task.loss(scores, targets[:, k].long()) for k in (0, 1)]
+    assert torch.allclose(task.loss(scores, targets), targets[:, 2] * plain[0] + (1 - targets[:, 2]) * plain[1])
+
+
+def test_on_the_device_bytes_become_numbers(tmp_path: Path) -> None:
+    task = recipe(tree(tmp_path / "t"))
+    inputs, _ = task.open_data("train", 0).fetch(np.arange(8), 0)
+    found = task.receive(inputs)
+    expected = (
+        inputs["pixels"].permute(0, 3, 1, 2) / 255 - torch.tensor(task.data.mean)[:, None, None]
+    ) / torch.tensor(task.data.std)[:, None, None]
+    mirrored = inputs["mirror"]
+    assert 0 < mirrored.sum() < 8
+    assert torch.allclose(found[~mirrored], expected[~mirrored], atol=1e-5) and torch.allclose(
+        found[mirrored], expected[mirrored].flip(3), atol=1e-5
+    )
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"crop_area": [0.5]}, "recipe.data.crop_area=[0.5] must be 2 numbers"),
+        ({"crop_ratio": [2.0, 1.0]}, "recipe.data.crop_ratio=[2.0, 1.0] must not fall"),
+        ({"jitter": [0.1, 0.1]}, "recipe.data.jitter=[0.1, 0.1] must be 4 numbers"),
+        ({"jitter": [0.1, 0.1, 0.1, 0.9]}, "the hue turns by at most 0.5"),
+        ({"whole": 20}, "recipe.data.whole=20 must be at least recipe.data.pixels=32"),
+        ({"grow_from": 16}, "recipe.data.grow_from=16 and recipe.data.grow_epochs=0 belong together"),
+        ({"grow_from": 64, "grow_epochs": 2}, "recipe.data.grow_from=64 must be 16 to recipe.data.pixels=32"),
+        ({"train_rows": 100}, "recipe.data.train_rows=100, but train/ has 8 images"),
+    ],
+)
+def test_options_that_make_no_data_are_refused(tmp_path: Path, data: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe(tree(tmp_path / "t"), **data).check()
+    assert words in str(caught.value)
+
+
+def test_the_classes_must_fit(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"recipe.model.classes=2, but .* has 3 classes; set recipe.model.classes=3"):
+        recipe(tree(tmp_path / "t", classes=3)).check()
+
+
+def test_photos_say_what_they_need(tmp_path: Path) -> None:
+    mixing = recipe(tree(tmp_path / "t"), mixup=0.2)
+    mixed = mixing.open_data("train", 0)
+    assert isinstance(mixed, Photos) and mixed.repeats and mixed.groups().tolist() == [0] * 4 + [1] * 4
+    assert mixing.pairs and not recipe(tmp_path / "t").pairs
+
+
+def test_training_rows_without_augmentation_are_those_of_an_evaluation(tmp_path: Path) -> None:
+    """However training looks at them: the pixels that the same file has in val/, and plain classes."""
+    root = tree(tmp_path / "t")
+    shutil.copytree(root / "train", root / "val", dirs_exist_ok=True)
+    options = recipe(root, **EVERYTHING)
+    train = options.open_data("train", 0)
+    seen, labels = train.unaugmented().fetch(np.arange(8), 0)
+    expected, plain = options.open_data("eval", 0).fetch(np.arange(8), 0)
+    assert (
+        seen.keys() == expected.keys()
+        and all(torch.equal(seen[key], expected[key]) for key in expected)
+        and torch.equal(labels, plain)
+    )
+    assert "mix" in train.fetch(np.arange(8), 0)[0], "what training sees is left alone"

@@ -1,0 +1,50 @@
+"""The pool that other tests stand on."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def add(rank: int, size: int, start: int) -> list[int]:
+    total = torch.tensor([start + rank])
+    dist.all_reduce(total)
+    return [rank, size, int(total)]
+
+
+def fail(rank: int, size: int) -> None:
+    if rank == 1:
+        raise ValueError("rank one has had enough")
+    dist.barrier()
+
+
+def hang(rank: int, size: int) -> None:
+    if rank == 1:
+        time.sleep(600)
+
+
+def die(rank: int, size: int) -> None:
+    os._exit(3)
+
+
+def test_results_come_by_rank(ranks):
+    assert ranks(3, "tests.unit.test_rank_pool:add", start=10) == [[0, 3, 33], [1, 3, 33], [2, 3, 33]]
+
+
+def test_a_failing_rank_is_named_with_its_traceback(ranks):
+    with pytest.raises(AssertionError, match="rank 1 of 2: ValueError: rank one has had enough"):
+        ranks(2, "tests.unit.test_rank_pool:fail")
+
+
+def test_a_hang_ends(ranks):
+    with pytest.raises(AssertionError, match="no sign of life"):
+        ranks(2, "tests.unit.test_rank_pool:hang", timeout_s=1.0)
+
+
+def test_a_death_is_seen(ranks):
+    with pytest.raises(AssertionError, match="exit status 3 without saying why; it printed nothing"):
+        ranks(1, "tests.unit.test_rank_pool:die")
