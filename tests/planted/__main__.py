@@ -1,7 +1,8 @@
-"""Plant each fault into a copy of the checkout and run the tests named for it: `python -m tests.planted [--only NAME] [--list] [--jobs N]`.
+"""Plant each fault into a copy of the checkout and run the tests named for it: `python -m tests.planted`.
 
-A fault is found when one of its tests fails by an assertion or an error that the fault causes; that a module cannot be imported does not count.
-Without any fault all named tests must pass. What its tests do not find is looked for by the whole default suite. Exit code 1 unless all is found.
+A fault is found when one of its tests fails. A module that cannot be imported does not count. Without any fault all
+named tests must pass. The whole default suite looks for what the named tests do not find. The exit code is 1 unless
+the named tests find every fault.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,7 +37,7 @@ TEST_S, SUITE_S = 240.0, 2400.0
 BROKEN = re.compile(
     r"^E .*\b(SyntaxError|IndentationError|ImportError|ModuleNotFoundError|NameError|UnboundLocalError)\b", re.MULTILINE
 )
-"""What a change leaves that is no fault of the kind meant here, but no program at all."""
+"""Errors of code that does not run at all: such a change says nothing of the tests."""
 
 
 class Outcome(NamedTuple):
@@ -57,8 +58,8 @@ class Copy:
         shutil.copytree(ROOT, self.root, symlinks=True, ignore=LEFT_OUT)
 
     @contextmanager
-    def planted(self, fault: Fault):
-        """The copy with the fault in it. A file has another time at each change, so that nothing compiled from it before is taken for its own."""
+    def planted(self, fault: Fault) -> Iterator[None]:
+        """The copy with the fault in it. Each change gets a time of its own: nothing compiled before is used again."""
         path = self.root / fault.file
         text, stat = path.read_text(), path.stat()
         try:
@@ -70,22 +71,17 @@ class Copy:
             path.write_text(text)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
+    def compiles(self, fault: Fault) -> bool:
+        """Whether numba compiles the file."""
+        return "@njit" in (self.root / fault.file).read_text()
+
     def test(self, tests: Sequence[str], timeout_s: float, first: bool = True, compile_anew: bool = False) -> Outcome:
-        """Run tests; `first`: until one fails."""
+        """Run tests; `first`: until one fails. `compile_anew`: use no compiled function of numba's cache."""
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             report = Path(folder, "report.xml")
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "--tb=short",
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "tests.planted.guard",
-            ]
-            command += [f"--junitxml={report}", f"--basetemp={folder}/tmp", *(["-x"] if first else []), *tests]
+            command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+            command += ["-p", "tests.planted.guard", f"--junitxml={report}", f"--basetemp={folder}/tmp"]
+            command += [*(["-x"] if first else []), *tests]
             environment = {**os.environ, "PYTHONPATH": str(self.root), "TMPDIR": folder}
             if compile_anew:  # numba knows when a file changed, not when one did that it took a function from
                 environment["NUMBA_CACHE_DIR"] = f"{folder}/numba"
@@ -139,11 +135,9 @@ def faulty(fault: Fault, text: str) -> str:
     return found
 
 
-def compiled(fault: Fault) -> bool:
-    return "@njit" in (ROOT / fault.file).read_text()
-
-
 class Found(NamedTuple):
+    """Which test found a fault, or why none did."""
+
     fault: Fault
     by: str  # empty: not found
     why: str
@@ -151,31 +145,22 @@ class Found(NamedTuple):
 
 
 def look(copy: Copy, fault: Fault) -> Found:
+    """What the named tests say of a fault."""
     with copy.planted(fault):
-        done = copy.test(fault.tests, TEST_S, compile_anew=compiled(fault))
+        done = copy.test(fault.tests, TEST_S, compile_anew=copy.compiles(fault))
     by = done.failed[0] if done.failed else ""
-    why = (
-        ""
-        if by
-        else done.broken or ("its tests pass" if done.code == 0 else f"exit code {done.code}: {done.output[-300:]}")
-    )
-    print(
-        f"  {'found' if by else 'NOT FOUND'}  {fault.name} ({done.seconds:.0f} s){f': {why}' if why else ''}",
-        flush=True,
-    )
+    passed = "its tests pass" if done.code == 0 else f"exit code {done.code}: {done.output[-300:]}"
+    why = "" if by else done.broken or passed
+    print(f"  {'found' if by else 'NOT FOUND'}  {fault.name}, {done.seconds:.0f} s {why}", flush=True)
     return Found(fault, by, why, done.seconds)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
-    parser.add_argument(
-        "--only", action="append", metavar="NAME", help="faults whose name holds this; may be given several times"
-    )
+    parser.add_argument("--only", action="append", metavar="NAME", help="faults whose name holds this; may be repeated")
     parser.add_argument("--list", action="store_true", help="show the faults and their tests, plant none")
     parser.add_argument("--jobs", type=int, default=2, help="copies in which tests run at once")
-    parser.add_argument(
-        "--no-suite", action="store_true", help="do not look for what is not found with the whole suite"
-    )
+    parser.add_argument("--no-suite", action="store_true", help="do not run the whole suite for what is not found")
     given = parser.parse_args()
     faults = [fault for fault in FAULTS if not given.only or any(part in fault.name for part in given.only)]
     if given.list:
@@ -191,6 +176,7 @@ def main() -> int:
 
 
 def judge(faults: list[Fault], copies: list[Copy], start: float, suite: bool) -> int:
+    """Run everything and print the table; returns the exit code. `suite`: see `by_all`."""
     free: SimpleQueue[Copy] = SimpleQueue()
     for copy in copies:
         free.put(copy)
@@ -219,9 +205,8 @@ def judge(faults: list[Fault], copies: list[Copy], start: float, suite: bool) ->
     for one in found:
         print(f"{one.fault.name:{width}}  {one.seconds:5.0f} s  {one.by or f'NOT FOUND: {one.why}'}")
     lost = sum(not one.by or one.why != "" for one in found)
-    print(
-        f"{len(found) - lost} of {len(found)} planted faults are found by their tests, in {time.monotonic() - start:.0f} s"
-    )
+    took = time.monotonic() - start
+    print(f"{len(found) - lost} of {len(found)} planted faults are found by their tests, in {took:.0f} s")
     return int(bool(lost))
 
 
@@ -229,7 +214,7 @@ def by_all(copy: Copy, one: Found) -> Found:
     """What the whole default suite says of a fault that its tests do not find."""
     print(f"  the whole suite, for: {one.fault.name}", flush=True)
     with copy.planted(one.fault):
-        done = copy.test(["tests"], SUITE_S, compile_anew=compiled(one.fault))
+        done = copy.test(["tests", "--ignore=tests/planted"], SUITE_S, compile_anew=copy.compiles(one.fault))
     by = f"another test finds it: {done.failed[0]}" if done.failed else "nothing finds it"
     return one._replace(why=f"{by} ({one.why})")
 

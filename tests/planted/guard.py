@@ -1,4 +1,4 @@
-"""A plugin of pytest: the dtf that is tested is the one in the current directory, not an installed one. Also in ranks and commands."""
+"""A plugin of pytest that stops when the dtf that is tested is not the one in the current directory."""
 
 from __future__ import annotations
 

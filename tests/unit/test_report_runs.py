@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dtf import report, results
-from tests.test_report import run_folder
+from dtf.runs import report, results
+from tests.unit.test_report import run_folder
 
 
 def test_a_run_is_judged_by_its_last_evaluation(tmp_path: Path) -> None:

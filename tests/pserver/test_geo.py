@@ -1,4 +1,4 @@
-"""Mode geo against the reference: with one step a lease, and an update that is linear in gradients, learning apart is learning together."""
+"""Mode geo against the reference: one step a lease, by an update that is linear in gradients."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
-from dtf.strategies.pserver import Mode
-from tests.harness import difference, reference, spread
+from dtf.config.settings import load_parts
+from dtf.pserver.options import Mode
+from tests.support.harness import difference, reference, spread
+
+load_parts([])
 
 
 @pytest.mark.parametrize(("processes", "servers"), [(1, 1), (3, 1), (2, 2)])
-def test_what_trainers_learnt_in_one_step_adds_up_to_the_step_of_all(processes: int, servers: int) -> None:
-    """Descent with momentum, no clipping: the mean of the differences, weighted by rows, is the update by the mean of the gradients."""
+def test_differences_of_one_step_add_up_to_the_step_of_all(processes: int, servers: int) -> None:
+    """Descent with momentum, no clipping: the mean difference, weighted by rows, is the update by the mean gradient."""
     options = {"mode": Mode.geo.value, "geo_steps": 1, "staleness": 0, "servers": servers, "min_block": 1}
     runs: list[dict[str, Any]] = [
         reference(clip_norm=0.0),
