@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from dtf.config.settings import load_parts
@@ -17,10 +15,7 @@ load_parts([])
 def test_differences_of_one_step_add_up_to_the_step_of_all(processes: int, servers: int) -> None:
     """Descent with momentum, no clipping: the mean difference, weighted by rows, is the update by the mean gradient."""
     options = {"mode": Mode.geo.value, "geo_steps": 1, "staleness": 0, "servers": servers, "min_block": 1}
-    runs: list[dict[str, Any]] = [
-        reference(clip_norm=0.0),
-        spread("pserver", processes, options=options, clip_norm=0.0),
-    ]
-    for run in runs:  # nobody knows the norm of the whole gradient
+    alone, apart = reference(clip_norm=0.0), spread("pserver", processes, options=options, clip_norm=0.0)
+    for run in (alone, apart):  # nobody knows the norm of the whole gradient
         run["train"] = {step: values | {"grad_norm": 0.0} for step, values in run["train"].items()}
-    assert difference(*runs) <= 1e-10
+    assert difference(alone, apart) <= 1e-10
