@@ -92,7 +92,7 @@ class Deep(Recipe):
         self.data, self.hidden, self.size = Clicks(rows), hidden, sum(rows.sizes)
 
     @property
-    def measures(self) -> tuple[str, ...]:
+    def train_metrics(self) -> tuple[str, ...]:
         return ("loss", "predicted", "observed")
 
     @property

@@ -32,7 +32,7 @@ from dtf.core.types import Place
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
-from dtf.model.init import draw_model
+from dtf.model.init import init_model
 from dtf.model.metrics import weighted_sums
 from dtf.optim.optimizers import Sgd
 from dtf.strategies.ddp import Ddp
@@ -67,7 +67,7 @@ class Case(Recipe):
     """A model and rows of noise; accuracy does not matter here."""
 
     @property
-    def measures(self) -> tuple[str, ...]:
+    def train_metrics(self) -> tuple[str, ...]:
         return ("loss", "top1")
 
     @property
@@ -116,7 +116,7 @@ def by_engine(case: Case, world: World) -> tuple[Callable[[int], None], nn.Modul
 
 def by_hand(case: Case, world: World) -> tuple[Callable[[int], None], nn.Module]:
     """The same as people write it: rows by index, loss, top-1, gradient norm, torch's fused SGD."""
-    model = draw_model(case, 0)
+    model = init_model(case, 0)
     forward: Any = DistributedDataParallel(model, gradient_as_bucket_view=True) if world.size > 1 else model
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, LR, momentum=0.9, fused=True)

@@ -37,7 +37,7 @@ from torch.distributed import TCPStore
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.sampler import Epochs, Sequential
-from dtf.api.strategy import Errand, Task
+from dtf.api.strategy import RoleContext, Task
 from dtf.core.types import Event, Measured, Place, Shard
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
@@ -93,7 +93,7 @@ def train(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
     def rows(split: str, shard: Shard, micro_batch_rows: int) -> Loader:
         return Loader(task.recipe.open_data(split, 0), epochs, shard, micro_batch_rows)
 
-    strategy.assist(task, Errand(place, {}, rows, lambda phase, step: None, lambda: False))
+    strategy.run_helper(task, RoleContext(place, {}, rows, lambda phase, step: None, lambda: False))
 
 
 def role(given: argparse.Namespace) -> None:

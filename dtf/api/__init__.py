@@ -1,4 +1,4 @@
-"""The public face of dtf: what users subclass and call.
+"""The contracts: what users subclass, and the values these get. Users import from dtf.
 
-Imports no torch before a name that needs it is asked for. Imports core, host and distributed.
+No torch when imported. Imports core, host and distributed.
 """

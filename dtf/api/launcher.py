@@ -91,7 +91,7 @@ class Launcher(ABC):
 
 def check_one_role(launcher: str, strategy: Strategy, processes: int) -> None:
     """Raise ConfigError for a strategy of several roles, for launchers that start ranks of one."""
-    if strategy.alone():
+    if strategy.external_process():
         raise ConfigError(
             f"launcher={launcher} finds ranks that exist already, and strategy.endpoints is for processes started by "
             "hand; use launcher=local"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dtf.api.layout import Layout
 from dtf.api.options import FineTuning
 from dtf.core.errors import ConfigError
+from dtf.core.renamed import accept_old_methods
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +33,10 @@ class Split(Enum):
 
 class Dataset(ABC):
     """Rows by number. Lives in one rank; every rank can read every row."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        accept_old_methods(cls, {"ceiling": "best_possible"})
 
     prefetch: int = 2
     """Batches worth fetching ahead in a thread; 0 when a fetch costs less than handing it over (data in memory)."""
@@ -84,7 +89,7 @@ class Dataset(ABC):
         """
         return None
 
-    def ceiling(self) -> dict[str, float]:
+    def best_possible(self) -> dict[str, float]:
         """The best values of metrics that any model can be expected to reach on these rows. Default: unknown."""
         return {}
 
@@ -94,19 +99,19 @@ class Dataset(ABC):
 
 
 class Peers(Protocol):
-    """What a judge asks of other ranks; see `dtf.distributed.world.World`. Each is collective."""
+    """What an evaluator asks of other ranks; see `dtf.distributed.world.World`. Each is collective."""
 
     def reduce(self, sums: Tensor) -> Tensor: ...
     def collect(self, rows: Tensor) -> Tensor | None: ...
     def broadcast(self, value: Any) -> Any: ...
 
 
-class Judge(ABC):
+class Evaluator(ABC):
     """Rows of one evaluation on one rank, and the metrics that those of all ranks give together."""
 
     @abstractmethod
     def add(self, rows: Tensor) -> None:
-        """More of them, (R, K) as `Recipe.judged` gives them, on the device. No host synchronisation."""
+        """More of them, (R, K) as `Recipe.eval_outputs` gives them, on the device. No host synchronisation."""
 
     @abstractmethod
     def values(self, peers: Peers) -> dict[str, float]:
@@ -120,9 +125,13 @@ class Recipe(ABC):
     Modules must import without torch at the top level; methods import what they need.
     """
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        accept_old_methods(cls, {"judge": "evaluator", "judged": "eval_outputs", "measures": "train_metrics"})
+
     @property
     @abstractmethod
-    def measures(self) -> tuple[str, ...]:
+    def train_metrics(self) -> tuple[str, ...]:
         """Names of `measure`'s sums after the first, in their order; `loss` is one of them.
 
         They name metrics, unless `summarise` makes others of them.
@@ -130,8 +139,8 @@ class Recipe(ABC):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics of an evaluation. Default: `measures`."""
-        return self.measures
+        """Names of the metrics of an evaluation. Default: `train_metrics`."""
+        return self.train_metrics
 
     @property
     @abstractmethod
@@ -229,21 +238,21 @@ class Recipe(ABC):
 
     @abstractmethod
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
-        """Additive metric state, shape (M,): [0] the sum of weights, [i] as `measures[i - 1]`; see
+        """Additive metric state, shape (M,): [0] the sum of weights, [i] as `train_metrics[i - 1]`; see
         `dtf.model.metrics.weighted_sums`.
 
         `loss` (B,) is `self.loss(outputs, batch.targets)`, detached. No host synchronisation.
         """
 
-    def judged(self, outputs: Any, batch: Batch) -> Tensor | None:
-        """What `judge` needs to know of each row of an evaluation, (B, K), `batch.weight` among it. Default: None, for
-        there is no judge.
+    def eval_outputs(self, outputs: Any, batch: Batch) -> Tensor | None:
+        """What `evaluator` needs to know of each row of an evaluation, (B, K), `batch.weight` among it. None (default):
+        there is no evaluator.
 
         No host synchronisation.
         """
         return None
 
-    def judge(self, rows: int) -> Judge | None:
+    def evaluator(self, rows: int) -> Evaluator | None:
         """For metrics that no sums give, as the area under a curve: what makes them of the rows of one evaluation, so
         many over all ranks.
 
@@ -296,5 +305,5 @@ class Recipe(ABC):
         """Metric values from summed state (M,). Default: weighted means."""
         return {
             name: value / sums[0] if sums[0] else float("nan")
-            for name, value in zip(self.measures, sums[1:], strict=True)
+            for name, value in zip(self.train_metrics, sums[1:], strict=True)
         }

@@ -126,7 +126,7 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def fit(hint: Any, value: Any, key: str) -> Any:
+def coerce(hint: Any, value: Any, key: str) -> Any:
     """`value` as plain JSON of type `hint`, UNSET left standing.
 
     KeyProblem when it does not fit, whatever `value` holds.
@@ -146,10 +146,10 @@ def fit(hint: Any, value: Any, key: str) -> Any:
         return value
     if (origin or hint) in (list, tuple) and isinstance(value, list):
         item = arguments[0] if arguments else Any
-        return [fit(item, entry, f"{key}[{index}]") for index, entry in enumerate(value)]
+        return [coerce(item, entry, f"{key}[{index}]") for index, entry in enumerate(value)]
     if (origin or hint) is dict and isinstance(value, dict):
         return {
-            _text_key(name, key): fit(arguments[1] if arguments else Any, entry, f"{key}.{name}")
+            _text_key(name, key): coerce(arguments[1] if arguments else Any, entry, f"{key}.{name}")
             for name, entry in value.items()
         }
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -178,25 +178,25 @@ def fit(hint: Any, value: Any, key: str) -> Any:
     raise KeyProblem(key, f"{key}={show(value)} is not of type {type_text(hint)}")
 
 
-def make(hint: Any, value: Any) -> Any:
+def build(hint: Any, value: Any) -> Any:
     """The typed object of a fitted value."""
     if is_node(hint):
-        return hint(**{key.name: make(key.hint, value[key.name]) for key in keys(hint)})
+        return hint(**{key.name: build(key.hint, value[key.name]) for key in keys(hint)})
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return make(next(arm for arm in arguments if _accepts(arm, value)), value)
+        return build(next(arm for arm in arguments if _accepts(arm, value)), value)
     if origin in (list, tuple):
-        made = [make(arguments[0] if arguments else Any, entry) for entry in value]
+        made = [build(arguments[0] if arguments else Any, entry) for entry in value]
         return tuple(made) if origin is tuple else made
     if origin is dict:
-        return {name: make(arguments[1], entry) for name, entry in value.items()}
+        return {name: build(arguments[1], entry) for name, entry in value.items()}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _members(hint)[value]
     return value
 
 
-def fit_option(group: str, value: Any, key: str) -> dict[str, Any]:
-    """`fit` for the node of a registered class, which says by `name` what it is."""
+def coerce_option(group: str, value: Any, key: str) -> dict[str, Any]:
+    """`coerce` for the node of a registered class, which says by `name` what it is."""
     if not isinstance(value, dict):
         raise KeyProblem(key, f"{key}={show(value)} is no option's node; choose with {group}=NAME")
     rest = dict(value)
@@ -214,9 +214,9 @@ def fit_option(group: str, value: Any, key: str) -> dict[str, Any]:
     return {"name": name, **_fit_node(cls, rest, key)}
 
 
-def make_option(group: str, value: dict[str, Any]) -> Any:
-    """The typed object of a node fitted by `fit_option`."""
-    return make(lookup(group, value["name"]), value)
+def build_option(group: str, value: dict[str, Any]) -> Any:
+    """The typed object of a node fitted by `coerce_option`."""
+    return build(lookup(group, value["name"]), value)
 
 
 def unset(value: Any, key: str = "") -> list[str]:
@@ -274,7 +274,7 @@ def _fit_node(cls: type, value: Any, key: str) -> dict[str, Any]:
     fitted = {}
     for name, each in known.items():
         inner = f"{key}.{name}" if key else name
-        fitted[name] = fit(each.hint, value[name], inner) if name in value else _copy(each.default)
+        fitted[name] = coerce(each.hint, value[name], inner) if name in value else _copy(each.default)
         _check_range(each.range, fitted[name], inner)
     return fitted
 
@@ -293,11 +293,11 @@ def _check_range(wanted: Range, value: Any, key: str) -> None:
 def _fit_union(hint: Any, arms: tuple[Any, ...], value: Any, key: str) -> Any:
     for arm in arms:
         if _accepts(arm, value):
-            return fit(arm, value, key)
+            return coerce(arm, value, key)
     problems = []
     for arm in arms:
         try:
-            return fit(arm, value, key)
+            return coerce(arm, value, key)
         except KeyProblem as problem:
             problems.append(problem)
     inner = [problem for problem in problems if problem.key != key]  # the arm fitted, something inside it did not

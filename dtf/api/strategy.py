@@ -116,7 +116,7 @@ class Program(ABC):
         """
         return batch
 
-    def rehearse(self, batch: Batch | None) -> None:
+    def warmup(self, batch: Batch | None) -> None:
         """Called once, before `load`, with some prepared rows: let effects of a first step happen that would make the
         step after a resume differ from the same step of an unbroken run, and find out what cannot run. Leaves the state
         as it was. May be collective.
@@ -133,13 +133,13 @@ class Program(ABC):
         """What steps leave behind that were begun and have not been told of, finished first where the numbers of a step
         are to be exact.
 
-        Called before measurements are reported, and after `settle` before a save. Default: None, `step` tells all.
+        Called before measurements are reported, and after `sync` before a save. Default: None, `step` tells all.
         """
         return None
 
     @abstractmethod
     def eval_step(self, batch: Batch | None) -> Evaluated:
-        """What this rank's rows say of the model; see Recipe.measure and Recipe.judged. May be collective."""
+        """What this rank's rows say of the model; see Recipe.measure and Recipe.eval_outputs. May be collective."""
 
     def eval_rest(self) -> Evaluated | None:
         """What batches leave behind that `eval_step` has begun and not told of. Default: None, it tells all."""
@@ -166,15 +166,15 @@ class Program(ABC):
         Default: nothing.
         """
 
-    def use_averages(self, on: bool) -> None:
-        """Let the averages of the weights (`step.ema`) stand in for them until called again with False. After `settle`.
+    def swap_ema(self, on: bool) -> None:
+        """Let the averages of the weights (`step.ema`) stand in for them until called again with False. After `sync`.
         May be collective.
 
         ConfigError where a strategy keeps none.
         """
         raise ConfigError(f"{type(self).__name__} cannot evaluate averaged weights; use step.ema=0")
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Make this rank's state the run's state before evaluating or saving (average running statistics).
 
         Collective.
@@ -182,7 +182,7 @@ class Program(ABC):
 
     @abstractmethod
     def state(self) -> State:
-        """Boxes this rank owns, under full parameter names. After `settle`."""
+        """Boxes this rank owns, under full parameter names. After `sync`."""
 
     @abstractmethod
     def load(self, source: Source) -> None:
@@ -196,7 +196,7 @@ class Program(ABC):
         return []
 
     def memory(self) -> Memory | None:
-        """What this rank needs; after `rehearse`, which counts activations. Default: unknown."""
+        """What this rank needs; after `warmup`, which counts activations. Default: unknown."""
         return None
 
     @abstractmethod
@@ -208,8 +208,8 @@ class Program(ABC):
 
 
 @dataclass(frozen=True)
-class Errand:
-    """What a process gets that works for the ranks which run the engine; see `Strategy.assist`."""
+class RoleContext:
+    """What a process gets that works for the ranks which run the engine; see `Strategy.run_helper`."""
 
     place: Place
     facts: dict[str, Any]
@@ -232,7 +232,7 @@ class Errand:
 
 
 @dataclass(frozen=True)
-class Alone:
+class ExternalProcess:
     """The one process of a run that a command starts, where each of the others is started by a command of its own."""
 
     role: str
@@ -242,7 +242,7 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RendezvousContext:
     """Where a process of the first role stands in a run, and what it may do while it finds the others."""
 
     place: Place
@@ -284,7 +284,7 @@ class Update(ABC):
     def load(self, source: Source) -> None: ...
 
     @abstractmethod
-    def use_averages(self, on: bool) -> None:
+    def swap_ema(self, on: bool) -> None:
         """As of Program; only where the optimizer averages."""
 
     @abstractmethod
@@ -318,7 +318,7 @@ class Strategy(ABC):
         """How many processes of which role to start for `launcher.processes`, in order of their ranks. Default: all
         trainers.
 
-        Those of the first role run the engine, the others `assist` them.
+        Those of the first role run the engine, the others `run_helper` them.
         """
         return {"trainer": processes}
 
@@ -333,7 +333,7 @@ class Strategy(ABC):
         """
         return role == "trainer"
 
-    def alone(self) -> Alone | None:
+    def external_process(self) -> ExternalProcess | None:
         """The one process that this command is to start, the others being started elsewhere by hand. ConfigError.
 
         Default: None, it starts all.
@@ -344,12 +344,12 @@ class Strategy(ABC):
         """What the user might want to do otherwise, each in a line. Default: nothing."""
         return []
 
-    def meet(self, standing: Standing) -> Standing:
+    def rendezvous(self, context: RendezvousContext) -> RendezvousContext:
         """Called first of all in processes of the first role: where this one really stands, once all of them are there.
 
         Default: as the launcher says.
         """
-        return standing
+        return context
 
     @abstractmethod
     def check(self, task: Task, processes: int, devices: str) -> None:
@@ -366,7 +366,7 @@ class Strategy(ABC):
     def setup(self, task: Task, world: World) -> Program:
         """Collective over the processes of the first role."""
 
-    def assist(self, task: Task, errand: Errand) -> None:
+    def run_helper(self, task: Task, errand: RoleContext) -> None:
         """The life of a process of another role, to the end of the run. PeerError when those it works for are gone."""
         raise AssertionError(f"{type(self).__name__} has one role")
 

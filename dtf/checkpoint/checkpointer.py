@@ -28,7 +28,7 @@ from dtf.checkpoint.manifest import (
     parse_json,
     volume,
 )
-from dtf.checkpoint.resolve_path import located
+from dtf.checkpoint.resolve_path import resolve_checkpoint
 from dtf.checkpoint.safetensors_format import Slot, header, slots
 from dtf.core.errors import BusyError, DataError, DtfError, Exit, SaveError
 from dtf.core.types import Box, State
@@ -91,7 +91,7 @@ class Every:
                 "checkpoint.resume is empty; use auto, never or the path of a checkpoint or run folder",
             )
         if self.resume not in ("auto", "never"):
-            located(self.resume, "checkpoint.resume")
+            resolve_checkpoint(self.resume, "checkpoint.resume")
 
 
 class Peers(Protocol):
@@ -252,7 +252,7 @@ class Checkpointer:
         resume, own = self._options.resume, storage.checkpoints(self._folder)
         if own and attempt:
             return [str(path) for path in own]
-        given = [] if resume in ("auto", "never") else located(resume, "checkpoint.resume")
+        given = [] if resume in ("auto", "never") else resolve_checkpoint(resume, "checkpoint.resume")
         if own:
             if resume == "never":
                 raise BusyError(

@@ -25,7 +25,7 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() or (path.name == BEST and path.parent.is_dir())
 
 
-def located(path: str | Path, key: str) -> list[Path]:
+def resolve_checkpoint(path: str | Path, key: str) -> list[Path]:
     """Checkpoints that `path` means, newest first: itself, those of a run folder, or its best one alone. Looks at names
     only, but for the best.
 
@@ -33,7 +33,7 @@ def located(path: str | Path, key: str) -> list[Path]:
     """
     folder = Path(path)
     if folder.name == BEST and not folder.exists():
-        return [_best(located(folder.parent, key), f"{key}={path}")]
+        return [_best(resolve_checkpoint(folder.parent, key), f"{key}={path}")]
     if storage.step_of(folder.name) is not None or (folder / storage.MANIFEST).is_file():
         found = [folder] if folder.is_dir() else []
     else:
@@ -55,7 +55,7 @@ def check_place(place: str, key: str) -> None:
     if not place:
         return
     if is_checkpoint(path):
-        located(path, key)
+        resolve_checkpoint(path, key)
     elif not path.exists():
         raise DataError(
             f"{key}={place} does not exist; give a {', '.join(SUFFIXES)} file, a checkpoint or a run folder"

@@ -24,14 +24,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtf.api.job import Job
 from dtf.api.registry import registered
-from dtf.api.schema import RESERVED, KeyProblem, make_option, show, unset
+from dtf.api.schema import RESERVED, KeyProblem, build_option, show, unset
 from dtf.api.strategy import Task
 from dtf.checkpoint.resolve_path import check_place
 from dtf.config.hydra_sources import CONF, Read, loader, recording
 from dtf.config.limits import resolve
 from dtf.config.messages import explain, hinted, key_for_number, origin, parse, typed_in
 from dtf.config.presets import overtaken, reset
-from dtf.config.settings import EXPERIMENT, GROUPS, Settings, fit_config, load_parts, typed_fitted
+from dtf.config.settings import EXPERIMENT, GROUPS, Settings, build_settings, coerce_config, load_parts
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
@@ -66,7 +66,7 @@ class Composed:
     def settings(self) -> Settings:
         """Objects of the registered classes. ConfigError when a mandatory key is missing."""
         with self._located():
-            return typed_fitted(self.config)
+            return build_settings(self.config)
 
     @property
     def job(self) -> Job:
@@ -75,7 +75,7 @@ class Composed:
             missing = unset(self.config["job"], "job")
             if missing:
                 raise KeyProblem(missing[0], f"{missing[0]}=??? is mandatory; give {missing[0]}=VALUE")
-            return make_option("job", self.config["job"])
+            return build_option("job", self.config["job"])
 
     @property
     def command(self) -> list[str]:
@@ -112,7 +112,7 @@ class Composed:
                 rows=settings.sparse,
             )
             settings.strategy.check(task, processes, devices)
-            if settings.strategy.alone() and self.config["job"]["name"] != "train":
+            if settings.strategy.external_process() and self.config["job"]["name"] != "train":
                 raise ConfigError(
                     "strategy.endpoints is for processes of a run that are started by hand, and this job starts its "
                     "own; leave it out"
@@ -219,9 +219,9 @@ class Composer:
         job = OmegaConf.to_container(config.job) if OmegaConf.is_dict(config.get("job")) else {}
         if not isinstance(job, dict) or not _uses_model(job.get("name")):
             return config, reads
-        from dtf.config.inherit import inherited
+        from dtf.config.inherit import inherit
 
-        behind = inherited(str(job.get("model", "")), chosen, self._plugins)
+        behind = inherit(str(job.get("model", "")), chosen, self._plugins)
         config, reads = self.with_plugins(overrides, lambda: self._load([*behind, *overrides]))
         with read_write(config.hydra.overrides):
             # what was typed, for titles of trials
@@ -441,7 +441,7 @@ def _may_choose(value: Any) -> bool:
 
 def _fit(plain: dict[Any, Any]) -> dict[str, Any]:
     try:
-        return fit_config(plain)
+        return coerce_config(plain)
     except KeyProblem as problem:
         raise hinted(problem, plain) from problem
 

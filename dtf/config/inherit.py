@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from dtf.api.schema import show
-from dtf.checkpoint.resolve_path import is_checkpoint, located
+from dtf.checkpoint.resolve_path import is_checkpoint, resolve_checkpoint
 from dtf.config.limits import scan
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
@@ -28,7 +28,7 @@ def config_of(checkpoint: Path) -> Path | None:
     return file if file.is_file() else None
 
 
-def inherited(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -> list[str]:
+def inherit(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -> list[str]:
     """What the config of the run says which `model`, a checkpoint or a run folder, belongs to: overrides to stand
     before those of the command line.
 
@@ -40,7 +40,7 @@ def inherited(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -
             f"job.model={model} holds an interpolation, and a config cannot be read from there; write the path"
         )
     path = Path(model).expanduser()
-    file = config_of(located(path, "job.model")[0]) if model and is_checkpoint(path) else None
+    file = config_of(resolve_checkpoint(path, "job.model")[0]) if model and is_checkpoint(path) else None
     if file is None:
         return []
     return _overrides(saved_config(file, f"job.model={model}", plugins), chosen)

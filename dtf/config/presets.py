@@ -10,7 +10,7 @@ from typing import Any
 from dtf.api.recipe import Recipe
 from dtf.api.registry import lookup
 from dtf.api.row_optimizer import DEFAULT
-from dtf.api.schema import make_option, option_node, unset
+from dtf.api.schema import build_option, option_node, unset
 
 
 def overtaken(config: Mapping[str, Any], typed: Callable[[str], bool]) -> list[str]:
@@ -20,7 +20,7 @@ def overtaken(config: Mapping[str, Any], typed: Callable[[str], bool]) -> list[s
     node = config["recipe"]
     if lookup("recipe", node["name"]).idle is Recipe.idle or unset(node):  # type: ignore[attr-defined]
         return []
-    return [key for key, because in make_option("recipe", node).idle().items() if typed(because) and not typed(key)]
+    return [key for key, because in build_option("recipe", node).idle().items() if typed(because) and not typed(key)]
 
 
 def reset(tree: Any, key: str) -> None:

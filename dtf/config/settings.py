@@ -22,7 +22,7 @@ from dtf.api.recipe import Recipe
 from dtf.api.registry import brings, groups, lookup, option, registered
 from dtf.api.row_optimizer import DEFAULT
 from dtf.api.sampler import Tail
-from dtf.api.schema import KeyProblem, fit, fit_option, is_node, keys, make, make_option, show, unset
+from dtf.api.schema import KeyProblem, build, build_option, coerce, coerce_option, is_node, keys, show, unset
 from dtf.api.sparse_table import NO_NUMBA
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
@@ -136,7 +136,7 @@ class Settings(Root):
         self.sparse.shrinkage(self.sparse.rate(getattr(self.lr, "peak", 0.0)))
 
 
-def fit_config(config: dict[Any, Any]) -> dict[str, Any]:
+def coerce_config(config: dict[Any, Any]) -> dict[str, Any]:
     """`config` with every value of its key's type and every default filled in; UNSET stays.
 
     KeyProblem for the first thing wrong.
@@ -147,35 +147,35 @@ def fit_config(config: dict[Any, Any]) -> dict[str, Any]:
             raise KeyProblem(
                 str(name), f"{show(name)}={show(value)} is no known key; {suggest(str(name), root | set(GROUPS))}"
             )
-    fitted: dict[str, Any] = fit(Root, {name: value for name, value in config.items() if name in root}, "")
+    fitted: dict[str, Any] = coerce(Root, {name: value for name, value in config.items() if name in root}, "")
     for group in GROUPS:
         if group == "observer":
             fitted[group] = _fit_observers(config.get(group))
         elif group not in config:
             raise KeyProblem(group, f"{group} is not chosen; give {group}=NAME")
         else:
-            fitted[group] = fit_option(group, config[group], group)
+            fitted[group] = coerce_option(group, config[group], group)
     return fitted
 
 
-def typed(config: dict[str, Any]) -> Settings:
+def parse_settings(config: dict[str, Any]) -> Settings:
     """Objects of the registered classes from a plain, resolved config; imports the plugins it names.
 
     ConfigError when it is no config.
     """
-    load_parts(fit(list[str], config.get("plugins", []), "plugins"))
-    return typed_fitted(fit_config(config))
+    load_parts(coerce(list[str], config.get("plugins", []), "plugins"))
+    return build_settings(coerce_config(config))
 
 
-def typed_fitted(config: dict[str, Any]) -> Settings:
-    """`typed` for what `fit_config` returned."""
+def build_settings(config: dict[str, Any]) -> Settings:
+    """`parse_settings` for what `coerce_config` returned."""
     missing = unset(config)
     if missing:
         raise KeyProblem(missing[0], f"{missing[0]}=??? is mandatory; give {missing[0]}=VALUE")
     hints = get_type_hints(Root)
-    root = {name: make(hints[name], config[name]) for name in hints}
-    parts = {group: make_option(group, config[group]) for group in GROUPS if group != "observer"}
-    observers = {name: make_option("observer", value) for name, value in config["observer"].items()}
+    root = {name: build(hints[name], config[name]) for name in hints}
+    parts = {group: build_option(group, config[group]) for group in GROUPS if group != "observer"}
+    observers = {name: build_option("observer", value) for name, value in config["observer"].items()}
     return Settings(**root, **parts, observer=observers)
 
 
@@ -272,7 +272,7 @@ def _fit_observers(value: Any) -> dict[str, Any]:
         raise KeyProblem(
             "observer", f"observer={show(value)} is no group of keys; choose with observer=[console,jsonl]"
         )
-    return {str(name): fit_option("observer", part, f"observer.{name}") for name, part in value.items()}
+    return {str(name): coerce_option("observer", part, f"observer.{name}") for name, part in value.items()}
 
 
 def _check_root(settings: Settings) -> None:

@@ -102,7 +102,7 @@ class Evaluated(NamedTuple):
     """What one batch of an evaluation leaves behind, on the device."""
 
     sums: Tensor  # (M,) additive metric state; zeros on a rank that owns no outputs
-    # (R, K) as Recipe.judged gives them, of rows that no other rank tells of; None: there are none, or none here
+    # (R, K) as Recipe.eval_outputs gives them, of rows that no other rank tells of; None: there are none, or none here
     rows: Tensor | None
 
 

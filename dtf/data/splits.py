@@ -15,7 +15,7 @@ from dtf.data.loader import Loader
 from dtf.model.forward import stand_ins
 
 
-class Rows:
+class Splits:
     """Opens the data. `batch`: rows of a global batch. DataError for a split without rows."""
 
     def __init__(self, recipe: Recipe, sampler: Sampler, batch: int, seed: int, pin: bool) -> None:

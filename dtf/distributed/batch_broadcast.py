@@ -19,7 +19,7 @@ HEADER_BYTES = 8192
 _INPUT = "inputs"
 
 
-class Feed:
+class BatchBroadcast:
     """A batch from the first rank of a group to all of it. Bytes: those of the tensors that are sent, and a header.
 
     `inputs=False`: only the first rank gets the inputs, the others their shapes (on meta), with the rest of the batch.

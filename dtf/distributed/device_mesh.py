@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from dtf.core.errors import ConfigError
 from dtf.core.types import Shard
-from dtf.distributed.batch_broadcast import Feed
+from dtf.distributed.batch_broadcast import BatchBroadcast
 from dtf.distributed.grad_allreduce import GradientSum
 from dtf.distributed.world import World
 
@@ -15,7 +15,7 @@ APART = 1e-3
 """Relative difference of what should be alike bit for bit, but for kernels that are not deterministic."""
 
 
-class Seat:
+class ParallelDims:
     """`degree` neighbouring ranks compute a share together. Built by all ranks alike; collective.
 
     `axis`: what the mesh calls their axis. `inputs`: whether all of them need a batch's inputs, see Feed.
@@ -29,7 +29,7 @@ class Seat:
         self.group = self.mesh.get_group()
         self.place = self.mesh.get_local_rank()
         self.lines: list[list[int]] = mesh.mesh.tolist()  # share -> its ranks
-        self.feed = Feed(self.group, world.device, inputs)
+        self.feed = BatchBroadcast(self.group, world.device, inputs)
         self.reduce = GradientSum(self._rows) if self.share.count > 1 else None
         """Sums gradients over the ranks that hold the same part of the model and compute other rows."""
 

@@ -18,7 +18,7 @@ from dtf.distributed.strides import axes, empty, message
 HEADER_BYTES = 65536
 
 
-class Form(NamedTuple):
+class TensorMeta(NamedTuple):
     """What one tensor of a message looks like."""
 
     shape: list[int]
@@ -27,11 +27,11 @@ class Form(NamedTuple):
     gradient: bool  # whether one comes back
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
+    def of(cls, tensor: Tensor) -> TensorMeta:
         return cls([*tensor.shape], axes(tensor), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
 
 
-class Link:
+class P2PChannel:
     """One way from a rank to another, with a communicator of its own: messages of other ways cannot come between. Built
     by all ranks of the world alike.
 
@@ -42,7 +42,7 @@ class Link:
     def __init__(self, source: int, target: int, tag: int, device: torch.device) -> None:
         self.source, self.target, self._tag, self._device = source, target, tag, device
         self._group: Any = dist.new_group([source, target])
-        self._forms: dict[Any, list[Form]] = {}
+        self._forms: dict[Any, list[TensorMeta]] = {}
         # a message each, from the first; the memory must stay until it is sent
         self._under_way: deque[list[tuple[dist.Work | None, Tensor]]] = deque()
         self._freed = 0  # messages
@@ -55,7 +55,7 @@ class Link:
         """
         parts = []
         if key is not None and key not in self._forms:
-            self._forms[key] = [Form.of(tensor) for tensor in tensors]
+            self._forms[key] = [TensorMeta.of(tensor) for tensor in tensors]
             text = json.dumps(self._forms[key]).encode()
             if len(text) > HEADER_BYTES:
                 raise ConfigError(
@@ -75,19 +75,19 @@ class Link:
         """Whether messages of this key can be received without waiting for a header."""
         return key in self._forms
 
-    def form(self, key: Any) -> list[Form]:
+    def form(self, key: Any) -> list[TensorMeta]:
         """What messages of this key look like; waits for the first one's header."""
         if key not in self._forms:
             header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             dist.recv(header, self.source, tag=self._tag)
-            self._forms[key] = [Form(*found) for found in json.loads(header.numpy().tobytes().rstrip(b"\0"))]
+            self._forms[key] = [TensorMeta(*found) for found in json.loads(header.numpy().tobytes().rstrip(b"\0"))]
         return self._forms[key]
 
-    def receive(self, forms: list[Form]) -> Arrival:
+    def receive(self, forms: list[TensorMeta]) -> PendingRecv:
         """Begin to receive a message of these forms."""
         tensors = tuple(empty(form.shape, form.order, getattr(torch, form.dtype), self._device) for form in forms)
         self.byte_count = byte_count(tensors)
-        return Arrival(tensors, [dist.irecv(message(tensor), self.source, group=self._group) for tensor in tensors])
+        return PendingRecv(tensors, [dist.irecv(message(tensor), self.source, group=self._group) for tensor in tensors])
 
     def free(self, count: int) -> None:
         """Let go of the first `count` messages since all was settled, which the receiver has shown to have.
@@ -106,7 +106,7 @@ class Link:
         self._freed = 0
 
 
-class Arrival:
+class PendingRecv:
     """A message on its way."""
 
     def __init__(self, tensors: tuple[Tensor, ...], works: list[dist.Work | None]) -> None:

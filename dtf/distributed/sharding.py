@@ -43,7 +43,7 @@ def offset(tensor: Tensor) -> tuple[int, ...]:
     return tuple(start)
 
 
-def deal(sizes: dict[str, int], count: int) -> list[frozenset[str]]:
+def greedy_balance(sizes: dict[str, int], count: int) -> list[frozenset[str]]:
     """Names dealt to `count` owners, the largest first to the one with least so far; the same on every rank."""
     shares: list[set[str]] = [set() for _ in range(count)]
     loads = [0] * count

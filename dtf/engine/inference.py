@@ -27,9 +27,9 @@ from dtf.core.types import Batch, Evaluated, Event, Measured, Place
 from dtf.data.loader import Loader
 from dtf.distributed.sharding import is_slice
 from dtf.distributed.world import World
-from dtf.engine.predictions import Row
+from dtf.engine.predictions import Prediction
 from dtf.model.forward import stand_ins
-from dtf.model.init import sketch
+from dtf.model.init import build_on_meta
 from dtf.model.pretrained import Weights, fitted, open_weights
 
 REPORT_S = 5.0
@@ -123,7 +123,7 @@ class Inference:
 
     def batches(
         self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]
-    ) -> Iterator[tuple[int, Evaluated, list[Row]]]:
+    ) -> Iterator[tuple[int, Evaluated, list[Prediction]]]:
         """Batch by batch from row `first` on: how many rows are done, what this rank measured, and on rank 0 the
         answers in order. Collective.
 
@@ -157,12 +157,12 @@ class Inference:
         finally:
             loader.close()
 
-    def _gathered(self, expected: range, first: int) -> list[Row]:
+    def _gathered(self, expected: range, first: int) -> list[Prediction]:
         parts = self.world.gather(self._record.take())
         if parts is None:
             return []
         # ranks that compute a row together all tell it
-        found = {first + id: Row(first + id, *rest) for part in parts for id, *rest in part}
+        found = {first + id: Prediction(first + id, *rest) for part in parts for id, *rest in part}
         if sorted(found) != list(expected):
             raise DtfError(
                 f"rows {expected.start} to {expected.stop - 1} gave {len(found)} answers; a row was lost or counted "
@@ -179,7 +179,7 @@ class Inference:
 def weights_of(settings: Settings, model: str) -> Weights:
     """All numbers of the recipe's model: those at the place that `job.model` names, else recipe.model.weights."""
     place, key = (model, "job.model") if model else (settings.recipe.fine_tuning.weights, "recipe.model.weights")
-    return fitted(open_weights(place, key), settings.recipe, sketch(settings.recipe), key, whole=True)[0]
+    return fitted(open_weights(place, key), settings.recipe, build_on_meta(settings.recipe), key, whole=True)[0]
 
 
 def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:

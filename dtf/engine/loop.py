@@ -112,7 +112,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
     when a loss scale let none be made.
     """
     program, clock, train = loop.program, loop.clock, loop.train
-    width = 1 + len(loop.recipe.measures)
+    width = 1 + len(loop.recipe.train_metrics)
     window, seconds, updated = Window(loop.carried), _Stopwatch(), loop.updated
     ready: tuple[tuple[int, int], Batch | None] | None = None  # prepared one batch ahead, by (epoch, index)
     evaluated = next((measured.values for measured in reversed(loop.recent) if measured.split == "eval"), {})
@@ -146,7 +146,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
             case Log(step):
                 loop.beat("log", step)
                 if not clock.ahead(1):
-                    program.settle()  # the last line tells of all steps
+                    program.sync()  # the last line tells of all steps
                 _take_rest(loop, window)
                 total = window.total(loop.world, width)
                 updated = updated or total[-1] > 0
@@ -184,7 +184,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                 with seconds.paused():
                     loop.beat("save", step)
                     started = time.perf_counter()
-                    program.settle()
+                    program.sync()
                     _take_rest(loop, window)
                     carried = window.total(loop.world, width)
                     window, updated = Window(carried), updated or carried[-1] > 0
@@ -204,7 +204,7 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
                         path = loop.saver.save(step, state, scalars, value)
                         loop.see(Saved(step, path, new, time.perf_counter() - started))
             case Stop():
-                program.settle()
+                program.sync()
                 _take_rest(loop, window)
                 _refuse_divergence(loop, ticket.step)
                 if (
@@ -226,11 +226,11 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
 @torch.no_grad()
 def evaluate(loop: Loop, step: int) -> dict[str, float]:
     """Metrics over the whole evaluation split, each row once. Collective."""
-    loop.program.settle()
+    loop.program.sync()
     if loop.averages:
-        loop.program.use_averages(True)
-    total = torch.zeros(1 + len(loop.recipe.measures), dtype=torch.float64)
-    sums, judge = None, loop.recipe.judge(loop.evaluation_rows)
+        loop.program.swap_ema(True)
+    total = torch.zeros(1 + len(loop.recipe.train_metrics), dtype=torch.float64)
+    sums, judge = None, loop.recipe.evaluator(loop.evaluation_rows)
     last = loop.evaluation.batches
     for index in range(last):
         loop.beat("evaluate", step)
@@ -248,7 +248,7 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
     if sums is not None:
         total += sums.cpu()
     if loop.averages:
-        loop.program.use_averages(False)
+        loop.program.swap_ema(False)
     values = counted(
         loop.world,
         total,

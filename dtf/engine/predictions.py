@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dtf.core.types import Names
 
 
-class Row(NamedTuple):
+class Prediction(NamedTuple):
     """The answer to one row."""
 
     id: int
@@ -45,7 +45,7 @@ def named(names: Sequence[str], index: int) -> str:
     return names[index] if index < len(names) else str(index)
 
 
-class Answers:
+class ConfusionTable:
     """How often rows of each class were taken for it, and for others; nothing of an event whose two sides have no
     names.
     """
@@ -55,7 +55,7 @@ class Answers:
         self._rows, self._guessed, self._right = Counter[int](), Counter[int](), Counter[int]()
         self._width = 0
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[Prediction]) -> None:
         for row in rows:
             if row.label is None:
                 continue
@@ -115,7 +115,7 @@ class Predictions(ABC):
             )
         return max(rows, 0)
 
-    def append(self, rows: Sequence[Row], inputs: Names | None) -> None:
+    def append(self, rows: Sequence[Prediction], inputs: Names | None) -> None:
         """Add rows that follow those it holds."""
         start = self._head() if not self.path.stat().st_size else ""
         text = start + "".join(self._line(row, inputs[row.id] if inputs is not None else None) for row in rows)
@@ -128,7 +128,7 @@ class Predictions(ABC):
     def _head(self) -> str: ...
 
     @abstractmethod
-    def _line(self, row: Row, name: str | None) -> str: ...
+    def _line(self, row: Prediction, name: str | None) -> str: ...
 
     @abstractmethod
     def _row(self, line: str) -> int:
@@ -141,7 +141,7 @@ class JsonLines(Predictions):
     def _head(self) -> str:
         return ""
 
-    def _line(self, row: Row, name: str | None) -> str:
+    def _line(self, row: Prediction, name: str | None) -> str:
         told: dict[str, Any] = {"row": row.id} | ({} if name is None else {"input": name})
         if row.width:
             told |= {"class": named(self._names, row.classes[0])}
@@ -166,7 +166,7 @@ class Csv(Predictions):
         later = [f"{what}_{k}" for k in range(2, self._top + 1) for what in ("class", "probability")]
         return _csv(["row", "input", "class", "probability", *later])
 
-    def _line(self, row: Row, name: str | None) -> str:
+    def _line(self, row: Prediction, name: str | None) -> str:
         pairs = [x for c, chance in row.pairs() for x in (named(self._names, c) if row.width else "", repr(chance))]
         return _csv([str(row.id), name or "", *pairs])
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dtf.config.settings import Settings, typed
+from dtf.config.settings import Settings, parse_settings
 from dtf.core.errors import DtfError, Exit, PeerError, Preempted
 from dtf.core.types import Event, Failed, Place
 from dtf.host import heartbeat
@@ -65,7 +65,7 @@ def run_rank(
     try:
         beat("start", 0)
         with stop_signals() as told:
-            body(Rank(typed(config), config, Path(folder), run_id, place, send, beat, lambda: bool(told)))
+            body(Rank(parse_settings(config), config, Path(folder), run_id, place, send, beat, lambda: bool(told)))
         return Exit.OK
     except BaseException as error:  # noqa: BLE001 (the last words of a rank)
         if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):

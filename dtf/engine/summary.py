@@ -21,7 +21,7 @@ from dtf.engine.clock import Plan
 from dtf.model.memory import table_row
 
 
-def overview(
+def startup_table(
     settings: Settings,
     config: dict[str, Any],
     folder: Path,

@@ -20,7 +20,7 @@ from dtf.api.name_patterns import check_used
 from dtf.api.observer import Probes
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
-from dtf.api.strategy import Errand, Program, Standing, Task
+from dtf.api.strategy import Program, RendezvousContext, RoleContext, Task
 from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.config.settings import Settings
 from dtf.core.consistency import agree, common, digest
@@ -28,15 +28,15 @@ from dtf.core.errors import BudgetError, ConfigError, DataError, Preempted
 from dtf.core.files import flat
 from dtf.core.types import Ended, Event, Measured, Memory, Note, Place, Saved, Started
 from dtf.core.version import __version__
-from dtf.data.splits import Rows
+from dtf.data.splits import Splits
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan, PlannedClock
 from dtf.engine.loop import RECENT, Loop, fit
 from dtf.engine.rank import Rank, nobody, run_rank
-from dtf.engine.summary import overview
+from dtf.engine.summary import startup_table
 from dtf.model.ema import averaged
-from dtf.model.init import sketch
-from dtf.model.memory import Meter
+from dtf.model.init import build_on_meta
+from dtf.model.memory import MemoryMeter
 from dtf.model.pretrained import Fit, Weights, fitted, open_weights
 from dtf.runs import budget
 from dtf.runs.record import Record
@@ -60,10 +60,10 @@ def _train(rank: Rank) -> None:
     kind = place.device.partition(":")[0]
     if kind == "cuda":
         torch.cuda.set_device(place.device)
-    meter = Meter(kind)
+    meter = MemoryMeter(kind)
     leading, count = next(iter(strategy.roles(place.slots).items()))
     leads = place.role == leading
-    alone = strategy.alone() is not None
+    alone = strategy.external_process() is not None
     # Who composed a config of its own is told in which key it differs; ranks of one launching process have the same
     # one.
     config_facts = {"config": redact(common(config))} if alone else {"digest of the config": digest(config)}
@@ -76,14 +76,14 @@ def _train(rank: Rank) -> None:
                     "asked to stop before the others were there; nothing is lost; start again with the same command"
                 )
 
-        standing = strategy.meet(
-            Standing(place, folder, run_id, config_facts, wait, lambda text: send(Note("info", text)))
+        standing = strategy.rendezvous(
+            RendezvousContext(place, folder, run_id, config_facts, wait, lambda text: send(Note("info", text)))
         )
         place, folder, run_id = standing.place, standing.folder, standing.run_id
     world = (
         World.join(replace(place, size=count), strategy.communication(kind)) if leads else World(replace(place, size=1))
     )
-    rows = Rows(settings.recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=kind == "cuda")
+    rows = Splits(settings.recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=kind == "cuda")
     facts = {"versions": _versions(strategy.communication(kind) == "nccl"), **config_facts}
     facts |= {"training data": rows.fingerprint, "evaluation data": rows.eval.fingerprint()}
     batch = settings.step.batch_size
@@ -91,7 +91,7 @@ def _train(rank: Rank) -> None:
         world.facts, world.folder = facts, folder
         agree(world, facts | {"finds the run folder": _finds(folder, run_id)})
     epochs = rows.cut()
-    model = sketch(recipe)
+    model = build_on_meta(recipe)
     parameters = dict(model.named_parameters())
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     check_used("recipe.model.freeze", recipe.fine_tuning.freeze, parameters)
@@ -103,8 +103,9 @@ def _train(rank: Rank) -> None:
         recipe, optimizer, settings.precision, settings.step, settings.seed, rows.sample, weights, settings.sparse
     )
     if not leads:
-        strategy.assist(
-            task, Errand(place, facts, rows.loader, beat, stop_requested, lambda text: send(Note("info", text)), folder)
+        strategy.run_helper(
+            task,
+            RoleContext(place, facts, rows.loader, beat, stop_requested, lambda text: send(Note("info", text)), folder),
         )
         return
     program = strategy.setup(task, world)
@@ -150,7 +151,7 @@ def _train(rank: Rank) -> None:
         note=lambda text: see(Note("warning", text)),
     )
     # The last global batch of an epoch may be a single row, which not every model can compute: better to know it now.
-    program.rehearse(
+    program.warmup(
         program.prepare(loaders[0].get(0, epochs.batches - 1 if epochs.size(epochs.batches - 1) == 1 else 0))
     )
     state, carried, updated, recent = _resume(checkpointer, program, identity, course, place.attempt, see)
@@ -169,7 +170,9 @@ def _train(rank: Rank) -> None:
             start,
             plan.total,
             epochs.batches,
-            overview(settings, config, folder, model, program, world, plan, planned, len(rows.train), len(rows.eval))
+            startup_table(
+                settings, config, folder, model, program, world, plan, planned, len(rows.train), len(rows.eval)
+            )
             | _ceiling(rows.eval, world)
             | ({"weights": f"{weights.about}, {weights_digest[:19]}: {found.text()}"} if weights and found else {}),
             place.attempt,
@@ -249,7 +252,7 @@ def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | 
 
 def _ceiling(rows: Dataset, world: World) -> dict[str, str]:
     """For the start-up table, which rank 0 shows."""
-    best = rows.ceiling() if world.rank == 0 else {}
+    best = rows.best_possible() if world.rank == 0 else {}
     return {"best possible": " ".join(f"{name}={value:.4f}" for name, value in best.items())} if best else {}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtf.config.settings import typed
+from dtf.config.settings import parse_settings
 from dtf.core.types import Event, Place
 from dtf.distributed.world import World
 from dtf.host.devices import cores
@@ -30,7 +30,7 @@ _RUN_FOLDER = "found-by-{}"
 
 def examine(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
     """An entry, see `rank_process.Entry`."""
-    settings = typed(config)
+    settings = parse_settings(config)
     kind, megabytes = place.device.partition(":")[0], config["job"]["megabytes"]
     alike = len(settings.strategy.roles(place.slots)) == 1
     world = World.join(place, (settings.strategy.communication(kind) if alike else None) or "gloo")

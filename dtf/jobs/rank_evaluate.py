@@ -12,7 +12,7 @@ from dtf.core.files import replace_text
 from dtf.core.types import Event, Place
 from dtf.engine.inference import Inference, Pace
 from dtf.engine.loop import counted
-from dtf.engine.predictions import Answers
+from dtf.engine.predictions import ConfusionTable
 from dtf.engine.rank import Rank, run_rank
 from dtf.jobs.evaluate import EvaluateJob
 
@@ -34,8 +34,8 @@ def _evaluate(rank: Rank) -> None:
         top=1,
         whole=False,
     )
-    pace, total, table = Pace(rank.report, "rows", len(used.rows)), None, Answers(used.names)
-    judge = used.recipe.judge(len(used.rows))
+    pace, total, table = Pace(rank.report, "rows", len(used.rows)), None, ConfusionTable(used.names)
+    judge = used.recipe.evaluator(len(used.rows))
     for done, (sums, judged), rows in used.batches(0, rank.beat, rank.stop_requested):
         total = sums if total is None else total + sums
         if judge is not None and judged is not None:

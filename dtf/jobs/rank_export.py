@@ -29,7 +29,7 @@ from dtf.distributed.world import World
 from dtf.engine.inference import names_of, weights_of
 from dtf.engine.rank import Rank, run_rank
 from dtf.model.forward import cast_floating
-from dtf.model.init import cast_model, draw_model
+from dtf.model.init import cast, init_model
 from dtf.sparse.placement import tables_of
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def _export(rank: Rank) -> None:
     if not len(rows):
         raise DataError("there are no rows to try the exported model on")
     weights = weights_of(settings, job.model)
-    model = draw_model(recipe, settings.seed, weights)
-    cast_model(model, settings.precision, device)
+    model = init_model(recipe, settings.seed, weights)
+    cast(model, settings.precision, device)
     task = Task(
         recipe, settings.optimizer, settings.precision, settings.step, settings.seed, None, weights, settings.sparse
     )
@@ -155,7 +155,7 @@ def _safetensors(path: Path, model: nn.Module, inputs: Any, metadata: str, bare:
 
 def _bare(settings: Settings, model: nn.Module) -> nn.Module:
     """A model like `model` with other numbers, but for what no file holds."""
-    other = draw_model(settings.recipe, settings.seed + 1)
+    other = init_model(settings.recipe, settings.seed + 1)
     return model.bare(other) if hasattr(model, "bare") else other  # type: ignore[operator]
 
 

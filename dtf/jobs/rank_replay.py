@@ -16,17 +16,17 @@ from dtf.api.precision import Format, set_switches
 from dtf.api.recipe import Recipe
 from dtf.api.strategy import Source, Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every, Stored
-from dtf.checkpoint.resolve_path import located
-from dtf.config.settings import typed
+from dtf.checkpoint.resolve_path import resolve_checkpoint
+from dtf.config.settings import parse_settings
 from dtf.core.errors import ConfigError, DataError, Exit, Preempted
 from dtf.core.text import count_text
 from dtf.core.types import Box, Event, Failed, Note, Place
-from dtf.data.splits import Rows
+from dtf.data.splits import Splits
 from dtf.engine.inference import Pace
 from dtf.engine.rank import stop_signals
 from dtf.host.heartbeat import beat
 from dtf.model.ema import averaged
-from dtf.model.init import sketch
+from dtf.model.init import build_on_meta
 from dtf.model.pretrained import Weights, fitted, open_weights
 from dtf.pserver.record.recorder import read
 from dtf.pserver.record.replay import Replay
@@ -54,15 +54,15 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
 def _replay(
     config: dict[str, Any], folder: Path, place: Place, send: Callable[[Event], None], stop: Callable[[], bool]
 ) -> None:
-    run, settings = Path(config["run"]["dir"]), typed(config)
+    run, settings = Path(config["run"]["dir"]), parse_settings(config)
     strategy = settings.strategy
     if not isinstance(strategy, Pserver) or not strategy.record:
         raise ConfigError(f"job.replay={run} is no run with strategy=pserver and strategy.record=PATH")
     torch.set_num_threads(place.threads)
     set_switches(settings.precision)
-    final = located(str(run), "job.replay")[0]
+    final = resolve_checkpoint(str(run), "job.replay")[0]
     start, recorded, events = read(run / strategy.record, strategy.count())
-    rows = Rows(settings.recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=False)
+    rows = Splits(settings.recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=False)
     rows.cut()
     task = Task(
         settings.recipe,
@@ -127,7 +127,7 @@ def _weights(recipe: Recipe, final: Path) -> Weights | None:
     place, key = recipe.fine_tuning.weights, "recipe.model.weights"
     if not place:
         return None
-    weights = fitted(open_weights(place, key), recipe, sketch(recipe), key)[0]
+    weights = fitted(open_weights(place, key), recipe, build_on_meta(recipe), key)[0]
     if weights.digest() != Stored(final).scalars.get(key):
         raise DataError(f"{key}={place} has changed since the run started from it, so that nothing can be replayed")
     return weights

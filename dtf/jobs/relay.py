@@ -31,7 +31,7 @@ from dtf.runs.run_folder import unique_id
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
     from dtf.core.types import Event
-    from dtf.runs.compare import Evidence, Verdict
+    from dtf.runs.compare import Comparison, RecordedRun
 
 
 class Format(Enum):
@@ -144,7 +144,7 @@ class Relay(Job):
                         shutil.rmtree(folder / name, ignore_errors=True)
 
     def _compare(self, composed: Composed, folder: Path, legs: list[Leg], reference: Leg) -> int:
-        from dtf.runs.compare import Evidence, compare
+        from dtf.runs.compare import RecordedRun, compare
 
         print(f"{'steps':<9} {'strategy':<24} {'world':<22} {'seconds':>7}  killed", flush=True)
         rows = []
@@ -154,7 +154,7 @@ class Relay(Job):
             rows.append(_row(leg, killed, time.monotonic() - began))
             print(_line(rows[-1], "nobody: the reference" if leg is reference else ""), flush=True)
         calm = rows.pop()
-        a, b = Evidence.read(folder / REFERENCE), Evidence.read(folder / RELAY)
+        a, b = RecordedRun.read(folder / REFERENCE), RecordedRun.read(folder / RELAY)
         verdict = compare(a, b, exact=self.precision is Format.fp64)
         config = composed.config
         report = {
@@ -337,7 +337,7 @@ def _line(row: dict[str, Any], told: str) -> str:
     return f"{steps:<9} {row['strategy']:<24} {row['world']:<22} {row['seconds']:7.1f}  {told}".rstrip()
 
 
-def _steps(a: Evidence, b: Evidence) -> list[dict[str, Any]]:
+def _steps(a: RecordedRun, b: RecordedRun) -> list[dict[str, Any]]:
     """Loss and gradient norm of the reference and of the relay, by finished steps."""
     return [
         {"step": step, **{key: [a.metrics[step][key], b.metrics[step][key]] for key in ("loss", "grad_norm")}}
@@ -358,7 +358,7 @@ def _title(report: dict[str, Any]) -> str:
     return f"One run, {count_text(len(legs), 'leg')}, {killed}, the same {report['samples']:,} samples: {end}"
 
 
-def _summary(report: dict[str, Any], verdict: Verdict) -> str:
+def _summary(report: dict[str, Any], verdict: Comparison) -> str:
     legs = report["legs"]
     killed = [leg["killed"] for leg in legs if "killed" in leg]
     done = f"{legs[-1]['last']} steps in {count_text(len(legs), 'leg')}, {count_text(len(killed), 'kill')}"

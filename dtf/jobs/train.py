@@ -50,7 +50,7 @@ class TrainJob(Job):
                 raise error
             return run
 
-        alone = settings.strategy.alone()
+        alone = settings.strategy.external_process()
         if alone and alone.rank:
             run = Run.guest(composed.config, settings, f"{alone.role}-{alone.rank}")
         else:

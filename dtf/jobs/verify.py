@@ -27,7 +27,7 @@ from dtf.runs.run_folder import Run, unique_id
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
-    from dtf.runs.compare import Evidence
+    from dtf.runs.compare import RecordedRun
 
 
 class Output(Enum):
@@ -213,8 +213,8 @@ class Verify(Job):
 
     def _train(
         self, composed: Composed, runs: Path, name: str, strategy: str, processes: int, precision: str, micro: int
-    ) -> Evidence:
-        from dtf.runs.compare import Evidence
+    ) -> RecordedRun:
+        from dtf.runs.compare import RecordedRun
 
         folder = runs / f"{name}-{precision}-{micro}"
         again = self._composed(composed, folder, strategy, processes, precision, micro)
@@ -229,7 +229,7 @@ class Verify(Job):
             raise RunFailed(
                 f"strategy={strategy} on {processes} processes with precision={precision} ended with exit code {code}"
             )
-        return Evidence.read(folder)
+        return RecordedRun.read(folder)
 
     def _composed(
         self, composed: Composed, folder: Path, strategy: str, processes: int, precision: str, micro: int
@@ -263,7 +263,7 @@ class Verify(Job):
         self,
         composed: Composed,
         runs: Path,
-        reference: Evidence,
+        reference: RecordedRun,
         strategy: str,
         processes: int,
         precision: str,

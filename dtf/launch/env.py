@@ -91,7 +91,7 @@ class Env(Launcher):
 
         ConfigError names the rank that differs and in what.
         """
-        from dtf.config.settings import typed
+        from dtf.config.settings import parse_settings
         from dtf.runs.run_folder import Run, versions
 
         self._me = standing(os.environ)
@@ -114,7 +114,7 @@ class Env(Launcher):
             raise from_answer(answer)
         if wrong:  # rank 0 was told to expect fewer ranks than this one, and did not listen
             raise refusal(self._name(), "rank 0", wrong)
-        return Run(Path(answer["folder"]), answer["id"], config, typed(config), leader=False)
+        return Run(Path(answer["folder"]), answer["id"], config, parse_settings(config), leader=False)
 
     def _lead(self, store: Store, task: dict[str, Any], make: Callable[[str], Run]) -> Run:
         """Rank 0's side of `open`: says what the task is, hears who differs, makes the run and says where, or why

@@ -46,7 +46,7 @@ class Inline(Launcher):
 
     def check(self, strategy: Strategy) -> None:
         slots = self.count()
-        if strategy.alone():
+        if strategy.external_process():
             return
         check_one_role("inline", strategy, slots)
         size = sum(strategy.roles(slots).values())
@@ -77,7 +77,7 @@ class Inline(Launcher):
             prefix=f"{run.id}/0",
         )
         strategy = run.strategy
-        if alone := strategy.alone():
+        if alone := strategy.external_process():
             device = all_devices[0] if strategy.computes_on_device(alone.role) else "cpu"
             roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
             at = {

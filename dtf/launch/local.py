@@ -29,7 +29,7 @@ class Local(Watched):
         with Stop() as stop:
 
             def attempt(number: int) -> Attempt:
-                alone = run.strategy.alone()
+                alone = run.strategy.external_process()
                 towards = alone.towards if alone else ("127.0.0.1", 1)
                 inside = network.loopback_variables(os.environ) if not (alone or self.interface) else None
                 sockets = inside or network.socket_variables(self.interface, towards, os.environ)

@@ -73,7 +73,7 @@ class Static(Watched):
 
         ConfigError names the host that differs and in what.
         """
-        from dtf.config.settings import typed
+        from dtf.config.settings import parse_settings
         from dtf.runs.run_folder import Run, versions
 
         host, port = network.endpoint(self.address, "launcher.address")
@@ -103,7 +103,7 @@ class Static(Watched):
                 self._hosts.settle(self._failure(error))
                 raise error
             _say(f"host {self.node_rank} of {self.nodes} takes part in {folder}; host 0 reports")
-            return Run(folder, str(told["id"]), config, typed(config), leader=False)
+            return Run(folder, str(told["id"]), config, parse_settings(config), leader=False)
         except BaseException:
             self._hosts.close()
             raise

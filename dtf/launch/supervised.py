@@ -141,7 +141,7 @@ class Watched(Launcher):
             "path": [os.path.abspath(part) for part in sys.path],
         }
         limits = Limits(self.hang_timeout_s, self.start_timeout_s, self.grace_s)
-        alone = strategy.alone()
+        alone = strategy.external_process()
         token = alone.token if alone else run.token if len({place["role"] for place in places}) > 1 else ""
         shared = {"attempt": number, "prefix": f"{run.id}/{number}", "token": token}
         shared |= {"hang_timeout_s": self.hang_timeout_s, "start_timeout_s": self.start_timeout_s}
@@ -161,7 +161,7 @@ class Watched(Launcher):
         """
         slots, chosen = self.count(), devices.choose(self.devices)
         roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
-        alone = strategy.alone()
+        alone = strategy.external_process()
         if alone and self.hosts > 1:
             raise ConfigError(
                 f"launcher.nodes={self.hosts}: with strategy.endpoints each command starts one process; use "

@@ -92,7 +92,7 @@ class Torchrun(Launcher):
         """No folder is made here: rank 0 does it, in `run.dir`, which must be given, as hosts that come later have to
         know it too.
         """
-        from dtf.config.settings import typed
+        from dtf.config.settings import parse_settings
         from dtf.runs.run_folder import Run, unique_id
 
         if not config["run"]["dir"]:
@@ -106,7 +106,7 @@ class Torchrun(Launcher):
                 "are started again go on in run.dir"
             )
         self._command = [word for word in command if not word.lstrip("+~").startswith("launcher")]
-        return Run(Path(config["run"]["dir"]).absolute(), unique_id(), config, typed(config), leader=False)
+        return Run(Path(config["run"]["dir"]).absolute(), unique_id(), config, parse_settings(config), leader=False)
 
     def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
         """Ranks choose their `entry` themselves: they do the job of the same command line."""

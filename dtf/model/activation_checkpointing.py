@@ -21,8 +21,8 @@ from dtf.api.options import Remat
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.distributed.collectives import PARTIAL
-from dtf.model.init import layout_of, sketch
-from dtf.model.microbatch import Masks
+from dtf.model.init import build_on_meta, layout_of
+from dtf.model.microbatch import SeededDropout
 
 _aten = torch.ops.aten
 _DEAR = {
@@ -33,7 +33,7 @@ _DEAR = {
 """The arithmetic of a network is in these: `selective` keeps their results."""
 
 
-def divisible(recipe: Recipe, kind: Remat) -> list[str]:
+def modules_to_checkpoint(recipe: Recipe, kind: Remat) -> list[str]:
     """Names of the modules that forget: those of the layout's blocks that have layers inside. ConfigError when `kind`
     asks for some and there are none.
 
@@ -41,7 +41,7 @@ def divisible(recipe: Recipe, kind: Remat) -> list[str]:
     """
     if kind is Remat.none:
         return []
-    model = sketch(recipe)
+    model = build_on_meta(recipe)
     blocks = layout_of(recipe, model).blocks
     names = [name for block in blocks for name in block if any(True for _ in model.get_submodule(name).children())]
     if not names:
@@ -53,7 +53,7 @@ def divisible(recipe: Recipe, kind: Remat) -> list[str]:
     return names
 
 
-def rematerialise(model: nn.Module, names: Sequence[str], kind: Remat, masks: Masks) -> None:
+def apply_activation_checkpointing(model: nn.Module, names: Sequence[str], kind: Remat, masks: SeededDropout) -> None:
     """Let those of the named modules that `model` has forget the results inside them, in place.
 
     Parameters, names, classes and hooks stay.
@@ -72,7 +72,7 @@ def rematerialise(model: nn.Module, names: Sequence[str], kind: Remat, masks: Ma
 class _Forgetful:
     """The forward of a module, whose results are forgotten until its backward pass."""
 
-    def __init__(self, name: str, module: nn.Module, kind: Remat, masks: Masks) -> None:
+    def __init__(self, name: str, module: nn.Module, kind: Remat, masks: SeededDropout) -> None:
         self._name, self._forward, self._kind, self._masks = name, module.forward, kind, masks
         self._norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
         self._others = [

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.recipe import Judge, Peers
+from dtf.api.recipe import Evaluator, Peers
 
 EXACT_ROWS = 1 << 25
 """Rows of an evaluation up to which the AUC is exact.
@@ -87,7 +87,7 @@ def _dot(a: np.ndarray, b: np.ndarray) -> float:
     )
 
 
-class Ranking(Judge):
+class AucEvaluator(Evaluator):
     """`auc` of rows (R, 3): score, 1 for a click or 0, weight 1 or 0 for padding; and, of rows (R, 4) with a group,
     `group_auc`.
 

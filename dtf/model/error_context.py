@@ -16,7 +16,7 @@ have undivided either.
 
 
 @contextmanager
-def misfits_named(model: nn.Module) -> Iterator[None]:
+def name_failing_module(model: nn.Module) -> Iterator[None]:
     """What fails in a pass of a model that a layout divides becomes a ConfigError that names where."""
     entered = ["the model"]
     hooks = [

@@ -70,7 +70,7 @@ class Passes:
     @torch.no_grad()
     def evaluated(self, outputs: Any, batch: Batch, loss: Tensor) -> Evaluated:
         """All that an evaluation asks of a micro-batch."""
-        return Evaluated(self.measure(outputs, batch, loss), self._recipe.judged(_detach(outputs), batch))
+        return Evaluated(self.measure(outputs, batch, loss), self._recipe.eval_outputs(_detach(outputs), batch))
 
 
 def evaluated_together(parts: Sequence[Evaluated], device: torch.device) -> Evaluated:
@@ -144,7 +144,7 @@ def loss_dtype(task: Task) -> torch.dtype:
     return torch.float64 if DTYPES[task.precision.compute] is torch.float64 else torch.float32
 
 
-def lone_row(error: ValueError, rows: int) -> Exception:
+def batch_norm_error(error: ValueError, rows: int) -> Exception:
     """What to raise for an error of a pass: a ConfigError for batch normalisation over a single value, else the error
     itself.
     """
@@ -156,7 +156,7 @@ def lone_row(error: ValueError, rows: int) -> Exception:
     )
 
 
-def draws_at_large(strategy: str, why: str) -> ConfigError:
+def refuse_global_rng(strategy: str, why: str) -> ConfigError:
     """The refusal of a model that draws from the global generator, `why` it cannot be right under a strategy."""
     return ConfigError(
         f"strategy={strategy}: the model draws random numbers in its forward pass (functional dropout, torch.rand), "

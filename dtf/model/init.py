@@ -25,20 +25,20 @@ DTYPES = {
 }
 
 
-def draw_model(recipe: Recipe, seed: int, weights: Weights | None = None) -> nn.Module:
-    """The recipe's model on CPU in fp32, with all its numbers; see `drawn`.
+def init_model(recipe: Recipe, seed: int, weights: Weights | None = None) -> nn.Module:
+    """The recipe's model on CPU in fp32, with all its numbers; see `init_modules`.
 
     Those that `weights` has are taken from there, in their format.
     """
-    model = sketch(recipe)
-    for _, found in drawn(recipe, seed, model):
+    model = build_on_meta(recipe)
+    for _, found in init_modules(recipe, seed, model):
         for name, tensor in found.items():
             if weights is not None and name in weights:
                 tensor.data = weights.read(name)
     return model
 
 
-def sketch(recipe: Recipe) -> nn.Module:
+def build_on_meta(recipe: Recipe) -> nn.Module:
     """The recipe's model without memory (on meta), frozen where it says so.
 
     ConfigError for parameters that would not stay what they are.
@@ -101,7 +101,7 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
     return layout
 
 
-def drawn(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+def init_modules(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
     """Draw a sketched model module by module, each under a generator seeded by hash(seed, module name), on CPU in fp32.
 
     Always in fp32, so that runs of different precision start alike. Yields each module and what it now owns, parameters
@@ -184,7 +184,7 @@ def formats(model: nn.Module, precision: Precision) -> dict[str, tuple[torch.dty
     return found
 
 
-def cast_model(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, torch.Tensor]:
+def cast(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, torch.Tensor]:
     """Move the model to its device and formats; returns the tensors the optimizer updates, by parameter name.
 
     These are the module's own parameters unless they compute in another format than the one they are kept in: then they

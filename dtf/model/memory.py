@@ -107,7 +107,7 @@ def table_row(ranks: Sequence[Memory], who: str = "process") -> dict[str, str]:
     return {"memory": f"{bytes_text(sum(most))} a {who} = {' + '.join(parts)}"}
 
 
-class Meter:
+class MemoryMeter:
     """The peak of the memory that this process takes from now on.
 
     On CUDA what torch allocates, over all devices; on a CPU the growth of resident memory, with libraries, data and

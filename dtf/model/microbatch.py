@@ -26,7 +26,7 @@ def _averages(layers: list[_Layer], suffix: str = "") -> list[Tensor]:
     return [getattr(layer, f"{kind}{suffix}") for _, layer, _ in layers for kind in _KINDS]
 
 
-class RunningStatistics:
+class BatchNormStatistics:
     """Running averages of normalisation layers: one update per step, of the mean over all micro-batches of the global
     batch.
 
@@ -174,7 +174,7 @@ class RunningStatistics:
     def _training(self) -> list[Tensor]:
         return _averages([entry for entry in self._layers if entry[1].training])
 
-    def use_averages(self, on: bool) -> None:
+    def swap_ema(self, on: bool) -> None:
         """Let the averages over steps stand in for the running averages, until called with False."""
         tensors = _averages(self._layers) if self._ema else []
         if tensors:
@@ -241,7 +241,7 @@ class RunningStatistics:
         return 1.0 / self._steps if base is None else base
 
 
-class Masks:
+class SeededDropout:
     """Keys from which the dropout layers of one model replica draw; one key per micro-batch, the same on every rank."""
 
     def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
@@ -292,7 +292,7 @@ class Masks:
 class _Seeded:
     """A dropout layer whose mask is drawn from hash(seed, step, micro-batch, layer name)."""
 
-    _masks: Masks
+    _masks: SeededDropout
     _name: str
     _channels = True  # whether whole channels are dropped
     # axis, its whole width, this rank's first and last + 1: the mask is drawn whole, then cut

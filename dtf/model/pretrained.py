@@ -19,7 +19,7 @@ from dtf.api.layout import Split
 from dtf.api.recipe import Recipe
 from dtf.checkpoint import storage
 from dtf.checkpoint.checkpointer import TORCH_DTYPES, Stored
-from dtf.checkpoint.resolve_path import check_place, is_checkpoint, located
+from dtf.checkpoint.resolve_path import check_place, is_checkpoint, resolve_checkpoint
 from dtf.core.errors import ConfigError, DataError
 from dtf.model.ema import AVERAGED, EMA
 from dtf.model.init import layout_of
@@ -98,7 +98,7 @@ def open_weights(place: str, key: str) -> Weights:
     check_place(place, key)
     path = Path(place).expanduser()
     if is_checkpoint(path):
-        return _checkpoint(located(path, key)[0], place)
+        return _checkpoint(resolve_checkpoint(path, key)[0], place)
     try:
         if path.suffix == ".safetensors":
             shapes, formats, part = _safetensors(path)

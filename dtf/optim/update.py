@@ -19,13 +19,13 @@ from dtf.model.ema import EMA
 from dtf.model.init import formats
 
 if TYPE_CHECKING:
-    from dtf.sparse.sharded_tables import Tables
+    from dtf.sparse.sharded_tables import ShardedTables
 
 # steps without overflow before the loss scale doubles; as in Micikevicius et al. 2018, section 3.2
 GROWTH_INTERVAL = 2000
 
 
-class Piece(NamedTuple):
+class ParamShard(NamedTuple):
     """What this rank holds of one parameter: all of it, or a slice of its global tensor."""
 
     parameter: nn.Parameter  # where the gradient arrives
@@ -37,10 +37,10 @@ class Piece(NamedTuple):
     counts: bool = True
 
 
-def whole(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, Piece]:
+def full_params(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, ParamShard]:
     """The pieces of a model that is all here. `masters`: see `init.cast_model`."""
     return {
-        name: Piece(
+        name: ParamShard(
             p,
             masters[name] if masters[name].dtype is p.dtype else p.data,
             masters[name],
@@ -51,7 +51,7 @@ def whole(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, Piece]:
     }
 
 
-def made(norm: Tensor) -> Tensor:
+def update_applied(norm: Tensor) -> Tensor:
     """Whether there was an update, shape (), by what `Update.apply` returned."""
     return torch.isfinite(norm[0]) & (norm[1] > 0)
 
@@ -69,7 +69,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer, precision: Precision) ->
     return total
 
 
-def rehearsed(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], None]]:
+def warmup_bytes(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], None]]:
     """For a part of a model that has gradients: a function that does the work of an update on it, for timing; the
     numbers mean nothing.
     """
@@ -105,7 +105,7 @@ class LocalUpdate(Update):
 
     def __init__(
         self,
-        pieces: Mapping[str, Piece],
+        pieces: Mapping[str, ParamShard],
         optimizer: Optimizer,
         clip_norm: float,
         loss_scale: float,
@@ -116,7 +116,7 @@ class LocalUpdate(Update):
         reduce: Callable[[list[Tensor]], None] | None = None,
         gather: Combine | None = None,
         like: Tensor | None = None,
-        tables: Tables | None = None,
+        tables: ShardedTables | None = None,
         leads: bool = True,
     ) -> None:
         self._tables, self._leads = tables, leads
@@ -240,7 +240,7 @@ class LocalUpdate(Update):
         torch._amp_update_scale_(self._scale, self._growth, skip, 2.0, 0.5, GROWTH_INTERVAL)
 
     @torch.no_grad()
-    def use_averages(self, on: bool) -> None:
+    def swap_ema(self, on: bool) -> None:
         for name in self._own:
             master, average = self._pieces[name].master, self._bound.states[name][EMA]
             if master.dtype is average.dtype:  # they change places, one by one: a copy of all weights might not fit
@@ -333,7 +333,7 @@ class LocalUpdate(Update):
             self._skipped.fill_(skipped)
 
 
-def _boxes(name: str, piece: Piece, state: Mapping[str, Tensor]) -> Iterator[Box]:
+def _boxes(name: str, piece: ParamShard, state: Mapping[str, Tensor]) -> Iterator[Box]:
     yield Box(f"model/{name}", piece.master, piece.shape, piece.offset)
     for key, tensor in state.items():
         if tensor.dim() == len(piece.shape):

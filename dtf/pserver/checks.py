@@ -46,7 +46,7 @@ def check(strategy: PserverOptions, task: Task, trainers: int, devices: str) -> 
 
 def _check_meeting(strategy: PserverOptions) -> None:
     """By hand or by a launcher: what each of them knows, and what it lacks."""
-    alone, tls = strategy.alone(), strategy.tls
+    alone, tls = strategy.external_process(), strategy.tls
     if alone and strategy.team > 1:
         raise ConfigError(
             f"strategy.team={strategy.team} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dtf.api.launcher import LONGEST_S
 from dtf.api.registry import option
-from dtf.api.strategy import Alone
+from dtf.api.strategy import ExternalProcess
 from dtf.core.errors import ConfigError
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.pserver import manual_start
@@ -246,7 +246,7 @@ class PserverOptions:
         """As servers count them, for `launcher.processes`: each team, or each thread of a process."""
         return (self.trainers or max(1, processes // self.team)) * self.hogwild_threads
 
-    def alone(self) -> Alone | None:
+    def external_process(self) -> ExternalProcess | None:
         """As of `Strategy`."""
         endpoints = self.where()
         if not endpoints:
@@ -266,4 +266,4 @@ class PserverOptions:
             self.role.value if self.role else "", self.server_id, self.trainer_id, len(endpoints)
         )
         rank = number if role == "server" else len(endpoints) + number
-        return Alone(role, rank, manual_start.addresses(endpoints)[0], manual_start.token(self.token_file))
+        return ExternalProcess(role, rank, manual_start.addresses(endpoints)[0], manual_start.token(self.token_file))

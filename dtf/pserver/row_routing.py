@@ -16,7 +16,7 @@ from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
-from dtf.sparse.sharded_tables import Dealt, Tables, boxes_of, dealt, full
+from dtf.sparse.sharded_tables import RowWiseTable, ShardedTables, boxes_of, full, owner_of
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
 
 
@@ -28,7 +28,7 @@ class Given(NamedTuple):
     weight: float
 
 
-class Shelf(Dealt):
+class Shelf(RowWiseTable):
     """One server's part of a table."""
 
     def __init__(self, store: SparseTable, world: World) -> None:
@@ -57,7 +57,7 @@ class Shelf(Dealt):
         return squares(self._merged[1])
 
 
-class Shelves(Tables):
+class Shelves(ShardedTables):
     """A server's parts of all tables, as its update steps and saves them."""
 
     def __init__(self, tables: Mapping[str, Shelf], world: World) -> None:
@@ -208,6 +208,6 @@ def _places(ids: np.ndarray, servers: int) -> list[Places]:
     real = ids >= 0
     if servers == 1:
         return [ALL if real.all() else np.flatnonzero(real)]
-    owners = dealt(ids, servers)
+    owners = owner_of(ids, servers)
     owners[~real] = -1
     return [np.flatnonzero(owners == server) for server in range(servers)]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from dtf.api.strategy import Errand, Program, Source, Standing, Task
+from dtf.api.strategy import Program, RendezvousContext, RoleContext, Source, Task
 from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
 from dtf.core.types import Place, Shard
 from dtf.distributed.world import World
@@ -70,7 +70,7 @@ class Post:
     store: TCPStore | None = None  # kept for all servers, by server 0
 
 
-def meet(standing: Standing, strategy: PserverOptions, trainers: int) -> tuple[Standing, Post]:
+def meet(standing: RendezvousContext, strategy: PserverOptions, trainers: int) -> tuple[RendezvousContext, Post]:
     """By hand: wait until all servers are there; trainers may come, and are told to wait."""
     place, endpoints = standing.place, strategy.where()
     if not endpoints:
@@ -113,7 +113,7 @@ def _check_free(endpoint: str, server: int) -> None:
         ) from None
 
 
-def _arrive(standing: Standing, strategy: PserverOptions, post: Post, service: Service) -> Standing:
+def _arrive(standing: RendezvousContext, strategy: PserverOptions, post: Post, service: Service) -> RendezvousContext:
     """A server other than 0 is told where it is."""
     place, endpoints = standing.place, strategy.where()
     service.epoch = UNKNOWN
@@ -184,7 +184,7 @@ def _announce(folder: Path, endpoints: list[str], place: Place, strategy: Pserve
     announce(folder, Live(endpoints, viewer(place.token), strategy.tls.files(), strategy.tls.mutual))
 
 
-def train(task: Task, errand: Errand, strategy: PserverOptions, trainers: int) -> None:
+def train(task: Task, errand: RoleContext, strategy: PserverOptions, trainers: int) -> None:
     """A trainer's life. PeerError when a server is gone; by hand, when servers do not come back."""
     place, endpoints = errand.place, strategy.where()
     number, member = divmod(place.rank - strategy.count(), strategy.team)
@@ -203,7 +203,7 @@ def train(task: Task, errand: Errand, strategy: PserverOptions, trainers: int) -
     team.dismiss()
 
 
-def _team(errand: Errand, number: int, part: Shard) -> Team:
+def _team(errand: RoleContext, number: int, part: Shard) -> Team:
     """Of the trainer `number`."""
     place = errand.place
     store = PrefixStore(f"trainer/{number}", _store(place))
@@ -211,7 +211,12 @@ def _team(errand: Errand, number: int, part: Shard) -> Team:
 
 
 def lend(
-    task: Task, errand: Errand, strategy: PserverOptions, trainers: int, read: Callable[[Path], Source], write: Write
+    task: Task,
+    errand: RoleContext,
+    strategy: PserverOptions,
+    trainers: int,
+    read: Callable[[Path], Source],
+    write: Write,
 ) -> None:
     """The life of a server of rows alone."""
     place, store = errand.place, _store(errand.place)
@@ -255,7 +260,7 @@ class _ByHand:
     them.
     """
 
-    def __init__(self, task: Task, errand: Errand, strategy: PserverOptions, trainers: int, number: int) -> None:
+    def __init__(self, task: Task, errand: RoleContext, strategy: PserverOptions, trainers: int, number: int) -> None:
         self._task, self._errand, self._strategy, self._trainers, self._number = (
             task,
             errand,
@@ -391,7 +396,7 @@ def tls(strategy: PserverOptions) -> Tls | None:
     return Tls(**files, mutual=strategy.tls.mutual) if files else None
 
 
-def _gather(host: Host, patience_s: float, standing: Standing, endpoints: list[str]) -> None:
+def _gather(host: Host, patience_s: float, standing: RendezvousContext, endpoints: list[str]) -> None:
     """Wait until all servers are there."""
     start, said = time.monotonic(), False
     while not host.complete():

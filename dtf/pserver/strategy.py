@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from dtf.api.registry import register
-from dtf.api.strategy import Errand, Program, Standing, Strategy, Task, check_divides
+from dtf.api.strategy import Program, RendezvousContext, RoleContext, Strategy, Task, check_divides
 from dtf.core.errors import ConfigError
 from dtf.pserver.checks import check
 from dtf.pserver.options import Device, PserverOptions
@@ -66,11 +66,11 @@ class Pserver(PserverOptions, Strategy):
     def communication(self, devices: str) -> str | None:
         return "nccl" if self.rows_alone and devices == "cuda" else "gloo"
 
-    def meet(self, standing: Standing) -> Standing:
+    def rendezvous(self, context: RendezvousContext) -> RendezvousContext:
         from dtf.pserver.session import meet
 
-        standing, self._post = meet(standing, self, self.count_trainers(standing.place.slots))
-        return standing
+        context, self._post = meet(context, self, self.count_trainers(context.place.slots))
+        return context
 
     def setup(self, task: Task, world: World) -> Program:
         if self.rows_alone:
@@ -81,27 +81,27 @@ class Pserver(PserverOptions, Strategy):
 
     def _replica(self, task: Task, world: World) -> Program:
         """ddp's program, with rows elsewhere."""
-        from dtf.model.init import cast_model, draw_model
-        from dtf.optim.update import LocalUpdate, whole
+        from dtf.model.init import cast, init_model
+        from dtf.optim.update import LocalUpdate, full_params
         from dtf.pserver.session import servers
         from dtf.pserver.trainer.remote_tables import Assisted, RemoteTables
-        from dtf.strategies.ddp_wrap import on_their_way, reduced
-        from dtf.strategies.spmd import Replica, workload
+        from dtf.strategies.ddp_wrap import inflight_bytes, wrap_ddp
+        from dtf.strategies.spmd import Replica, microbatch_load
 
-        model = draw_model(task.recipe, task.seed, task.weights)
-        masters = cast_model(model, task.precision, world.device)
+        model = init_model(task.recipe, task.seed, task.weights)
+        masters = cast(model, task.precision, world.device)
         several = world.size > 1
         forward, exchange = (
-            (reduced(model), on_their_way(model, workload(task, world.size)[0])) if several else (None, 0)
+            (wrap_ddp(model), inflight_bytes(model, microbatch_load(task, world.size)[0])) if several else (None, 0)
         )
         tables = RemoteTables(task, world, 1 / world.size, lambda: servers(world.place, self))
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
-        update = LocalUpdate(whole(model, masters), *options, writes=world.rank == 0, tables=tables)
+        update = LocalUpdate(full_params(model, masters), *options, writes=world.rank == 0, tables=tables)
         return Assisted(
             Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables
         )
 
-    def assist(self, task: Task, errand: Errand) -> None:
+    def run_helper(self, task: Task, errand: RoleContext) -> None:
         if self.rows_alone:
             from dtf.checkpoint.checkpointer import Stored, write_boxes
             from dtf.pserver.session import lend

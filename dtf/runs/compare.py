@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from dtf.checkpoint.resolve_path import located
+from dtf.checkpoint.resolve_path import resolve_checkpoint
 from dtf.checkpoint.storage import read_manifest
 from dtf.core.errors import DataError
 
@@ -26,7 +26,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass
-class Evidence:
+class RecordedRun:
     """What a recorded run leaves behind; see `train.record`."""
 
     metrics: dict[int, dict[str, float]]  # finished steps -> loss, grad_norm
@@ -35,7 +35,7 @@ class Evidence:
     tensors: dict[str, np.ndarray]  # of the last checkpoint
 
     @classmethod
-    def read(cls, folder: Path) -> Evidence:
+    def read(cls, folder: Path) -> RecordedRun:
         """From a run folder. DataError when something is missing."""
         try:
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -66,12 +66,12 @@ class Evidence:
             ids=ids,
             # a run that went on with fewer ranks has some of earlier ones
             held=[line["held"] for line in held if line["after"] == last],
-            tensors=checkpoint_tensors(located(folder, "run folder")[0]),
+            tensors=checkpoint_tensors(resolve_checkpoint(folder, "run folder")[0]),
         )
 
 
 @dataclass
-class Verdict:
+class Comparison:
     """A comparison. `ok` when the law holds; `first` names what differs first, in the order of cause and effect."""
 
     bound: float
@@ -120,7 +120,7 @@ def in_order(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
-def compare(reference: Evidence, run: Evidence, exact: bool) -> Verdict:
+def compare(reference: RecordedRun, run: RecordedRun, exact: bool) -> Comparison:
     """Hold a run against the reference: element by element with `exact` (fp64), else by the L2 norm of all parameters
     (fp32).
     """
@@ -132,7 +132,7 @@ def compare(reference: Evidence, run: Evidence, exact: bool) -> Verdict:
     worst = max(sorted(tensors), key=lambda name: tensors[name], default="")
     parameters = [name for name in sorted(tensors) if _is_parameter(name)]
     steps = sorted(reference.metrics)
-    verdict = Verdict(
+    verdict = Comparison(
         bound=FP64_BOUND if exact else FP32_BOUND,
         loss=_metric(reference, run, "loss"),
         grad_norm=_metric(reference, run, "grad_norm"),
@@ -169,7 +169,7 @@ def _is_parameter(name: str) -> bool:
     )
 
 
-def numbers_differ(verdict: Verdict, exact: bool) -> bool:
+def numbers_differ(verdict: Comparison, exact: bool) -> bool:
     """Whether the law's bound is broken; a NaN breaks it."""
     if exact:
         norm = (verdict.grad_norm,) if verdict.tells_norm else ()
@@ -223,14 +223,14 @@ def _l2(a: list[np.ndarray], b: list[np.ndarray]) -> float:
     return float(np.sqrt(difference / max(sum(float(np.square(x).sum()) for x in a), 1e-300)))
 
 
-def _metric(reference: Evidence, run: Evidence, name: str) -> float:
+def _metric(reference: RecordedRun, run: RecordedRun, name: str) -> float:
     steps = sorted(reference.metrics.keys() & run.metrics.keys())
     return relative(
         np.array([reference.metrics[s][name] for s in steps]), np.array([run.metrics[s][name] for s in steps])
     )
 
 
-def _rows(reference: Evidence, run: Evidence) -> str:
+def _rows(reference: RecordedRun, run: RecordedRun) -> str:
     for step in sorted(reference.ids):
         expected, found = list(chain(*reference.ids[step])), list(chain(*run.ids[step]))
         if expected != found:
@@ -244,7 +244,7 @@ def _rows(reference: Evidence, run: Evidence) -> str:
     return ""
 
 
-def _cause(reference: Evidence, run: Evidence, verdict: Verdict) -> str:
+def _cause(reference: RecordedRun, run: RecordedRun, verdict: Comparison) -> str:
     """The first quantity out of bounds, in the order in which one causes the next."""
     loose = max(verdict.bound * 100, 1e-4) if verdict.bound == FP32_BOUND else verdict.bound
     for step in sorted(reference.metrics):
@@ -262,7 +262,7 @@ def _cause(reference: Evidence, run: Evidence, verdict: Verdict) -> str:
     return f"tensor {first}: differs by {verdict.tensors[first]:.3g}, and {max(len(off) - 1, 0)} more"
 
 
-def _ranks(run: Evidence) -> str:
+def _ranks(run: RecordedRun) -> str:
     """Whether all ranks hold the same bits of what they should all hold."""
     first: dict[str, tuple[int, int]] = {}
     for copy, held in enumerate(run.held):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dtf.sparse.sharded_tables import Tables
+from dtf.sparse.sharded_tables import ShardedTables
 
 
 class Served(nn.Module):
@@ -20,7 +20,7 @@ class Served(nn.Module):
         self.tables = nn.ModuleDict({name: _Known(*table) for name, table in tables.items()})
 
     @classmethod
-    def of(cls, model: nn.Module, tables: Tables) -> Served:
+    def of(cls, model: nn.Module, tables: ShardedTables) -> Served:
         """With copies of all rows, in the format that the model computes in."""
         like = next(parameter for parameter in model.parameters())
         return cls(model, {name: (ids, rows.to(like.dtype)) for name, (ids, rows) in tables.learnt().items()})

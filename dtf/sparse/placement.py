@@ -10,15 +10,17 @@ import torch
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Task, check_tables
 from dtf.core.errors import ConfigError
-from dtf.distributed.sharding import bounds, deal
+from dtf.distributed.sharding import bounds, greedy_balance
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
 
 if TYPE_CHECKING:
-    from dtf.sparse.sharded_tables import Spread, Tables
+    from dtf.sparse.sharded_tables import ShardedTable, ShardedTables
 
 
-def tables_of(task: Task, world: World, placement: Placement, gives: bool = True, share: float = 1.0) -> Tables | None:
+def tables_of(
+    task: Task, world: World, placement: Placement, gives: bool = True, share: float = 1.0
+) -> ShardedTables | None:
     """The task's sparse tables over all ranks; None when it has none. Collective.
 
     `gives`: whether this rank's gradients count: of several ranks that compute the same rows, one. `share`: the factor
@@ -32,7 +34,13 @@ def tables_of(task: Task, world: World, placement: Placement, gives: bool = True
             f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
         )
 
-    from dtf.sparse.sharded_tables import Dealt, Everywhere, OnOne, Sliced, Tables
+    from dtf.sparse.sharded_tables import (
+        ColumnWiseTable,
+        DataParallelTable,
+        RowWiseTable,
+        ShardedTables,
+        TableWiseTable,
+    )
     from dtf.sparse.store import SparseTable
 
     flags = torch.zeros(world.size, dtype=torch.int64)
@@ -41,21 +49,25 @@ def tables_of(task: Task, world: World, placement: Placement, gives: bool = True
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
     check_tables(task, placement, world.size)  # again: elastic launchers change the number of ranks
     placement = Placement.replicated if world.size == 1 else placement
-    owners = deal({name: spec.width * (spec.size or spec.capacity) for name, spec in specs.items()}, world.size)
-    spread: dict[str, Spread] = {}
+    owners = greedy_balance(
+        {name: spec.width * (spec.size or spec.capacity) for name, spec in specs.items()}, world.size
+    )
+    spread: dict[str, ShardedTable] = {}
     for name, spec in specs.items():
         columns = bounds(spec.width, world.size, world.rank) if placement is Placement.columns else (0, spec.width)
         store = SparseTable(spec, task.rows, task.seed, name, kind, columns)
         match placement:
             case Placement.replicated:
-                spread[name] = Everywhere(store, world, givers)
+                spread[name] = DataParallelTable(store, world, givers)
             case Placement.rows:
-                spread[name] = Dealt(store, world, givers)
+                spread[name] = RowWiseTable(store, world, givers)
             case Placement.columns:
-                spread[name] = Sliced(store, world, givers)
+                spread[name] = ColumnWiseTable(store, world, givers)
             case Placement.tables:
-                spread[name] = OnOne(store, world, givers, next(rank for rank, own in enumerate(owners) if name in own))
-    tables = Tables(spread, world, share)
+                spread[name] = TableWiseTable(
+                    store, world, givers, next(rank for rank, own in enumerate(owners) if name in own)
+                )
+    tables = ShardedTables(spread, world, share)
     if task.weights is not None:
         tables.start_from(task.weights, task.recipe)
     return tables

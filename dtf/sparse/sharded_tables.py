@@ -31,14 +31,14 @@ PIECE = 1 << 18
 """Rows of a table that are read from a checkpoint at once."""
 
 
-class Tables:
+class ShardedTables:
     """One step is `look` for training, `give`, `step`; in between `norm` is that of the gradient of all rows, over all
     ranks.
 
     All but `norm` and `byte_count` are collective.
     """
 
-    def __init__(self, tables: Mapping[str, Spread], world: World, share: float) -> None:
+    def __init__(self, tables: Mapping[str, ShardedTable], world: World, share: float) -> None:
         self._tables, self._world, self._share = tables, world, share
         # ids that are there, and which of them each position had, -1 for none
         self._asked: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -153,7 +153,7 @@ class Tables:
         """Memory of all rows and their optimizer state on this rank."""
         return sum(table.store.byte_count() for table in self._tables.values())
 
-    def _rows(self, name: str, table: Spread, ids: Tensor, train: bool) -> Tensor:
+    def _rows(self, name: str, table: ShardedTable, ids: Tensor, train: bool) -> Tensor:
         if ids.is_meta:  # of a rank that computes none of the first layers
             found, inverse = np.empty(0, np.int64), np.empty(0, np.int32)
         else:
@@ -169,7 +169,7 @@ class Tables:
         return torch.from_numpy(out).view(*ids.shape, table.width).to(ids.device)
 
 
-class Spread(ABC):
+class ShardedTable(ABC):
     """One table over ranks, which hold all of it, other rows, or other columns."""
 
     by_rows = by_columns = False
@@ -202,7 +202,7 @@ class Spread(ABC):
         self.store.update(ids, gradients, lr, factor, step)
 
 
-class Everywhere(Spread):
+class DataParallelTable(ShardedTable):
     """Every rank holds all rows and applies all gradients.
 
     Ranks tell each other what they have: bytes per rank, for the most distinct ids U of a rank, (n - 1) x U x (8 +
@@ -254,7 +254,7 @@ class Everywhere(Spread):
         return distinct, segment_sum(everything.reshape(-1, self.width)[real], inverse, len(distinct))
 
 
-class Dealt(Spread):
+class RowWiseTable(ShardedTable):
     """Each rank holds the rows of the ids that a hash gives it, and the others ask for them.
 
     Bytes per rank, for U distinct ids of its rows: (n - 1) / n x U x (8 + 2 x width x format).
@@ -295,10 +295,10 @@ class Dealt(Spread):
         return self._owner(ids) == self._world.rank
 
     def _owner(self, ids: np.ndarray) -> np.ndarray:
-        return dealt(ids, self._world.size)
+        return owner_of(ids, self._world.size)
 
 
-class OnOne(Dealt):
+class TableWiseTable(RowWiseTable):
     """One rank holds the whole table. Bytes as of Dealt, all to and from that rank."""
 
     def __init__(self, store: SparseTable, world: World, givers: Sequence[bool], rank: int) -> None:
@@ -309,7 +309,7 @@ class OnOne(Dealt):
         return np.full(len(ids), self._rank)
 
 
-class Sliced(Spread):
+class ColumnWiseTable(ShardedTable):
     """Each rank holds some columns of all rows.
 
     Bytes per rank, for U distinct ids of its rows: (n - 1) x U x 8 + (n - 1) / n x U x 2 x width x format.
@@ -355,7 +355,7 @@ class Sliced(Spread):
         return [bounds(self.width, self._world.size, rank) for rank in range(self._world.size)]
 
 
-def dealt(ids: np.ndarray, count: int) -> np.ndarray:
+def owner_of(ids: np.ndarray, count: int) -> np.ndarray:
     """Which of `count` owners a hash gives each id to, (n,) int64."""
     return (mix(ids.astype(np.uint64)) % np.uint64(count)).astype(np.int64)
 
@@ -369,7 +369,7 @@ def _exchange(parts: np.ndarray, send: np.ndarray, receive: np.ndarray) -> np.nd
     return out
 
 
-def _boxes(name: str, table: Spread, world: World) -> list[Box]:
+def _boxes(name: str, table: ShardedTable, world: World) -> list[Box]:
     """Ids, rows and their state, as this rank holds them: after those of the ranks before it, where ranks hold
     different rows.
     """
@@ -383,7 +383,7 @@ def _boxes(name: str, table: Spread, world: World) -> list[Box]:
     return boxes_of(name, table, world.rank == 0, before, total)
 
 
-def boxes_of(name: str, table: Spread, first: bool, before: int, total: int) -> list[Box]:
+def boxes_of(name: str, table: ShardedTable, first: bool, before: int, total: int) -> list[Box]:
     """One part of a table, of `total` rows in all parts of which `before` come first.
 
     `first`: whether it also tells what all parts have alike.

@@ -108,32 +108,34 @@ class Ddp(Strategy):
         return {"cuda": "nccl"}.get(devices, "gloo") if self.backend is Backend.auto else self.backend.value
 
     def setup(self, task: Task, world: World) -> Program:
-        from dtf.distributed.sharding import byte_count, deal
-        from dtf.model.init import cast_model, draw_model
-        from dtf.optim.update import LocalUpdate, whole
+        from dtf.distributed.sharding import byte_count, greedy_balance
+        from dtf.model.init import cast, init_model
+        from dtf.optim.update import LocalUpdate, full_params
         from dtf.sparse.placement import tables_of
-        from dtf.strategies.ddp_wrap import on_their_way, reduced
-        from dtf.strategies.spmd import Replica, Spmd, workload
+        from dtf.strategies.ddp_wrap import inflight_bytes, wrap_ddp
+        from dtf.strategies.spmd import Replica, Spmd, microbatch_load
 
-        model = draw_model(task.recipe, task.seed, task.weights)
-        masters = cast_model(model, task.precision, world.device)
+        model = init_model(task.recipe, task.seed, task.weights)
+        masters = cast(model, task.precision, world.device)
         forward, exchange = None, 0
         if world.size > 1:  # alone, nothing crosses a network: the bare model is the same program
-            forward = reduced(
+            forward = wrap_ddp(
                 model, self.bucket_mb, self.static_graph, self.gradient_as_bucket_view, self.find_unused_parameters
             )
             self._install_hook(forward)
-            exchange = on_their_way(model, workload(task, world.size)[0], self.gradient_as_bucket_view)
+            exchange = inflight_bytes(model, microbatch_load(task, world.size)[0], self.gradient_as_bucket_view)
             if self.shard_optimizer:  # parameters as they are sent around
                 exchange = max(exchange, byte_count([p for p in model.parameters() if p.requires_grad]))
         owned, after = None, None
         if self.shard_optimizer and world.size > 1:
-            shares = deal({name: p.numel() for name, p in model.named_parameters() if p.requires_grad}, world.size)
+            shares = greedy_balance(
+                {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}, world.size
+            )
             owned, after = shares[world.rank], _broadcaster(dict(model.named_parameters()), shares)
         tables = tables_of(task, world, self.tables, share=1 / world.size)
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
         update = LocalUpdate(
-            whole(model, masters), *options, owned=owned, after=after, writes=world.rank == 0, tables=tables
+            full_params(model, masters), *options, owned=owned, after=after, writes=world.rank == 0, tables=tables
         )
         return Spmd(Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables)
 

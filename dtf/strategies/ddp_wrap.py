@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtf.distributed.sharding import byte_count
 
 
-def reduced(
+def wrap_ddp(
     model: nn.Module,
     bucket_mb: float = 25.0,
     static_graph: bool = False,
@@ -36,7 +36,7 @@ def reduced(
     )
 
 
-def on_their_way(model: nn.Module, micro_batches: int, gradient_as_bucket_view: bool = True) -> int:
+def inflight_bytes(model: nn.Module, micro_batches: int, gradient_as_bucket_view: bool = True) -> int:
     """Bytes beside buckets that are the gradients: those on their way into a bucket."""
     sizes = [byte_count([p]) for p in model.parameters() if p.requires_grad]
     beside = sum(sizes) if micro_batches > 1 or not gradient_as_bucket_view else 0

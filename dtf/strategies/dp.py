@@ -89,7 +89,7 @@ class Dp(Strategy):
     def setup(self, task: Task, world: World) -> Program:
         import torch
 
-        from dtf.strategies.dp_program import Replicas
+        from dtf.strategies.dp_program import DataParallelProgram
 
         count = self.replicas or len(self.device_ids) or world.slots
         if world.device.type == "cpu":
@@ -109,4 +109,4 @@ class Dp(Strategy):
             ids = [owner, *(i for i in ids if i != owner)]
             devices = [torch.device("cuda", i) for i in ids]
         threads = self.threads or max(1, torch.get_num_threads() // count)
-        return Replicas(task, world, devices, threads, every=self.reduce is Reduce.all)
+        return DataParallelProgram(task, world, devices, threads, every=self.reduce is Reduce.all)

@@ -16,14 +16,14 @@ from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, T
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
-from dtf.model.forward import draws_at_large, evaluated_together, loss_dtype, received, rows_of, to_device
-from dtf.model.init import cast_model, draw_model
-from dtf.optim.update import LocalUpdate, made, whole
+from dtf.model.forward import evaluated_together, loss_dtype, received, refuse_global_rng, rows_of, to_device
+from dtf.model.init import cast, init_model
+from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.placement import tables_of
-from dtf.strategies.spmd import Replica, buffers, load_buffers, own_averages, workload
+from dtf.strategies.spmd import Replica, buffers, load_buffers, microbatch_load, own_averages
 
 
-class Replicas(Program):
+class DataParallelProgram(Program):
     """Replica i computes the i-th share of the micro-batches on `devices[i]`; the first one owns the state.
 
     `every`: each replica updates itself from the summed gradient; otherwise the first updates and the others copy its
@@ -45,26 +45,26 @@ class Replicas(Program):
         self._updates: list[LocalUpdate] = []
         self._tables = tables_of(task, world, Placement.replicated)
         for device in devices:
-            model = draw_model(task.recipe, task.seed, task.weights)
-            masters = cast_model(model, task.precision, device)
+            model = init_model(task.recipe, task.seed, task.weights)
+            masters = cast(model, task.precision, device)
             self._replicas.append(Replica(model, task, device))
             if every or not self._updates:
                 options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
                 self._updates.append(
-                    LocalUpdate(whole(model, masters), *options, tables=self._tables, leads=not self._updates)
+                    LocalUpdate(full_params(model, masters), *options, tables=self._tables, leads=not self._updates)
                 )
         self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
         self._settled = True
 
-    def rehearse(self, batch: Batch | None) -> None:
+    def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
         part = self._received(self._looked_up(batch, train=False), 0, 4, 0)
-        if self._replicas[0].rehearse(part, spread=self.shares > 1) and self.shares > 1:
-            raise draws_at_large("dp", "and replicas share one generator")
+        if self._replicas[0].warmup(part, spread=self.shares > 1) and self.shares > 1:
+            raise refuse_global_rng("dp", "and replicas share one generator")
 
     def memory(self) -> Memory:
         """Of all replicas together."""
-        first = self._replicas[0].memory(self._updates[0], *workload(self._task, self.shares))
+        first = self._replicas[0].memory(self._updates[0], *microbatch_load(self._task, self.shares))
         updates, count = len(self._updates), len(self._replicas)
         copy = byte_count(self._trained[0])
         parameters, gradients = (
@@ -90,7 +90,7 @@ class Replicas(Program):
         with section("optimizer"):
             norms = self._each(lambda i: self._updates[i].apply(ticket.step, ticket.lr), len(self._updates))
         for replica in self._replicas:
-            replica.statistics.finish(made(norms[0]))
+            replica.statistics.finish(update_applied(norms[0]))
         with section("communication"):
             self._share_parameters()
         self._settled = False
@@ -111,14 +111,14 @@ class Replicas(Program):
 
         return evaluated_together([found for found in self._each(part) if found is not None], self._devices[0])
 
-    def use_averages(self, on: bool) -> None:
+    def swap_ema(self, on: bool) -> None:
         for update in self._updates:
-            update.use_averages(on)
+            update.swap_ema(on)
         self._share_parameters()
         for replica in self._replicas:
-            replica.statistics.use_averages(on)
+            replica.statistics.swap_ema(on)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         if self._settled or len(self._replicas) == 1:
             return
         tensors = [replica.statistics.tensors() for replica in self._replicas]

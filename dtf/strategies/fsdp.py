@@ -94,19 +94,19 @@ class Fsdp(Strategy):
         from torch.distributed.fsdp import FSDPModule
 
         from dtf.distributed.sharding import byte_count
-        from dtf.model.init import layout_of, sketch
+        from dtf.model.init import build_on_meta, layout_of
         from dtf.optim.update import LocalUpdate
         from dtf.sparse.placement import tables_of
-        from dtf.strategies.spmd import Replica, Spmd, alone, workload
+        from dtf.strategies.spmd import Replica, Spmd, microbatch_load, single_process
 
         if world.size == 1:
-            return alone(task, world)
+            return single_process(task, world)
 
-        from dtf.strategies.sharded_init import cast_sketch, draw, lay_out, pieces
+        from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, pieces
 
         mesh = world.mesh({"replicate": self.replicate, "shard": world.size // self.replicate})
-        model = sketch(task.recipe)
-        cast_sketch(model, task.precision, computing=False)
+        model = build_on_meta(task.recipe)
+        cast_on_meta(model, task.precision, computing=False)
         scalars = [name for name, p in model.named_parameters() if not p.dim()]  # torch divides axes: these stay whole
         if scalars and self.offload:
             raise ConfigError(
@@ -116,7 +116,7 @@ class Fsdp(Strategy):
         units = self._units(model, layout_of(task.recipe, model))
         exchange = self._exchange(
             [byte_count(p for module in unit for p in module.parameters()) for unit in units],
-            workload(task, world.size)[0],
+            microbatch_load(task, world.size)[0],
         )
         sharded = self._shard(model, units, mesh, task)
         masters = lay_out(model, task.precision, torch.device("cpu") if self.offload else world.device)

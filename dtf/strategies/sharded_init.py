@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from dtf.api.precision import Precision
 from dtf.api.strategy import Task
 from dtf.distributed.sharding import is_slice, local, offset
-from dtf.model.init import drawn, formats, sketch
-from dtf.optim.update import Piece
+from dtf.model.init import build_on_meta, formats, init_modules
+from dtf.optim.update import ParamShard
 
 
-def cast_sketch(model: nn.Module, precision: Precision, computing: bool) -> None:
+def cast_on_meta(model: nn.Module, precision: Precision, computing: bool) -> None:
     """Give a model without numbers the formats in which its tensors compute; or those in which its parameters are kept,
     but for scalars.
 
@@ -46,7 +46,7 @@ def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dic
     }
 
 
-def pieces(model: nn.Module, masters: Mapping[str, Tensor] | None = None, first: bool = True) -> dict[str, Piece]:
+def pieces(model: nn.Module, masters: Mapping[str, Tensor] | None = None, first: bool = True) -> dict[str, ParamShard]:
     """This rank's slices of a model whose parameters are DTensors or plain tensors; the optimizer steps the slices, or
     their `masters`.
 
@@ -55,7 +55,7 @@ def pieces(model: nn.Module, masters: Mapping[str, Tensor] | None = None, first:
     found = {}
     for name, parameter in model.named_parameters():
         here = local(parameter.detach())
-        found[name] = Piece(
+        found[name] = ParamShard(
             parameter,
             here,
             (masters or {}).get(name, here),
@@ -75,7 +75,7 @@ def draw(model: nn.Module, task: Task, masters: Mapping[str, Tensor] | None = No
     """
     weights = task.weights
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for module, found in drawn(task.recipe, task.seed, sketch(task.recipe)):
+    for module, found in init_modules(task.recipe, task.seed, build_on_meta(task.recipe)):
         for name, whole in found.items():
             if name not in tensors:  # another rank has it
                 continue

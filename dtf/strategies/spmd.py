@@ -15,32 +15,32 @@ from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Source, Task, Update
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Box, Evaluated, Memory, Shard, State, StepOutput, Train
-from dtf.distributed.device_mesh import Seat
+from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.sharding import byte_count, is_slice, local, offset
 from dtf.distributed.world import World
-from dtf.model.activation_checkpointing import divisible, rematerialise
+from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
 from dtf.model.ema import AVERAGED
-from dtf.model.error_context import misfits_named
+from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
     Passes,
-    draws_at_large,
+    batch_norm_error,
     leaf_gradients,
-    lone_row,
     loss_dtype,
     received,
+    refuse_global_rng,
     rows_of,
     to_device,
     with_leaves,
 )
-from dtf.model.init import cast_model, draw_model
+from dtf.model.init import cast, init_model
 from dtf.model.memory import Footprint, activations
-from dtf.model.microbatch import SMOOTH, Masks, RunningStatistics
-from dtf.optim.update import LocalUpdate, made, whole
+from dtf.model.microbatch import SMOOTH, BatchNormStatistics, SeededDropout
+from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.placement import tables_of
 
 if TYPE_CHECKING:
-    from dtf.sparse.sharded_tables import Tables
+    from dtf.sparse.sharded_tables import ShardedTables
 
 SHARE = "share_"
 """Tensors under `share_<index>/` belong to one share of the rows; all others to the run."""
@@ -64,9 +64,11 @@ class Replica:
     ) -> None:
         self.model, self._forward, self._sync, self._device = model, forward or model, sync, device
         self._passes = Passes(task, device)
-        self.statistics = RunningStatistics(model, task.step.ema)
-        self.masks = Masks(model, task.seed, device)
-        rematerialise(model, divisible(task.recipe, task.step.remat), task.step.remat, self.masks)
+        self.statistics = BatchNormStatistics(model, task.step.ema)
+        self.masks = SeededDropout(model, task.seed, device)
+        apply_activation_checkpointing(
+            model, modules_to_checkpoint(task.recipe, task.step.remat), task.step.remat, self.masks
+        )
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._looked_up = tuple(task.recipe.tables())
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
@@ -143,7 +145,7 @@ class Replica:
                         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return self._passes.measure(outputs, batch, loss)
 
-    def rehearse(self, batch: Batch, spread: bool) -> bool:
+    def warmup(self, batch: Batch, spread: bool) -> bool:
         """Two passes, over two rows and over all, whose results are forgotten; returns whether the model drew from the
         global generator.
 
@@ -169,7 +171,7 @@ class Replica:
                     for parameter in self._trained:
                         parameter.grad = None
         except ValueError as error:
-            raise lone_row(error, len(batch.ids)) from error
+            raise batch_norm_error(error, len(batch.ids)) from error
         except RuntimeError as error:
             if "find_unused_parameters" not in str(error):
                 raise
@@ -179,11 +181,13 @@ class Replica:
         return state is not None and not torch.equal(state, self.masks.state())
 
     def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:
-        """With so many micro-batches a step of so many rows each; after `rehearse`."""
+        """With so many micro-batches a step of so many rows each; after `warmup`."""
         parameters, gradients, optimizer, tables = update.bytes()
         # else whoever wraps the model knows where gradients wait
         if self._forward is self.model and self._sync is None:
-            gradients += waiting([byte_count([parameter]) for parameter in map(local, self._trained)], micro_batches)
+            gradients += pending_grad_bytes(
+                [byte_count([parameter]) for parameter in map(local, self._trained)], micro_batches
+            )
         buffers = byte_count(local(buffer) for buffer in self.model.buffers())
         return Memory(parameters + buffers, gradients, optimizer, activations(self._trials, rows), tables=tables)
 
@@ -209,9 +213,9 @@ class Spmd(Program):
         update: Update,
         task: Task,
         world: World,
-        seat: Seat | None = None,
+        seat: ParallelDims | None = None,
         exchange: int = 0,
-        tables: Tables | None = None,
+        tables: ShardedTables | None = None,
     ) -> None:
         self._tables = tables
         self._share = seat.share if seat else Shard(world.rank, world.size)
@@ -232,21 +236,23 @@ class Spmd(Program):
             batch = self._seat.feed(batch)
         return None if batch is None else received(batch, self._task)
 
-    def rehearse(self, batch: Batch | None) -> None:
+    def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
         if self._tables is not None:
             batch = self._tables.look(batch, train=False)
         if self._seat is None:
-            self._replica.rehearse(rows_of(batch, 0, 4), spread=self.shares > 1)
+            self._replica.warmup(rows_of(batch, 0, 4), spread=self.shares > 1)
             return
-        with misfits_named(self._replica.model), self._replica.masks.watched() as seen:
-            drew = self._replica.rehearse(rows_of(batch, 0, 4), spread=self.shares > 1)
+        with name_failing_module(self._replica.model), self._replica.masks.watched() as seen:
+            drew = self._replica.warmup(rows_of(batch, 0, 4), spread=self.shares > 1)
         if drew:
-            raise draws_at_large("tensor", "and ranks that divide its channels would draw alike for different ones")
+            raise refuse_global_rng("tensor", "and ranks that divide its channels would draw alike for different ones")
         self._seat.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
 
     def memory(self) -> Memory:
-        return self._replica.memory(self._update, *workload(self._task, self.shares))._replace(exchange=self._exchange)
+        return self._replica.memory(self._update, *microbatch_load(self._task, self.shares))._replace(
+            exchange=self._exchange
+        )
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
@@ -262,7 +268,7 @@ class Spmd(Program):
         self._settled = False
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
-        self._replica.statistics.finish(made(norm))
+        self._replica.statistics.finish(update_applied(norm))
         # every rank knows the norm, one tells it
         return StepOutput(self._said(sums), norm if self._world.rank == 0 else self._unsaid)
 
@@ -277,11 +283,11 @@ class Spmd(Program):
         """Sums of rows that several ranks have are told by one of them."""
         return sums if self._reads else torch.zeros_like(sums)
 
-    def use_averages(self, on: bool) -> None:
-        self._update.use_averages(on)
-        self._replica.statistics.use_averages(on)
+    def swap_ema(self, on: bool) -> None:
+        self._update.swap_ema(on)
+        self._replica.statistics.swap_ema(on)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         if not self._settled:
             self._replica.statistics.average(self._average)
             self._settled = True
@@ -302,13 +308,13 @@ class Spmd(Program):
         return self._update.skipped()
 
 
-def alone(task: Task, world: World) -> Program:
+def single_process(task: Task, world: World) -> Program:
     """The program of one rank: with nothing to divide, the bare model is the same under every strategy."""
-    model = draw_model(task.recipe, task.seed, task.weights)
-    masters = cast_model(model, task.precision, world.device)
+    model = init_model(task.recipe, task.seed, task.weights)
+    masters = cast(model, task.precision, world.device)
     tables = tables_of(task, world, Placement.replicated)
     update = LocalUpdate(
-        whole(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale, tables=tables
+        full_params(model, masters), task.optimizer, task.step.clip_norm, task.precision.loss_scale, tables=tables
     )
     return Spmd(Replica(model, task, world.device), update, task, world, tables=tables)
 
@@ -317,7 +323,7 @@ class Part(Protocol):
     """A model or a part of one, with what it averages."""
 
     model: nn.Module
-    statistics: RunningStatistics
+    statistics: BatchNormStatistics
 
 
 @contextmanager
@@ -384,7 +390,7 @@ def load_buffers(part: Part, source: Source, shard: Shard) -> None:
             take(f"{SHARE}{shard.index}/{name}", whole[name], held)
 
 
-def workload(task: Task, shares: int, micro_batch_rows: int = 0) -> tuple[int, int]:
+def microbatch_load(task: Task, shares: int, micro_batch_rows: int = 0) -> tuple[int, int]:
     """How many micro-batches the largest share has, and how many rows the largest of them.
 
     `micro_batch_rows=0`: one for each share, if not set.
@@ -393,7 +399,7 @@ def workload(task: Task, shares: int, micro_batch_rows: int = 0) -> tuple[int, i
     return -(-(len(bounds) - 1) // shares), max(b - a for a, b in pairwise(bounds))
 
 
-def waiting(sizes: list[int], micro_batches: int) -> int:
+def pending_grad_bytes(sizes: list[int], micro_batches: int) -> int:
     """Bytes of gradients, of these sizes, of a micro-batch that are not yet added to those of the ones before it: see
     `Replica._pass`.
     """

@@ -52,10 +52,10 @@ class Tensor(Strategy):
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
-        from dtf.model.init import layout_of, sketch
-        from dtf.strategies.spmd import Replica, Spmd, alone
+        from dtf.model.init import build_on_meta, layout_of
+        from dtf.strategies.spmd import Replica, Spmd, single_process
 
-        model = sketch(task.recipe)
+        model = build_on_meta(task.recipe)
         splits = layout_of(task.recipe, model).splits
         if not splits and not task.recipe.tables():  # tables are divided anyway
             raise ConfigError(
@@ -63,16 +63,16 @@ class Tensor(Strategy):
                 "which divides any model"
             )
         if world.size == 1:
-            return alone(task, world)
+            return single_process(task, world)
 
-        from dtf.distributed.device_mesh import Seat
+        from dtf.distributed.device_mesh import ParallelDims
         from dtf.optim.update import LocalUpdate
         from dtf.sparse.placement import tables_of
-        from dtf.strategies.sharded_init import cast_sketch, draw, lay_out, pieces
+        from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, pieces
         from dtf.strategies.tensor_modules import divide
 
-        seat = Seat(world, "tp", self.degree or world.size)
-        cast_sketch(model, task.precision, computing=True)
+        seat = ParallelDims(world, "tp", self.degree or world.size)
+        cast_on_meta(model, task.precision, computing=True)
         divide(model, splits, seat.mesh)
         masters = lay_out(model, task.precision, world.device)
         draw(model, task, masters)

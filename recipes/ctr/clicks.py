@@ -106,7 +106,7 @@ class Generated(Dataset):
     def draw(self, rows: np.ndarray) -> Drawn:
         return self._world.draw(np.ascontiguousarray(rows), self._stream)
 
-    def ceiling(self) -> dict[str, float]:
+    def best_possible(self) -> dict[str, float]:
         """AUC and log loss of the true probabilities over all rows: no model can be expected to do better."""
         parts = [
             self.draw(np.arange(first, min(first + (1 << 16), self._rows))) for first in range(0, self._rows, 1 << 16)

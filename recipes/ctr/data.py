@@ -460,6 +460,6 @@ class ClicksOptions(DataOptions):
             world, self.train_rows if split == "train" else self.eval_rows, self.seed, split, torch.get_num_threads()
         )
 
-    def ceiling(self) -> dict[str, float]:
+    def best_possible(self) -> dict[str, float]:
         """The best AUC and log loss to be expected over the evaluation rows."""
-        return self.open("eval", 0).ceiling()
+        return self.open("eval", 0).best_possible()

@@ -32,8 +32,8 @@ class Grouped(Dataset):
     def runs(self) -> np.ndarray | None:
         return self._rows.runs()
 
-    def ceiling(self) -> dict[str, float]:
-        return self._rows.ceiling()
+    def best_possible(self) -> dict[str, float]:
+        return self._rows.best_possible()
 
     def fingerprint(self) -> str:
         return f"{self._rows.fingerprint()}, groups of field {self._field}"

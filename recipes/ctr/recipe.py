@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from dtf.core.types import Batch, Names
-    from dtf.model.auc import Ranking
+    from dtf.model.auc import AucEvaluator
 
 
 class Kind(Enum):
@@ -180,7 +180,7 @@ class ClickThrough(Recipe):
     )
 
     @property
-    def measures(self) -> tuple[str, ...]:
+    def train_metrics(self) -> tuple[str, ...]:
         return ("loss", "predicted", "observed")
 
     @property
@@ -308,7 +308,7 @@ class ClickThrough(Recipe):
             "calibration": predicted / observed if observed else float("nan"),
         }
 
-    def judged(self, outputs: Tensor, batch: Batch) -> Tensor:
+    def eval_outputs(self, outputs: Tensor, batch: Batch) -> Tensor:
         import torch
 
         columns = [
@@ -321,10 +321,10 @@ class ClickThrough(Recipe):
             [column.to(batch.targets.dtype if self.group >= 0 else outputs.dtype) for column in columns], 1
         )
 
-    def judge(self, rows: int) -> Ranking:
-        from dtf.model.auc import Ranking
+    def evaluator(self, rows: int) -> AucEvaluator:
+        from dtf.model.auc import AucEvaluator
 
-        return Ranking(rows, grouped=self.group >= 0)
+        return AucEvaluator(rows, grouped=self.group >= 0)
 
     def preprocessing(self) -> dict[str, Any]:
         return self.data.preprocessing()

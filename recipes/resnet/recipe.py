@@ -240,7 +240,7 @@ class Classification(Recipe):
     data: SplitOptions = option(factory=SplitOptions, doc="the images")
 
     @property
-    def measures(self) -> tuple[str, ...]:
+    def train_metrics(self) -> tuple[str, ...]:
         return ("loss", "top1", "top5") if self.model.classes > 5 else ("loss", "top1")
 
     @property
@@ -296,7 +296,7 @@ class Classification(Recipe):
         from dtf.model.metrics import weighted_sums
 
         place = rank(outputs, batch.targets)
-        return weighted_sums(batch.weight, loss, *(place <= k for k in (1, 5)[: len(self.measures) - 1]))
+        return weighted_sums(batch.weight, loss, *(place <= k for k in (1, 5)[: len(self.train_metrics) - 1]))
 
     @abstractmethod
     def normalisation(self) -> tuple[Sequence[float], Sequence[float]]:

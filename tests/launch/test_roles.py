@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from dtf.api.schema import fit_option, make_option
+from dtf.api.schema import build_option, coerce_option
 from dtf.config.settings import Settings, load_parts
 from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Failed, Note, Place
@@ -247,7 +247,9 @@ def test_a_token_is_drawn_for_each_launch_of_several_roles(tmp_path: Path) -> No
 
 
 def local(**options: Any) -> Any:
-    return make_option("launcher", fit_option("launcher", {"name": "local", "devices": "cpu", **options}, "launcher"))
+    return build_option(
+        "launcher", coerce_option("launcher", {"name": "local", "devices": "cpu", **options}, "launcher")
+    )
 
 
 def places(strategy: Served, **options: Any) -> list[dict[str, Any]]:
@@ -324,14 +326,14 @@ def test_launchers_that_know_no_roles_say_so(
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    launcher = make_option("launcher", fit_option("launcher", options | {"devices": "cpu"}, "launcher"))
+    launcher = build_option("launcher", coerce_option("launcher", options | {"devices": "cpu"}, "launcher"))
     with pytest.raises(ConfigError, match=words):
         launcher.check(Served())
 
 
 def test_one_host_of_static_knows_roles() -> None:
     options = {"name": "static", "nodes": 1, "node_rank": 0, "address": "127.0.0.1:1", "processes": 1, "devices": "cpu"}
-    make_option("launcher", fit_option("launcher", options, "launcher")).check(Served())
+    build_option("launcher", coerce_option("launcher", options, "launcher")).check(Served())
 
 
 def test_a_place_hides_its_token() -> None:

@@ -17,10 +17,10 @@ from dtf.api.options import Remat
 from dtf.api.recipe import Recipe
 from dtf.api.registry import register
 from dtf.core.errors import ConfigError, Exit
-from dtf.model.activation_checkpointing import divisible, rematerialise
-from dtf.model.init import draw_model
+from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
+from dtf.model.init import init_model
 from dtf.model.memory import Footprint
-from dtf.model.microbatch import Masks, RunningStatistics
+from dtf.model.microbatch import BatchNormStatistics, SeededDropout
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
 from tests.conftest import Result
 from tests.support.harness import spread, variants
@@ -69,11 +69,11 @@ def test_no_bit_changes_in_half_formats(strategy: str, precision: str, remat: Re
     assert trained(strategy, "{}", 2, precision, remat) == trained(strategy, "{}", 2, precision, Remat.none)
 
 
-def residual(remat: Remat) -> tuple[nn.Module, Masks, RunningStatistics]:
+def residual(remat: Remat) -> tuple[nn.Module, SeededDropout, BatchNormStatistics]:
     recipe = Residual(functional=True)
-    model = draw_model(recipe, 0).double()
-    statistics, masks = RunningStatistics(model), Masks(model, 0, torch.device("cpu"))
-    rematerialise(model, divisible(recipe, remat), remat, masks)
+    model = init_model(recipe, 0).double()
+    statistics, masks = BatchNormStatistics(model), SeededDropout(model, 0, torch.device("cpu"))
+    apply_activation_checkpointing(model, modules_to_checkpoint(recipe, remat), remat, masks)
     return model, masks, statistics
 
 
@@ -120,9 +120,11 @@ def test_blocks_forget() -> None:
     recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet20, classes=8))
     found = {}
     for remat in Remat:
-        model = draw_model(recipe, 0)
+        model = init_model(recipe, 0)
         names = [name for name, _ in model.named_parameters()]
-        rematerialise(model, divisible(recipe, remat), remat, Masks(model, 0, torch.device("cpu")))
+        apply_activation_checkpointing(
+            model, modules_to_checkpoint(recipe, remat), remat, SeededDropout(model, 0, torch.device("cpu"))
+        )
         assert [name for name, _ in model.named_parameters()] == names
         found[remat] = footprint(model, 4)
     whole = found[Remat.none]
@@ -176,7 +178,7 @@ def gather(rank: int, size: int, remat: str) -> tuple[int, list[Any]]:
     """How often a block gathers in a pass, and its gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(Gathered())
-    rematerialise(model, ["0"], Remat(remat), Masks(model, 0, torch.device("cpu")))
+    apply_activation_checkpointing(model, ["0"], Remat(remat), SeededDropout(model, 0, torch.device("cpu")))
     with _Count(lambda operator: operator.name() == "_c10d_functional::all_gather_into_tensor") as count:
         model(torch.ones(3, 4) * (rank + 1)).backward()
     return count.times, [p.grad.tolist() for p in model.parameters() if p.grad is not None]
@@ -227,7 +229,7 @@ class _Around(nn.Module):
 )
 def test_blocks_that_cannot_be_computed_again_are_refused(block: nn.Module, remat: Remat, words: str) -> None:
     model = nn.Sequential(block)
-    rematerialise(model, ["0"], remat, Masks(model, 0, torch.device("cpu")))
+    apply_activation_checkpointing(model, ["0"], remat, SeededDropout(model, 0, torch.device("cpu")))
     with pytest.raises(ConfigError) as caught:
         model(torch.ones(2, 4, requires_grad=True) * 2).sum().backward()
     assert words in str(caught.value)
@@ -239,7 +241,7 @@ def test_a_change_in_place_inside_a_block_is_computed_again() -> None:
     model(x).sum().backward()
     expected = [p.grad for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    rematerialise(model, ["0"], Remat.blocks, Masks(model, 0, torch.device("cpu")))
+    apply_activation_checkpointing(model, ["0"], Remat.blocks, SeededDropout(model, 0, torch.device("cpu")))
     model(x).sum().backward()
     assert all(
         a.equal(b) for a, b in zip(expected, [p.grad for p in model.parameters() if p.grad is not None], strict=True)
@@ -285,7 +287,7 @@ def test_a_layout_without_blocks_to_forget_is_refused(
     blocks: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Plain, "blocks", blocks)
-    assert divisible(Plain(), Remat.none) == []
+    assert modules_to_checkpoint(Plain(), Remat.none) == []
     for remat in KINDS:
         with pytest.raises(ConfigError, match=f"step.remat={remat.value} needs blocks"):
-            divisible(Plain(), remat)
+            modules_to_checkpoint(Plain(), remat)

@@ -18,10 +18,10 @@ from dtf.api.name_patterns import check_used, covers, factor
 from dtf.api.options import FineTuning
 from dtf.core.errors import ConfigError, DataError
 from dtf.model.ema import Averaged
-from dtf.model.init import draw_model, sketch
+from dtf.model.init import build_on_meta, init_model
 from dtf.model.pretrained import fitted, open_weights
 from dtf.optim.optimizers import Sgd
-from dtf.optim.update import LocalUpdate, whole
+from dtf.optim.update import LocalUpdate, full_params
 from tests.support.harness import difference, reference, spread, variants
 from tests.support.toy import Toy
 
@@ -38,7 +38,7 @@ WAYS = [way for way in variants() if way not in RARER] + [pytest.param(*way, mar
 def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every option of fine-tuning at once, from a file that has one class less and so another head."""
     file = tmp_path_factory.mktemp("weights") / "toy.safetensors"
-    tensors = draw_model(Toy(), seed=7).state_dict()
+    tensors = init_model(Toy(), seed=7).state_dict()
     head = sorted(tensors)[-1].rpartition(".")[0]
     tensors |= {f"{head}.weight": torch.ones(3, 16), f"{head}.bias": torch.ones(3)}
     tensors["1.running_mean"] += 0.5
@@ -120,7 +120,7 @@ def test_a_factor_is_a_learning_rate_of_its_own() -> None:
     plain, tenfold = (
         reference(steps=1, clip_norm=0.0, log_every=0, lr_factors=factors) for factors in ({}, {"9": 10.0})
     )
-    start = draw_model(Toy(), 0).state_dict()
+    start = init_model(Toy(), 0).state_dict()
     for name in ("9.weight", "7.weight"):
         a, b = (np.asarray(run["tensors"][f"model/{name}"]) - start[name].double().numpy() for run in (plain, tenfold))
         assert np.allclose(b, 10 * a if name.startswith("9") else a, rtol=1e-9, atol=1e-15)
@@ -158,16 +158,16 @@ def test_averages_of_bf16_parameters_are_kept_in_fp32() -> None:
 def test_weights_and_averages_come_back_from_an_evaluation_bit_for_bit(dtype: torch.dtype) -> None:
     model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
     update = LocalUpdate(
-        whole(model, {"weight": model.weight.data}), Averaged(Sgd(), 0.9), clip_norm=0.0, loss_scale=0.0
+        full_params(model, {"weight": model.weight.data}), Averaged(Sgd(), 0.9), clip_norm=0.0, loss_scale=0.0
     )
     for step in range(3):
         model.weight.grad = torch.full_like(model.weight, 0.37)
         update.apply(step, 0.1)
     before = [box.tensor.clone() for box in update.state().boxes]
     (average,) = (box.tensor.clone() for box in update.state().boxes if box.name.endswith("/ema"))
-    update.use_averages(True)
+    update.swap_ema(True)
     assert torch.equal(model.weight, average.to(dtype)) and not torch.equal(model.weight, before[0])
-    update.use_averages(False)
+    update.swap_ema(False)
     assert all(torch.equal(box.tensor, old) for box, old in zip(update.state().boxes, before, strict=True))
 
 
@@ -220,13 +220,13 @@ class Made:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Made:
-    return Made(draw_model(Toy(), seed=3).state_dict(), tmp_path)
+    return Made(init_model(Toy(), seed=3).state_dict(), tmp_path)
 
 
 def take(place: str, whole: bool = False) -> tuple[dict[str, Tensor], Any]:
     recipe = Toy(model=FineTuning(weights=place))
     weights, fit = fitted(
-        open_weights(place, "recipe.model.weights"), recipe, sketch(recipe), "recipe.model.weights", whole
+        open_weights(place, "recipe.model.weights"), recipe, build_on_meta(recipe), "recipe.model.weights", whole
     )
     return {name: weights.read(name) for name in fit.kept}, fit
 
@@ -244,7 +244,7 @@ def test_files_as_training_scripts_write_them(wrap: str, prefix: str, made: Made
     if wrap == "safetensors":
         save_file(tensors, made.folder / "file.safetensors")
     place = str(made.folder / "file.safetensors") if wrap == "safetensors" else made.file("file.ckpt", wrapped[wrap])
-    weights, _ = fitted(open_weights(place, "job.model"), Toy(), sketch(Toy()), "job.model", whole=True)
+    weights, _ = fitted(open_weights(place, "job.model"), Toy(), build_on_meta(Toy()), "job.model", whole=True)
     assert weights.about == (f"{place} (names without {prefix!r})" if prefix else place)
     found, fit = take(place, whole=True)
     assert set(found) == {name for name in made.tensors if not name.endswith("num_batches_tracked")}

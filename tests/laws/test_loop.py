@@ -32,7 +32,7 @@ class FakeProgram(Program):
     def __init__(self) -> None:
         self.steps: list[tuple[int, float, list[int]]] = []
         self.bad = 0
-        self.settled = 0
+        self.synced = 0
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
@@ -43,8 +43,8 @@ class FakeProgram(Program):
         assert batch is not None
         return Evaluated(torch.tensor([len(batch.ids), 1.0, 1.0]), None)
 
-    def settle(self) -> None:
-        self.settled += 1
+    def sync(self) -> None:
+        self.synced += 1
 
     def state(self) -> State:
         return State([], {})
@@ -397,7 +397,7 @@ def test_steps_that_nothing_is_known_of_yet_are_told_of_later(monkeypatch: pytes
             self.begun += 1
             return self._tell(max(0, self.begun - 2))
 
-        def settle(self) -> None:
+        def sync(self) -> None:
             self.known = self.begun
 
         def rest(self) -> StepOutput:

@@ -26,11 +26,11 @@ from dtf.core.text import bytes_text, memory_text
 from dtf.core.types import Ended, Memory, Place, Started, Train
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
-from dtf.model.activation_checkpointing import divisible, rematerialise
+from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.ema import averaged
-from dtf.model.init import draw_model
-from dtf.model.memory import Footprint, Meter, activations, table_row
-from dtf.model.microbatch import Masks
+from dtf.model.init import init_model
+from dtf.model.memory import Footprint, MemoryMeter, activations, table_row
+from dtf.model.microbatch import SeededDropout
 from dtf.observers.terminal import Screen
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
 from tests.conftest import Result
@@ -43,8 +43,10 @@ ROWS = 64
 
 def resnet(remat: Remat = Remat.none) -> nn.Module:
     recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8))
-    model = draw_model(recipe, 0)
-    rematerialise(model, divisible(recipe, remat), remat, Masks(model, 0, torch.device("cpu")))
+    model = init_model(recipe, 0)
+    apply_activation_checkpointing(
+        model, modules_to_checkpoint(recipe, remat), remat, SeededDropout(model, 0, torch.device("cpu"))
+    )
     return model
 
 
@@ -126,7 +128,7 @@ def made(
     batch = program.prepare(
         Loader(data, Epochs(Sequential(), rows, rows, 0), program.shard, program.micro_batch_rows).get(0, 0)
     )
-    program.rehearse(batch)
+    program.warmup(batch)
     return program, batch
 
 
@@ -135,13 +137,13 @@ def take(
 ) -> dict[str, int]:
     """Two steps and an evaluation; planned bytes by kind, and the peak."""
     load_parts([])
-    meter = Meter("cpu")
+    meter = MemoryMeter("cpu")
     program, batch = made(Wide(rows=ROWS), rank, size, strategy, optimizer, options, ROWS, micro, ema)
     for step in range(2):
         program.step(Train(step, 0, 0, ROWS, 0.1), batch)
-    program.settle()
+    program.sync()
     for on in (True, False) if ema else ():
-        program.use_averages(on)
+        program.swap_ema(on)
     planned = program.memory()
     assert planned is not None
     return {**planned._asdict(), "peak": meter.peak()}
@@ -269,16 +271,16 @@ def test_texts() -> None:
     assert table_row(served, "server") == {
         "memory": "40 MB a server = 237 kB parameters + 237 kB gradients + 40 MB rows and index of sparse tables"
     }
-    summary = Meter("cpu").summary(ranks, [236_000_000, 230_000_000])
+    summary = MemoryMeter("cpu").summary(ranks, [236_000_000, 230_000_000])
     assert summary == {"planned": 213_000_000, "resident": 236_000_000, "rank": 0}
     assert memory_text(summary) == "213 MB planned, 236 MB resident at the peak of rank 0"
-    assert memory_text(Meter("cpu").summary([], [5_000_000])) == "5.0 MB resident at the peak of rank 0"
+    assert memory_text(MemoryMeter("cpu").summary([], [5_000_000])) == "5.0 MB resident at the peak of rank 0"
 
 
 def held(rank: int, size: int) -> int:
     """The peak of a process that holds 80 MB for a while."""
     before = torch.ones(10_000_000)
-    meter = Meter("cpu")
+    meter = MemoryMeter("cpu")
     held = torch.ones(20_000_000)
     del held, before
     return meter.peak()

@@ -11,7 +11,7 @@ from torch import nn
 from dtf.api.sampler import share
 from dtf.core.errors import ConfigError
 from dtf.core.types import Shard
-from dtf.model.microbatch import Masks, RunningStatistics
+from dtf.model.microbatch import BatchNormStatistics, SeededDropout
 
 
 def simulate(
@@ -19,7 +19,7 @@ def simulate(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Running mean and variance after `steps` steps over the same micro-batches, averaged over ranks."""
     layers = [nn.BatchNorm1d(3, momentum=momentum).double() for _ in range(ranks)]
-    statistics = [RunningStatistics(layer) for layer in layers]
+    statistics = [BatchNormStatistics(layer) for layer in layers]
     for _ in range(steps):
         for rank, (layer, running) in enumerate(zip(layers, statistics, strict=True)):
             first, last = share(len(micro_batches), Shard(rank, ranks))
@@ -63,7 +63,7 @@ def test_one_update_per_step_of_the_mean_over_all_micro_batches(
 
 def test_momentum_returns_to_its_own_after_accumulation() -> None:
     layer = nn.BatchNorm1d(3)
-    running = RunningStatistics(layer)
+    running = BatchNormStatistics(layer)
     for own in (3, 1):
         running.begin(own, own, 1)
         for j in range(own):
@@ -72,9 +72,9 @@ def test_momentum_returns_to_its_own_after_accumulation() -> None:
     assert layer.momentum == pytest.approx(0.1)
 
 
-def dropout(kind: type[nn.Module] = nn.Dropout, name: str = "drop", seed: int = 0) -> tuple[nn.Module, Masks]:
+def dropout(kind: type[nn.Module] = nn.Dropout, name: str = "drop", seed: int = 0) -> tuple[nn.Module, SeededDropout]:
     model = nn.ModuleDict({name: kind(0.4)})
-    return model[name], Masks(model, seed, torch.device("cpu"))
+    return model[name], SeededDropout(model, seed, torch.device("cpu"))
 
 
 def test_masks_depend_on_seed_step_micro_batch_and_name_only() -> None:
@@ -135,12 +135,12 @@ def test_a_users_own_dropout_keeps_its_forward() -> None:
 @pytest.mark.parametrize("layer", [nn.SyncBatchNorm(3), nn.BatchNorm1d(3, track_running_stats=False)])
 def test_layers_that_cannot_keep_the_laws_are_refused(layer: nn.Module) -> None:
     with pytest.raises(ConfigError, match="batch|Batch"):
-        RunningStatistics(nn.Sequential(layer))
+        BatchNormStatistics(nn.Sequential(layer))
 
 
 def test_a_frozen_layer_keeps_its_averages_on_uneven_shares() -> None:
     layer = nn.BatchNorm1d(3).eval()
-    running = RunningStatistics(layer)
+    running = BatchNormStatistics(layer)
     for _ in range(3):
         running.begin(2, 5, 2)
         for j in range(2):

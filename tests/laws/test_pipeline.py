@@ -24,13 +24,13 @@ from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
-from dtf.model.init import sketch
+from dtf.model.init import build_on_meta
 from dtf.optim.optimizers import AdamW
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions
 from dtf.strategies.pipeline import cost_model
-from dtf.strategies.pipeline.graph_split import Chain
+from dtf.strategies.pipeline.graph_split import GraphSplit
 from dtf.strategies.pipeline.partition import Cost
-from dtf.strategies.pipeline.planner import Wish, agree
+from dtf.strategies.pipeline.planner import PipelineSpec, broadcast_plan
 from dtf.strategies.pipeline.schedules import Schedule
 from dtf.strategies.pipeline.strategy import Pipeline
 from tests.support.harness import difference, reference, spread
@@ -75,23 +75,23 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
     """One step: parameters by name, bytes held, bytes sent forward and back, graphs and sent messages of each link
     alive at once on this rank.
     """
-    from dtf.distributed.p2p import Link
+    from dtf.distributed.p2p import P2PChannel
     from dtf.strategies.pipeline import program
 
     made = build(rank, size, schedule=Schedule[schedule], virtual=virtual, balance=type(Pipeline().balance)["flops"])
     sent: dict[int, int] = {}
     storages: dict[int, list[weakref.ref]] = {}
     kept: dict[int, int] = {}
-    plain = Link.send
+    plain = P2PChannel.send
 
-    def send(link: Link, key: Any, tensors: Any) -> None:
+    def send(link: P2PChannel, key: Any, tensors: Any) -> None:
         sent[link._tag] = sent.get(link._tag, 0) + sum(t.numel() * t.element_size() for t in tensors)
         found = storages.setdefault(link._tag, [])  # of the first tensor of each
         found.append(weakref.ref(tensors[0].untyped_storage()))
         kept[link._tag] = max(kept.get(link._tag, 0), sum(storage() is not None for storage in found))
         plain(link, key, tensors)
 
-    Link.send = send  # type: ignore[method-assign]
+    P2PChannel.send = send  # type: ignore[method-assign]
     alive, most = 0, 0
 
     class Counting(program._Held):
@@ -177,8 +177,8 @@ def resnet() -> Task:
 
 def counted(task: Task, memory_bytes: int = 0) -> tuple[int, list[str]]:
     """Two stages by floating-point operations: blocks of the chain that was cut, the lines of the table."""
-    wish = Wish(2, 1, 8, 0.1, 16, [2, 1], [], False, memory_bytes)
-    chain, _, table = agree(sketch(task.recipe), wish, task, World(Place()))
+    wish = PipelineSpec(2, 1, 8, 0.1, 16, [2, 1], [], False, memory_bytes)
+    chain, _, table = broadcast_plan(build_on_meta(task.recipe), wish, task, World(Place()))
     return len(chain), table.splitlines()
 
 
@@ -188,9 +188,9 @@ def test_blocks_are_cut_inside_only_where_that_helps_clearly(
 ) -> None:
     """A cut between blocks that leaves an imbalance of 8 %, and one inside of them."""
     task = resnet()
-    blocks = len(task.recipe.layout(sketch(task.recipe)).blocks)
+    blocks = len(task.recipe.layout(build_on_meta(task.recipe)).blocks)
 
-    def count(chain: Chain, *rest: Any) -> list[Cost]:
+    def count(chain: GraphSplit, *rest: Any) -> list[Cost]:
         over = 0.08 if len(chain) == blocks else inside
         return [Cost("b", work, 0, 0, 0) for work in (1 + over, *[0.0] * (len(chain) - 2), 1 - over)]
 
@@ -235,7 +235,7 @@ def test_a_rank_may_have_no_parameters() -> None:
 def needs(rank: int, size: int, remat: str) -> list[float]:
     """What this rank is said to need: by the table of the stages, and by its plan, which alone counts messages."""
     made = build(rank, size, rows=64, micro=16, remat=remat, balance=type(Pipeline().balance)["flops"])
-    made.rehearse(made.prepare(batch(made)))
+    made.warmup(made.prepare(batch(made)))
     *_, size_in_units, unit = made.about()["stages"].splitlines()[1 + rank].split()
     return [float(size_in_units) * {"KiB": 2**10, "MiB": 2**20}[unit], sum(made.memory()._replace(exchange=0))]
 
@@ -279,7 +279,7 @@ class Noisy(nn.Linear):
 def refuse(rank: int, size: int, recipe: str, options: dict[str, Any]) -> str:
     try:
         made = build(rank, size, globals()[recipe](), **options)
-        made.rehearse(made.prepare(batch(made)))
+        made.warmup(made.prepare(batch(made)))
     except ConfigError as error:
         return str(error)
     return ""

@@ -14,7 +14,7 @@ import pytest
 
 from dtf.checkpoint.manifest import Objective
 from dtf.checkpoint.storage import read_manifest
-from dtf.runs.compare import Evidence, compare
+from dtf.runs.compare import RecordedRun, compare
 from dtf.runs.record import Record
 
 RUN = [
@@ -44,7 +44,7 @@ def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(
     killed = run_dtf(*RUN, *spread, f"recipe.marker={marker}")
     assert calm.code == 0 and killed.code == 0, killed.err
     assert marker.exists()
-    a, b = Evidence.read(calm.folder), Evidence.read(killed.folder)
+    a, b = RecordedRun.read(calm.folder), RecordedRun.read(killed.folder)
     assert {name: t.tobytes() for name, t in a.tensors.items()} == {name: t.tobytes() for name, t in b.tensors.items()}
     assert a.ids == b.ids and a.held == b.held
     assert measurements(calm.folder) == measurements(killed.folder)
@@ -57,7 +57,7 @@ def test_a_run_stopped_where_nobody_saves_goes_on_bit_for_bit(strategy: str, pro
     spread = [f"strategy={strategy}", f"launcher.processes={processes}"]
     calm, cut = run_dtf(*RUN, *spread), run_dtf(*RUN, *spread, "train.until=10")
     assert run_dtf(*RUN, *spread, folder=cut.folder).code == 0
-    a, b = Evidence.read(calm.folder), Evidence.read(cut.folder)
+    a, b = RecordedRun.read(calm.folder), RecordedRun.read(cut.folder)
     assert {name: t.tobytes() for name, t in a.tensors.items()} == {name: t.tobytes() for name, t in b.tensors.items()}
     assert measurements(calm.folder) == measurements(cut.folder)
 
@@ -137,8 +137,8 @@ def test_a_rank_killed_before_its_first_step_leaves_the_evidence_of_earlier_ones
 def test_evidence_of_ranks_that_are_no_more_says_nothing_of_those_that_went_on(run_dtf: Any) -> None:
     cut = run_dtf(*RUN, "train.until=6", "launcher.processes=3")
     assert run_dtf(*RUN, "launcher.processes=1", folder=cut.folder).code == 0
-    assert len(Evidence.read(cut.folder).held) == 1
-    assert sum(len(rows) for rows in Evidence.read(cut.folder).ids[0]) == 24, "but their samples were trained on"
+    assert len(RecordedRun.read(cut.folder).held) == 1
+    assert sum(len(rows) for rows in RecordedRun.read(cut.folder).ids[0]) == 24, "but their samples were trained on"
 
 
 def test_going_on_with_other_arithmetic_is_said(run_dtf: Any) -> None:
@@ -163,9 +163,9 @@ def test_dp_and_ddp_go_on_from_each_other_by_command(run_dtf: Any) -> None:
         f"checkpoint.resume={first.folder}",
     )
     assert [first.code, calm.code, second.code] == [0, 0, 0], second.err
-    a, b = Evidence.read(calm.folder), Evidence.read(second.folder)
+    a, b = RecordedRun.read(calm.folder), RecordedRun.read(second.folder)
     b.metrics, b.ids = (
         a.metrics,
-        {step: [list(chain(*ranks))] for step, ranks in (Evidence.read(first.folder).ids | b.ids).items()},
+        {step: [list(chain(*ranks))] for step, ranks in (RecordedRun.read(first.folder).ids | b.ids).items()},
     )
     assert compare(a, b, exact=True).ok, compare(a, b, exact=True).first

@@ -17,7 +17,7 @@ from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
 from dtf.distributed.world import World
-from dtf.model.init import draw_model
+from dtf.model.init import init_model
 from dtf.model.metrics import weighted_sums
 from dtf.optim.optimizers import Sgd
 from dtf.strategies.ddp import Ddp
@@ -38,7 +38,7 @@ def test_the_reference_is_what_one_would_write_by_hand() -> None:
     }
     found = spread("ddp", 1, **case)
     toy = Toy(rows=100, batch_norm=False, dropout=0.0)
-    model = draw_model(toy, 0).double()
+    model = init_model(toy, 0).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data, epochs = toy.open_data("train", 0), Epochs(Shuffle(), 100, 24, 0)
     for step in range(12):
@@ -141,7 +141,7 @@ def rehearse(made: type[nn.Module], strategy: Ddp | Dp, rows: int = 2, mean: boo
     program = strategy.setup(task, World(Place(slots=2)))
     data: Dataset = Rows(8, "train", -1)
     inputs, targets = data.fetch(torch.arange(rows).numpy(), 0)
-    program.rehearse(Batch(inputs, targets, torch.ones(rows), torch.arange(rows).numpy()))
+    program.warmup(Batch(inputs, targets, torch.ones(rows), torch.arange(rows).numpy()))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
-from dtf.model.error_context import misfits_named
+from dtf.model.error_context import name_failing_module
 from dtf.model.memory import Footprint
 from dtf.optim.optimizers import AdamW
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
@@ -192,7 +192,7 @@ SPLITS |= {"grouped": Split.local, "channels": Split.local, "back": Split.row, "
 def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split]) -> tuple[nn.Module, nn.Module]:
     """A model, whole and divided, with the same numbers and masks."""
     from dtf.distributed.sharding import local, offset
-    from dtf.model.microbatch import Masks
+    from dtf.model.microbatch import SeededDropout
     from dtf.strategies.tensor_modules import divide
 
     torch.manual_seed(0)
@@ -207,7 +207,7 @@ def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split])
             here = local(tensor)
             here.copy_(state[name][tuple(slice(at, at + n) for at, n in zip(offset(tensor), here.shape, strict=True))])
     for model in (whole, parts):
-        Masks(model, 0, torch.device("cpu")).enter(0, 0)
+        SeededDropout(model, 0, torch.device("cpu")).enter(0, 0)
     return whole, parts
 
 
@@ -298,8 +298,8 @@ def test_a_mask_is_cut_along_the_channels_or_the_layout_is_refused() -> None:
 def forgetful(rank: int, size: int) -> dict[str, Any]:
     """By kind of rematerialisation: gradients, and bytes that a block with both kinds of sums keeps for a row."""
     from dtf.distributed.sharding import local
-    from dtf.model.activation_checkpointing import rematerialise
-    from dtf.model.microbatch import Masks
+    from dtf.model.activation_checkpointing import apply_activation_checkpointing
+    from dtf.model.microbatch import SeededDropout
 
     def build() -> nn.Module:
         scattered = [
@@ -316,7 +316,7 @@ def forgetful(rank: int, size: int) -> dict[str, Any]:
     mesh, found = World(Place(rank=rank, size=size)).mesh({"tp": size}), {}
     for kind in Remat:
         _, parts = pair(mesh, build, {"1.0": Split.column, "1.2": Split.row_scatter, "1.4": Split.row})
-        rematerialise(parts, ["1"], kind, Masks(parts, 0, torch.device("cpu")))
+        apply_activation_checkpointing(parts, ["1"], kind, SeededDropout(parts, 0, torch.device("cpu")))
         kept = []
         # gloo's threads hold the tensors of a collective until they take up another: what is kept may look like more,
         # never like less
@@ -368,7 +368,7 @@ def test_what_is_in_no_table_and_no_class() -> None:
 
 def test_a_bad_id_is_not_blamed_on_the_layout() -> None:
     table = nn.Embedding(3, 2)
-    with pytest.raises(IndexError), misfits_named(table):
+    with pytest.raises(IndexError), name_failing_module(table):
         table(torch.tensor([3]))
 
 

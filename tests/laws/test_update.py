@@ -13,7 +13,7 @@ import torch
 
 from dtf.core.types import Box, State
 from dtf.optim.optimizers import Adam
-from dtf.optim.update import LocalUpdate, whole
+from dtf.optim.update import LocalUpdate, full_params
 from tests.support.harness import difference, reference, spread, variants
 from tests.support.ranks import ranks
 
@@ -115,7 +115,7 @@ def test_rows_count_the_steps_that_dense_adam_counts() -> None:
     state, told = State([], {}), []
     for first in (0, 3):
         model, tables = torch.nn.Linear(3, 2, bias=False), Counted()
-        update = LocalUpdate(whole(model, {"weight": model.weight.data}), Adam(), 0.0, 2.0**20, tables=tables)  # type: ignore[arg-type]
+        update = LocalUpdate(full_params(model, {"weight": model.weight.data}), Adam(), 0.0, 2.0**20, tables=tables)  # type: ignore[arg-type]
         if first:
             update.load(Stored(state))
         for step, value in enumerate((1.0, np.inf, 1.0), first):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dtf.runs.compare import Evidence
+from dtf.runs.compare import RecordedRun
 from tests.pserver.test_kill import bits, left
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def test_random_kills(
         )
         for order, seconds in done:
             waits["server" if int(order.split(":")[1]) < servers else "trainer"].append(float(seconds))
-        ids = Evidence.read(found.folder).ids
+        ids = RecordedRun.read(found.folder).ids
         for epoch in range(STEPS // 5):
             once = Counter(i for step in range(5 * epoch, 5 * epoch + 5) for rank in ids[step] for i in rank)
             assert once == Counter(range(100)), f"seed {seed}: {orders}: epoch {epoch}"

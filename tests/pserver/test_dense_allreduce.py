@@ -22,7 +22,7 @@ from dtf.pserver.net.messages import COUNT, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Refused
 from dtf.pserver.row_routing import Shelf, Shelves
 from dtf.pserver.server.rows_server import Lending
-from dtf.runs.compare import Evidence
+from dtf.runs.compare import RecordedRun
 from dtf.sparse.store import SparseTable
 from tests.laws.test_recovery import measurements
 from tests.laws.test_sharded_tables import ANY, RANGE
@@ -219,7 +219,7 @@ RUN = [
 
 
 def bits(folder: Path) -> dict[str, bytes]:
-    return {name: tensor.tobytes() for name, tensor in Evidence.read(folder).tensors.items()}
+    return {name: tensor.tobytes() for name, tensor in RecordedRun.read(folder).tensors.items()}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from dtf.api.strategy import Errand, Standing
+from dtf.api.strategy import RendezvousContext, RoleContext
 from dtf.core.errors import BusyError, ConfigError, PeerError
 from dtf.core.types import Place
 from dtf.pserver import discovery, session
@@ -21,9 +21,9 @@ from dtf.pserver.strategy import Pserver
 from tests.support.manual_start import TOKEN, endpoints
 
 
-def standing(wait: Callable[[], None] = lambda: None, said: list[str] | None = None) -> Standing:
+def standing(wait: Callable[[], None] = lambda: None, said: list[str] | None = None) -> RendezvousContext:
     """Of server 1 of two."""
-    return Standing(
+    return RendezvousContext(
         Place(rank=1, size=2, role="server", token=TOKEN, prefix="run/0"),
         Path(),
         "run",
@@ -70,7 +70,7 @@ def test_a_trainer_says_which_server_it_waits_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(session, "READY_S", 0.1)
     where, said = endpoints(2), list[str]()
     place = Place(rank=2, size=3, token=TOKEN)
-    errand = Errand(place, {"config": {}}, cast(Any, None), lambda phase, step: None, lambda: False, said.append)
+    errand = RoleContext(place, {"config": {}}, cast(Any, None), lambda phase, step: None, lambda: False, said.append)
     strategy = Pserver(endpoints=where, trainers=1, meet_timeout_s=0.3)
     trainer = session._ByHand(cast(Any, None), errand, strategy, 1, 0)
     monkeypatch.setattr(trainer._guest, "arrive", lambda *_: discovery.Told("run/0", "", "", "run", "host"))

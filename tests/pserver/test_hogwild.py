@@ -15,7 +15,7 @@ import torch
 
 from dtf.api.options import StepOptions
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Errand, Task
+from dtf.api.strategy import RoleContext, Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place
 from dtf.optim.optimizers import Sgd
@@ -44,7 +44,7 @@ def train(rank: int, size: int, **case: Any) -> dict[str, Any]:
     """As the harness, whose trainer processes are threads of one: what others draw at random there says nothing of a
     model.
     """
-    Computing.rehearse = lambda self, batch: None  # type: ignore[method-assign]
+    Computing.warmup = lambda self, batch: None  # type: ignore[method-assign]
     hogwild.END_S = 0.01  # a killed process waits for none of its threads
     return harness.train(rank, size, **case)
 
@@ -141,7 +141,7 @@ def test_an_answer_without_blocks_is_of_those_that_its_question_named() -> None:
         def start(self, method: str, data: bytes, deadline_s: float) -> Any:
             raise AssertionError("one server is called")
 
-    errand = Errand(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type,return-value]
+    errand = RoleContext(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type,return-value]
     strategy = Pserver(mode=Mode.async_)
     trainer = Trainer(TASK, errand, strategy, strategy.merging(), 1, 0, [Slow()])
     state, pulled = trainer._answers([b""], [old])
@@ -229,10 +229,10 @@ def test_a_model_that_draws_from_the_one_generator_is_refused(threads: int) -> N
     inputs, targets = Toy().open_data("train", 0).fetch(np.arange(4), 0)
     batch = Batch(inputs, targets, torch.ones(4), np.arange(4))
     if threads == 1:
-        made.rehearse(batch)
+        made.warmup(batch)
         return
     with pytest.raises(ConfigError, match=r"threads of strategy\.hogwild_threads share one generator"):
-        made.rehearse(batch)
+        made.warmup(batch)
 
 
 @slow

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dtf.runs.compare import Evidence
+from dtf.runs.compare import RecordedRun
 from tests.laws.test_recovery import RUN, measurements
 
 slow = pytest.mark.slow
@@ -31,12 +31,12 @@ THRICE = Counter(dict.fromkeys(range(100), 3))
 
 
 def bits(folder: Path) -> dict[str, bytes]:
-    return {name: tensor.tobytes() for name, tensor in Evidence.read(folder).tensors.items()}
+    return {name: tensor.tobytes() for name, tensor in RecordedRun.read(folder).tensors.items()}
 
 
 def visits(folder: Path) -> Counter[int]:
     """How often each sample was used in the first three epochs."""
-    ids = Evidence.read(folder).ids
+    ids = RecordedRun.read(folder).ids
     return Counter(i for step in ids if step < 15 for rank in ids[step] for i in rank)
 
 

@@ -378,7 +378,7 @@ def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         (manual_start.TRAINER_ID, "5"),
     ):
         monkeypatch.setenv(name, value)
-    alone = Pserver(trainers=3).alone()
+    alone = Pserver(trainers=3).external_process()
     assert alone
     assert (alone.role, alone.rank, alone.towards, alone.token) == ("server", 1, ("10.0.0.1", 4000), TOKEN)
     assert TOKEN not in repr(alone)
@@ -388,10 +388,10 @@ def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         ({"role": Role.trainer, "trainer_id": 2}, 4),
     ]
     for options, rank in cases:
-        alone = Pserver(trainers=3, **options).alone()
+        alone = Pserver(trainers=3, **options).external_process()
         assert alone
         assert alone.rank == rank
-    alone = Pserver(trainers=3, endpoints=["127.0.0.1:1"], server_id=0).alone()
+    alone = Pserver(trainers=3, endpoints=["127.0.0.1:1"], server_id=0).external_process()
     assert alone
     assert alone.towards == ("127.0.0.1", 1)
     assert Pserver(trainers=3).roles(9) == {"server": 2, "trainer": 3}
@@ -419,7 +419,7 @@ def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_what_makes_no_process_of_a_run(options: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
-        Pserver(**{"trainers": 1, **options}).alone()
+        Pserver(**{"trainers": 1, **options}).external_process()
 
 
 def test_what_is_for_those_started_by_hand_alone() -> None:

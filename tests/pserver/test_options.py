@@ -21,7 +21,7 @@ from dtf.core.errors import ConfigError, Exit
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan
-from dtf.engine.summary import overview
+from dtf.engine.summary import startup_table
 from dtf.pserver.manual_start import check_certificates
 from tests.conftest import Result
 from tests.pserver.test_rpc import certificate
@@ -104,7 +104,9 @@ def test_the_table_of_a_run_counts_processes_by_their_roles() -> None:
     # in mode async a step is one share
     program = cast(Program, SimpleNamespace(shares=1, micro_batch_rows=64, about=dict))
     world, plan = World(Place(size=2, slots=3, role="server", threads=2)), Plan(5, 1, 0, 0)
-    table = overview(composed.check(), composed.config, Path("run"), nn.Linear(2, 2), program, world, plan, [], 10, 10)
+    table = startup_table(
+        composed.check(), composed.config, Path("run"), nn.Linear(2, 2), program, world, plan, [], 10, 10
+    )
     assert table["strategy"] == "pserver servers=2 on 2 servers, 3 trainers, 2 threads a server"
     assert table["batch"].endswith(" over 1 share")
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from dtf.api.strategy import Errand, Task
+from dtf.api.strategy import RoleContext, Task
 from dtf.core.errors import AuthError, PeerError
 from dtf.core.types import Place
 from dtf.pserver import session
@@ -218,7 +218,7 @@ def test_servers_that_are_lost_for_good_are_waited_for_as_long_as_was_asked(monk
     monkeypatch.setattr(session, "Client", Gone)
     monkeypatch.setattr(session.Guest, "arrive", lambda *arguments: session.Told("epoch", "", "run", "id", "host"))
     monkeypatch.setattr(session, "work", lambda *arguments: arguments[-1][0].call("lease", b"", 1.0))
-    errand = Errand(Place(), {"config": {}}, lambda *arguments: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type, return-value]
+    errand = RoleContext(Place(), {"config": {}}, lambda *arguments: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type, return-value]
     strategy, begun = Pserver(endpoints=["127.0.0.1:1"], trainers=1, meet_timeout_s=0.3), time.monotonic()
     with pytest.raises(PeerError, match=r"within strategy\.meet_timeout_s=0\.3: lost server 0"):
         session._ByHand(cast(Task, None), errand, strategy, 1, 0).run()

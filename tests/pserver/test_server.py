@@ -40,7 +40,7 @@ from dtf.pserver.server.handlers import Desk
 from dtf.pserver.server.program import Serving
 from dtf.pserver.strategy import Pserver
 from dtf.sparse.row_optimizers import RowAdagrad
-from dtf.sparse.sharded_tables import dealt
+from dtf.sparse.sharded_tables import owner_of
 from tests.support.harness import PRECISIONS
 from tests.support.sparse_toy import Tabled
 from tests.support.toy import Toy
@@ -84,7 +84,7 @@ def learnt(made: Serving) -> bytes:
 def steps(made: Serving, count: int) -> None:
     for step in range(count):
         made.step(ticket(step), None)
-    made.settle()
+    made.sync()
 
 
 def in_order(count: int, mode: Mode = Mode.sync) -> bytes:
@@ -275,7 +275,7 @@ def refused(
     } | scalars
     arrays = {
         "dense": np.zeros(made.holdings.push_bytes, np.uint8),
-        "sums": np.zeros(1 + len(recipe.measures)),
+        "sums": np.zeros(1 + len(recipe.train_metrics)),
         "statistics": statistics,
         "rows": np.empty(0, np.int64),
     }
@@ -343,7 +343,7 @@ def test_a_push_of_rows_that_are_not_here_is_refused(ids: list[int]) -> None:
         assert refused(made, desk, recipe, statistics, [3, 5]) == ""
         made.holdings._world.size = 2
         assert [made.holdings.owns("ids", np.array([each])) for each in range(99)] == [
-            each == 0 for each in dealt(np.arange(99), 2)
+            each == 0 for each in owner_of(np.arange(99), 2)
         ]
 
 

@@ -75,7 +75,7 @@ class WrongShardOffset(Fsdp):
 
 def _silent(program: Any, name: str) -> Any:
     """One layer no longer talks to other ranks, from the first step on: the rehearsal would notice."""
-    rehearse = program.rehearse
+    rehearse = program.warmup
 
     def damaged(batch: Any) -> None:
         rehearse(batch)
@@ -84,7 +84,7 @@ def _silent(program: Any, name: str) -> Any:
             "Silent", (layer.__class__,), {"forward": lambda self, x: self._conv_forward(x, self.weight, None)}
         )
 
-    program.rehearse = damaged
+    program.warmup = damaged
     return program
 
 
@@ -109,10 +109,10 @@ class SkippedMicroBatch(Pipeline):
     """The last stage sends zeros back for one micro-batch."""
 
     def setup(self, task: Task, world: World) -> Program:
-        from dtf.strategies.pipeline.program import Pipelined
+        from dtf.strategies.pipeline.program import PipelineProgram
 
         program: Any = Pipeline.setup(self, task, world)
-        if isinstance(program, Pipelined):
+        if isinstance(program, PipelineProgram):
             link, sent = program._line.backward[0], []
             plain = link.send
 
@@ -161,7 +161,7 @@ class StaleAverage(Ddp):
 
     def setup(self, task: Task, world: World) -> Program:
         program = _ddp(self, task, world)
-        program.settle = lambda: None
+        program.sync = lambda: None
         return program
 
 

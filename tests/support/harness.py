@@ -31,7 +31,7 @@ from dtf.engine.clock import Plan, PlannedClock
 from dtf.engine.loop import Loop, fit
 from dtf.model.ema import averaged
 from dtf.model.forward import stand_ins
-from dtf.model.init import sketch
+from dtf.model.init import build_on_meta
 from dtf.model.pretrained import fitted, open_weights
 from dtf.runs.compare import in_order
 from dtf.strategies.pipeline import cost_model
@@ -105,7 +105,7 @@ def train(
     step = StepOptions(
         batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm, remat=Remat(remat), ema=ema
     )
-    start_from = fitted(open_weights(weights, "weights"), toy, sketch(toy), "weights")[0] if weights else None
+    start_from = fitted(open_weights(weights, "weights"), toy, build_on_meta(toy), "weights")[0] if weights else None
     stepper = averaged(lookup("optimizer", optimizer)(lr_factors=lr_factors or {}), ema)
     task = Task(
         toy,
@@ -153,13 +153,13 @@ def train(
     def rows(split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
         return Loader(*{"train": (training, epochs), "eval": (evaluation, eval_epochs)}[split], shard, micro_batch_rows)
 
-    def assist() -> Assistants | None:
+    def run_helper() -> Assistants | None:
         return Assistants(chosen, task, slots or size, rows, program, deaths) if several and rank == 0 else None
 
     first = next(iter(chosen.roles(1)))
-    assistants = assist() if first == "trainer" else None  # whoever computes asks them for rows
+    assistants = run_helper() if first == "trainer" else None  # whoever computes asks them for rows
     loader = rows("train", program.shard, program.micro_batch_rows)
-    program.rehearse(program.prepare(loader.get(0, 0)))
+    program.warmup(program.prepare(loader.get(0, 0)))
     state, carried = None, None
     if start:
         reader = Checkpointer(Path(start), Every(resume=start), world, "test", toy.objective, strategy)
@@ -169,7 +169,7 @@ def train(
         state, carried, source.scalars = source.scalars["clock"], source.scalars["window"], source.scalars["program"]
         program.load(source)
     world.barrier()  # all servers can be found
-    assistants = assistants or assist()
+    assistants = assistants or run_helper()
     clock = PlannedClock(
         Plan(steps, log_every, eval_every, save_every, objective=toy.objective), epochs, Constant(peak=0.1), state
     )
@@ -201,7 +201,7 @@ def train(
     )
     with suppress(Halt):
         fit(loop)
-    program.settle()
+    program.sync()
     left = program.state()
     for box in [*left.boxes, *_others(left)]:
         tensor = box.tensor if box.name.endswith("/ids") else box.tensor.double()

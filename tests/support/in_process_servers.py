@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtf.api.strategy import Errand, Program, Strategy, Task
+from dtf.api.strategy import Program, RoleContext, Strategy, Task
 from dtf.core.types import Place
 from dtf.pserver.net import shared_memory
 from dtf.pserver.net.codec import WireError
@@ -181,7 +181,7 @@ class Assistants:
         names = [role for role, count in others for _ in range(count)]
         self._strategy, self._task, self._program = strategy, task, program
         errands = [
-            Errand(
+            RoleContext(
                 Place(rank=rank, size=ranks.stop, role=role, slots=slots),
                 {},
                 open_rows,
@@ -195,7 +195,7 @@ class Assistants:
         for thread in self._threads:
             thread.start()
 
-    def _live(self, errand: Errand) -> None:
+    def _live(self, errand: RoleContext) -> None:
         torch.set_num_threads(1)
         random = Random(f"{self._deaths} {errand.place.rank}")
         try:
@@ -204,7 +204,7 @@ class Assistants:
                     random, self.chance if self._deaths is not None and life + 1 < self.lives else 0.0
                 )
                 try:
-                    return self._strategy.assist(self._task, errand)
+                    return self._strategy.run_helper(self._task, errand)
                 except Died:
                     self.died += 1
         except BaseException as error:  # noqa: BLE001

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from dtf.api.schema import fit_option, make_option
+from dtf.api.schema import build_option, coerce_option
 from dtf.api.strategy import Strategy
 from dtf.config.settings import Settings
 from dtf.core.types import Event
@@ -35,8 +35,9 @@ def launch(
     events: list[Event] = []
     settings = cast(Settings, SimpleNamespace(strategy=strategy or Ddp()))
     run = Run(folder, unique_id(), {"launcher": os.getpid(), "strategy": {"name": "ddp"}, **(config or {})}, settings)
-    launcher: Local = make_option(
-        "launcher", fit_option("launcher", {"name": "local", "processes": 2, "devices": "cpu", **options}, "launcher")
+    launcher: Local = build_option(
+        "launcher",
+        coerce_option("launcher", {"name": "local", "processes": 2, "devices": "cpu", **options}, "launcher"),
     )
     code = launcher.launch(run, events.append, entry)
     return Launched(code, events, folder)

@@ -50,7 +50,7 @@ class FrontToy(Recipe):
     steps: list[float] = option(factory=lambda: [0.5, 1.0], doc="numbers")
 
     @property
-    def measures(self) -> tuple[str, ...]:
+    def train_metrics(self) -> tuple[str, ...]:
         return ("loss",)
 
     @property

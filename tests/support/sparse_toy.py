@@ -32,7 +32,7 @@ class Tabled(Recipe):
     unmet: bool = option(default=False, doc="whether the ids of the second table are missing in all training rows")
 
     @property
-    def measures(self) -> tuple[str, ...]:
+    def train_metrics(self) -> tuple[str, ...]:
         return ("loss",)
 
     @property

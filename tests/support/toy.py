@@ -29,7 +29,7 @@ class Toy(Recipe):
     bad_row: int = option(default=-1, doc="a training row whose input is infinite; -1: none")
 
     @property
-    def measures(self) -> tuple[str, ...]:
+    def train_metrics(self) -> tuple[str, ...]:
         return ("loss", "top1")
 
     @property

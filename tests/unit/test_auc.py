@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtf.distributed.world import World
 from dtf.model import auc as ranking
-from dtf.model.auc import Ranking, auc, grouped_auc
+from dtf.model.auc import AucEvaluator, auc, grouped_auc
 from tests.support.ranks import ranks
 
 SCORES = st.one_of(st.floats(-30, 30, width=32), st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5]))  # ties are likely
@@ -86,7 +86,7 @@ def test_groups_cost_no_call_each(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(ROWS)
 def test_a_histogram_is_within_the_bound_it_tells(rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     scores, clicked, _ = rows
-    judge = Ranking(ranking.EXACT_ROWS + 1)
+    judge = AucEvaluator(ranking.EXACT_ROWS + 1)
     columns = [torch.from_numpy(column.astype(np.float32)) for column in (scores, clicked)]
     judge.add(torch.stack([*columns, torch.ones(len(scores))], 1))
     judge.add(torch.tensor([[3.0, 1.0, 0.0]]))  # padding
@@ -99,7 +99,7 @@ def test_a_histogram_of_many_is_close() -> None:
     random = np.random.default_rng(0)
     clicked = random.random(200_000) < 0.2
     scores = (random.standard_normal(200_000) + clicked).astype(np.float32)
-    judge = Ranking(ranking.EXACT_ROWS + 1)
+    judge = AucEvaluator(ranking.EXACT_ROWS + 1)
     for part in np.array_split(np.arange(200_000), 7):
         judge.add(torch.from_numpy(np.stack([scores[part], clicked[part], np.ones(len(part))], 1)))
     found = judge.values(Alone())
@@ -108,7 +108,7 @@ def test_a_histogram_of_many_is_close() -> None:
 
 @pytest.mark.parametrize("rows", [10, ranking.EXACT_ROWS + 1])
 def test_a_score_that_is_no_number_leaves_no_area(rows: int) -> None:
-    judge = Ranking(rows)
+    judge = AucEvaluator(rows)
     judge.add(torch.tensor([[0.1, 1.0, 1.0], [torch.nan, 0.0, 1.0], [torch.inf, 0.0, 1.0]]))
     assert np.isnan(judge.values(Alone())["auc"])
 
@@ -124,7 +124,7 @@ def test_bins_are_in_the_order_of_scores() -> None:
 
 def rank_part(rank: int, size: int, exact: bool, grouped: bool) -> dict[str, float]:
     """What one rank of several is told: the last has no rows, others uneven shares and padding."""
-    judge = Ranking(0 if exact else ranking.EXACT_ROWS + 1, grouped)
+    judge = AucEvaluator(0 if exact else ranking.EXACT_ROWS + 1, grouped)
     part = rows_of(grouped)[rank :: max(1, size - 1)] if rank < max(1, size - 1) else None
     if part is not None:
         judge.add(torch.cat([part, part[:1] * torch.tensor([1.0, 1.0, 0.0, 1.0])[: part.shape[1]]]))

@@ -12,7 +12,7 @@ import pytest
 from dtf.api.registry import lookup, registered
 from dtf.api.schema import unset
 from dtf.config.compose import Composed, Composer, compose
-from dtf.config.settings import GROUPS, typed
+from dtf.config.settings import GROUPS, parse_settings
 from dtf.core.errors import ConfigError, DataError
 
 PLUGIN = "plugins=[tests.support.own_parts]"
@@ -86,7 +86,7 @@ def test_every_recipe_goes_with_other_options(composer: Composer, end: int) -> N
 def test_config_is_plain_and_rebuilds_in_a_rank(composer: Composer) -> None:
     composed = composer.compose(["train.steps=3", PLUGIN, "strategy=front_mine", "strategy.extra=4"])
     config = json.loads(json.dumps(composed.config))
-    settings = typed(config)
+    settings = parse_settings(config)
     assert settings == composed.settings
     assert config["plugins"] == ["tests.support.own_parts"]
     assert settings.strategy == lookup("strategy", "front_mine")(extra=4)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtf.api.registry import registered
-from dtf.api.schema import fit_option, option_node
+from dtf.api.schema import coerce_option, option_node
 from dtf.config.compose import Composer, compose
 from dtf.config.settings import GROUPS, load_parts
 from dtf.core.errors import ConfigError
@@ -183,7 +183,7 @@ def test_threads_of_one_process_are_counted_together(composer: Composer) -> None
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group in GROUPS for name in registered(group)])
 def test_every_default_is_in_its_range(group: str, name: str) -> None:
     node = option_node(group, name)
-    assert fit_option(group, node, group) == node
+    assert coerce_option(group, node, group) == node
 
 
 @pytest.mark.parametrize(

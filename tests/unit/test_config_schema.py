@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtf.api.registry import option
-from dtf.api.schema import UNSET, KeyProblem, fit, keys, make, node, to_plain, unset
+from dtf.api.schema import UNSET, KeyProblem, build, coerce, keys, node, to_plain, unset
 from dtf.core.errors import ConfigError
 
 
@@ -65,11 +65,11 @@ class Tree:
     ],
 )
 def test_fits(hint: Any, value: object, fitted: object, typed: object) -> None:
-    plain = fit(hint, value, "key")
+    plain = coerce(hint, value, "key")
     assert (plain, type(plain)) == (fitted, type(fitted))
     assert json.loads(json.dumps(plain)) == plain
     if plain != UNSET:
-        assert make(hint, plain) == typed
+        assert build(hint, plain) == typed
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_fits(hint: Any, value: object, fitted: object, typed: object) -> None:
 )
 def test_refused(hint: Any, value: object, said: str) -> None:
     with pytest.raises(KeyProblem) as caught:
-        fit(hint, value, "key")
+        coerce(hint, value, "key")
     assert said in str(caught.value)
     assert caught.value.key.startswith("key")
     assert str(caught.value).isprintable()
@@ -140,7 +140,7 @@ class Bounded:
 )
 def test_numbers_stay_in_their_range(given: dict[str, Any], said: str) -> None:
     try:
-        fit(Bounded, given, "")
+        coerce(Bounded, given, "")
         refused = ""
     except KeyProblem as problem:
         refused = str(problem)
@@ -150,11 +150,12 @@ def test_numbers_stay_in_their_range(given: dict[str, Any], said: str) -> None:
 def test_a_class_there_and_back() -> None:
     default = node(Tree)
     assert unset(default) == ["must"]
-    tree = make(
-        Tree, fit(Tree, {**default, "must": 3, "maybe": {"size": 2}, "leaves": [{"size": 5}], "by_name": {"x": {}}}, "")
+    tree = build(
+        Tree,
+        coerce(Tree, {**default, "must": 3, "maybe": {"size": 2}, "leaves": [{"size": 5}], "by_name": {"x": {}}}, ""),
     )
     assert tree == Tree(must=3, maybe=Leaf(size=2), leaves=[Leaf(size=5)], by_name={"x": Leaf()})
-    assert fit(Tree, to_plain(tree), "") == to_plain(tree)
+    assert coerce(Tree, to_plain(tree), "") == to_plain(tree)
 
 
 def test_default_nodes_are_not_shared() -> None:
@@ -176,11 +177,11 @@ PLAIN = st.recursive(
 @given(PLAIN)
 def test_anything_fits_or_is_a_key_problem(value: object) -> None:
     try:
-        fitted = fit(Tree, value, "")
+        fitted = coerce(Tree, value, "")
     except KeyProblem:
         return
     if not unset(fitted):
-        assert to_plain(make(Tree, fitted)) == fitted
+        assert to_plain(build(Tree, fitted)) == fitted
 
 
 def test_types_no_config_can_hold_are_refused() -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dtf.core.errors import ConfigError
-from dtf.model.init import sketch
+from dtf.model.init import build_on_meta
 from dtf.strategies.pipeline.cost_model import count, measure
-from dtf.strategies.pipeline.graph_split import Chain
+from dtf.strategies.pipeline.graph_split import GraphSplit
 from dtf.strategies.pipeline.partition import Cost
 from tests.unit.test_graph_split import Resnet
 
@@ -54,9 +54,9 @@ WORDS = {"ids": torch.full((4, 3), 49), "offset": torch.zeros(4, 2)}
 WIDE = [["a"], ["b"], ["c"], ["d"]]
 
 
-def wide() -> Chain:
+def wide() -> GraphSplit:
     with torch.device("meta"):
-        return Chain(Wide(), WIDE)
+        return GraphSplit(Wide(), WIDE)
 
 
 def sizes(costs: list[Cost]) -> list[tuple[int, int, int]]:
@@ -79,8 +79,8 @@ def test_operations_and_bytes_are_those_on_paper() -> None:
 @pytest.mark.parametrize(("fine", "autocast"), [(False, None), (True, torch.bfloat16)])
 def test_counting_finds_the_bytes_that_measuring_finds(fine: bool, autocast: torch.dtype | None) -> None:
     recipe = Resnet("resnet8")
-    model = sketch(recipe)
-    chain, sample = Chain(model, recipe.layout(model).blocks, fine), torch.randn(4, 3, 16, 16)
+    model = build_on_meta(recipe)
+    chain, sample = GraphSplit(model, recipe.layout(model).blocks, fine), torch.randn(4, 3, 16, 16)
     counted, measured = (
         sizes(count(chain, sample, state_bytes, autocast)),
         sizes(measure(chain, sample, state_bytes, autocast, seconds=0)),
@@ -116,7 +116,7 @@ def test_more_work_takes_more_time() -> None:
 def test_integers_and_inputs_by_name(look: Any) -> None:
     """Embedding ids need no gradient; one input goes on to the second block."""
     with torch.device("meta"):
-        chain = Chain(Words(between=False), [["table"], ["top"]])
+        chain = GraphSplit(Words(between=False), [["table"], ["top"]])
     found = look(chain, WORDS, state_bytes)
     assert [cost.name for cost in found] == ["table", "top"]
     assert found[0].boundary_bytes == 4 * 4 * 8 + 4 * 4 * 2
@@ -124,7 +124,7 @@ def test_integers_and_inputs_by_name(look: Any) -> None:
 
 @pytest.mark.parametrize("look", [measure, count])
 def test_only_tensors_cross_cuts(look: Any) -> None:
-    chain = Chain(Words(between=True), [["table"], ["top"]])
+    chain = GraphSplit(Words(between=True), [["table"], ["top"]])
     with pytest.raises(
         ConfigError,
         match="cannot be cut after block table: only tensors can be sent on, what is used after it is .*int",
@@ -144,7 +144,7 @@ class Eager(nn.Module):
 
 
 def test_a_block_that_cannot_run_by_itself_is_named() -> None:
-    chain = Chain(nn.Sequential(nn.Linear(3, 3), Eager()), [["0"], ["1"]])
+    chain = GraphSplit(nn.Sequential(nn.Linear(3, 3), Eager()), [["0"], ["1"]])
     with pytest.raises(ConfigError, match="block 1 does not run by itself on cpu: a leaf Variable"):
         measure(chain, torch.zeros(2, 3), state_bytes)
 

@@ -18,7 +18,7 @@ from dtf.api.schema import option_node
 from dtf.config.compose import compose
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
-from dtf.model.init import draw_model, layout_of
+from dtf.model.init import init_model, layout_of
 from dtf.recipes.ctr.data import Ids, LogOptions
 from dtf.recipes.ctr.grouped import Grouped
 from dtf.recipes.ctr.model import (
@@ -33,7 +33,7 @@ from dtf.recipes.ctr.model import (
     XDeepFM,
 )
 from dtf.recipes.ctr.recipe import ClickLog, Kind, ModelOptions, Place, Structure
-from dtf.strategies.pipeline.graph_split import Chain
+from dtf.strategies.pipeline.graph_split import GraphSplit
 from tests.support.ctr_toy import FIELDS, SIZE, CtrToy, Drawn, DrawnOptions, options
 from tests.support.harness import difference, reference, spread, variants
 
@@ -44,7 +44,7 @@ def drawn(kind: Kind, **more: Any) -> nn.Module:
     """A model in fp64 and evaluation mode, biases and running averages anything but zero."""
     recipe = CtrToy(kind=kind.name)
     recipe.model = options(kind, **more)
-    model = draw_model(recipe, 0).double().eval()
+    model = init_model(recipe, 0).double().eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.is_floating_point() and tensor.dim() == 1:
@@ -198,7 +198,7 @@ def test_every_layer_is_a_block(kind: Kind) -> None:
     """A pipeline can cut before each of them."""
     model = drawn(kind)
     blocks = layout_of(CtrToy(kind=kind.name), model).blocks
-    assert len(Chain(model, blocks)) == len(blocks) >= (2 if kind in (Kind.lr, Kind.fm) else 4)
+    assert len(GraphSplit(model, blocks)) == len(blocks) >= (2 if kind in (Kind.lr, Kind.fm) else 4)
 
 
 CASE = {"plugin": "tests.support.ctr_toy", "steps": 4, "eval_every": 2, "optimizer": "adam"}
@@ -327,7 +327,7 @@ def test_measures_by_hand() -> None:
     losses = -np.log([1 - chances[0], chances[1], chances[2]])
     found = recipe.summarise(recipe.measure(logits, batch, recipe.loss(logits, clicks)).tolist())
     assert found == pytest.approx({"loss": losses.mean(), "calibration": chances.sum() / 2}, rel=1e-6)
-    assert recipe.judged(logits, batch).tolist() == [[0, 0, 1], [2, 1, 1], [-1, 1, 1], [5, 0, 0]]
+    assert recipe.eval_outputs(logits, batch).tolist() == [[0, 0, 1], [2, 1, 1], [-1, 1, 1], [5, 0, 0]]
 
 
 def test_groups_come_with_the_targets() -> None:
@@ -340,7 +340,7 @@ def test_groups_come_with_the_targets() -> None:
         given["ids"][:, 1].double()
     )
     batch = Batch(given, targets, torch.ones(6), np.arange(6))
-    assert recipe.judged(torch.zeros(6), batch)[:, 3].equal(targets[:, 1]) and recipe.loss(
+    assert recipe.eval_outputs(torch.zeros(6), batch)[:, 3].equal(targets[:, 1]) and recipe.loss(
         torch.zeros(6), targets
     ).shape == (6,)
     assert len(data) == len(plain) and data.fingerprint() != plain.fingerprint()

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
-from dtf.model.init import draw_model, sketch
-from dtf.model.microbatch import Masks, RunningStatistics
+from dtf.model.init import build_on_meta, init_model
+from dtf.model.microbatch import BatchNormStatistics, SeededDropout
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, Stem
-from dtf.strategies.pipeline.graph_split import Chain
+from dtf.strategies.pipeline.graph_split import GraphSplit
 from tests.support.toy import Toy
 
 
@@ -93,7 +93,7 @@ class Resnet(ResnetShapes):
 
 
 def of_recipe(recipe: Recipe, sample: Tensor) -> tuple[nn.Module, Sequence[Sequence[str]], Tensor]:
-    model = draw_model(recipe, 0)
+    model = init_model(recipe, 0)
     return model, recipe.layout(model).blocks, sample
 
 
@@ -156,14 +156,14 @@ def cuts(count: int) -> Iterator[list[int]]:
 def test_any_cut_computes_the_same(name: str, fine: bool) -> None:
     """Outputs, gradients and running averages, bit for bit; with dropout, whose layers keep their names."""
     model, blocks, sample = CASES[name]()
-    chain = Chain(model, blocks, fine)
+    chain = GraphSplit(model, blocks, fine)
     before = {key: value.clone() for key, value in model.state_dict().items()}
 
     def result(stages: list[nn.Module]) -> Any:
         model.load_state_dict(before)
         model.zero_grad()
         for stage in stages:
-            Masks(stage, 5, torch.device("cpu")).enter(1, 2)
+            SeededDropout(stage, 5, torch.device("cpu")).enter(1, 2)
         return run(stages, sample)
 
     whole = result([model])
@@ -179,7 +179,7 @@ def test_segments_share_out_the_model(name: str, fine: bool) -> None:
     saved.
     """
     model, blocks, _ = CASES[name]()
-    chain = Chain(model, blocks, fine)
+    chain = GraphSplit(model, blocks, fine)
     segments = [chain.segment(i, i + 1) for i in range(len(chain))]
     for names in (nn.Module.named_parameters, nn.Module.named_buffers):
         parts = [pair for segment in segments for pair in names(segment)]
@@ -196,9 +196,15 @@ def test_segments_share_out_the_model(name: str, fine: bool) -> None:
 
 def test_blocks_are_named_after_their_modules() -> None:
     recipe = Resnet("resnet8")
-    model = sketch(recipe)
-    assert Chain(model, recipe.layout(model).blocks).names == ["conv1+bn1", "layer1.0", "layer2.0", "layer3.0", "fc"]
-    assert Chain(model, recipe.layout(model).blocks, fine=True).names[:3] == [
+    model = build_on_meta(recipe)
+    assert GraphSplit(model, recipe.layout(model).blocks).names == [
+        "conv1+bn1",
+        "layer1.0",
+        "layer2.0",
+        "layer3.0",
+        "fc",
+    ]
+    assert GraphSplit(model, recipe.layout(model).blocks, fine=True).names[:3] == [
         "conv1+bn1",
         "layer1.0.conv1+bn1",
         "layer1.0.conv2+bn2",
@@ -207,8 +213,8 @@ def test_blocks_are_named_after_their_modules() -> None:
 
 def test_a_fine_cut_divides_blocks_between_convolutions() -> None:
     recipe = Resnet("resnet50")
-    model = sketch(recipe)
-    names = Chain(model, recipe.layout(model).blocks, fine=True).names
+    model = build_on_meta(recipe)
+    names = GraphSplit(model, recipe.layout(model).blocks, fine=True).names
     assert len(names) == sum(isinstance(module, nn.Conv2d | nn.Linear) for module in model.modules())
     assert {"layer2.0.downsample.0+1", "layer4.2.conv3+bn3"} <= set(names)
 
@@ -218,7 +224,7 @@ def test_the_model_stays_as_it_is() -> None:
     norm, dropout = model.get_submodule("1"), model.get_submodule("3")
     dropout.eval()
     modes, keys = [module.training for module in model.modules()], set(vars(model))
-    chain = Chain(model, blocks)
+    chain = GraphSplit(model, blocks)
     assert [module.training for module in model.modules()] == modes and set(vars(model)) == keys
     segment = chain.segment(0, 1)
     assert segment.eval()(sample)[0].equal(segment(sample)[0])  # no dropout
@@ -227,16 +233,16 @@ def test_the_model_stays_as_it_is() -> None:
 
 def test_layers_are_found_in_segments_by_their_names() -> None:
     model, blocks, _ = CASES["toy"]()
-    segment = Chain(model, blocks).segment(0, 1)
-    Masks(segment, 0, torch.device("cpu"))
+    segment = GraphSplit(model, blocks).segment(0, 1)
+    SeededDropout(segment, 0, torch.device("cpu"))
     assert type(segment.get_submodule("3")).__name__ == "SeededDropout"
-    assert RunningStatistics(segment).counters() == {"1.num_batches_tracked": 0}
+    assert BatchNormStatistics(segment).counters() == {"1.num_batches_tracked": 0}
 
 
 def test_a_chain_of_a_sketch_can_be_filled_in_place() -> None:
     recipe = Resnet("resnet8")
-    model = sketch(recipe)
-    segment = Chain(model, recipe.layout(model).blocks).segment(1, 3)
+    model = build_on_meta(recipe)
+    segment = GraphSplit(model, recipe.layout(model).blocks).segment(1, 3)
     segment.to_empty(device="cpu")
     assert {p.device.type for p in segment.parameters()} == {"cpu"} and model.get_parameter("fc.weight").is_meta
 
@@ -311,7 +317,7 @@ def test_what_would_change_when_cut_is_refused(case: str) -> None:
     model = make()
     keys = set(vars(model))
     with pytest.raises(ConfigError) as caught:
-        Chain(model, blocks)
+        GraphSplit(model, blocks)
     assert words in str(caught.value)
     assert model.training and set(vars(model)) == keys
 
@@ -319,4 +325,4 @@ def test_what_would_change_when_cut_is_refused(case: str) -> None:
 def test_a_block_that_asks_for_values_can_be_cut_around_but_not_inside() -> None:
     model, blocks, _ = CASES["towers"]()
     with pytest.raises(ConfigError, match="cannot be followed: .* inside of blocks; cut only between them"):
-        Chain(model, blocks, fine=True)
+        GraphSplit(model, blocks, fine=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtf.api.optimizer import Optimizer
 from dtf.api.registry import registered
-from dtf.api.schema import fit_option, make_option
+from dtf.api.schema import build_option, coerce_option
 from dtf.core.errors import ConfigError
 from dtf.optim.optimizers import Lars
 
@@ -20,7 +20,7 @@ LRS = [0.1, 0.2, 0.05, 0.1, 0.3, 0.1, 0.1, 0.02, 0.5, 0.1]
 
 
 def make(name: str, **options: object) -> Optimizer:
-    optimizer: Optimizer = make_option("optimizer", fit_option("optimizer", {"name": name, **options}, "optimizer"))
+    optimizer: Optimizer = build_option("optimizer", coerce_option("optimizer", {"name": name, **options}, "optimizer"))
     optimizer.check()
     return optimizer
 

@@ -8,7 +8,7 @@ import torchvision
 from torch import nn
 
 from dtf.core.errors import ConfigError
-from dtf.model.init import draw_model
+from dtf.model.init import init_model
 from dtf.recipes.resnet.recipe import BASIC, SMALL, Arch, ModelOptions, ResnetShapes, Stem
 
 LARGE = [arch for arch in Arch if arch not in SMALL]
@@ -99,7 +99,7 @@ def test_no_convolution_before_a_normalisation_has_a_bias(arch: Arch) -> None:
 @pytest.mark.parametrize(("arch", "stem"), [(Arch.resnet20, Stem.cifar), (Arch.resnet18, Stem.imagenet)])
 def test_drawn_tensors_are_distributed_as_torchvision_draws_them(arch: Arch, stem: Stem) -> None:
     # raises when a tensor is left at NaN
-    ours = draw_model(recipe(arch=arch, stem=stem, classes=10), seed=3).state_dict()
+    ours = init_model(recipe(arch=arch, stem=stem, classes=10), seed=3).state_dict()
     torch.manual_seed(0)
     theirs = recipe(arch=arch, stem=stem, classes=10).build_model()
     for module in theirs.modules():  # the rules of torchvision's ResNet.__init__, which the small networks never ran
@@ -142,7 +142,7 @@ def test_zero_init_residual_silences_the_last_normalisation_of_every_block(arch:
 
 
 def test_the_seed_and_the_name_of_a_module_decide_what_is_drawn() -> None:
-    one, same, other = (draw_model(recipe(arch=Arch.resnet8), seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (init_model(recipe(arch=Arch.resnet8), seed).state_dict() for seed in (1, 1, 2))
     assert all(one[name].equal(same[name]) for name in one)
     assert not one["conv1.weight"].equal(other["conv1.weight"])
     assert not one["layer1.0.conv1.weight"].equal(one["layer1.0.conv2.weight"])

@@ -14,7 +14,7 @@ import torch
 from dtf.config.compose import compose
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Batch
-from dtf.model.init import draw_model
+from dtf.model.init import init_model
 from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetFolder, ResnetShapes, ShapesOptions
 
 
@@ -72,7 +72,7 @@ def test_the_loss_is_the_cross_entropy_of_each_row() -> None:
 
 def test_measures_count_rows_of_weight_one_alone() -> None:
     recipe = ResnetShapes()
-    assert recipe.measures == ("loss", "top1", "top5") and recipe.objective == ("top1", "max")
+    assert recipe.train_metrics == ("loss", "top1", "top5") and recipe.objective == ("top1", "max")
     outputs = torch.arange(8.0).repeat(4, 1)
     values = measured(recipe, outputs, torch.tensor([7, 3, 2, 7]), torch.tensor([1.0, 1.0, 1.0, 0.0]))
     assert values["top1"] == pytest.approx(1 / 3) and values["top5"] == pytest.approx(2 / 3)
@@ -81,7 +81,7 @@ def test_measures_count_rows_of_weight_one_alone() -> None:
 
 def test_few_classes_have_no_top5() -> None:
     recipe = ResnetShapes(model=ModelOptions(classes=5))
-    assert set(measured(recipe, torch.eye(5), torch.arange(5))) == set(recipe.measures) == {"loss", "top1"}
+    assert set(measured(recipe, torch.eye(5), torch.arange(5))) == set(recipe.train_metrics) == {"loss", "top1"}
     assert measured(recipe, torch.eye(5), torch.arange(5))["top1"] == 1.0
 
 
@@ -140,7 +140,7 @@ def test_drawn_shapes_can_be_learnt(one_thread: None) -> None:
         model=ModelOptions(arch=Arch.resnet8, classes=3), data=ShapesOptions(pixels=16, train_rows=512, eval_rows=120)
     )
     torch.manual_seed(0)
-    network = draw_model(recipe, seed=0).train()
+    network = init_model(recipe, seed=0).train()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     train, held_out = recipe.open_data("train", 0), recipe.open_data("eval", 0)
     for step in range(72):

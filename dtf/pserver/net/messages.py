@@ -130,7 +130,7 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
 
 
 def report_schemas() -> tuple[Schema, Schema]:
-    """Of REPORT: an evaluation batch's `sums` (M,) and, where the recipe judges rows, `judged` (R, K)."""
+    """Of REPORT: an evaluation batch's `sums` (M,) and, where the recipe judges rows, `eval_outputs` (R, K)."""
     return Schema(
         {"trainer": int, "step": int, "part": int, "unread": int}, {"sums": SUMS, "judged": Array(2, REAL)}
     ), Schema({}, {})

@@ -16,7 +16,7 @@ from dtf.api.strategy import Source, Task
 from dtf.core.errors import DataError
 from dtf.core.types import Box, Place, Train
 from dtf.distributed.world import World
-from dtf.model.init import sketch
+from dtf.model.init import build_on_meta
 from dtf.pserver.net.compression import FORMATS, rounded
 from dtf.pserver.net.messages import ANY, NONE
 from dtf.pserver.param_slices import lay_out, travelling
@@ -71,7 +71,7 @@ class Replay:
             assert source is not None
             holdings.load(source)
         found = lay_out(
-            sketch(task.recipe),
+            build_on_meta(task.recipe),
             task.precision,
             self._servers,
             strategy.slice_parameters,

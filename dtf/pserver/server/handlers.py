@@ -36,7 +36,7 @@ class Desk:
     def __init__(self, serving: Serving, task: Task, facts: dict[str, Any], rank: int, lease_s: float) -> None:
         self._serving, self._facts, self._lease_s = serving, facts, lease_s
         self._names = list(task.recipe.tables())
-        self._leads, self._measures = rank == 0, 1 + len(task.recipe.measures)
+        self._leads, self._measures = rank == 0, 1 + len(task.recipe.train_metrics)
         self._hello, self._lease = messages.hello_schemas(), messages.lease_schemas()
         self._exchange, self._report = messages.exchange_schemas(task.recipe), messages.report_schemas()
         self.handlers: dict[str, Callable[[bytes], bytes]] = {EXCHANGE: self.exchange}

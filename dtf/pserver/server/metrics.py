@@ -13,7 +13,7 @@ from dtf.pserver.push import Push
 
 
 class Tally:
-    """Sums since they were last told. `measures`: M, see `types.StepOutput`."""
+    """Sums since they were last told. `train_metrics`: M, see `types.StepOutput`."""
 
     def __init__(self, measures: int) -> None:
         self._measures = measures

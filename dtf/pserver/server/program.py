@@ -77,7 +77,7 @@ class Serving(Program):
         self._last = -1  # step that was opened last
         self.version = -1  # first step whose update is not whole
         self.dropped = 0  # pushes that came again
-        self._measures = 1 + len(task.recipe.measures)
+        self._measures = 1 + len(task.recipe.train_metrics)
         self.tally = Tally(self._measures)
         self.failure: BaseException | None = None
         self.stopping = False  # a trainer was told to stop
@@ -112,11 +112,11 @@ class Serving(Program):
 
     def rest(self) -> StepOutput:
         if self._merging.exact:
-            self.settle()
+            self.sync()
         self.holdings.refuse_overfull()
         return self.tally.told()
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         with self.change:
             self._open()
         self._advance(lambda: not self._waiting)
@@ -158,8 +158,8 @@ class Serving(Program):
         judged = [rows for _, rows in reports if rows is not None]
         return Evaluated(torch.stack([sums for sums, _ in reports]).sum(0), torch.cat(judged) if judged else None)
 
-    def use_averages(self, on: bool) -> None:
-        self.holdings.use_averages(on)
+    def swap_ema(self, on: bool) -> None:
+        self.holdings.swap_ema(on)
 
     def state(self) -> State:
         return self.holdings.state()

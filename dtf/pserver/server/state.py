@@ -19,9 +19,9 @@ from dtf.api.sampler import cut, share
 from dtf.api.strategy import Source, Task
 from dtf.core.types import Memory, Shard, State, Train
 from dtf.distributed.world import World
-from dtf.model.init import cast_model, draw_model
-from dtf.model.microbatch import RunningStatistics
-from dtf.optim.update import LocalUpdate, Piece, made
+from dtf.model.init import cast, init_model
+from dtf.model.microbatch import BatchNormStatistics
+from dtf.optim.update import LocalUpdate, ParamShard, update_applied
 from dtf.pserver.net.compression import FORMATS
 from dtf.pserver.net.messages import ANY, NONE
 from dtf.pserver.param_slices import balance, fields, lay_out, travelling, views
@@ -29,7 +29,7 @@ from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull, Recorder
 from dtf.pserver.row_routing import Given, shelves_of
 from dtf.pserver.server.sync_modes import Merging
-from dtf.sparse.sharded_tables import dealt
+from dtf.sparse.sharded_tables import owner_of
 from dtf.strategies.spmd import buffers, load_buffers
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ Tickets = Mapping[int, Sequence[Train]]
 class Part:
     """What a server has of the model beside blocks: buffers and their averages. See `spmd.Part`."""
 
-    def __init__(self, model: nn.Module, statistics: RunningStatistics) -> None:
+    def __init__(self, model: nn.Module, statistics: BatchNormStatistics) -> None:
         self.model, self.statistics = model, statistics
 
 
@@ -63,8 +63,8 @@ class Holdings:
             shares,
             micro_batch_rows,
         )
-        model = draw_model(task.recipe, task.seed, task.weights)
-        masters = cast_model(model, task.precision, world.device)
+        model = init_model(task.recipe, task.seed, task.weights)
+        masters = cast(model, task.precision, world.device)
         layouts = lay_out(
             model, task.precision, world.size, strategy.slice_parameters, strategy.min_block, strategy.placement
         )
@@ -94,7 +94,7 @@ class Holdings:
         for parameter in model.parameters():
             parameter.data = parameter.data.new_zeros(0)  # the blocks have it now
         self._fields, self._field_bytes = fields(self.layout, task.optimizer)
-        self._part = Part(model, RunningStatistics(model, task.step.ema))
+        self._part = Part(model, BatchNormStatistics(model, task.step.ema))
         model.train()
         self._norm: Tensor | None = None  # of the update being made, where trainers know it
         self.lock = threading.Lock()  # of the state
@@ -141,7 +141,7 @@ class Holdings:
         elif not finite and self._arriving:
             torch._foreach_mul_(self._arriving, float("nan"))  # which the norm tells all servers
         known = self._update.apply(ticket.step, ticket.lr)
-        whole = bool(made(known))
+        whole = bool(update_applied(known))
         if whole and self._norm is not None and len(pushes) > 1:
             known = torch.tensor([float("nan"), 1.0], dtype=torch.float64)  # that of the sum is known to nobody
         self._norm = None
@@ -311,7 +311,7 @@ class Holdings:
         """Whether all rows of these ids may be on this server."""
         size = self._task.recipe.tables()[name].size
         if not len(ids) or (ids.min() >= 0 and (not size or ids.max() < size)):
-            return self._world.size == 1 or bool((dealt(ids, self._world.size) == self._world.rank).all())
+            return self._world.size == 1 or bool((owner_of(ids, self._world.size) == self._world.rank).all())
         return False
 
     @property
@@ -326,11 +326,11 @@ class Holdings:
 
     # ------------------------------------------------------------ as a program's state
 
-    def use_averages(self, on: bool) -> None:
+    def swap_ema(self, on: bool) -> None:
         """See `strategy.Program`."""
         with self.lock:
-            self._update.use_averages(on)
-            self._part.statistics.use_averages(on)
+            self._update.swap_ema(on)
+            self._part.statistics.swap_ema(on)
             self.stamp += 1
 
     def state(self) -> State:
@@ -357,7 +357,7 @@ class Holdings:
         """See `strategy.Program`."""
         return self._update.skipped() + self._skipped
 
-    def _pieces(self, masters: Mapping[str, Tensor]) -> dict[str, Piece]:
+    def _pieces(self, masters: Mapping[str, Tensor]) -> dict[str, ParamShard]:
         found = {}
         for memory, blocks in ((self._dense, self.layout.learning), (self._frozen, self.layout.frozen)):
             for block, view in zip(blocks, views(memory, blocks), strict=True):
@@ -367,7 +367,7 @@ class Holdings:
                 if memory is self._dense:
                     self._learning.append(parameter)
                 master = parameter.data if block.kept is block.dtype else numbers.clone()
-                found[block.name] = Piece(parameter, parameter.data, master, block.whole, block.offset)
+                found[block.name] = ParamShard(parameter, parameter.data, master, block.whole, block.offset)
         return found
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from dtf.api.sampler import cut, share, within
 from dtf.api.strategy import Task
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
-from dtf.model.forward import draws_at_large, loss_dtype, received, rows_of, stand_ins
-from dtf.model.init import cast_model, draw_model
+from dtf.model.forward import loss_dtype, received, refuse_global_rng, rows_of, stand_ins
+from dtf.model.init import cast, init_model
 from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
 from dtf.pserver.param_slices import Layout, views
@@ -86,8 +86,8 @@ class Computing:
             micro_batch_rows,
         )
         self._whole_norm, self._wire, self._part = whole_norm, wire, part
-        model = draw_model(task.recipe, task.seed, task.weights)
-        self.masters = cast_model(model, task.precision, device)
+        model = init_model(task.recipe, task.seed, task.weights)
+        self.masters = cast(model, task.precision, device)
         self.parameters = dict(model.named_parameters())
         if first is not None:
             self.masters = first.masters
@@ -106,13 +106,13 @@ class Computing:
         self._outgoing = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
         self._leaving = [views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)]
 
-    def rehearse(self, batch: Batch) -> None:
+    def warmup(self, batch: Batch) -> None:
         """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
         batch = received(batch, self._task)
         batch = batch._replace(inputs=stand_ins(batch.inputs, self._task.recipe.tables()))
-        drew = self.replica.rehearse(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
+        drew = self.replica.warmup(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
         if drew and self._threads > 1:
-            raise draws_at_large("pserver", "and the threads of strategy.hogwild_threads share one generator")
+            raise refuse_global_rng("pserver", "and the threads of strategy.hogwild_threads share one generator")
 
     def gradients(self, prepared: Prepared, pulled: Pulled) -> Computed:
         """Of the sum of losses over the rows of a lease, divided by the rows of the global batch."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.strategy import Errand, Task
+from dtf.api.strategy import RoleContext, Task
 from dtf.core.types import Batch, Evaluated, Train
 from dtf.model.init import DTYPES
 from dtf.pserver.param_slices import Layout
@@ -105,7 +105,7 @@ class Member(Computing):
         self._team = team
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._kind: type[np.generic] = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
-        self._measures = 1 + len(task.recipe.measures)
+        self._measures = 1 + len(task.recipe.train_metrics)
         self._trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         self._others = [parameter.data for parameter in self.parameters.values() if not parameter.requires_grad] + list(
             self.replica.model.buffers()
@@ -217,7 +217,7 @@ class Leader(Member):
 class Follower(Member):
     """Any other process of a team. One thread reads, one takes orders, and the caller's computes."""
 
-    def run(self, errand: Errand, reading: Reading) -> None:
+    def run(self, errand: RoleContext, reading: Reading) -> None:
         """To the end of the run. PeerError when another one of the team is gone."""
         self._read: dict[int, Prepared] = {}
         self._orders: queue.SimpleQueue[list[float] | BaseException] = queue.SimpleQueue()
@@ -279,7 +279,7 @@ class Follower(Member):
             self._orders.put(error)
 
 
-def follow(task: Task, errand: Errand, team: Team, shares: int) -> None:
+def follow(task: Task, errand: RoleContext, team: Team, shares: int) -> None:
     """The life of a process of a team that another one leads.
 
     `shares`: into how many leases the rows of a step are cut.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtf.api.strategy import Errand, Task
+from dtf.api.strategy import RoleContext, Task
 from dtf.pserver.net.transport import Transport
 from dtf.pserver.trainer.group import Team
 from dtf.pserver.trainer.trainer import Trainer
@@ -39,7 +39,7 @@ def numbers(process: int, strategy: PserverOptions) -> range:
 
 def work(
     task: Task,
-    errand: Errand,
+    errand: RoleContext,
     strategy: PserverOptions,
     count: int,
     process: int,
@@ -54,7 +54,7 @@ def work(
         trainers.append(
             Trainer(task, own, strategy, merging, count, number, servers, trainers[0] if trainers else None, team)
         )
-    trainers[0].rehearse()
+    trainers[0].warmup()
     if len(trainers) == 1:
         trainers[0].run()
     else:

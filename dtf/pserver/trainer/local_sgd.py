@@ -14,12 +14,12 @@ from dtf.api.strategy import Task
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
-from dtf.optim.update import LocalUpdate, made, whole
+from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.pserver.param_slices import Field, Layout, fields, views
 from dtf.pserver.row_routing import Wanted
 from dtf.pserver.trainer.compute import ByTable, Computed, Computing
 from dtf.pserver.trainer.prefetch import Prepared
-from dtf.sparse.sharded_tables import Everywhere, Tables, dealt
+from dtf.sparse.sharded_tables import DataParallelTable, ShardedTables, owner_of
 from dtf.sparse.store import SparseTable
 
 
@@ -43,13 +43,15 @@ class Local:
             else {}
         )
         self._tables = (
-            Tables({name: Everywhere(store, world, [True]) for name, store in self._stores.items()}, world, 1.0)
+            ShardedTables(
+                {name: DataParallelTable(store, world, [True]) for name, store in self._stores.items()}, world, 1.0
+            )
             if self._stores
             else None
         )
-        pieces = whole(computing.replica.model, computing.masters)
+        pieces = full_params(computing.replica.model, computing.masters)
         self._update = LocalUpdate(pieces, task.optimizer, task.step.clip_norm, 0.0, tables=self._tables)
-        self._measures = 1 + len(task.recipe.measures)
+        self._measures = 1 + len(task.recipe.train_metrics)
 
     @torch.no_grad()
     def begin(self, states: Sequence[np.ndarray]) -> None:
@@ -95,7 +97,7 @@ class Local:
                 parameter.grad = None if parameter.grad is None else torch.full_like(parameter.grad, torch.nan)
         self._update.table_steps = prepared.ticket.step
         norm = self._update.apply(prepared.ticket.step, prepared.ticket.lr)
-        finite = bool(made(norm))
+        finite = bool(update_applied(norm))
         self._statistics.append(added if finite else np.full_like(added, np.nan))
         self._updates += finite
 
@@ -116,7 +118,7 @@ class Local:
         for name, met in self._met.items():
             ids = np.concatenate([ids for ids, _ in met])
             learnt = self._stores[name].records(ids) - np.concatenate([records for _, records in met])
-            owners = dealt(ids, len(parts))
+            owners = owner_of(ids, len(parts))
             for server, part in enumerate(parts):
                 mine = owners == server
                 part[name] = ids[mine], learnt[mine]

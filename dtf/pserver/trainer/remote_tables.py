@@ -28,11 +28,11 @@ from dtf.pserver.net.messages import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_sc
 from dtf.pserver.net.transport import Transport
 from dtf.pserver.row_routing import Wanted
 from dtf.pserver.trainer.prefetch import DEADLINE_S
-from dtf.sparse.sharded_tables import Tables
+from dtf.sparse.sharded_tables import ShardedTables
 from dtf.strategies.spmd import Spmd
 
 
-class RemoteTables(Tables):
+class RemoteTables(ShardedTables):
     """`connect`: what carries requests to each server, asked for once they are needed.
 
     `share`: the factor of ranks' gradients in their sum.

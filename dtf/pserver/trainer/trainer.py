@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dtf.api.strategy import Errand, Task
+from dtf.api.strategy import RoleContext, Task
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.types import Shard, Train
 from dtf.model.forward import to_device
-from dtf.model.init import sketch
+from dtf.model.init import build_on_meta
 from dtf.pserver.net import messages as protocol
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.compression import FORMATS, narrow, widen
@@ -49,7 +49,7 @@ class Trainer:
     def __init__(
         self,
         task: Task,
-        errand: Errand,
+        errand: RoleContext,
         strategy: PserverOptions,
         merging: Merging,
         trainers: int,
@@ -63,7 +63,7 @@ class Trainer:
         self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
         self._wire = FORMATS[strategy.wire.value]
         found = lay_out(
-            sketch(task.recipe),
+            build_on_meta(task.recipe),
             task.precision,
             len(servers),
             strategy.slice_parameters,
@@ -360,11 +360,11 @@ class Trainer:
 
     # ------------------------------------------------------------ beginning
 
-    def rehearse(self) -> None:
+    def warmup(self) -> None:
         """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
         batch = self._errand.open("train", Shard(0, self._shares), self._micro_batch_rows).get(0, 0)
         assert batch is not None
-        self._computing.rehearse(to_device(batch, self._computing.device, self._task))
+        self._computing.warmup(to_device(batch, self._computing.device, self._task))
 
     def _join(self) -> None:
         """Tell server 0 that this trainer is there, and wait until the servers have their state.

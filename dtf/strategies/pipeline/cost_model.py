@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.core.errors import ConfigError
 from dtf.model.memory import Footprint
-from dtf.strategies.pipeline.graph_split import Chain
+from dtf.strategies.pipeline.graph_split import GraphSplit
 from dtf.strategies.pipeline.partition import Cost
 
 StateBytes = Callable[[nn.Module], int]
@@ -32,7 +32,7 @@ Work = Callable[[nn.Module, Callable[[], Any], Callable[[Any], None]], float]
 
 
 def measure(
-    chain: Chain,
+    chain: GraphSplit,
     sample: Any,
     state_bytes: StateBytes,
     autocast: torch.dtype | None = None,
@@ -71,7 +71,7 @@ def measure(
 
 
 def count(
-    chain: Chain,
+    chain: GraphSplit,
     sample: Any,
     state_bytes: StateBytes,
     autocast: torch.dtype | None = None,
@@ -93,7 +93,7 @@ def count(
 
 
 def _costs(
-    chain: Chain,
+    chain: GraphSplit,
     sample: Any,
     state_bytes: StateBytes,
     autocast: torch.dtype | None,

@@ -19,7 +19,7 @@ from dtf.core.errors import ConfigError
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
-class Chain:
+class GraphSplit:
     """`blocks`: names of modules as `init.layout_of` gives them, in the order in which data flows. What lies between
     two goes with the first.
 

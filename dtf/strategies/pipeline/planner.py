@@ -12,14 +12,14 @@ from dtf.api.precision import Cast
 from dtf.api.strategy import Task
 from dtf.core.errors import ConfigError
 from dtf.distributed.world import World
-from dtf.model.activation_checkpointing import divisible, rematerialise
-from dtf.model.forward import cast_floating, lone_row, moved
+from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
+from dtf.model.forward import batch_norm_error, cast_floating, moved
 from dtf.model.init import DTYPES, layout_of
-from dtf.model.microbatch import Masks
-from dtf.optim.update import rehearsed, state_bytes
+from dtf.model.microbatch import SeededDropout
+from dtf.optim.update import state_bytes, warmup_bytes
 from dtf.strategies.pipeline import cost_model, partition
-from dtf.strategies.pipeline.graph_split import Chain
-from dtf.strategies.sharded_init import cast_sketch
+from dtf.strategies.pipeline.graph_split import GraphSplit
+from dtf.strategies.sharded_init import cast_on_meta
 
 EVEN = 0.05
 """By how much less imbalance blocks are cut inside, where more than one tensor may cross; measured times are not much
@@ -27,7 +27,7 @@ more exact.
 """
 
 
-class Wish(NamedTuple):
+class PipelineSpec(NamedTuple):
     """What stages are for."""
 
     ranks: int  # of a pipeline
@@ -41,7 +41,7 @@ class Wish(NamedTuple):
     memory_bytes: int  # of a rank, at most; 0: no bound
 
 
-def agree(model: nn.Module, wish: Wish, task: Task, world: World) -> tuple[Chain, list[int], str]:
+def broadcast_plan(model: nn.Module, wish: PipelineSpec, task: Task, world: World) -> tuple[GraphSplit, list[int], str]:
     """The model (on meta) as a chain, the bounds of its stages, and a table for people. Collective.
 
     ConfigError on all ranks for a model that cannot be cut like that.
@@ -56,31 +56,31 @@ def agree(model: nn.Module, wish: Wish, task: Task, world: World) -> tuple[Chain
     found = world.broadcast(found)
     if "refused" in found:
         raise ConfigError(found["refused"])
-    return Chain(model, blocks, found["fine"]), found["bounds"], found["table"]
+    return GraphSplit(model, blocks, found["fine"]), found["bounds"], found["table"]
 
 
 def _look(
-    model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: Wish, task: Task, world: World
+    model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: PipelineSpec, task: Task, world: World
 ) -> dict[str, Any]:
     assert task.sample is not None
     compute = DTYPES[task.precision.compute]
     autocast = compute if task.precision.cast is Cast.autocast else None
     inputs = moved(task.sample(wish.rows), world.device)
     sample = inputs if autocast else cast_floating(inputs, compute)
-    forgetful = divisible(task.recipe, task.step.remat)
+    forgetful = modules_to_checkpoint(task.recipe, task.step.remat)
 
     def prepare(block: nn.Module) -> None:
-        cast_sketch(block, task.precision, computing=True)
-        rematerialise(block, forgetful, task.step.remat, Masks(block, task.seed, world.device))
+        cast_on_meta(block, task.precision, computing=True)
+        apply_activation_checkpointing(block, forgetful, task.step.remat, SeededDropout(block, task.seed, world.device))
 
     def held_bytes(block: nn.Module) -> int:
         return state_bytes(block, task.optimizer, task.precision)
 
-    def look(chain: Chain) -> list[partition.Cost]:
+    def look(chain: GraphSplit) -> list[partition.Cost]:
         if not wish.timed:
             return cost_model.count(chain, sample, held_bytes, autocast, prepare)
         return cost_model.measure(
-            chain, sample, held_bytes, autocast, prepare, rehearsed(task.optimizer), wish.micro_batches
+            chain, sample, held_bytes, autocast, prepare, warmup_bytes(task.optimizer), wish.micro_batches
         )
 
     stages = wish.ranks * wish.virtual
@@ -91,7 +91,7 @@ def _look(
     refused: ConfigError | None = None  # by blocks as they are
     for fine in (False, True) if inside else (False,):
         try:
-            chain = Chain(model, blocks, fine)
+            chain = GraphSplit(model, blocks, fine)
         except ConfigError:
             if not fine:
                 raise
@@ -100,7 +100,7 @@ def _look(
             each = look(chain)
             bounds = _bounds(blocks, each, stages, wish)
         except ValueError as error:
-            raise lone_row(error, wish.rows) from error
+            raise batch_norm_error(error, wish.rows) from error
         except ConfigError as error:
             refused = error
             continue
@@ -119,7 +119,9 @@ def _look(
     return found
 
 
-def _bounds(blocks: tuple[tuple[str, ...], ...], each: list[partition.Cost], stages: int, wish: Wish) -> list[int]:
+def _bounds(
+    blocks: tuple[tuple[str, ...], ...], each: list[partition.Cost], stages: int, wish: PipelineSpec
+) -> list[int]:
     if len(each) < wish.ranks:
         raise ConfigError(
             f"{len(each)} blocks do not make stages for {wish.ranks} ranks; use a smaller strategy.degree, or a "

@@ -19,33 +19,33 @@ from torch import Tensor, nn
 from dtf.api.sampler import cut, share
 from dtf.api.strategy import Program, Source, Task, Update
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
-from dtf.distributed.device_mesh import Seat
-from dtf.distributed.p2p import Arrival, Form, Link
+from dtf.distributed.device_mesh import ParallelDims
+from dtf.distributed.p2p import P2PChannel, PendingRecv, TensorMeta
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.strides import axes, dense
 from dtf.distributed.world import World
-from dtf.model.activation_checkpointing import divisible, rematerialise
+from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
 from dtf.model.forward import (
     Passes,
-    draws_at_large,
+    batch_norm_error,
     evaluated_together,
     leaf_gradients,
-    lone_row,
     loss_dtype,
     received,
+    refuse_global_rng,
     rows_of,
     to_device,
     with_leaves,
 )
 from dtf.model.memory import Footprint, activations
-from dtf.model.microbatch import Masks, RunningStatistics
-from dtf.optim.update import made
+from dtf.model.microbatch import BatchNormStatistics, SeededDropout
+from dtf.optim.update import update_applied
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
-from dtf.strategies.spmd import buffers, buffers_kept, load_buffers, own_averages, workload
+from dtf.strategies.spmd import buffers, buffers_kept, load_buffers, microbatch_load, own_averages
 
 if TYPE_CHECKING:
-    from dtf.sparse.sharded_tables import Tables
+    from dtf.sparse.sharded_tables import ShardedTables
 
 AHEAD = 2
 """Messages that a rank is ready to receive before it needs them, so that they travel while it computes."""
@@ -59,9 +59,11 @@ class Stage:
 
     def __init__(self, index: int, model: nn.Module, task: Task, device: torch.device) -> None:
         self.index, self.model = index, model
-        self.statistics = RunningStatistics(model, task.step.ema)
-        self.masks = Masks(model, task.seed, device)
-        rematerialise(model, divisible(task.recipe, task.step.remat), task.step.remat, self.masks)
+        self.statistics = BatchNormStatistics(model, task.step.ema)
+        self.masks = SeededDropout(model, task.seed, device)
+        apply_activation_checkpointing(
+            model, modules_to_checkpoint(task.recipe, task.step.remat), task.step.remat, self.masks
+        )
         model.train()
 
     def train(self, mode: bool = True) -> None:
@@ -76,21 +78,23 @@ class Line(NamedTuple):
     ranks: list[int]
     place: int  # of this rank among them
     stages: int
-    forward: list[Link]  # from stage s to s + 1
-    backward: list[Link]  # from stage s + 1 to s
+    forward: list[P2PChannel]  # from stage s to s + 1
+    backward: list[P2PChannel]  # from stage s + 1 to s
 
     @property
     def last(self) -> int:
         return self.stages - 1
 
 
-def links(lines: list[list[int]], stages: int, rank: int, device: torch.device) -> tuple[list[Link], list[Link]]:
+def links(
+    lines: list[list[int]], stages: int, rank: int, device: torch.device
+) -> tuple[list[P2PChannel], list[P2PChannel]]:
     """The links of the line that `rank` is in, forward and backward; all ranks build those of all lines. Collective."""
-    mine: tuple[list[Link], list[Link]] = [], []
+    mine: tuple[list[P2PChannel], list[P2PChannel]] = [], []
     for ranks in lines:
         for s in range(stages - 1):
             ends = ranks[s % len(ranks)], ranks[(s + 1) % len(ranks)]
-            pair = [Link(*ends, tag=2 * s, device=device), Link(*ends[::-1], tag=2 * s + 1, device=device)]
+            pair = [P2PChannel(*ends, tag=2 * s, device=device), P2PChannel(*ends[::-1], tag=2 * s + 1, device=device)]
             if rank in ranks:
                 mine[0].append(pair[0])
                 mine[1].append(pair[1])
@@ -105,7 +109,7 @@ class _Held(NamedTuple):
     seed: Tensor | None
 
 
-class Pipelined(Program):
+class PipelineProgram(Program):
     """One or more stages on every rank, an update for the parameters of these. `table`: the stages, for people.
 
     `tables`: those of the update.
@@ -119,10 +123,10 @@ class Pipelined(Program):
         update: Update,
         task: Task,
         world: World,
-        seat: Seat,
+        seat: ParallelDims,
         micro_batch_rows: int,
         table: str,
-        tables: Tables | None,
+        tables: ShardedTables | None,
     ) -> None:
         self._tables, self._looked_up = tables, tuple(task.recipe.tables())
         self._stages = {stage.index: stage for stage in stages}
@@ -139,7 +143,7 @@ class Pipelined(Program):
         self._row_bytes = 0.0  # of messages that wait in memory
         dtype = loss_dtype(task)
         self._one = torch.ones((), device=world.device, dtype=dtype)
-        self._nothing = torch.zeros(1 + len(task.recipe.measures), device=world.device, dtype=dtype)
+        self._nothing = torch.zeros(1 + len(task.recipe.train_metrics), device=world.device, dtype=dtype)
         self._unsaid = torch.zeros(2, device=world.device, dtype=dtype)
 
     def about(self) -> dict[str, str]:
@@ -150,7 +154,7 @@ class Pipelined(Program):
             self._seat.feed(None if batch is None else to_device(batch, self._world.device, self._task)), self._task
         )
 
-    def rehearse(self, batch: Batch | None) -> None:
+    def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
         if self._tables is not None:
             batch = self._tables.look(batch, train=False)
@@ -175,7 +179,7 @@ class Pipelined(Program):
                 with Footprint() as footprint:
                     self._run([part], torch.zeros_like(self._one), enter, train=True)
             except ValueError as error:
-                raise lone_row(error, len(part.ids)) from error
+                raise batch_norm_error(error, len(part.ids)) from error
             gradients = [link for link in self._line.backward if link.target == self._world.rank]
             # there when backward began, but not kept since forward
             footprint.kept -= sum(link.byte_count for link in gradients[-AHEAD:])
@@ -191,14 +195,14 @@ class Pipelined(Program):
             -1
         ][0]
         if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.state()):
-            raise draws_at_large("pipeline", "the stages before and after do not draw on")
+            raise refuse_global_rng("pipeline", "the stages before and after do not draw on")
 
     def memory(self) -> Memory:
         parameters, gradients, optimizer, tables = self._update.bytes()
         sizes = (byte_count([parameter]) for stage in self._stages.values() for parameter in stage.model.parameters())
         gradients += max(sizes, default=0)  # one that is not yet added to those of earlier micro-batches
         buffers = byte_count(buffer for stage in self._stages.values() for buffer in stage.model.buffers())
-        micro_batches, rows = workload(self._task, self.shares, self.micro_batch_rows)
+        micro_batches, rows = microbatch_load(self._task, self.shares, self.micro_batch_rows)
         # passes of one stage each
         held = accumulate(1 if action.forward else -1 for action in self._order(micro_batches))
         kept = activations(self._trials, rows, max(held) / len(self._stages))
@@ -231,7 +235,7 @@ class Pipelined(Program):
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
         for stage in self._stages.values():
-            stage.statistics.finish(made(norm))
+            stage.statistics.finish(update_applied(norm))
         # every rank knows the norm, one tells it
         return StepOutput(sums, norm if self._world.rank == 0 else self._unsaid)
 
@@ -302,12 +306,12 @@ class Pipelined(Program):
         if s:
             mail.pass_back(s, j, kept.inputs)
 
-    def use_averages(self, on: bool) -> None:
-        self._update.use_averages(on)
+    def swap_ema(self, on: bool) -> None:
+        self._update.swap_ema(on)
         for stage in self._stages.values():
-            stage.statistics.use_averages(on)
+            stage.statistics.swap_ema(on)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         if not self._settled:
             for stage in self._stages.values():
                 stage.statistics.average(self._seat.average)
@@ -350,8 +354,8 @@ class _Mail:
             n for n, action in enumerate(actions) if (action.stage if action.forward else action.stage < line.last)
         ]
         self._begun = 0  # of what is wanted
-        self._arrivals: dict[Action, Arrival] = {}
-        self._sent: dict[tuple[int, int], list[Form]] = {}  # what went forward and gets gradients back
+        self._arrivals: dict[Action, PendingRecv] = {}
+        self._sent: dict[tuple[int, int], list[TensorMeta]] = {}  # what went forward and gets gradients back
 
     def open(self, number: int) -> None:
         """Before action `number`: begin to receive what it and the next few need, as far as it is known what that looks
@@ -382,7 +386,7 @@ class _Mail:
     def pass_on(self, s: int, j: int, outputs: tuple[Tensor, ...]) -> None:
         sent = [dense(tensor) for tensor in outputs]
         self._line.forward[s].send(self._keys[j], sent)
-        self._sent[s, j] = [Form.of(tensor) for tensor in sent if tensor.requires_grad]
+        self._sent[s, j] = [TensorMeta.of(tensor) for tensor in sent if tensor.requires_grad]
 
     def gradients(self, s: int, j: int) -> tuple[Tensor, ...]:
         """Of a stage's outputs, from the stage after."""

@@ -111,24 +111,24 @@ class Pipeline(Strategy):
     def setup(self, task: Task, world: World) -> Program:
         import torch
 
-        from dtf.model.init import sketch
-        from dtf.strategies.spmd import alone
+        from dtf.model.init import build_on_meta
+        from dtf.strategies.spmd import single_process
 
         if world.size == 1:
-            return alone(task, world)
+            return single_process(task, world)
 
         from dtf.api.sampler import cut
-        from dtf.distributed.device_mesh import Seat
+        from dtf.distributed.device_mesh import ParallelDims
         from dtf.optim.update import LocalUpdate
         from dtf.sparse.placement import tables_of
-        from dtf.strategies.pipeline.planner import Wish, agree
-        from dtf.strategies.pipeline.program import Line, Pipelined, Stage, links
-        from dtf.strategies.sharded_init import cast_sketch, draw, lay_out, pieces
+        from dtf.strategies.pipeline.planner import PipelineSpec, broadcast_plan
+        from dtf.strategies.pipeline.program import Line, PipelineProgram, Stage, links
+        from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, pieces
 
         ranks = self.degree or world.size
         virtual = self.virtual if ranks > 1 else 1
         stages = ranks * virtual
-        seat = Seat(world, "pp", ranks, inputs=False)
+        seat = ParallelDims(world, "pp", ranks, inputs=False)
         # batch statistics need two rows
         count = max(seat.share.count, min(PER_RANK * world.size, task.step.batch_size // 2))
         rows = task.step.rows_each(count)
@@ -136,7 +136,7 @@ class Pipeline(Strategy):
         each = -(-(len(ends) - 1) // seat.share.count)  # of a pipeline, at most
         held = [in_flight(self.schedule, s, ranks, virtual, each) for s in range(stages)]
         idle = bubble(self.schedule, ranks, virtual, each)
-        wish = Wish(
+        wish = PipelineSpec(
             ranks,
             virtual,
             each,
@@ -147,12 +147,12 @@ class Pipeline(Strategy):
             self.balance is Balance.time,
             math.ceil(self.memory_gb * 2**30),
         )
-        model = sketch(task.recipe)
-        chain, bounds, table = agree(model, wish, task, world)
+        model = build_on_meta(task.recipe)
+        chain, bounds, table = broadcast_plan(model, wish, task, world)
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not names:
             raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
-        cast_sketch(model, task.precision, computing=True)
+        cast_on_meta(model, task.precision, computing=True)
         segments, found = {}, {}
         for s in range(seat.place, stages, ranks):
             segments[s] = chain.segment(bounds[s], bounds[s + 1])
@@ -178,4 +178,4 @@ class Pipeline(Strategy):
             seat.lines[seat.share.index], seat.place, stages, *links(seat.lines, stages, world.rank, world.device)
         )
         parts = [Stage(s, segment, task, world.device) for s, segment in segments.items()]
-        return Pipelined(parts, line, self.schedule, update, task, world, seat, rows, table, tables)
+        return PipelineProgram(parts, line, self.schedule, update, task, world, seat, rows, table, tables)

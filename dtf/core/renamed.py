@@ -1,0 +1,78 @@
+"""Names that have changed. The old ones work for one release, with a DeprecationWarning."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+
+MODULES = {
+    "dtf.build": ("dtf.model.init", {"cast_model": "cast", "draw_model": "init_model", "sketch": "build_on_meta"}),
+    "dtf.classes": ("dtf.model.losses", {}),
+    "dtf.errors": ("dtf.core.errors", {}),
+    "dtf.launcher": ("dtf.api.launcher", {}),
+    "dtf.layout": ("dtf.api.layout", {}),
+    "dtf.lr": ("dtf.api.lr", {}),
+    "dtf.metrics": ("dtf.model.metrics", {}),
+    "dtf.observer": ("dtf.api.observer", {}),
+    "dtf.optimizer": ("dtf.api.optimizer", {}),
+    "dtf.precision": ("dtf.api.precision", {}),
+    "dtf.pserver.placing": ("dtf.pserver.placement", {}),
+    "dtf.ranking": ("dtf.model.auc", {"Ranking": "AucEvaluator"}),
+    "dtf.recipe": ("dtf.api.recipe", {"Judge": "Evaluator"}),
+    "dtf.registry": ("dtf.api.registry", {}),
+    "dtf.row_optimizer": ("dtf.api.row_optimizer", {}),
+    "dtf.sampler": ("dtf.api.sampler", {}),
+    "dtf.spmd": ("dtf.strategies.spmd", {"alone": "single_process", "workload": "microbatch_load"}),
+    "dtf.strategy": ("dtf.api.strategy", {"Errand": "RoleContext", "Standing": "RendezvousContext"}),
+    "dtf.table": ("dtf.api.sparse_table", {}),
+    "dtf.update": ("dtf.optim.update", {"Piece": "ParamShard", "whole": "full_params"}),
+    "dtf.values": ("dtf.core.types", {}),
+}
+"""Module as it was called -> where its names are now, and which of them are called otherwise."""
+
+
+class OldModules:
+    """Finds the modules that `MODULES` names. Each passes on to the new one, and warns who imports from it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname in MODULES else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """As Python makes them."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        old = module.__name__
+        new, names = MODULES[old]
+
+        def get(name: str) -> object:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            value = getattr(importlib.import_module(new), names.get(name, name))
+            _warn(f"{old}.{name} is now {new}.{names.get(name, name)}; import what is public from dtf", 3)
+            return value
+
+        vars(module)["__getattr__"] = get
+
+
+def find_old_modules() -> None:
+    """Let the old modules be imported."""
+    if not any(isinstance(finder, OldModules) for finder in sys.meta_path):
+        sys.meta_path.append(OldModules())
+
+
+def accept_old_methods(cls: type, names: Mapping[str, str]) -> None:
+    """For `__init_subclass__`: what a class defines under an old name counts under the new one."""
+    for old, new in names.items():
+        if old in vars(cls) and new not in vars(cls):
+            _warn(f"{cls.__module__}.{cls.__qualname__}.{old} is now called {new}; rename it", 4)
+            setattr(cls, new, vars(cls)[old])
+
+
+def _warn(text: str, level: int) -> None:
+    warnings.warn(f"{text}; the old name goes with the next release", DeprecationWarning, stacklevel=level + 1)
