@@ -55,6 +55,7 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.root, self._folder, self._changes = folder / "checkout", folder, 0
+        self._process: subprocess.Popen[str] | None = None
         shutil.copytree(ROOT, self.root, symlinks=True, ignore=LEFT_OUT)
 
     @contextmanager
@@ -86,7 +87,7 @@ class Copy:
             if compile_anew:  # numba knows when a file changed, not when one did that it took a function from
                 environment["NUMBA_CACHE_DIR"] = f"{folder}/numba"
             start = time.monotonic()
-            process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 command,
                 cwd=self.root,
                 env=environment,
@@ -99,12 +100,20 @@ class Copy:
                 output, _ = process.communicate(timeout=timeout_s)
                 late = ""
             except subprocess.TimeoutExpired:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                self.stop()
                 output, _ = process.communicate()
                 late = f"no end after {timeout_s:.0f} s"
+            except BaseException:
+                self.stop()
+                raise
             failed, broken = read(report) if report.exists() else ((), "no report")
             return Outcome(process.returncode, failed, late or broken, time.monotonic() - start, output)
+
+    def stop(self) -> None:
+        """End the tests that run."""
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def read(report: Path) -> tuple[tuple[str, ...], str]:
@@ -170,6 +179,7 @@ def main() -> int:
     for fault in faults:
         faulty(fault, (ROOT / fault.file).read_text())
     start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="dtf-planted-") as folder:
         copies = [Copy(Path(folder, str(number))) for number in range(min(given.jobs, len(faults)))]
         return judge(faults, copies, start, suite=not given.no_suite)
@@ -191,13 +201,19 @@ def judge(faults: list[Fault], copies: list[Copy], start: float, suite: bool) ->
     tests = sorted({"tests/planted/test_planted.py", *(test for fault in faults for test in fault.tests)})
     parts = [tests[number :: len(copies)] for number in range(len(copies))]
     with ThreadPoolExecutor(len(copies)) as pool:
-        plain = list(pool.map(lambda copy, part: copy.test(part, SUITE_S, first=False), copies, parts))
-        wrong = [done for done in plain if done.code]
-        if wrong:
-            print(*(done.output for done in wrong), "the named tests do not pass without a fault", sep="\n")
-            return 1
-        print(f"without a fault all named tests pass ({time.monotonic() - start:.0f} s)", flush=True)
-        found = list(pool.map(each, faults))
+        try:
+            plain = list(pool.map(lambda copy, part: copy.test(part, SUITE_S, first=False), copies, parts))
+            wrong = [done for done in plain if done.code]
+            if wrong:
+                print(*(done.output for done in wrong), "the named tests do not pass without a fault", sep="\n")
+                return 1
+            print(f"without a fault all named tests pass ({time.monotonic() - start:.0f} s)", flush=True)
+            found = list(pool.map(each, faults))
+        except BaseException:  # told to stop: nothing is left behind
+            pool.shutdown(wait=False, cancel_futures=True)
+            for copy in copies:
+                copy.stop()
+            raise
     if suite:
         found = [one if one.by else by_all(copies[0], one) for one in found]
     width = max(len(fault.name) for fault in faults)

@@ -44,8 +44,8 @@ FAULTS = [
     Fault(
         "rows of another server are taken",
         "dtf/pserver/server/state.py",
-        "(dealt(ids, self._world.size) == self._world.rank).all()",
-        "(dealt(ids, self._world.size) >= self._world.rank).all()",
+        "ids, self._world.size) == self._world.rank).all()",
+        "ids, self._world.size) >= self._world.rank).all()",
         ("tests/pserver/test_server.py::test_a_push_of_rows_that_are_not_here_is_refused",),
     ),
     Fault(
