@@ -41,7 +41,8 @@ class OldModules:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(fullname, self) if fullname in MODULES else None
+        known = fullname in MODULES
+        return importlib.machinery.ModuleSpec(fullname, self) if known else None  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         """As Python makes them."""
