@@ -8,7 +8,7 @@ FAULTS = [
     Fault(
         "gradients are divided by the ranks once more",
         "dtf/strategies/spmd.py",
-        "torch.full((), 1.0 if seat else world.size,",
+        "torch.full((), 1.0 if dims else world.size,",
         "torch.full((), 1.0,",
         (f"{SAME}[ddp-{{}}-2]",),
     ),
@@ -29,8 +29,8 @@ FAULTS = [
     Fault(
         "ranks read each other's rows",
         "dtf/strategies/spmd.py",
-        "seat.share if seat else Shard(world.rank, world.size)",
-        "seat.share if seat else Shard(world.size - 1 - world.rank, world.size)",
+        "dims.dp_shard if dims else Shard(world.rank, world.size)",
+        "dims.dp_shard if dims else Shard(world.size - 1 - world.rank, world.size)",
         (f"{SAME}[ddp-{{}}-2]",),
     ),
     Fault(
@@ -49,28 +49,28 @@ FAULTS = [
     ),
     Fault(
         "the last micro-batch weighs too much in running statistics",
-        "dtf/model/microbatch.py",
+        "dtf/model/batch_statistics.py",
         "layer.momentum = part / (1 - (self._own - 1 - j) * part)",
         "layer.momentum = part",
         ("tests/laws/test_microbatch.py::test_one_update_per_step_of_the_mean_over_all_micro_batches",),
     ),
     Fault(
         "running statistics learn from a step that was skipped",
-        "dtf/model/microbatch.py",
+        "dtf/model/batch_statistics.py",
         "self._set(torch.where(made.to(self._last.device), self._flat(), self._last))",
         "self._set(self._flat())",
         ("tests/laws/test_update.py::test_a_skipped_step_leaves_running_averages_as_they_were[ddp-{}]",),
     ),
     Fault(
         "dropout draws the same mask for every micro-batch",
-        "dtf/model/microbatch.py",
+        "dtf/model/seeded_dropout.py",
         'seed_of(self._seed, "mask", step, micro_batch)',
         'seed_of(self._seed, "mask", step)',
         ("tests/laws/test_microbatch.py::test_masks_depend_on_seed_step_micro_batch_and_name_only",),
     ),
     Fault(
         "dropout does not scale what it keeps",
-        "dtf/model/microbatch.py",
+        "dtf/model/seeded_dropout.py",
         "mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))",
         "mask",
         ("tests/laws/test_microbatch.py::test_dropout_keeps_its_mean_and_its_share",),
@@ -143,7 +143,7 @@ FAULTS = [
     ),
     Fault(
         "metrics are sums of the means of batches",
-        "dtf/model/metrics.py",
+        "dtf/model/losses.py",
         "(rows * weight).sum(dim=1, dtype=torch.float64)",
         "(rows * weight).mean(dim=1, dtype=torch.float64)",
         (f"{SAME}[ddp-{{}}-2]",),
@@ -249,8 +249,8 @@ FAULTS = [
     Fault(
         "part of a file of weights is read from its beginning",
         "dtf/model/pretrained.py",
-        "begin = offset or (0,) * len(whole)",
-        "begin = (0,) * len(whole)",
+        "begin = offset or (0,) * len(full_shape)",
+        "begin = (0,) * len(full_shape)",
         ("tests/laws/test_fine_tuning.py::test_a_part_is_read",),
     ),
 ]

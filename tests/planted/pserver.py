@@ -211,7 +211,7 @@ FAULTS = [
     ),
     Fault(
         "a rank keeps the rows of the one before it",
-        "dtf/sparse/sharded_tables.py",
+        "dtf/sparse/table_layouts.py",
         "return self._owner(ids) == self._world.rank",
         "return self._owner(ids) == (self._world.rank + 1) % self._world.size",
         (

@@ -97,8 +97,8 @@ FAULTS = [
     Fault(
         "numbers out of their range are taken",
         "dtf/api/schema.py",
-        "_check_range(each.range, fitted[name], inner)",
-        "str(each.range)",
+        "_check_range(field.range, fitted[name], inner)",
+        "str(field.range)",
         ("tests/unit/test_config_schema.py::test_numbers_stay_in_their_range",),
     ),
     Fault(

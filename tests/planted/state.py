@@ -51,7 +51,7 @@ FAULTS = [
     ),
     Fault(
         "a part of a box is read from its first row",
-        "dtf/checkpoint/checkpointer.py",
+        "dtf/checkpoint/boxes.py",
         "start = slot.start + first * row",
         "start = slot.start",
         ("tests/laws/test_checkpoint.py::test_any_cut_by_any_ranks_is_read_back_under_any_other_cut",),
