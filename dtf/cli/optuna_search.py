@@ -27,7 +27,7 @@ _LARGEST_SEED = 2**32 - 1  # of numpy's generators
 _DIGITS = 4  # of a number that is drawn: more would make long names of folders and no better model
 
 
-class Tuner:
+class OptunaSearch:
     """A search over the overrides that hold several values. `direction` (`max`, `min`) is that of the objective;
     `folder` keeps the proposals.
 

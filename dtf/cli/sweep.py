@@ -26,12 +26,12 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.schema import show
-from dtf.cli.optuna_search import Tuner
+from dtf.cli.optuna_search import OptunaSearch
 from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
 from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
 from dtf.config.hydra_internals import Callbacks
-from dtf.config.hydra_sources import OPTUNA, Loader, OptunaOptions, Read
-from dtf.config.messages import parse, shorten
+from dtf.config.hydra_sources import OPTUNA, Loader, OptunaOptions, YamlFile
+from dtf.config.messages import display_path, parse
 from dtf.core.errors import INTERRUPTED, BusyError, ConfigError, Exit
 from dtf.core.text import time_text
 from dtf.runs.run_folder import take_lock
@@ -92,7 +92,7 @@ class _TrialLoader(Loader):
     def __init__(self, composer: Composer) -> None:
         super().__init__(composer.loader.get_search_path())
         self._composer = composer
-        self.reads: dict[str, Read] = {}  # of the latest trial
+        self.reads: dict[str, YamlFile] = {}  # of the latest trial
 
     def load_configuration(
         self,
@@ -257,7 +257,7 @@ def _run_sweeper(
     def launch(overrides: Sequence[str], number: int) -> float:
         return launcher.launch([list(overrides)], initial_job_idx=number)[0].return_value  # type: ignore[return-value]
 
-    Tuner(options, arguments, _objective(first)[1], folder).run(launch)
+    OptunaSearch(options, arguments, _objective(first)[1], folder).run(launch)
 
 
 def _run_trial(composed: Composed, trial: Trial, folder: Path | None) -> int:
@@ -355,7 +355,7 @@ def _total(done: Sequence[Trial], first: Composed, folder: Path) -> str:
         parts.append(f"the best is trial {number}")
     spent, price = seconds(folder), first.settings.budget.cost_per_hour
     parts.append(f"{time_text(spent)} in all" + (f" at a cost of {spent / 3600 * price:.3g}" if price else ""))
-    return f"dtf: {', '.join(parts)}, in {shorten(folder)}"
+    return f"dtf: {', '.join(parts)}, in {display_path(folder)}"
 
 
 def _composed(composer: Composer, overrides: list[str], name: str) -> Composed:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dtf.api.schema import show
-from dtf.config.messages import shorten
+from dtf.config.messages import display_path
 from dtf.core.errors import BusyError, Exit, code_name
 from dtf.core.files import flat
 from dtf.core.text import number_text
@@ -115,7 +115,7 @@ def table(trials: Sequence[Trial]) -> Iterator[str]:
     for number, trial in enumerate(trials, 1):
         best = f"{trial.best[0]}={number_text(trial.best[1])}" if trial.best else ""
         named = trial.folder is not None and trial.folder.name == trial.title.replace(" ", ",")
-        where = [*([shorten(trial.folder)] if trial.folder else []), *([] if named else [trial.title])]
+        where = [*([display_path(trial.folder)] if trial.folder else []), *([] if named else [trial.title])]
         rows.append((f"dtf: trial {number}: {trial.outcome}", best, "  ".join(where)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for *cells, where in rows:

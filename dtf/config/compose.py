@@ -26,9 +26,9 @@ from dtf.api.schema import KeyProblem, build_option, unset
 from dtf.api.strategy import Task
 from dtf.checkpoint.resolve_path import check_place
 from dtf.config.command_line import parse_arguments
-from dtf.config.hydra_sources import ROOT, Read, loader, recording
-from dtf.config.limits import resolve
-from dtf.config.messages import explain, hinted, origin, parse, typed_in
+from dtf.config.hydra_sources import ROOT, YamlFile, make_loader, record_files
+from dtf.config.limits import resolve_interpolations
+from dtf.config.messages import is_set_by, origin, parse, suggest_keys, translate_error
 from dtf.config.override_checks import check_override, refuse_shadows, refuse_targets
 from dtf.config.settings import (
     EXPERIMENT,
@@ -38,7 +38,7 @@ from dtf.config.settings import (
     coerce_config,
     inactive_keys,
     load_parts,
-    reset,
+    reset_to_default,
 )
 from dtf.core.errors import ConfigError
 
@@ -64,7 +64,7 @@ class Composed:
     # as Hydra composed it, with its own node and interpolations as written
     tree: DictConfig = field(repr=False, compare=False)
     composer: Composer = field(repr=False, compare=False)
-    reads: dict[str, Read] = field(repr=False, compare=False)
+    reads: dict[str, YamlFile] = field(repr=False, compare=False)
 
     @cached_property
     def settings(self) -> Settings:
@@ -171,7 +171,7 @@ class Composer:
         self.flags = [
             f"--{key}={value}" for key, value in (("config-dir", config_dir), ("config-name", config_name)) if value
         ]
-        self.loader = loader(config_dir)
+        self.loader = make_loader(config_dir)
         self._plugins: list[str] = []
 
     def compose(self, overrides: Sequence[str]) -> Composed:
@@ -182,7 +182,7 @@ class Composer:
         config, reads = self.load(given)
         return self.finish(config, given, reads)
 
-    def load(self, overrides: list[str]) -> tuple[DictConfig, dict[str, Read]]:
+    def load(self, overrides: list[str]) -> tuple[DictConfig, dict[str, YamlFile]]:
         """What Hydra composes, not yet checked, and the files it read for it: where the job uses a run's model, over
         what that run's config says.
         """
@@ -204,16 +204,16 @@ class Composer:
         job = OmegaConf.to_container(config.job) if OmegaConf.is_dict(config.get("job")) else {}
         if not isinstance(job, dict) or not _uses_model(job.get("name")):
             return config, reads
-        from dtf.config.inherit import inherit
+        from dtf.config.inherit import overrides_from_run
 
-        inherited = inherit(str(job.get("model", "")), chosen, self._plugins)
+        inherited = overrides_from_run(str(job.get("model", "")), chosen, self._plugins)
         config, reads = self.with_plugins(overrides, lambda: self._load([*inherited, *overrides]))
         with read_write(config.hydra.overrides):
             # what was typed, for titles of trials
             config.hydra.overrides.task = list(config.hydra.overrides.task)[len(inherited) :]
         return config, reads
 
-    def with_plugins(self, overrides: Sequence[str], action: Callable[[], T]) -> tuple[T, dict[str, Read]]:
+    def with_plugins(self, overrides: Sequence[str], action: Callable[[], T]) -> tuple[T, dict[str, YamlFile]]:
         """The result of `action` and the files Hydra read for it, once every plugin that they or `overrides` name is
         imported.
 
@@ -227,7 +227,7 @@ class Composer:
                 load_parts([*self._plugins, *new])
                 self._plugins += new
             failure, result = None, None
-            with recording() as reads:
+            with record_files() as reads:
                 try:
                     result = action()
                 except Exception as error:  # noqa: BLE001  explained below, unless a plugin it asks for is missing
@@ -235,10 +235,10 @@ class Composer:
             named = [name for read in reads.values() for name in _plugins_in(read.content)]
             if set(named) <= set(self._plugins):
                 if failure is not None:
-                    raise explain(failure, overrides, self.loader, reads) from failure
+                    raise translate_error(failure, overrides, self.loader, reads) from failure
                 return result, reads  # type: ignore[return-value]
 
-    def finish(self, composed: DictConfig, overrides: Sequence[str], reads: dict[str, Read]) -> Composed:
+    def finish(self, composed: DictConfig, overrides: Sequence[str], reads: dict[str, YamlFile]) -> Composed:
         """Resolve and validate what Hydra composed."""
         choices = {
             group: choice
@@ -251,7 +251,9 @@ class Composer:
         with _Located(lambda key: self.origin(key, overrides, reads)):
             try:
                 state.set_config(composed)  # for ${hydra:...}
-                plain = resolve(OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"]))
+                plain = resolve_interpolations(
+                    OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
+                )
                 refuse_targets(plain)
                 config = self._reset_inactive_keys(composed, _fit(plain), overrides)
             except (ConfigError, KeyboardInterrupt):
@@ -261,7 +263,7 @@ class Composer:
                     str(error.full_key or ""), f"{error.full_key}: {str(error).splitlines()[0]}"
                 ) from error
             except Exception as error:
-                raise explain(error, overrides, self.loader, reads) from error
+                raise translate_error(error, overrides, self.loader, reads) from error
             finally:
                 state.cfg = before
         config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
@@ -274,13 +276,13 @@ class Composer:
         """The config and, in place, what it was made of, without values of files that the command line made
         meaningless; see `Recipe.inactive_keys`.
         """
-        for key in inactive_keys(config, lambda key: typed_in(key, overrides, self.loader)):
-            reset(config, key)
+        for key in inactive_keys(config, lambda key: is_set_by(key, overrides, self.loader)):
+            reset_to_default(config, key)
             with flag_override(composed, ["readonly", "struct"], False):
-                reset(composed, key)
+                reset_to_default(composed, key)
         return config
 
-    def origin(self, key: str, overrides: Sequence[str], reads: dict[str, Read]) -> str:
+    def origin(self, key: str, overrides: Sequence[str], reads: dict[str, YamlFile]) -> str:
         """See `Composed.origin`."""
         return origin(key, self.config_name, overrides, self.loader, reads)
 
@@ -355,7 +357,7 @@ def _fit(plain: dict[Any, Any]) -> dict[str, Any]:
     try:
         return coerce_config(plain)
     except KeyProblem as problem:
-        raise hinted(problem, plain) from problem
+        raise suggest_keys(problem, plain) from problem
 
 
 def _plugins_in_overrides(overrides: Sequence[str]) -> list[str]:

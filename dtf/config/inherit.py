@@ -12,7 +12,7 @@ import yaml
 
 from dtf.api.schema import show
 from dtf.checkpoint.resolve_path import is_checkpoint, resolve_checkpoint
-from dtf.config.limits import scan
+from dtf.config.limits import read_checked
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
 
@@ -22,13 +22,13 @@ KEYS = ("seed", "recipe", "precision", "step")
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.*?\[\]-]+")
 
 
-def config_of(checkpoint: Path) -> Path | None:
+def config_beside(checkpoint: Path) -> Path | None:
     """The config that lies beside the folder of checkpoints in a run folder, if it does."""
     file = checkpoint.resolve().parent.parent / "config.yaml"
     return file if file.is_file() else None
 
 
-def inherit(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -> list[str]:
+def overrides_from_run(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -> list[str]:
     """What the config of the run says which `model`, a checkpoint or a run folder, belongs to: overrides to stand
     before those of the command line.
 
@@ -40,7 +40,7 @@ def inherit(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -> 
             f"job.model={model} holds an interpolation, and a config cannot be read from there; write the path"
         )
     path = Path(model).expanduser()
-    file = config_of(resolve_checkpoint(path, "job.model")[0]) if model and is_checkpoint(path) else None
+    file = config_beside(resolve_checkpoint(path, "job.model")[0]) if model and is_checkpoint(path) else None
     if file is None:
         return []
     return _overrides(saved_config(file, f"job.model={model}", plugins), chosen)
@@ -56,7 +56,7 @@ def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, 
             f"{given} {f'holds no {file.name}' if file.parent.is_dir() else 'does not exist'}; give the folder of a run"
         )
     try:
-        scan(file)
+        read_checked(file)
         saved = yaml.safe_load(file.read_text())
     except OSError as error:
         raise DataError(f"{given}: {file} cannot be read: {error.strerror}") from None

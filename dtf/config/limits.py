@@ -24,7 +24,7 @@ _READER = re.compile(r"\$\{\s*(?:oc\.env|oc\.decode|now|python_version)\s*:[^${}
 _INTERPOLATIONS, _UNCLEAR, _CHAIN = 1000, 16, 100  # more of them, or longer chains, are no config a person wrote
 
 
-def scan(path: Path) -> str:
+def read_checked(path: Path) -> str:
     """The text of a YAML file once it is known to be small, shallow and free of aliases; ConfigError otherwise."""
     import yaml
 
@@ -70,7 +70,7 @@ def check_hydra(hydra: DictConfig) -> None:
         )
 
 
-def resolve(config: DictConfig) -> dict[Any, Any]:
+def resolve_interpolations(config: DictConfig) -> dict[Any, Any]:
     """The config as plain values with every interpolation replaced, each worked out once, so that no chain of them can
     explode.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hydra.core.override_parser.types import Override
 
-    from dtf.config.hydra_sources import Loader, Read
+    from dtf.config.hydra_sources import Loader, YamlFile
 
 _THEIRS = (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError, UserWarning, RecursionError)
 COMMAND_LINE = "on the command line"
@@ -57,7 +57,9 @@ def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Overri
     return parsed
 
 
-def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> Exception:
+def translate_error(
+    error: Exception, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]
+) -> Exception:
     """The ConfigError that says what the person who typed or wrote it has to change; an error of another kind as it
     is.
     """
@@ -110,7 +112,7 @@ def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: d
     return ConfigError(one_line(ValueError(text or type(error).__name__)))
 
 
-def hinted(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
+def suggest_keys(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
     """The problem; when it is an unknown key whose last part is that of a few known ones, those are named first."""
     head, unknown, choices = str(problem).partition(" is no known key; ")
     if not unknown:
@@ -131,7 +133,7 @@ def key_for_number(group: str, value: object) -> str:
     return f"did you mean {_KEYS_ELSEWHERE[group]}={value}? " if number and group in _KEYS_ELSEWHERE else ""
 
 
-def typed_in(key: str, overrides: Sequence[str], loader: Loader) -> bool:
+def is_set_by(key: str, overrides: Sequence[str], loader: Loader) -> bool:
     """Whether the command line gave a key its value, or a part of it."""
 
     def gives(override: Override) -> bool:
@@ -144,9 +146,9 @@ def typed_in(key: str, overrides: Sequence[str], loader: Loader) -> bool:
     return any(gives(override) for override in parse(overrides, loader))
 
 
-def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> str:
+def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]) -> str:
     """Where a key got its value: `on the command line`, `in FILE`, or "" when it is a default."""
-    if typed_in(key, overrides, loader):
+    if is_set_by(key, overrides, loader):
         return COMMAND_LINE
     wanted = re.findall(r"[^.\[\]]+", key)
     for default in reversed(loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults):
@@ -155,11 +157,11 @@ def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader,
             continue
         package = default.package.split(".") if default.package else []
         if wanted[: len(package)] == package and _holds(read.content, wanted[len(package) :]):
-            return f"in {shorten(read.file)}"
+            return f"in {display_path(read.file)}"
     return ""
 
 
-def shorten(path: Path) -> str:
+def display_path(path: Path) -> str:
     """A path as a person in the current directory would name it."""
     absolute, current = os.path.abspath(path), os.getcwd()
     return os.path.relpath(absolute, current) if absolute.startswith(f"{current}{os.sep}") else absolute
@@ -231,7 +233,7 @@ def _no_override(text: str) -> str:
     return f"{show(text)} cannot be read; quote a value with special characters: 'key={example}'; set {COMMAND_LINE}"
 
 
-def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> ConfigError:
+def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]) -> ConfigError:
     group, _, name = path.rpartition("/")
     if not group:
         return ConfigError(
@@ -244,7 +246,7 @@ def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[
         choices, what = loader.repository.get_group_options(group), f"{group}={show(name)} is no option"
     files = [read.file for read in reads.values() if any(_chooses(entry, group, name) for entry in read.defaults)]
     typed = any(override.key_or_group == group for override in parse(overrides, loader))
-    where = f"set {COMMAND_LINE}" if typed else f"set in {shorten(files[-1])}" if files else ""
+    where = f"set {COMMAND_LINE}" if typed else f"set in {display_path(files[-1])}" if files else ""
     alias = _OPTIONS_ELSEWHERE.get(name)
     near = f"did you mean {alias}? {suggest('', choices)}" if alias in choices else suggest(name, choices)
     return ConfigError("; ".join(filter(None, (what, near, where))))

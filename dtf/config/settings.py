@@ -195,7 +195,7 @@ def inactive_keys(config: Mapping[str, Any], on_command_line: Callable[[str], bo
     return [key for key, reason in inactive.items() if on_command_line(reason) and not on_command_line(key)]
 
 
-def reset(tree: Any, key: str) -> None:
+def reset_to_default(tree: Any, key: str) -> None:
     """Set a key, or a whole group, of a config to its default; remove an entry of a mapping."""
     group, *path = key.split(".")
     default = option_node(group, tree[group]["name"] if path else DEFAULT)

@@ -37,7 +37,7 @@ class Output(Enum):
 
 
 EXACT = "fp64"
-JUDGED = (EXACT, "fp32")
+PRECISIONS = (EXACT, "fp32")
 REFERENCE = "ddp"
 """In one process; with nothing to divide, the model is the same under every strategy."""
 AMPLIFIED = 0.1
@@ -138,8 +138,8 @@ class Verify(Job):
                 elsewhere={"launcher.processes": "numbers of processes are in job.processes"},
             )
         for name in self.precisions:
-            if name not in JUDGED:
-                raise ConfigError(f"job.precisions names {name}; there is a bound for {' and '.join(JUDGED)} only")
+            if name not in PRECISIONS:
+                raise ConfigError(f"job.precisions names {name}; there is a bound for {' and '.join(PRECISIONS)} only")
         for key in ("processes", "micro_batches", "precisions"):
             if not getattr(self, key):
                 raise ConfigError(f"job.{key}=[] must hold at least one")
@@ -163,7 +163,7 @@ class Verify(Job):
             raise ConfigError(
                 f"job.{others[0]} is of no account with job.replay, which does one recorded run again; leave it out"
             )
-        from dtf.jobs.use_model import tell
+        from dtf.jobs.use_model import print_event
 
         folder = Path(self.replay).absolute()
         recorded = saved_config(folder / "config.yaml", f"job.replay={self.replay}", composed.config["plugins"])
@@ -181,7 +181,7 @@ class Verify(Job):
         )
         with tempfile.TemporaryDirectory(prefix="dtf-replay-") as scratch:
             run = Run(Path(scratch), unique_id(), recorded, single.settings)
-            code = single.settings.launcher.launch(run, tell, "dtf.jobs.rank_replay:work")
+            code = single.settings.launcher.launch(run, print_event, "dtf.jobs.rank_replay:work")
             if code:
                 return code
             result = json.loads(Path(scratch, "replay.json").read_text())
@@ -205,7 +205,7 @@ class Verify(Job):
             try:
                 return check(strategy, processes)
             except ConfigError as refusal:
-                refusals.append(_told(refusal))
+                refusals.append(_with_job_keys(refusal))
         raise ConfigError(
             f"nothing to compare: none of job.strategies={strategies} runs on job.processes={self.processes}: "
             f"{refusals[0]}"
@@ -287,10 +287,14 @@ class Verify(Job):
             return row | {"ok": False, "first": str(failure)}
         except ConfigError as refusal:
             # not every strategy runs every recipe on any number
-            return row | {"ok": True, "worst": f"refused: {_told(refusal)}", "refused": _told(refusal)}
+            return row | {
+                "ok": True,
+                "worst": f"refused: {_with_job_keys(refusal)}",
+                "refused": _with_job_keys(refusal),
+            }
 
 
-def _told(refusal: ConfigError) -> str:
+def _with_job_keys(refusal: ConfigError) -> str:
     """A refusal with the key that this job has in the place of the one it gave."""
     return str(refusal).replace("launcher.processes", "job.processes")
 

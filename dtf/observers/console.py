@@ -19,7 +19,7 @@ from dtf.core.text import Pace, memory_text, number_text, plain_text, setting_te
 from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
 
 if TYPE_CHECKING:
-    from dtf.observers.terminal import Screen
+    from dtf.observers.terminal import TerminalView
 
 
 @register("observer", "console")
@@ -32,11 +32,11 @@ class Console(Observer):
     live: bool = option(default=True, doc="draw progress on a terminal; false: plain lines there too")
 
     def open(self, folder: Path, config: dict) -> None:
-        self._view: Screen | Lines | None = None
+        self._view: TerminalView | Lines | None = None
         if self.live and _draws(sys.stdout):
-            from dtf.observers.terminal import Screen
+            from dtf.observers.terminal import TerminalView
 
-            self._view = Screen(folder, config)
+            self._view = TerminalView(folder, config)
         else:
             self._view = Lines(sys.stdout)
 

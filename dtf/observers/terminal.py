@@ -28,7 +28,7 @@ _LAST: dict[str, tuple[str, Callable[[float], str]]] = {  # after the metrics, i
 }
 
 
-class Screen:
+class TerminalView:
     """Prints events above a bar that moves. `console`: where to draw; default: standard output."""
 
     def __init__(self, folder: Path, config: dict, console: Console | None = None) -> None:

@@ -30,7 +30,7 @@ def limit_s(budget: BudgetOptions) -> float:
     return hours * 3600
 
 
-def key(budget: BudgetOptions) -> str:
+def limiting_key(budget: BudgetOptions) -> str:
     """The key that ends the run: `budget.cost=5` or `budget.hours=2`, whichever is spent first."""
     by_time = budget.hours is not None and budget.hours * 3600 <= limit_s(budget)
     return f"budget.hours={budget.hours:g}" if by_time else f"budget.cost={budget.cost:g}"
@@ -51,7 +51,7 @@ def is_spent(folder: Path) -> bool:
     return (folder / _MARK).exists()
 
 
-class Meter:
+class BudgetMeter:
     """Counts the seconds of a run while it is open, in a file of its folder; warns once near the end of the budget and
     marks its end.
 
@@ -101,6 +101,6 @@ class Meter:
         if spent >= WARN_AT * self._limit_s and not self._warned:
             self._warned = True
             self._warn(
-                f"{spent / self._limit_s:.0%} of {key(self._budget)} is spent; at 100% the state is saved and the "
+                f"{spent / self._limit_s:.0%} of {limiting_key(self._budget)} is spent; at 100% the state is saved and the "
                 "ranks stop"
             )

@@ -30,7 +30,7 @@ Point = tuple[float, float]
 
 @dataclass
 class Result:
-    """One run. `name` sets it apart from those beside it, see `read`."""
+    """One run. `name` sets it apart from those beside it, see `read_runs`."""
 
     folder: Path
     config: dict[str, Any]  # by dotted key; also `world`, such as `2 x cpu`
@@ -113,7 +113,7 @@ class Result:
         return [sample for sample in self.samples if sample["device"] != "cpu"] or self.samples
 
 
-def read(patterns: Sequence[str]) -> list[Result]:
+def read_runs(patterns: Sequence[str]) -> list[Result]:
     """The runs in folders, or of glob patterns, in this order; those of one pattern by time.
 
     ConfigError where there is none.

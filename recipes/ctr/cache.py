@@ -29,7 +29,7 @@ def stamp(paths: Sequence[Path]) -> list[list[Any]]:
     return [[os.path.realpath(path), (found := status(path)).st_size, found.st_mtime_ns] for path in paths]
 
 
-def kept(cache: Path, key: Any, make: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+def cached(cache: Path, key: Any, make: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
     """The folder in `cache` that belongs to `key` (JSON), and what `make` said of it.
 
     When there is none, or its files are damaged, `make` fills a new one with files and returns JSON. DataError when it

@@ -22,7 +22,7 @@ from dtf.api.recipe import Dataset
 from dtf.core.errors import DataError
 from dtf.recipes.ctr.encode import Encoder
 from dtf.recipes.ctr.lines import REASONS
-from dtf.recipes.ctr.log import Log, Places
+from dtf.recipes.ctr.log import Log, RowLocations
 
 CHUNK_ROWS = 1 << 14
 """Rows that a thread parses at once where a whole log is read."""
@@ -37,7 +37,7 @@ class Clicks(Dataset):
     ids, and counts for nothing.
     """
 
-    def __init__(self, places: Places, allowed: int, queue_rows: int, threads: int) -> None:
+    def __init__(self, places: RowLocations, allowed: int, queue_rows: int, threads: int) -> None:
         self.places, self.allowed, self.queue_rows, self.threads = places, allowed, queue_rows, threads
         self.bad: dict[int, str] = {}
 
@@ -98,7 +98,7 @@ class Columns(Clicks):
     """All rows, parsed and encoded before, in files that all ranks of a host map: their memory is paid for once."""
 
     def __init__(self, folder: Path, said: dict[str, Any], allowed: int, queue_rows: int) -> None:
-        super().__init__(Places(**said["places"]), allowed, queue_rows, 1)
+        super().__init__(RowLocations(**said["places"]), allowed, queue_rows, 1)
         self._about = said["about"]
         self._labels, self._ids = (
             np.load(folder / f"{name}.npy", "r", allow_pickle=False) for name in ("labels", "ids")

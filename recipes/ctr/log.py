@@ -17,7 +17,7 @@ import numpy as np
 
 from dtf.core.errors import DataError
 from dtf.recipes.ctr import avazu, criteo, libsvm, lines
-from dtf.recipes.ctr.cache import kept, stamp
+from dtf.recipes.ctr.cache import cached, stamp
 from dtf.recipes.ctr.files import CHUNK, Plain, Source, opened, zipped
 from dtf.recipes.ctr.hashing import MISSING
 
@@ -52,7 +52,7 @@ class Parsed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Places:
+class RowLocations:
     """Where the rows of several files are, for people."""
 
     paths: list[str]
@@ -74,7 +74,7 @@ class Log(ABC):
     digest: str
     """Text that differs when the content of the files does."""
 
-    places: Places
+    places: RowLocations
 
     @property
     def rows(self) -> int:
@@ -145,7 +145,7 @@ class TextLog(Log):
     def __init__(self, paths: Sequence[Path], text: Text, cache: Path, threads: int) -> None:
         self._text, self._sources = text, opened(paths)
         if all(isinstance(source, Plain) for source in self._sources):
-            folder, said = kept(cache, ["newlines", stamp(paths)], lambda folder: self._keep(folder, threads))
+            folder, said = cached(cache, ["newlines", stamp(paths)], lambda folder: self._keep(folder, threads))
             counts = np.split(
                 np.load(folder / "newlines.npy", allow_pickle=False),
                 np.cumsum([-(-size // PIECE) for size in said["sizes"]])[:-1],
@@ -162,7 +162,7 @@ class TextLog(Log):
             for newlines, rest in zip(self._newlines, said["rests"], strict=True)
         ]
         self._starts = [0, *itertools.accumulate(lengths)]
-        self.places = Places([str(path) for path in paths], self._starts, 1 + self._head)
+        self.places = RowLocations([str(path) for path in paths], self._starts, 1 + self._head)
         self.digest = f"{zlib.crc32(str([said['digests'], said['sizes']]).encode()):08x}"
 
     def parse(self, first: int, last: int) -> Parsed:

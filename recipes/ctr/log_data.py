@@ -246,7 +246,7 @@ class LogOptions(DataOptions):
     def open(self, split: str, seed: int) -> Dataset:
         import torch
 
-        from dtf.recipes.ctr.cache import kept, stamp
+        from dtf.recipes.ctr.cache import cached, stamp
         from dtf.recipes.ctr.clicklog import Columns, Queued, cores
 
         paths, encoder, threads = self.paths(split), self._encoder(), self.threads or torch.get_num_threads()
@@ -262,7 +262,7 @@ class LogOptions(DataOptions):
         def make(folder: Path) -> dict[str, Any]:
             return Columns.make(folder, self._log(paths, self.threads), encoder, small, self.threads or cores())
 
-        folder, said = kept(self._cache, ["columns", stamp(paths), *self._shape, encoder.about()], make)
+        folder, said = cached(self._cache, ["columns", stamp(paths), *self._shape, encoder.about()], make)
         return Columns(folder, said, allowed(said["places"]["starts"][-1]), self.queue_rows)
 
     def preprocessing(self) -> dict[str, Any]:
@@ -324,7 +324,7 @@ class LogOptions(DataOptions):
         return log.TextLog(paths, text, self._cache, threads)
 
     def _encoder(self) -> Encoder:
-        from dtf.recipes.ctr.cache import kept, stamp
+        from dtf.recipes.ctr.cache import cached, stamp
         from dtf.recipes.ctr.clicklog import cores, keys_of
         from dtf.recipes.ctr.encode import Encoder
         from dtf.recipes.ctr.vocabulary import Vocabulary, count
@@ -342,7 +342,7 @@ class LogOptions(DataOptions):
         key = ["vocabulary", stamp(paths), *self._shape, self.integers.name, self.min_count]
         name = json.dumps([str(self._cache), key])
         if name not in _vocabularies:
-            folder, _ = kept(self._cache, key, make)
+            folder, _ = cached(self._cache, key, make)
             _vocabularies.clear()
             _vocabularies[name] = Vocabulary.load(folder)
         return Encoder(self.integers.name, 0, _vocabularies[name])

@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 from numba import njit
 
 from dtf.core.errors import DataError
-from dtf.recipes.ctr.cache import kept, stamp
+from dtf.recipes.ctr.cache import cached, stamp
 from dtf.recipes.ctr.files import Plain
 from dtf.recipes.ctr.hashing import MISSING, key_of, values_of
 from dtf.recipes.ctr.lines import GOOD, LABEL, NONE
-from dtf.recipes.ctr.log import Log, Parsed, Places
+from dtf.recipes.ctr.log import Log, Parsed, RowLocations
 
 
 class ParquetLog(Log):
@@ -63,8 +63,8 @@ class ParquetLog(Log):
             self._groups += [(number, group) for group in range(meta.num_row_groups)]
             starts.append(sum(lengths))
         self._bounds = np.array([0, *itertools.accumulate(lengths)], np.int64)
-        self.places = Places(self._files, starts, 1, " row ")
-        _, said = kept(cache, ["digests", stamp(paths)], lambda _: {"digests": _digests(paths, threads)})
+        self.places = RowLocations(self._files, starts, 1, " row ")
+        _, said = cached(cache, ["digests", stamp(paths)], lambda _: {"digests": _digests(paths, threads)})
         self.digest = f"{zlib.crc32(str([said['digests'], label, numbers, categories]).encode()):08x}"
         self._cached: OrderedDict[int, Parsed] = OrderedDict()
         self._lock, self._locks = threading.Lock(), [threading.Lock() for _ in self._groups]

@@ -62,7 +62,7 @@ OF_KINDS = {
 """Options of models that only some kinds have."""
 
 
-class Place(Enum):
+class EmbeddingKind(Enum):
     dense = "dense"
     sparse = "sparse"
 
@@ -81,8 +81,8 @@ class ModelOptions(FineTuning):
         "regression, a factorization machine, a compressed interaction network; `dcn`, `dcnv2` it with cross layers; "
         "`dlrm` it on products of pairs of vectors",
     )
-    table: Place = option(
-        default=Place.dense,
+    table: EmbeddingKind = option(
+        default=EmbeddingKind.dense,
         doc="where the rows of ids live: `dense` in a parameter of the model, which every step of the optimizer goes "
         "over, so that L2 and Adam are exact; "
         "`sparse` in a table beside it, of which a step touches only the rows of its batch",
@@ -149,7 +149,7 @@ class ModelOptions(FineTuning):
                     f"recipe.model.{key}",
                     f"recipe.model.{key}=[] must name at least one layer; kind=lr and kind=fm have none",
                 )
-        if self.capacity and self.table is Place.dense:
+        if self.capacity and self.table is EmbeddingKind.dense:
             key = "recipe.model.capacity"
             raise KeyProblem(
                 key,
@@ -209,13 +209,13 @@ class ClickThrough(Recipe):
         }
         of_place = (
             ("sparse", "recipe.model.capacity")
-            if self.model.table is Place.dense
+            if self.model.table is EmbeddingKind.dense
             else ("optimizer.weight_decays.table",)
         )
         return idle | dict.fromkeys(of_place, "recipe.model.table")
 
     def check(self) -> None:
-        if self.data.any_ids and self.model.table is Place.dense:
+        if self.data.any_ids and self.model.table is EmbeddingKind.dense:
             raise ConfigError(
                 "recipe.model.table=dense has a row for each id, and the ids of recipe.data.ids=raw are any; use "
                 "recipe.model.table=sparse, and "
@@ -236,10 +236,10 @@ class ClickThrough(Recipe):
             )
 
     def table_widths(self) -> dict[str, int]:
-        return {} if self.model.table is Place.dense else {"ids": self.model.width}
+        return {} if self.model.table is EmbeddingKind.dense else {"ids": self.model.width}
 
     def tables(self) -> dict[str, Table]:
-        if self.model.table is Place.dense:
+        if self.model.table is EmbeddingKind.dense:
             return {}
         size = self.data.table_rows
         return {"ids": Table(self.model.width, size, self.model.capacity or size, self.model.scale)}
@@ -260,7 +260,7 @@ class ClickThrough(Recipe):
 
         o = self.model
         inputs = models.Inputs(
-            self.data.fields, self.data.integers_count, self.data.table_rows if o.table is Place.dense else 0
+            self.data.fields, self.data.integers_count, self.data.table_rows if o.table is EmbeddingKind.dense else 0
         )
         tower = models.Tower(o.hidden, o.batch_norm, o.dropout)
         match o.kind:

@@ -25,7 +25,7 @@ class DenseTable(nn.Module):
         return self.rows(ids + 1)
 
 
-class First(nn.Module):
+class FirstOrder(nn.Module):
     """The first-order term (B,): a weight for each row, already looked up, and for each number.
 
     `bias`: whether nothing else in the model has one.
@@ -47,7 +47,7 @@ class First(nn.Module):
         return total if self.bias is None else total + self.bias
 
 
-class Pairs(nn.Module):
+class PairwiseProducts(nn.Module):
     """Sum over all pairs of rows of their products, (B, W): half of (square of the sum - sum of the squares).
 
     Source: Rendle 2010, lemma 3.1.
@@ -69,12 +69,12 @@ def layer(inputs: int, outputs: int, batch_norm: bool, dropout: float) -> nn.Seq
     return parts
 
 
-def tower(inputs: int, widths: Sequence[int], batch_norm: bool, dropout: float) -> nn.Sequential:
+def mlp(inputs: int, widths: Sequence[int], batch_norm: bool, dropout: float) -> nn.Sequential:
     """Layers one after the other, (B, inputs) -> (B, last width)."""
     return nn.Sequential(*(layer(*ends, batch_norm, dropout) for ends in zip((inputs, *widths), widths, strict=False)))
 
 
-class Cross(nn.Module):
+class CrossLayer(nn.Module):
     """x0 * (x . w) + b + x. Source: Wang et al. 2017, eq. 3 (arXiv:1708.05123)."""
 
     def __init__(self, width: int) -> None:
@@ -89,7 +89,7 @@ class Cross(nn.Module):
         return first * self.weight(x) + self.bias + x
 
 
-class MatrixCross(nn.Module):
+class MatrixCrossLayer(nn.Module):
     """x0 * (W x + b) + x, W being U V of a smaller rank where that is not 0. Source: Wang et al. 2021, eqs.
 
     1, 2 (arXiv:2008.13535).
@@ -108,7 +108,7 @@ class MatrixCross(nn.Module):
         return first * (self.outer(self.inner(x)) if self._rank else self.matrix(x)) + x
 
 
-class Compressed(nn.Module):
+class CompressedInteraction(nn.Module):
     """Products of `inputs` maps with the rows, each feature for itself, mixed into `maps`: (B, inputs, D), (B, F, D) ->
     (B, maps, D).
 
@@ -123,7 +123,7 @@ class Compressed(nn.Module):
         return self.mix((x[:, :, None] * rows[:, None]).flatten(1, 2))
 
 
-class Dots(nn.Module):
+class PairwiseDots(nn.Module):
     """The product of each row with each before it, (B, F (F - 1) / 2). Source: Naumov et al.
 
     2019, section 2.1.3 (arXiv:1906.00091).
