@@ -1,8 +1,8 @@
-"""`hydra/sweeper=optuna`: Optuna proposes the values of each trial from what the earlier ones came to. Imports Optuna
-only when it is asked to.
+"""`hydra/sweeper=optuna`: Optuna proposes the values of each trial from the objectives of the earlier ones. Imports
+Optuna only when a search starts.
 
-A proposal depends on the trials before it and on nothing else, and is written down before its trial starts: a sweep
-that was killed goes on as if it had not been.
+A proposal depends only on the trials before it, and is saved before its trial starts. So a sweep that was killed
+continues with the same proposals.
 """
 
 from __future__ import annotations

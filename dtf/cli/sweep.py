@@ -1,8 +1,8 @@
-"""`-m`: one run per combination of values. Hydra's sweeper and launcher decide which and when; each trial starts fresh
-ranks.
+"""`-m`: one run per combination of values. Hydra's sweeper and launcher decide which trials run and in what order. Each
+trial starts new ranks.
 
-This process stays without torch, so any number of trials may follow each other in it. What a sweep has done already it
-sees in the folders of its trials, which are named by what sets them apart.
+This process does not import torch, so it can run any number of trials. Which trials are finished is read from their
+folders, whose names are the overrides that only some trials have.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _StopRequests:
 
 
 class _TrialLoader(Loader):
-    """Composes each trial of Hydra's as a single run is composed."""
+    """Composes each trial that Hydra launches as a single run is composed."""
 
     def __init__(self, composer: Composer) -> None:
         super().__init__(composer.loader.get_search_path())
@@ -281,7 +281,7 @@ def _run_trial(composed: Composed, trial: Trial, folder: Path | None) -> int:
 
 
 class _LockedFolder:
-    """A sweep's folder, made and kept to this process; nothing without one."""
+    """Makes the folder of a sweep, and locks it for this process. Does nothing where there is no folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -307,7 +307,7 @@ class _LockedFolder:
 
 
 def _sweep_folder(swept: list[str], composed: Sequence[Composed]) -> Path:
-    """The folder of the sweep: the one that was asked for, or one that the same sweep finds again."""
+    """The folder of the sweep: `run.dir`, or one whose name is the same whenever the same sweep is started."""
     config = composed[0].config
     options = OmegaConf.to_container(composed[0].tree.hydra.sweeper)
     assert isinstance(options, dict)
@@ -319,8 +319,8 @@ def _sweep_folder(swept: list[str], composed: Sequence[Composed]) -> Path:
 
 
 def _check_trial(first: Composed, other: Composed) -> None:
-    """Refuse ranks that cannot be started again, and trials that do not agree on what names or bounds the whole
-    sweep.
+    """Raise ConfigError for a launcher that cannot start ranks again, and for a trial with another run folder or budget
+    than the first.
     """
     if not isinstance(other.job, JobWithFolder):
         return
@@ -348,7 +348,7 @@ def _objective(composed: Composed) -> tuple[str, str]:
 
 
 def _total(done: Sequence[Trial], first: Composed, folder: Path) -> str:
-    """The last line: how many, which is best, what it took, where it is."""
+    """The last line: trials that finished, the best of them, time and cost, the folder."""
     parts = [f"{sum(trial.code == Exit.OK for trial in done)} of {len(done)} trials finished"]
     number = best_of(done, _objective(first)[1])
     if number is not None:

@@ -1,7 +1,6 @@
-"""From a command line to a finished config: Hydra composes, dtf checks every key of it. The only file that drives
-Hydra.
+"""From a command line to a finished config: Hydra composes it, and dtf checks every key.
 
-Nothing below gets a DictConfig, an interpolation or a key that no class knows.
+What comes out holds plain values only: no DictConfig, no interpolation, no key that no class has.
 """
 
 from __future__ import annotations
@@ -87,10 +86,9 @@ class Composed:
         return [*self.composer.flags, *self.overrides]
 
     def check(self, data: bool = True) -> Settings:
-        """The settings, once every part has agreed to them. For jobs that start ranks, before they do. ConfigError or
-        DataError.
+        """Let every part check the settings, and return them. Jobs that start ranks call it before they do.
 
-        `data=False`: not the recipe, whose data need not be there.
+        `data=False`: the recipe is not checked, as its data need not be there. ConfigError or DataError.
         """
         settings = self.settings
         with self._located():
@@ -118,16 +116,16 @@ class Composed:
             settings.strategy.check(task, processes, devices)
             if settings.strategy.external_process() and self.config["job"]["name"] != "train":
                 raise ConfigError(
-                    "strategy.endpoints is for processes of a run that are started by hand, and this job starts its "
-                    "own; leave it out"
+                    "strategy.endpoints is for runs whose processes are started one command each, and this job starts "
+                    "its own; leave it out"
                 )
         return settings
 
     def recompose(self, overrides: Sequence[str]) -> Composed:
-        """The same command line with more overrides behind it.
+        """Compose the same command line with more overrides at its end.
 
-        A group chosen anew forgets the earlier choice; when it is another option, also earlier `<group>.key=value`,
-        which spoke of the other one.
+        Where these choose an option of a group, the earlier choice is dropped. Where it is another option than before,
+        earlier overrides `<group>.key=value` are dropped too, as they belong to the earlier option.
         """
         new = parse(overrides, self.composer.loader)
         chosen = {
@@ -160,7 +158,7 @@ class Composed:
 
 
 class Composer:
-    """Composes configs from one set of places: dtf's conf, a folder of the user's, and the registry."""
+    """Composes configs from dtf's conf, a folder of the user's, and the registry."""
 
     def __init__(self, config_dir: str | None = None, config_name: str | None = None) -> None:
         version.setbase("1.3")
@@ -183,8 +181,9 @@ class Composer:
         return self.finish(config, given, reads)
 
     def load(self, overrides: list[str]) -> tuple[DictConfig, dict[str, YamlFile]]:
-        """What Hydra composes, not yet checked, and the files it read for it: where the job uses a run's model, over
-        what that run's config says.
+        """What Hydra composes, not yet checked, and the YAML files that it read.
+
+        Where the job uses the model of a run, the command line stands over the config of that run.
         """
         parsed = parse(overrides, self.loader)
         chosen = {
@@ -193,7 +192,7 @@ class Composer:
             if not override.is_delete() and not override.is_sweep_override()
         }
         first = overrides
-        # which run it is must be found without keys that only the run's recipe may have
+        # only the run's recipe may have some keys, so which run it is must be found without them
         if _uses_model(chosen.get("job")):
             first = [
                 text
@@ -214,11 +213,10 @@ class Composer:
         return config, reads
 
     def with_plugins(self, overrides: Sequence[str], action: Callable[[], T]) -> tuple[T, dict[str, YamlFile]]:
-        """The result of `action` and the files Hydra read for it, once every plugin that they or `overrides` name is
-        imported.
+        """Import the plugins that `overrides` name, and return the result of `action` and the YAML files it read.
 
-        A file that names a plugin may choose options that exist only after the import, so a failed action may name
-        plugins too.
+        `action` is repeated until every plugin that these files name is imported. It may fail before that: a file that
+        names a plugin may choose an option which exists only after the import.
         """
         named = _plugins_in_overrides(overrides)
         while True:
@@ -273,8 +271,8 @@ class Composer:
     def _reset_inactive_keys(
         self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str]
     ) -> dict[str, Any]:
-        """The config and, in place, what it was made of, without values of files that the command line made
-        meaningless; see `Recipe.inactive_keys`.
+        """Set keys that have no effect because of the command line to their defaults, in both configs in place; see
+        `Recipe.inactive_keys`. Returns `config`.
         """
         for key in inactive_keys(config, lambda key: is_set_by(key, overrides, self.loader)):
             reset_to_default(config, key)
@@ -316,7 +314,7 @@ class Composer:
         except ConfigCompositionException as error:
             if not str(error).startswith("Could not override"):
                 raise
-        # An unknown key, or a new entry of a mapping. Let it in, so that it is judged like a key of a file.
+        # An unknown key, or a new entry of a mapping. Let it in, so that it is checked like a key of a file.
         forced = [
             f"++{text}" if self._is_plain(override) else text
             for text, override in zip(overrides, parse(overrides, self.loader), strict=True)

@@ -52,8 +52,9 @@ _reads: ContextVar[dict[str, YamlFile] | None] = ContextVar("reads", default=Non
 
 @contextmanager
 def record_files() -> Iterator[dict[str, YamlFile]]:
-    """Note every YAML file that Hydra reads inside, by its path as an option (`recipe/mine`); also what a failed
-    composition read.
+    """Record every YAML file that Hydra reads inside the block, by its path as an option (`recipe/mine`).
+
+    A composition that fails leaves what it has read.
     """
     reads: dict[str, YamlFile] = {}
     token = _reads.set(reads)
@@ -111,7 +112,7 @@ class PartsSource(ConfigSource):
 
 
 class GuardedFiles(FileConfigSource):
-    """Hydra's source of YAML files, which notes what it reads and looks at files outside dtf before it parses them."""
+    """Hydra's source of YAML files. It records what it reads, and checks files outside dtf before it parses them."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         file = Path(self.path, self._normalize_file_name(config_path))

@@ -1,4 +1,4 @@
-"""What the config of a run says to a job that uses the run's model, as overrides. Reads one file; composes nothing."""
+"""Overrides that a job takes from the config of the run whose model it uses. Reads one file; composes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
 
 KEYS = ("seed", "recipe", "precision", "step")
-"""What a run's config says of its model and data; how to spread the work is the job's own business."""
+"""Keys of a run's config that describe its model and data. The job itself decides how to spread the work."""
 
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.*?\[\]-]+")
 
@@ -29,11 +29,11 @@ def config_beside(checkpoint: Path) -> Path | None:
 
 
 def overrides_from_run(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -> list[str]:
-    """What the config of the run says which `model`, a checkpoint or a run folder, belongs to: overrides to stand
+    """Overrides from the config of the run that `model`, a checkpoint or a run folder, belongs to. They are to stand
     before those of the command line.
 
-    None for a file of weights, and for a checkpoint away from its run folder. `chosen`: the command line, key to value;
-    `plugins`: those it trusts.
+    Empty for a file of weights, and for a checkpoint outside its run folder. `chosen`: the command line, key to value.
+    `plugins`: those that the command line trusts. ConfigError or DataError.
     """
     if "${" in model:
         raise ConfigError(
@@ -74,8 +74,8 @@ def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, 
 
 
 def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:
-    """What a saved config says of the keys in KEYS, as overrides, but for groups that the command line chooses
-    otherwise.
+    """The values of KEYS in a saved config, as overrides; without groups of which the command line chooses another
+    option.
     """
     overrides = []
     for key in KEYS:
@@ -93,7 +93,7 @@ def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:
 
 
 def _leaves(node: dict[str, Any], key: str) -> list[tuple[str, Any]]:
-    """As `run_folder.flat`, but that an empty mapping, and one whose keys are no names of options, is a value."""
+    """As `core.files.flat`, but an empty mapping, and one whose keys are no names of options, is a value."""
     return [
         pair
         for name, value in node.items()

@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf refuse, in dtf's words: key=value, the rule, the choices, and where it was set."""
+"""Translates errors of Hydra and OmegaConf: key=value, the rule, the choices, and where the value was set."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OPTIONS_ELSEWHERE = {
 
 
 def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Override]:
-    """Overrides as Hydra understands them; ConfigError for what is none."""
+    """Overrides as Hydra parses them. ConfigError for one that cannot be parsed."""
     parser = OverridesParser.create(config_loader=loader)
     parsed: list[Override] = []
     for text in overrides:
@@ -60,9 +60,7 @@ def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Overri
 def translate_error(
     error: Exception, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]
 ) -> Exception:
-    """The ConfigError that says what the person who typed or wrote it has to change; an error of another kind as it
-    is.
-    """
+    """The ConfigError that says what the user has to change; an error that is not the user's is returned as it is."""
     if isinstance(error, ConfigError) or not isinstance(error, _THEIRS):
         return error
     text = str(error)
@@ -113,7 +111,7 @@ def translate_error(
 
 
 def suggest_keys(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
-    """The problem; when it is an unknown key whose last part is that of a few known ones, those are named first."""
+    """The problem. Where a few known keys have the same last part as an unknown one, it suggests these."""
     head, unknown, choices = str(problem).partition(" is no known key; ")
     if not unknown:
         return problem
@@ -162,13 +160,13 @@ def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader,
 
 
 def display_path(path: Path) -> str:
-    """A path as a person in the current directory would name it."""
+    """A path as text: relative to the current directory where it lies below that, else absolute."""
     absolute, current = os.path.abspath(path), os.getcwd()
     return os.path.relpath(absolute, current) if absolute.startswith(f"{current}{os.sep}") else absolute
 
 
 def _known_keys(config: dict[Any, Any]) -> Iterator[str]:
-    """Dotted keys of the root and of the options that `config` chose, so far as it can be told."""
+    """Dotted keys of the root and of the options that `config` chose; an option that does not exist has none."""
     yield from _keys_below(Root, "")
     for group in GROUPS:
         chosen = config.get(group)

@@ -1,4 +1,4 @@
-"""job=predict: what a model says of each row of a split, or of inputs nobody has labelled."""
+"""`job=predict`: writes the predictions of a model for each row of a split, or for inputs without labels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PredictJob(Job):
     )
     input: str = option(
         default="",
-        doc="rows that nobody need have labelled: a folder of images, files of a click log, or whatever else the "
+        doc="rows that need no labels: a folder of images, files of a click log, or whatever else the "
         "recipe opens; empty: job.split",
     )
     split: Split = option(

@@ -1,4 +1,4 @@
-"""job=train: check, make the run folder, start the ranks, and let observers see what they report."""
+"""`job=train`: checks the settings, makes the run folder, starts the ranks, and passes their reports to observers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainJob(Job):
     trains = True
 
     def __post_init__(self) -> None:
-        # What a sweep or a relay says before `run`, and finds after it; no fields, which would be config keys.
+        # Set by a sweep or a relay before `run`, or read after it. They are no fields, which would be config keys.
         self.folder: Path | None = None
         self.elsewhere_s = 0.0
         self.best: tuple[str, float] | None = None

@@ -1,4 +1,4 @@
-"""Ranks that use a model which exists: started for evaluation, predictions and exports. Torch-free; trains nothing."""
+"""Starts ranks that use a trained model: for evaluation, predictions and exports. Torch-free; trains nothing."""
 
 from __future__ import annotations
 

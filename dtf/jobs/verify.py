@@ -1,4 +1,4 @@
-"""`job=verify`: the first law as a command. The same recipe under every strategy and world size against one process."""
+"""`job=verify`: compares the numbers of a recipe under each strategy and world size with those of one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Output(Enum):
 EXACT = "fp64"
 PRECISIONS = (EXACT, "fp32")
 REFERENCE = "ddp"
-"""In one process; with nothing to divide, the model is the same under every strategy."""
+"""The strategy of the reference, in one process. With nothing to divide, the model is the same under all of them."""
 AMPLIFIED = 0.1
 """Relative difference of all parameters that rounding may grow to within a few steps."""
 
@@ -58,7 +58,7 @@ class Verify(Job):
     steps: int = option(default=8, least=1, doc="length of each run", unit="steps")
     strategies: list[str] = option(
         factory=list,
-        doc="strategies to hold against the reference, with options after a blank: ddp, 'tensor degree=2'; empty: all "
+        doc="strategies to compare with the reference, with options after a blank: ddp, 'tensor degree=2'; empty: all "
         "there are",
     )
     processes: list[int] = option(
@@ -76,8 +76,7 @@ class Verify(Job):
     replay: str = option(
         default="",
         doc="instead: the folder of a run with strategy=pserver and strategy.record, whose recorded order is done "
-        "once more, one thing after the other; it "
-        "must end with the same numbers",
+        "once more, one update after the other; it must end with the same numbers",
     )
     keep: bool = option(default=False, doc="keep the run folders of all runs beside verify.json")
 
@@ -295,16 +294,16 @@ class Verify(Job):
 
 
 def _with_job_keys(refusal: ConfigError) -> str:
-    """A refusal with the key that this job has in the place of the one it gave."""
+    """The text of a refusal, with the key of this job in place of the launcher's."""
     return str(refusal).replace("launcher.processes", "job.processes")
 
 
 class RunFailed(DtfError):
-    """One of the runs to compare did not end well; its own error line says why."""
+    """A run to compare failed; its own error line says why."""
 
 
 def _replayed(result: dict[str, Any], precision: str, threads: int) -> str:
-    """What came of a replay, and of one that breaks the bound what may be the cause."""
+    """The result of a replay; where it is beyond the bound, also what may be the cause."""
     head = (
         f"replay of {' and '.join(f'{count:,}' for count in result['updates'])} updates from step {result['start']}: "
     )
@@ -342,7 +341,7 @@ def _runs(parent: Path, keep: bool) -> Iterator[Path]:
 
 
 def _explain(rows: list[dict[str, Any]]) -> None:
-    """Add to the newest row, if it breaks by little and in fp32 alone, what that probably means."""
+    """Add a probable cause to the newest row, where it breaks by little, in fp32 and not in fp64."""
     *before, row = rows
     same = ("strategy", "processes", "micro_batch_rows")
     exact = any(
@@ -356,8 +355,8 @@ def _explain(rows: list[dict[str, Any]]) -> None:
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
-    """Strategies by number of processes; the worst of all micro-batch sizes, by the measure that the precision is
-    judged by.
+    """A table of strategies by number of processes. A cell is the worst of all micro-batch sizes, in the measure that
+    has the bound of its precision.
     """
     measures = {EXACT: "tensor", "fp32": "parameters"}
     columns = sorted({row["processes"] for row in rows})

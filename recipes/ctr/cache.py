@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 def stamp(paths: Sequence[Path]) -> list[list[Any]]:
     """What changes when one of the files does: names, sizes and modification times."""
-    return [[os.path.realpath(path), (found := status(path)).st_size, found.st_mtime_ns] for path in paths]
+    return [[os.path.realpath(path), (state := status(path)).st_size, state.st_mtime_ns] for path in paths]
 
 
 def cached(cache: Path, key: Any, make: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
@@ -39,12 +39,12 @@ def cached(cache: Path, key: Any, make: Callable[[Path], dict[str, Any]]) -> tup
     try:
         cache.mkdir(parents=True, exist_ok=True)
         while True:
-            seen = _identity(folder)
-            if (found := _intact(folder)) is not None:  # ranks read the files at the same time, so without the lock
-                return folder, found
+            identity = _identity(folder)
+            if (result := _intact(folder)) is not None:  # ranks read the files at the same time, so without the lock
+                return folder, result
             with open(f"{folder}.lock", "w") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # the kernel lets go of it when the process dies
-                if _identity(folder) == seen:  # nobody has made it meanwhile
+                if _identity(folder) == identity:  # nobody has made it meanwhile
                     return folder, _made(folder, make)
     except OSError as error:
         raise DataError(
@@ -62,23 +62,23 @@ def _made(folder: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any
             shutil.rmtree(stale)
     building.mkdir()
     try:
-        said = make(building)
+        result = make(building)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
     digests = {path.name: _crc32(path) for path in sorted(building.iterdir())}
-    (building / "meta.json").write_text(json.dumps({"said": said, "digests": digests}))
+    (building / "meta.json").write_text(json.dumps({"said": result, "digests": digests}))
     building.rename(folder)
-    return said
+    return result
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
     """Another one for a folder that has been made anew; None: there is none."""
     try:
-        found = folder.stat()
+        state = folder.stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_ctime_ns
+    return state.st_ino, state.st_ctime_ns
 
 
 def _intact(folder: Path) -> dict[str, Any] | None:

@@ -97,9 +97,9 @@ class Queued(Clicks):
 class Columns(Clicks):
     """All rows, parsed and encoded before, in files that all ranks of a host map: their memory is paid for once."""
 
-    def __init__(self, folder: Path, said: dict[str, Any], allowed: int, queue_rows: int) -> None:
-        super().__init__(RowLocations(**said["places"]), allowed, queue_rows, 1)
-        self._about = said["about"]
+    def __init__(self, folder: Path, made: dict[str, Any], allowed: int, queue_rows: int) -> None:
+        super().__init__(RowLocations(**made["places"]), allowed, queue_rows, 1)
+        self._about = made["about"]
         self._labels, self._ids = (
             np.load(folder / f"{name}.npy", "r", allow_pickle=False) for name in ("labels", "ids")
         )
@@ -145,10 +145,10 @@ class Columns(Clicks):
         def read(first: int) -> tuple[np.ndarray, np.ndarray]:
             last = min(first + CHUNK_ROWS, log.rows)
             parsed = log.parse(first, last)
-            some, ids[first:last] = encoder.encode(parsed)
+            chunk, ids[first:last] = encoder.encode(parsed)
             labels[first:last] = parsed.labels
             if numbers is not None:
-                numbers[first:last] = some
+                numbers[first:last] = chunk
             bad = np.flatnonzero(parsed.why)
             return bad + first, parsed.why[bad]
 

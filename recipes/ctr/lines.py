@@ -42,10 +42,10 @@ NEWLINE, RETURN, TAB, COMMA, SPACE, COLON, MINUS, PLUS, ZERO = 10, 13, 9, 44, 32
 
 @njit(cache=True, nogil=True)
 def count_newlines(buffer):
-    found = 0
+    newlines = 0
     for i in range(len(buffer)):
-        found += buffer[i] == NEWLINE
-    return found
+        newlines += buffer[i] == NEWLINE
+    return newlines
 
 
 @njit(cache=True, nogil=True)

@@ -145,13 +145,13 @@ class TextLog(Log):
     def __init__(self, paths: Sequence[Path], text: Text, cache: Path, threads: int) -> None:
         self._text, self._sources = text, opened(paths)
         if all(isinstance(source, Plain) for source in self._sources):
-            folder, said = cached(cache, ["newlines", stamp(paths)], lambda folder: self._keep(folder, threads))
+            folder, totals = cached(cache, ["newlines", stamp(paths)], lambda folder: self._keep(folder, threads))
             counts = np.split(
                 np.load(folder / "newlines.npy", allow_pickle=False),
-                np.cumsum([-(-size // PIECE) for size in said["sizes"]])[:-1],
+                np.cumsum([-(-size // PIECE) for size in totals["sizes"]])[:-1],
             )
         else:
-            counts, said = self._count(threads)
+            counts, totals = self._count(threads)
         # before each piece
         self._newlines = [np.concatenate([[0], np.cumsum(count, dtype=np.int64)]) for count in counts]
         self._head = bool(text.header)
@@ -159,11 +159,11 @@ class TextLog(Log):
             self._look_over(source, newlines)
         lengths = [
             max(0, int(newlines[-1]) + rest - self._head)
-            for newlines, rest in zip(self._newlines, said["rests"], strict=True)
+            for newlines, rest in zip(self._newlines, totals["rests"], strict=True)
         ]
         self._starts = [0, *itertools.accumulate(lengths)]
         self.places = RowLocations([str(path) for path in paths], self._starts, 1 + self._head)
-        self.digest = f"{zlib.crc32(str([said['digests'], said['sizes']]).encode()):08x}"
+        self.digest = f"{zlib.crc32(str([totals['digests'], totals['sizes']]).encode()):08x}"
 
     def parse(self, first: int, last: int) -> Parsed:
         out = Parsed.empty(last - first, self._text.integers, self._text.fields)
@@ -199,8 +199,8 @@ class TextLog(Log):
         before, after = first + self._head, first + rows + self._head
         piece = max(0, int(np.searchsorted(newlines, before)) - 1)
         buffer = source.read(piece * PIECE, int(np.searchsorted(newlines, after)) * PIECE)
-        found = self._text.parse(buffer, lines.after_newlines(buffer, before - newlines[piece]), *out)
-        if found != rows:
+        parsed_rows = self._text.parse(buffer, lines.after_newlines(buffer, before - newlines[piece]), *out)
+        if parsed_rows != rows:
             raise DataError(f"{source.path} is not the file it was when the run began; leave it alone while it is read")
 
     def _newlines_before(self, source: Source, number: int, position: int) -> int:
@@ -215,14 +215,14 @@ class TextLog(Log):
                 f"{source.path} has a line of more than {_FARTHEST >> 20} MiB; it is no log of one click a line"
             )
         if self._text.header and len(newlines) > 1:
-            found = bytes(source.read(0, len(self._text.header) + 2)).split(b"\n")[0].rstrip(b"\r")
-            if found != self._text.header.encode():
+            first_line = bytes(source.read(0, len(self._text.header) + 2)).split(b"\n")[0].rstrip(b"\r")
+            if first_line != self._text.header.encode():
                 raise DataError(f"{source.path}:1: the first line must be {self._text.header}")
 
     def _keep(self, folder: Path, threads: int) -> dict[str, Any]:
-        counts, said = self._count(threads)
+        counts, totals = self._count(threads)
         np.save(folder / "newlines.npy", np.concatenate(counts))
-        return said
+        return totals
 
     def _count(self, threads: int) -> tuple[list[np.ndarray], dict[str, Any]]:
         """Newlines of each piece of each file, and of each file its size, digest and whether a line without newline
@@ -235,15 +235,15 @@ class TextLog(Log):
             )
             return counts, len(chunk), zlib.crc32(chunk.data), int(chunk[-1] != lines.NEWLINE)
 
-        counts, said = [], {"sizes": [], "digests": [], "rests": []}
+        counts, totals = [], {"sizes": [], "digests": [], "rests": []}
         with ThreadPoolExecutor(threads, "count") as pool:
             for futures in [source.scan(look, pool) for source in self._sources]:
-                found = [one for future in futures for one in future.result()]
-                counts.append(np.concatenate([np.zeros(0, np.uint32), *(one[0] for one in found)]))
-                said["sizes"].append(sum(one[1] for one in found))
-                said["digests"].append(zlib.crc32(np.array([one[2] for one in found], np.uint32).data))
-                said["rests"].append(found[-1][3] if found else 0)
-        return counts, said
+                looked = [piece for future in futures for piece in future.result()]
+                counts.append(np.concatenate([np.zeros(0, np.uint32), *(piece[0] for piece in looked)]))
+                totals["sizes"].append(sum(piece[1] for piece in looked))
+                totals["digests"].append(zlib.crc32(np.array([piece[2] for piece in looked], np.uint32).data))
+                totals["rests"].append(looked[-1][3] if looked else 0)
+        return counts, totals
 
 
 assert CHUNK % PIECE == 0

@@ -262,8 +262,8 @@ class LogOptions(DataOptions):
         def make(folder: Path) -> dict[str, Any]:
             return Columns.make(folder, self._log(paths, self.threads), encoder, small, self.threads or cores())
 
-        folder, said = cached(self._cache, ["columns", stamp(paths), *self._shape, encoder.about()], make)
-        return Columns(folder, said, allowed(said["places"]["starts"][-1]), self.queue_rows)
+        folder, columns = cached(self._cache, ["columns", stamp(paths), *self._shape, encoder.about()], make)
+        return Columns(folder, columns, allowed(columns["places"]["starts"][-1]), self.queue_rows)
 
     def preprocessing(self) -> dict[str, Any]:
         from dtf.recipes.ctr.preprocessing import of_log

@@ -74,8 +74,8 @@ class ParquetLog(Log):
         while first < last:
             group = int(np.searchsorted(self._bounds, first, "right")) - 1
             start = int(self._bounds[group])
-            found = self._decoded(group)
-            parts.append([column[first - start : last - start] for column in found])
+            decoded = self._decoded(group)
+            parts.append([column[first - start : last - start] for column in decoded])
             first = min(last, int(self._bounds[group + 1]))
         return Parsed(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
@@ -94,14 +94,14 @@ class ParquetLog(Log):
                 table = pq.ParquetFile(path).read_row_group(
                     inside, [*self._labels, *self._numbers, *self._categories], use_threads=False
                 )
-                found = self._columns(table)
+                decoded = self._columns(table)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{path}, row group {inside}: {error}") from error
             with self._lock:
-                self._cached[group] = found
+                self._cached[group] = decoded
                 while len(self._cached) > self._kept:
                     self._cached.popitem(last=False)
-            return found
+            return decoded
 
     def _columns(self, table: pa.Table) -> Parsed:
         out = Parsed.empty(len(table), len(self._numbers), len(self._categories))
@@ -143,8 +143,12 @@ def _hash(values, field, keys):
 
 def _digests(paths: Sequence[Path], threads: int) -> list[int]:
     with ThreadPoolExecutor(threads, "digest") as pool:
-        found = [
-            [one for future in Plain(path).scan(lambda chunk: zlib.crc32(chunk.data), pool) for one in future.result()]
+        digests = [
+            [
+                digest
+                for future in Plain(path).scan(lambda chunk: zlib.crc32(chunk.data), pool)
+                for digest in future.result()
+            ]
             for path in paths
         ]
-    return [zlib.crc32(np.array(chunks, np.uint32).data) for chunks in found]
+    return [zlib.crc32(np.array(chunks, np.uint32).data) for chunks in digests]

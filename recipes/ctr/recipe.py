@@ -202,17 +202,17 @@ class ClickThrough(Recipe):
         return super().direction(metric)
 
     def inactive_keys(self) -> dict[str, str]:
-        idle = {
+        of_kind = {
             f"recipe.model.{key}": "recipe.model.kind"
             for key, kinds in OF_KINDS.items()
             if self.model.kind not in kinds
         }
-        of_place = (
+        of_table = (
             ("sparse", "recipe.model.capacity")
             if self.model.table is EmbeddingKind.dense
             else ("optimizer.weight_decays.table",)
         )
-        return idle | dict.fromkeys(of_place, "recipe.model.table")
+        return of_kind | dict.fromkeys(of_table, "recipe.model.table")
 
     def check(self) -> None:
         if self.data.any_ids and self.model.table is EmbeddingKind.dense:

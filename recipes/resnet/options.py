@@ -196,17 +196,17 @@ class SourceOptions(SplitOptions):
         if not _can_write(cache):
             raise DataError(f"recipe.data.cache={cache} cannot be written; set recipe.data.cache=DIR")
 
-    def check_against(self, found: Decoded | Tree, classes: int) -> None:
+    def check_against(self, images: Decoded | Tree, classes: int) -> None:
         """Raise ConfigError where the images found do not fit these options and the model's number of classes."""
-        if len(found.classes) != classes:
+        if len(images.classes) != classes:
             raise ConfigError(
-                f"recipe.model.classes={classes}, but {self.root} has {len(found.classes)} classes; set "
-                f"recipe.model.classes={len(found.classes)}"
+                f"recipe.model.classes={classes}, but {self.root} has {len(images.classes)} classes; set "
+                f"recipe.model.classes={len(images.classes)}"
             )
         for key, split in (("train_rows", "train"), ("eval_rows", "val")):
-            if getattr(self, key) > sum(found.counts[split]):
+            if getattr(self, key) > sum(images.counts[split]):
                 raise ConfigError(
-                    f"recipe.data.{key}={getattr(self, key)}, but {split}/ has {sum(found.counts[split])} images; use "
+                    f"recipe.data.{key}={getattr(self, key)}, but {split}/ has {sum(images.counts[split])} images; use "
                     "0 for all"
                 )
 

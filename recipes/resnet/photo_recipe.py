@@ -203,12 +203,12 @@ class ResnetPhotos(Classification):
         return self.data.mean, self.data.std
 
     def preprocessing(self) -> dict[str, Any]:
-        found = super().preprocessing()
-        found["steps"][1] = (
+        described = super().preprocessing()
+        described["steps"][1] = (
             f"resize the shorter side to {self._whole} pixels (bilinear, antialiased) and cut out the central "
             f"{self.data.pixels} x {self.data.pixels}"
         )
-        return found | {"resize": self._whole}
+        return described | {"resize": self._whole}
 
     def open_inputs(self, path: Path) -> tuple[list[str], Photos]:
         import numpy as np
@@ -243,8 +243,8 @@ class ResnetPhotos(Classification):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if targets.ndim == 1:
             return super().loss(outputs, targets)
-        own, partner, share = targets.unbind(1)
-        return share * super().loss(outputs, own.long()) + (1 - share) * super().loss(outputs, partner.long())
+        labels, partner, share = targets.unbind(1)
+        return share * super().loss(outputs, labels.long()) + (1 - share) * super().loss(outputs, partner.long())
 
     def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
         if batch.targets.ndim > 1:  # mixed: right is who names the row's own class

@@ -168,8 +168,8 @@ class ResnetFolder(Classification):
 
         super().check()
         root, store = self.data.places()
-        found = cache.glance(cache.location(root, self.data.pixels, store), self.data.pixels) or tree.read_tree(root)
-        self.data.check_against(found, self.model.classes)
+        images = cache.glance(cache.location(root, self.data.pixels, store), self.data.pixels) or tree.read_tree(root)
+        self.data.check_against(images, self.model.classes)
 
     def class_names(self) -> tuple[str, ...]:
         from dtf.recipes.resnet import cache, tree
@@ -193,13 +193,13 @@ class ResnetFolder(Classification):
         data, train = self.data, split == "train"
         name, keep = ("train", data.train_rows) if train else ("val", data.eval_rows)
         root, store = data.places()
-        found = decoded(root, data.pixels, store, name)
-        pixels = np.asarray(np.memmap(found.file(name), np.uint8, "r")).reshape(-1, data.pixels, data.pixels, 3)
-        labels = np.repeat(np.arange(len(found.classes)), found.counts[name])
+        decoded_tree = decoded(root, data.pixels, store, name)
+        pixels = np.asarray(np.memmap(decoded_tree.file(name), np.uint8, "r")).reshape(-1, data.pixels, data.pixels, 3)
+        labels = np.repeat(np.arange(len(decoded_tree.classes)), decoded_tree.counts[name])
         if keep:
             rows = thin(len(labels), keep)
             pixels, labels = pixels[rows], labels[rows]
-        digest = f"{found.digests[name]:08x}"
+        digest = f"{decoded_tree.digests[name]:08x}"
         return Images(
             pixels,
             labels,
