@@ -12,7 +12,7 @@ from dtf.api.observer import Observers
 from dtf.api.registry import register
 from dtf.core.errors import BudgetError, DtfError, Exit
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Started
-from dtf.runs.budget import BudgetMeter, limit_s, limiting_key, spent_s
+from dtf.runs.budget import BudgetMeter, key, limit_s, spent_s
 from dtf.runs.run_folder import Run
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TrainJob(Job):
         def make(folder: str) -> Run:
             run = Run.open(composed.config, settings, processes, devices, folder or known)
             if self.elsewhere_s + spent_s(run.folder) >= limit_s(settings.budget):
-                error = BudgetError(f"{limiting_key(settings.budget)} was spent before; raise it to go on")
+                error = BudgetError(f"{key(settings.budget)} was spent before; raise it to go on")
                 run.end(error.exit, str(error))
                 raise error
             return run

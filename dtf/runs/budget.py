@@ -30,7 +30,7 @@ def limit_s(budget: BudgetOptions) -> float:
     return hours * 3600
 
 
-def limiting_key(budget: BudgetOptions) -> str:
+def key(budget: BudgetOptions) -> str:
     """The key that ends the run: `budget.cost=5` or `budget.hours=2`, whichever is spent first."""
     by_time = budget.hours is not None and budget.hours * 3600 <= limit_s(budget)
     return f"budget.hours={budget.hours:g}" if by_time else f"budget.cost={budget.cost:g}"
@@ -101,6 +101,6 @@ class BudgetMeter:
         if spent >= WARN_AT * self._limit_s and not self._warned:
             self._warned = True
             self._warn(
-                f"{spent / self._limit_s:.0%} of {limiting_key(self._budget)} is spent; at 100% the state is saved and "
+                f"{spent / self._limit_s:.0%} of {key(self._budget)} is spent; at 100% the state is saved and "
                 "the ranks stop"
             )

@@ -1,4 +1,4 @@
-"""Data sets of click logs: `Queued` reads blocks of a log as they are wanted, `Columns` has read all of it before.
+"""Data sets of click logs: `Queued` reads the rows of a batch from the log, `Columns` has parsed the whole log before.
 
 Neither knows a file format or a model.
 """
@@ -45,7 +45,7 @@ class Clicks(Dataset):
         return self.places.starts[-1]
 
     def _note(self, row: int, why: int) -> None:
-        """DataError for a bad row where none is allowed."""
+        """Record a bad row. DataError where none is allowed."""
         text = f"{self.places[row]}: {REASONS[why]}"
         if not self.allowed:
             raise DataError(
@@ -58,9 +58,7 @@ class Clicks(Dataset):
 
 
 class Queued(Clicks):
-    """Reads and parses the rows of a batch when it is fetched, in the thread that fetches it: nothing else is kept in
-    memory.
-    """
+    """Reads and parses the rows of a batch in the thread that fetches it. No other rows are in memory."""
 
     def __init__(
         self, log: Log, encoder: Encoder, allowed: int, queue_rows: int, threads: int, block_rows: int
@@ -95,7 +93,7 @@ class Queued(Clicks):
 
 
 class Columns(Clicks):
-    """All rows, parsed and encoded before, in files that all ranks of a host map: their memory is paid for once."""
+    """All rows, parsed and encoded before, in files that all ranks of a host map, so that they are in memory once."""
 
     def __init__(self, folder: Path, made: dict[str, Any], allowed: int, queue_rows: int) -> None:
         super().__init__(RowLocations(**made["places"]), allowed, queue_rows, 1)
@@ -126,7 +124,7 @@ class Columns(Clicks):
 
     @staticmethod
     def make(folder: Path, log: Log, encoder: Encoder, small: bool, threads: int) -> dict[str, Any]:
-        """Parse and encode all of a log into files; returns what the constructor wants to know.
+        """Parse and encode a whole log into files; returns the JSON that the constructor takes as `made`.
 
         `small`: ids fit into 32 bits.
         """
@@ -171,7 +169,7 @@ def keys_of(log: Log, encoder: Encoder, threads: int) -> Iterator[np.ndarray]:
 
 
 def cores() -> int:
-    """That this process may use: while it reads a log for all, the other ranks of the host wait."""
+    """Cores that this process may use: all of them, as the other ranks of the host wait while it reads a log."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,4 +1,4 @@
-"""A click log: rows by number, parsed from files. Says nothing about what becomes of them."""
+"""A click log: rows by number, parsed from files. Encodes nothing."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Parser = Callable[[np.ndarray, int, np.ndarray, np.ndarray, np.ndarray, np.ndarr
 
 
 class Parsed(NamedTuple):
-    """Rows as they stand in a log. A bad row has label 0 and nothing else."""
+    """Rows as a log holds them. A bad row has label 0 and no values."""
 
     labels: np.ndarray  # (B,) float32, 0 or 1
     numbers: np.ndarray  # (B, D) int64, `lines.NONE` where there is none
     keys: np.ndarray  # (B, F) int64, MISSING where there is none
-    why: np.ndarray  # (B,) uint8, `lines.GOOD` or the place of the reason in `lines.REASONS`
+    why: np.ndarray  # (B,) uint8, `lines.GOOD`, or the index of the reason in `lines.REASONS`
 
     @staticmethod
     def empty(rows: int, integers: int, fields: int) -> Parsed:
@@ -44,7 +44,7 @@ class Parsed(NamedTuple):
         return Parsed(np.empty(rows, np.float32), numbers, keys, np.zeros(rows, np.uint8))
 
     def blanked(self) -> Parsed:
-        """Itself, nothing left of bad rows."""
+        """Clear the bad rows in place, and return itself."""
         bad = np.flatnonzero(self.why)
         if len(bad):
             self.labels[bad], self.numbers[bad], self.keys[bad] = 0, lines.NONE, MISSING
@@ -53,11 +53,11 @@ class Parsed(NamedTuple):
 
 @dataclass(frozen=True)
 class RowLocations:
-    """Where the rows of several files are, for people."""
+    """The file and the line of each row, for messages."""
 
     paths: list[str]
     starts: list[int]  # the first row of each file, and the number of all rows
-    first: int  # the number of a file's first row, as people count
+    first: int  # the number of a file's first row, as messages count
     unit: str = ":"  # between the file's name and the number
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class RowLocations:
 
 
 class Log(ABC):
-    """Several threads may parse at once."""
+    """A click log. Several threads may parse at once."""
 
     digest: str
     """Text that differs when the content of the files does."""
@@ -86,7 +86,7 @@ class Log(ABC):
 
     @abstractmethod
     def blocks(self, rows: int) -> np.ndarray:
-        """Bounds, int64, from 0 to all rows, of blocks of about so many that are best read as a whole."""
+        """Bounds, int64, from 0 to the number of rows, of blocks of about `rows` rows that are best read as a whole."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def libsvm_text(fields: int, limit: int, labelled: bool = True) -> Text:
 
 
 def first_line(paths: Sequence[Path]) -> bytes:
-    """Of the first file that is not empty, without its end; of a longer line what a line may be long."""
+    """The first line of the first file that is not empty, without its line end, cut at `lines.LONGEST` bytes."""
     for path in paths:
         try:
             with gzip.open(path) if zipped(path) else path.open("rb") as file:
@@ -136,10 +136,10 @@ def first_line(paths: Sequence[Path]) -> bytes:
 
 
 class TextLog(Log):
-    """Lines of text files, in the order of the files. All that is kept of a file is how many newlines its pieces hold.
+    """Lines of text files, in the order of the files. Only the numbers of newlines in their pieces stay in memory.
 
-    The first opening of plain files counts them in `threads`, later ones find that in `cache`; compressed files are
-    read whole at each opening.
+    Plain files are counted in `threads` threads when they are first opened, and the counts are kept in `cache`.
+    Compressed files are read whole each time they are opened.
     """
 
     def __init__(self, paths: Sequence[Path], text: Text, cache: Path, threads: int) -> None:
@@ -208,7 +208,7 @@ class TextLog(Log):
         return int(self._newlines[number][piece]) + int(lines.count_newlines(source.read(piece * PIECE, position)))
 
     def _look_over(self, source: Source, newlines: np.ndarray) -> None:
-        """DataError for what is no log of this format at all."""
+        """Raise DataError for a file that is no log of this format at all."""
         changes = np.concatenate([[0], np.flatnonzero(np.diff(newlines)), [len(newlines) - 1]])
         if np.diff(changes).max() * PIECE > _FARTHEST:
             raise DataError(
@@ -225,8 +225,8 @@ class TextLog(Log):
         return totals
 
     def _count(self, threads: int) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """Newlines of each piece of each file, and of each file its size, digest and whether a line without newline
-        ends it.
+        """Newlines of each piece of each file, and for each file its size, its digest and whether it ends without a
+        newline.
         """
 
         def look(chunk: np.ndarray) -> tuple[np.ndarray, int, int, int]:

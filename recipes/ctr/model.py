@@ -1,6 +1,6 @@
 """Models of click-through rates: inputs {"ids": (B, F)[, "dense": (B, D)]} to the logit of a click, (B,).
 
-`ids` are rows (B, F, W) already where a sparse table holds them. Nothing here knows of ranks.
+Where a sparse table holds the rows, `ids` are these rows already, (B, F, W). Nothing here knows of ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dtf.recipes.ctr.layers import (
 
 
 class Inputs(NamedTuple):
-    """What a model gets, and what it looks up."""
+    """Sizes of the inputs of a model, and of the table in it."""
 
     fields: int  # F
     numbers: int  # D
@@ -96,7 +96,7 @@ class DNN(Model):
 
 
 class WideDeep(Model):
-    """The sum of a logistic regression and a multilayer perceptron; `pairs`: and of a factorisation machine on the same
+    """The sum of a logistic regression and a multilayer perceptron. `pairs`: also of a factorization machine on the same
     rows.
 
     Sources: Cheng et al. 2016 (arXiv:1606.07792); Guo et al. 2017, eq. 1 (arXiv:1703.04247).
@@ -119,8 +119,9 @@ class WideDeep(Model):
 
 
 class DCN(Model):
-    """Cross layers and a multilayer perceptron, side by side or, `stacked`, the one on the other; `rank`: of matrices,
-    None: vectors.
+    """Cross layers and a multilayer perceptron, side by side or, where `stacked`, one on the other.
+
+    `rank`: that of the matrices of the cross layers, 0: full; None: they have vectors.
 
     Sources: Wang et al. 2017 (arXiv:1708.05123), side by side with vectors; Wang et al. 2021, figure 1
     (arXiv:2008.13535).
@@ -146,9 +147,9 @@ class DCN(Model):
 
 
 class XDeepFM(Model):
-    """A logistic regression, a compressed interaction network and a multilayer perceptron, summed. Source: Lian et al.
+    """The sum of a logistic regression, a compressed interaction network and a multilayer perceptron.
 
-    2018 (arXiv:1803.05170).
+    Source: Lian et al. 2018 (arXiv:1803.05170).
     """
 
     def __init__(self, inputs: Inputs, dim: int, deep: Tower, maps: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Where a log lies: the files that a path, a folder or a pattern stands for."""
+"""Finds the files of a log by a path, a folder or a pattern."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from dtf.core.errors import DataError
 
 
 def find_files(path: Path, key: str, root: str = "") -> list[Path]:
-    """The files that a place stands for, in the order of their names. DataError when there are none."""
+    """The files of a path, a folder or a pattern, in the order of their names.
+
+    `key`: the option that names it, as `key=value`, for messages. DataError when there are none, or when one cannot be
+    read.
+    """
     in_root = f" in recipe.data.root={root}" if root else ""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith((".", "_")))

@@ -1,4 +1,4 @@
-"""Click-through rates: what the config says of the models, and the recipes that put model, log and loss together."""
+"""Recipes for click-through rates: their config nodes, and how model, log and loss are put together."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OF_KINDS = {
     "maps": {Kind.xdeepfm},
     "bottom": {Kind.dlrm},
 }
-"""Options of models that only some kinds have."""
+"""Option of a model -> the kinds that have it."""
 
 
 class EmbeddingKind(Enum):
@@ -248,7 +248,7 @@ class ClickThrough(Recipe):
         return self._grouped(self.data.open(split, seed))
 
     def _grouped(self, rows: Dataset) -> Dataset:
-        """The same with a group for each row, where evaluations ask for groups."""
+        """The same rows, with a group for each where `group` is set."""
         if self.group < 0:
             return rows
         from dtf.recipes.ctr.grouped import Grouped

@@ -164,7 +164,7 @@ class SourceOptions(SplitOptions):
     root: str = option(default="", doc=f"folder or .tar, .tar.gz archive that holds {SHAPE}; must be given")
     cache: str = option(
         default="",
-        doc="folder for what is made of it once, which may be deleted at any time; empty: $XDG_CACHE_HOME/dtf/images "
+        doc="folder for the decoded images, which may be deleted at any time; empty: $XDG_CACHE_HOME/dtf/images "
         "or ~/.cache/dtf/images",
     )
     mean: list[float] = option(

@@ -94,7 +94,7 @@ class PhotoOptions(SourceOptions):
     )
     bad_records: BadRecords = option(
         default=BadRecords["raise"],
-        doc="files that cannot be decoded: `raise` ends the run, `skip` names each in the log and counts it not",
+        doc="files that cannot be decoded: `raise` ends the run, `skip` reports each in the log and leaves it out",
     )
     bad_share: float = option(
         default=0.001,

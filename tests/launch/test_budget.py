@@ -17,7 +17,7 @@ from dtf.cli.main import main
 from dtf.core.errors import Exit
 from dtf.engine import clock
 from dtf.runs import budget
-from dtf.runs.budget import BudgetMeter, is_spent, limit_s, limiting_key, spent_s
+from dtf.runs.budget import BudgetMeter, is_spent, key, limit_s, spent_s
 from tests.conftest import Result
 
 TOY = [
@@ -50,7 +50,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_budget_that_is_spent_first_counts(options: BudgetOptions, seconds: float, named: str) -> None:
-    assert (limit_s(options), limiting_key(options)) == (seconds, named)
+    assert (limit_s(options), key(options)) == (seconds, named)
     assert limit_s(BudgetOptions(cost_per_hour=3)) == float("inf")
 
 
