@@ -40,26 +40,26 @@ class TrainJob(Job):
         launcher = settings.launcher
         launcher.check(settings.strategy)
         processes, devices = launcher.count(), launcher.devices_kind()
-        known = str(self.folder or "")
+        given_folder = str(self.folder or "")
 
         def make(folder: str) -> Run:
-            run = Run.open(composed.config, settings, processes, devices, folder or known)
+            run = Run.open(composed.config, settings, processes, devices, folder or given_folder)
             if self.elsewhere_s + spent_s(run.folder) >= limit_s(settings.budget):
                 error = BudgetError(f"{key(settings.budget)} was spent before; raise it to go on")
                 run.end(error.exit, str(error))
                 raise error
             return run
 
-        alone = settings.strategy.external_process()
-        if alone and alone.rank:
-            run = Run.guest(composed.config, settings, f"{alone.role}-{alone.rank}")
+        external = settings.strategy.external_process()
+        if external and external.rank:
+            run = Run.guest(composed.config, settings, f"{external.role}-{external.rank}")
         else:
             run = launcher.open(composed.config, make, composed.command)
         self.folder = run.folder
         objective = settings.run.objective or settings.recipe.objective[0]
         observers = Observers(settings.observer if run.leader else {})
         exit, cause = Exit.BUG, "an exception in the launching process"
-        turn = threading.Lock()  # the meter warns from a thread of its own
+        lock = threading.Lock()  # the meter warns from a thread of its own
 
         def see(event: Event) -> None:
             nonlocal cause
@@ -71,9 +71,9 @@ class TrainJob(Job):
                 self.best = (objective, event.values[objective])
             elif isinstance(event, Ended) and f"best_{objective}" in event.values:  # also one from before a resume
                 self.best = (objective, event.values[f"best_{objective}"])
-            with turn:
+            with lock:
                 observers.see(event)
-            if alone and not run.leader and isinstance(event, Note):
+            if external and not run.leader and isinstance(event, Note):
                 print(f"dtf: {event.text}", file=sys.stderr, flush=True)
             self.watch(event)
 

@@ -1,6 +1,4 @@
-"""Where the time of a step goes: a trace of torch.profiler over a few steps, taken in the ranks, and the shares it
-shows.
-"""
+"""Traces a few steps with torch.profiler in the ranks, and shows which share of a step each of its parts takes."""
 
 from __future__ import annotations
 

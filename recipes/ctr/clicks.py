@@ -49,7 +49,7 @@ class World:
 
     @staticmethod
     def make(seed: int, fields: int, ids: int, skew: float) -> World:
-        """Sizes of fields rise geometrically. The parts are scaled by their standard deviation over a sample of rows."""
+        """Sizes of fields rise geometrically. The parts are scaled by their deviation over a sample of rows."""
         offsets = np.concatenate([[0], np.cumsum(_sizes(fields, ids))]).astype(np.int64)
         bare = World(seed_of(seed, "world"), offsets, skew, np.zeros(3), np.ones(3))
         parts = bare.draw(np.arange(_PILOT_ROWS), seed_of(seed, "pilot")).parts

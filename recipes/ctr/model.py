@@ -96,8 +96,8 @@ class DNN(Model):
 
 
 class WideDeep(Model):
-    """The sum of a logistic regression and a multilayer perceptron. `pairs`: also of a factorization machine on the same
-    rows.
+    """The sum of a logistic regression and a multilayer perceptron. `pairs`: also of a factorization machine on the
+    same rows.
 
     Sources: Cheng et al. 2016 (arXiv:1606.07792); Guo et al. 2017, eq. 1 (arXiv:1703.04247).
     """
