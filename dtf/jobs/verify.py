@@ -59,7 +59,7 @@ class Verify(Job):
     strategies: list[str] = option(
         factory=list,
         doc="strategies to compare with the reference, with options after a blank: ddp, 'tensor degree=2'; empty: all "
-        "there are",
+        "of them",
     )
     processes: list[int] = option(
         factory=lambda: [1, 2, 4], least=1, doc="numbers of processes (replicas, for strategies in one process)"

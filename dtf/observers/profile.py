@@ -25,7 +25,7 @@ class Profile(Observer):
     """
 
     skip: int = option(
-        default=20, least=1, doc="left out after a start: the first steps build buckets and kernels", unit="steps"
+        default=20, least=1, doc="left out after each start, as the first steps build buckets and kernels", unit="steps"
     )
     steps: int = option(
         default=10,
@@ -34,7 +34,7 @@ class Profile(Observer):
         doc="length of the window; a trace of the default recipe has 300 kB for each",
         unit="steps",
     )
-    ranks: list[int] = option(factory=lambda: [0], least=0, doc="which ranks take one")
+    ranks: list[int] = option(factory=lambda: [0], least=0, doc="which ranks take a trace")
 
     def check(self) -> None:
         if not self.ranks:

@@ -83,9 +83,9 @@ class ModelOptions(FineTuning):
     )
     table: EmbeddingKind = option(
         default=EmbeddingKind.dense,
-        doc="where the rows of ids live: `dense` in a parameter of the model, which every step of the optimizer goes "
+        doc="where the rows of ids are: `dense` in a parameter of the model, which every step of the optimizer goes "
         "over, so that L2 and Adam are exact; "
-        "`sparse` in a table beside it, of which a step touches only the rows of its batch",
+        "`sparse` in a table beside it, of which a step changes only the rows of its batch",
     )
     capacity: int = option(
         default=0,
@@ -177,7 +177,7 @@ class ClickThrough(Recipe):
         default=-1,
         least=-1,
         doc="field, from 0, within whose values evaluations also measure the AUC: `group_auc`, weighted by rows; -1: "
-        "not",
+        "off",
         unit="field",
     )
 

@@ -47,13 +47,13 @@ def default_cache() -> Path:
 
 
 def location(root: Path, pixels: int, cache: Path) -> Path:
-    """The folder of one tree at one size; another one as soon as a file of the tree changes."""
+    """The folder in the cache for one tree at one size. It is another one when a file of the tree changes."""
     key = json.dumps([FORMAT, os.path.realpath(root), stamp(root), pixels])
     return cache / hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
 def glance(folder: Path, pixels: int) -> Decoded | None:
-    """What an earlier run decoded, or None. Looks at sizes only."""
+    """The images that an earlier run decoded, or None. Checks their sizes only."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
         decoded_tree = Decoded(
@@ -72,8 +72,8 @@ def glance(folder: Path, pixels: int) -> Decoded | None:
 
 
 def decoded(root: Path, pixels: int, cache: Path, split: str) -> Decoded:
-    """The decoded images of `root`, from the cache when it holds `split` intact; otherwise this process decodes while
-    others wait.
+    """The decoded images of `root`. They come from the cache when it holds `split` intact; otherwise this process
+    decodes them while others wait.
 
     DataError for a tree that cannot be read and for a cache that cannot be written.
     """
@@ -92,7 +92,7 @@ def decoded(root: Path, pixels: int, cache: Path, split: str) -> Decoded:
 
 @contextlib.contextmanager
 def written(cache: Path, name: str) -> Iterator[None]:
-    """One process at a time makes `name` in the cache; the kernel lets go of the lock when the process dies.
+    """One process at a time makes `name` in the cache; the kernel releases the lock when the process dies.
 
     DataError for whatever cannot be written.
     """

@@ -17,7 +17,7 @@ import simplejpeg
 from dtf.recipes.resnet.crops import Part
 
 EXTRANEOUS = "extraneous bytes before marker"
-"""What the decoder says of the rows that a lowered height leaves over."""
+"""The decoder's warning about rows beyond a lowered height."""
 
 _MCU = 16  # rows of the largest unit of a file; one more is decoded, since chroma is interpolated across units
 _here = threading.local()
@@ -36,7 +36,7 @@ class Header:
 
 
 def read_header(content: bytes) -> Header | None:
-    """The header of a whole, upright grey or colour file of 8 bits; None for any other, which takes another way."""
+    """The header of a complete, upright grey or colour file of 8 bits; None for others, which `decode_any` takes."""
     if not content.startswith(b"\xff\xd8") or not content.endswith(b"\xff\xd9"):
         return None  # no JPEG file, or one that breaks off or has something behind it
     at, frame, lowerable = 2, None, True

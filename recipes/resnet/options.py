@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Arch(Enum):
-    """Networks by name; SMALL says which are for small images."""
+    """Networks by name; those in SMALL are for small images."""
 
     resnet8 = "resnet8"
     resnet14 = "resnet14"
@@ -84,7 +84,7 @@ class ModelOptions(FineTuning):
     )
     zero_init_residual: bool = option(
         default=False,
-        doc="start each residual block as the identity: the weight of its last normalisation is drawn as zero",
+        doc="start each residual block as the identity: the weight of its last normalisation is initialised to zero",
     )
 
     def check(self) -> None:
@@ -121,7 +121,7 @@ class DataOptions(SplitOptions):
     crop_pad: int = option(
         default=4,
         least=0,
-        doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not",
+        doc="zeros put around a training image before it is cropped to its size at random; 0: no crop",
         unit="pixels",
     )
     flip: bool = option(default=True, doc="mirror half of the training images")
@@ -142,7 +142,7 @@ class ShapesOptions(DataOptions):
     crop_pad: int = option(
         default=0,
         least=0,
-        doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not",
+        doc="zeros put around a training image before it is cropped to its size at random; 0: no crop",
         unit="pixels",
     )
     seed: int = option(default=0, least=0, doc="of the drawn images; the run's own seed does not change them")
@@ -197,7 +197,7 @@ class SourceOptions(SplitOptions):
             raise DataError(f"recipe.data.cache={cache} cannot be written; set recipe.data.cache=DIR")
 
     def check_against(self, images: Decoded | Tree, classes: int) -> None:
-        """Raise ConfigError where the images found do not fit these options and the model's number of classes."""
+        """Raise ConfigError where images do not fit these options or the model's number of classes."""
         if len(images.classes) != classes:
             raise ConfigError(
                 f"recipe.model.classes={classes}, but {self.root} has {len(images.classes)} classes; set "

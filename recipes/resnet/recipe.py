@@ -1,6 +1,4 @@
-"""Residual networks on labelled images: what the config says of them, and the recipes that put network, data and loss
-together.
-"""
+"""Recipes for residual networks on labelled images: they put network, data and loss together."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Classification(Recipe):
-    """A residual network that tells classes of images apart. The kinds of images are left to subclasses."""
+    """A residual network that classifies images. Subclasses say where the images come from."""
 
     model: ModelOptions = option(factory=ModelOptions, doc="the network")
     label_smoothing: float = option(
@@ -159,7 +157,7 @@ class ResnetShapes(Classification):
 
 @register("recipe", "resnet_cifar10")
 class ResnetFolder(Classification):
-    """Images from class folders or an archive of them. Decoded once, then kept for later runs."""
+    """Images from class folders or an archive of them. They are decoded once, and kept for later runs."""
 
     data: FolderOptions = option(factory=FolderOptions, doc="the images")
 
