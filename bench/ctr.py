@@ -45,14 +45,14 @@ from torch import Tensor, nn
 from dtf.api.options import StepOptions
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.recipe import Dataset, Recipe
-from dtf.api.sampler import Epochs, Sequential
 from dtf.api.sparse_table import Table
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.types import Event, Measured, Place
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Sequential
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
-from dtf.model.metrics import weighted_sums
+from dtf.model.losses import weighted_sums
 from dtf.optim.optimizers import Adagrad
 from dtf.recipes.ctr.model import DNN, Inputs, Tower
 from dtf.sparse.row_optimizers import RowAdagrad

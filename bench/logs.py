@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 
 from dtf.api.recipe import Dataset
-from dtf.api.sampler import Epochs, Shuffle
 from dtf.core.types import Shard
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Shuffle
 from dtf.recipes.ctr.clicks import write_criteo
 from dtf.recipes.ctr.generated_data import ClicksOptions
 from dtf.recipes.ctr.log_data import Ids, Integers, LogOptions, Mode

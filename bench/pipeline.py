@@ -23,7 +23,8 @@ import torch
 
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
-from dtf.api.strategy import Program, Task
+from dtf.api.strategy import Program
+from dtf.api.task import Task
 from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
 from dtf.optim.optimizers import Sgd

@@ -15,7 +15,7 @@ import dtf.jobs.rank_export
 import dtf.jobs.rank_predict
 import dtf.launch.rank_process
 import dtf.model.init
-import dtf.model.metrics
+import dtf.model.losses
 import dtf.optim.update
 import dtf.recipes
 import dtf.strategies.dp_program

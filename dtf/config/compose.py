@@ -22,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from dtf.api.job import Job
 from dtf.api.registry import registered
 from dtf.api.schema import KeyProblem, build_option, unset
-from dtf.api.strategy import Task
-from dtf.checkpoint.resolve_path import check_place
+from dtf.api.task import Task
+from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.command_line import parse_arguments
 from dtf.config.hydra_sources import ROOT, YamlFile, make_loader, record_files
 from dtf.config.limits import resolve_interpolations
@@ -95,7 +95,7 @@ class Composed:
             settings.check()
             if data:
                 settings.recipe.check()
-            check_place(settings.recipe.fine_tuning.weights, "recipe.model.weights")
+            check_weights_path(settings.recipe.fine_tuning.weights, "recipe.model.weights")
             settings.optimizer.check()
             settings.sparse.check()
             settings.lr.check()

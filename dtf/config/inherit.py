@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from dtf.api.schema import show
-from dtf.checkpoint.resolve_path import is_checkpoint, resolve_checkpoint
+from dtf.checkpoint.resolve_path import is_checkpoint, resolve_checkpoints
 from dtf.config.limits import read_checked
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
@@ -40,7 +40,7 @@ def overrides_from_run(model: str, chosen: Mapping[str, str], plugins: Collectio
             f"job.model={model} holds an interpolation, and a config cannot be read from there; write the path"
         )
     path = Path(model).expanduser()
-    file = config_beside(resolve_checkpoint(path, "job.model")[0]) if model and is_checkpoint(path) else None
+    file = config_beside(resolve_checkpoints(path, "job.model")[0]) if model and is_checkpoint(path) else None
     if file is None:
         return []
     return _overrides(saved_config(file, f"job.model={model}", plugins), chosen)

@@ -58,8 +58,9 @@ EXPERIMENT = "experiment"
 """The group of complete named runs: YAML files only, no node of its own."""
 
 _PARTS = {
-    "api": "lr precision sampler",
+    "api": "lr precision",
     "checkpoint": "checkpointer",
+    "data": "samplers",
     "optim": "optimizers",
     "sparse": "row_optimizers",
     "strategies": "ddp dp fsdp tensor pipeline.strategy",

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.checkpoint import storage
-from dtf.checkpoint.checkpointer import STATE, read_scalars
+from dtf.checkpoint.boxes import STATE, read_scalars
 from dtf.checkpoint.manifest import ITEM_BYTES, Manifest, volume
-from dtf.checkpoint.resolve_path import resolve_checkpoint
+from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.checkpoint.safetensors_format import slots
 from dtf.core.errors import ConfigError, DataError, Exit
 
@@ -46,7 +46,7 @@ class Checkpoint(Job):
     def run(self, composed: Composed) -> int:
         if not self.path:
             raise ConfigError("job.path is empty; give a checkpoint like RUN/checkpoints/step_000120, or a run folder")
-        folder = resolve_checkpoint(self.path, "job.path")[0]
+        folder = resolve_checkpoints(self.path, "job.path")[0]
         return self._inspect(folder) if self.action is Action.inspect else self._verify(folder)
 
     def _inspect(self, folder: Path) -> int:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.files import replace_text
@@ -114,9 +114,9 @@ def _load_model(settings: Settings, weights: Weights, place: Place) -> nn.Module
     )
     tables = tables_of(task, World(place), Placement.replicated)
     if tables is not None:
-        from dtf.sparse.inference_module import Served
+        from dtf.sparse.inference_module import InferenceModule
 
-        model = Served.of(model, tables)
+        model = InferenceModule.of(model, tables)
     return model.eval()
 
 

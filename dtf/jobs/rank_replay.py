@@ -14,9 +14,10 @@ import torch
 
 from dtf.api.precision import Format, set_switches
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Source, Task
-from dtf.checkpoint.checkpointer import Checkpointer, Every, Stored
-from dtf.checkpoint.resolve_path import resolve_checkpoint
+from dtf.api.task import Source, Task
+from dtf.checkpoint.boxes import StoredCheckpoint
+from dtf.checkpoint.checkpointer import Checkpointer, Every
+from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.config.settings import parse_settings
 from dtf.core.errors import ConfigError, DataError, Exit, Preempted
 from dtf.core.text import count_text
@@ -25,9 +26,9 @@ from dtf.data.splits import Splits
 from dtf.engine.inference import Pace
 from dtf.engine.rank import stop_signals
 from dtf.host.heartbeat import beat
-from dtf.model.ema import averaged
+from dtf.model.ema import with_ema
 from dtf.model.init import build_on_meta
-from dtf.model.pretrained import Weights, fitted, open_weights
+from dtf.model.pretrained import Weights, match_weights, open_weights
 from dtf.pserver.record.recorder import read
 from dtf.pserver.record.replay import Replay
 from dtf.pserver.strategy import Pserver
@@ -63,13 +64,13 @@ def _replay(
         raise ConfigError(f"job.replay={run} is no run with strategy=pserver and strategy.record=PATH")
     torch.set_num_threads(place.threads)
     set_switches(settings.precision)
-    final = resolve_checkpoint(str(run), "job.replay")[0]
+    final = resolve_checkpoints(str(run), "job.replay")[0]
     start, recorded, events = read(run / strategy.record, strategy.count())
     rows = Splits(settings.recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=False)
     rows.cut()
     task = Task(
         settings.recipe,
-        averaged(settings.optimizer, settings.step.ema),
+        with_ema(settings.optimizer, settings.step.ema),
         settings.precision,
         settings.step,
         settings.seed,
@@ -140,8 +141,8 @@ def _weights(recipe: Recipe, final: Path) -> Weights | None:
     place, key = recipe.fine_tuning.weights, "recipe.model.weights"
     if not place:
         return None
-    weights = fitted(open_weights(place, key), recipe, build_on_meta(recipe), key)[0]
-    if weights.digest() != Stored(final).scalars.get(key):
+    weights = match_weights(open_weights(place, key), recipe, build_on_meta(recipe), key)[0]
+    if weights.digest() != StoredCheckpoint(final).scalars.get(key):
         raise DataError(f"{key}={place} has changed since the run started from it, so that nothing can be replayed")
     return weights
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from dtf.api.recipe import Recipe, Split
-from dtf.checkpoint.resolve_path import check_place
+from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.compose import Composed
 from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.types import Event, Failed, Measured, Note
@@ -23,7 +23,7 @@ def launch(composed: Composed, entry: str, data: bool = True, one_rank: bool = F
     model, weights = composed.config["job"]["model"], composed.settings.recipe.fine_tuning.weights
     if not model and not weights:
         raise ConfigError("job.model is not set; give a run folder, a checkpoint or a file of weights: job.model=PATH")
-    check_place(model, "job.model")
+    check_weights_path(model, "job.model")
     if one_rank:
         if composed.config["launcher"].get("processes", 1) not in ("auto", 1):
             raise ConfigError(

@@ -18,7 +18,7 @@ from dtf.pserver.options import Device, Mode, TlsMode, Wire
 from dtf.pserver.placement import check_placement
 
 if TYPE_CHECKING:
-    from dtf.api.strategy import Task
+    from dtf.api.task import Task
     from dtf.pserver.options import PserverOptions
 
 _FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from dtf.checkpoint.resolve_path import resolve_checkpoint
+from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.checkpoint.storage import read_manifest
 from dtf.core.errors import DataError
 
@@ -64,7 +64,7 @@ class RecordedRun:
             ids=ids,
             # a run that went on with fewer ranks has some of earlier ones
             held=[line["held"] for line in held if line["after"] == last],
-            tensors=checkpoint_tensors(resolve_checkpoint(folder, "run folder")[0]),
+            tensors=checkpoint_tensors(resolve_checkpoints(folder, "run folder")[0]),
         )
 
 

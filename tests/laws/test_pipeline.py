@@ -20,7 +20,7 @@ from dtf.api.options import Remat, StepOptions
 from dtf.api.precision import Precision
 from dtf.api.recipe import Recipe
 from dtf.api.registry import register
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World

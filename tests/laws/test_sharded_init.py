@@ -8,7 +8,7 @@ import pytest
 
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Place
 from dtf.distributed.world import World

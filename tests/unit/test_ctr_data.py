@@ -16,10 +16,11 @@ import pytest
 
 from dtf.api.recipe import Dataset
 from dtf.api.registry import registered
-from dtf.api.sampler import Epochs, Shuffle, Tail
+from dtf.api.sampler import Tail
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Shuffle
 from dtf.recipes.ctr import lines
 from dtf.recipes.ctr import log as log_module
 from dtf.recipes.ctr.encode import Encoder
