@@ -116,8 +116,8 @@ class Composed:
             settings.strategy.check(task, processes, devices)
             if settings.strategy.external_process() and self.config["job"]["name"] != "train":
                 raise ConfigError(
-                    "strategy.endpoints is for runs whose processes are started one command each, and this job starts "
-                    "its own; leave it out"
+                    "strategy.endpoints is for processes of a run that are started externally, and this job starts its "
+                    "own; leave it out"
                 )
         return settings
 
