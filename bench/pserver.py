@@ -3,7 +3,7 @@ process, on the same rows in memory.
 
     python bench/pserver.py                          # modes async and sync, both models of bench/ctr.py in fp32
     python bench/pserver.py --only 64-32 --modes async
-    python bench/pserver.py --rows                   # rows that one server thread steps and looks up per second
+    python bench/pserver.py --rows                   # rows that one thread of a server steps and looks up in a second
 
 Server and trainers are processes that talk over gRPC on loopback, as with `launcher=local`; the server runs the engine,
 and the trainer has the threads of the one process. The model, the log and the turns are those of bench/ctr.py:

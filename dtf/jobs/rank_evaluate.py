@@ -1,4 +1,4 @@
-"""What the ranks of `job=evaluate` do: metrics over a split, each row once."""
+"""What the ranks of `job=evaluate` do: compute the metrics of a split, with each row once."""
 
 from __future__ import annotations
 

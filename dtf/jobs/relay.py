@@ -155,7 +155,7 @@ class Relay(Job):
             killed = _run_segment(segment, folder / RELAY)
             rows.append(_row(segment, killed, time.monotonic() - began))
             print(_line(rows[-1], "nobody: the reference" if segment is reference else ""), flush=True)
-        calm = rows.pop()
+        reference_row = rows.pop()
         a, b = RecordedRun.read(folder / REFERENCE), RecordedRun.read(folder / RELAY)
         verdict = compare(a, b, exact=self.precision is Format.fp64)
         config = composed.config
@@ -164,7 +164,7 @@ class Relay(Job):
             "optimizer": config["optimizer"]["name"],
             "precision": self.precision.value,
             "legs": rows,
-            "reference": calm,
+            "reference": reference_row,
             **verdict.to_json(),
             "samples": sum(len(ids) for ranks in b.ids.values() for ids in ranks),
             "steps": _steps(a, b),

@@ -1,4 +1,4 @@
-"""`job=status`: how a live run with servers is: who takes part, what is held where, how fast and how stale it learns.
+"""`job=status`: the state of a live run with servers: its processes, what each server holds, its rate and staleness.
 
 Changes nothing.
 """
@@ -34,13 +34,13 @@ class Output(Enum):
 
 @register("job", "status")
 class Status(Job):
-    """Ask the servers of a live run how it is."""
+    """Ask the servers of a live run for its state."""
 
     run_folder: str = option(default="", doc="the run's folder, on a host that sees it and reaches the servers")
     endpoint: str = option(
         default="",
-        doc="HOST:PORT of a server of a run that was started by hand; the secret comes from DTF_TOKEN or "
-        "strategy.token_file, TLS from strategy.tls",
+        doc="HOST:PORT of a server of a run whose processes were started externally; the secret comes from DTF_TOKEN "
+        "or strategy.token_file, TLS from strategy.tls",
     )
     seconds: float = option(default=1.0, above=0, most=3600, doc="over which pushes are counted", unit="s")
     format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
@@ -77,7 +77,7 @@ class Status(Job):
 
 
 def ask(live: Live) -> list[dict[str, Any]]:
-    """What each server says. PeerError or AuthError."""
+    """The status of each server. PeerError or AuthError."""
     from dtf.pserver.net.codec import decode, encode
     from dtf.pserver.net.messages import STATUS, status_schemas
     from dtf.pserver.net.rpc import Client, Tls
@@ -95,7 +95,7 @@ def ask(live: Live) -> list[dict[str, Any]]:
 
 
 def lines(servers: list[dict[str, Any]]) -> Iterator[str]:
-    """For people."""
+    """The status of the servers as lines of text."""
     first = servers[0]
     yield (
         f"mode {first['mode']}, {first['state']}, step {first['version']}, up for {first['uptime_s']:,.0f} s, "
