@@ -20,7 +20,8 @@ from dtf.model.forward import evaluated_together, loss_dtype, received, refuse_g
 from dtf.model.init import cast, init_model
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.placement import tables_of
-from dtf.strategies.spmd import Replica, buffers, load_buffers, microbatch_load, own_averages
+from dtf.strategies.buffers import buffers, load_buffers, own_averages
+from dtf.strategies.spmd import Replica, microbatch_load
 
 
 class DataParallelProgram(Program):

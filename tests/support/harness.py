@@ -34,8 +34,8 @@ from dtf.model.forward import stand_ins
 from dtf.model.init import build_on_meta
 from dtf.model.pretrained import fitted, open_weights
 from dtf.runs.compare import in_order
+from dtf.strategies.buffers import SHARE
 from dtf.strategies.pipeline import cost_model
-from dtf.strategies.spmd import SHARE
 from tests.support.in_process_servers import Assistants, Deadly, connect
 from tests.support.lossy_network import Interposer
 from tests.support.ranks import ranks

@@ -41,8 +41,9 @@ from dtf.model.forward import (
 from dtf.model.memory import Footprint, activations
 from dtf.model.microbatch import BatchNormStatistics, SeededDropout
 from dtf.optim.update import update_applied
+from dtf.strategies.buffers import buffers, buffers_kept, load_buffers, own_averages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
-from dtf.strategies.spmd import buffers, buffers_kept, load_buffers, microbatch_load, own_averages
+from dtf.strategies.spmd import microbatch_load
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
