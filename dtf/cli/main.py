@@ -133,9 +133,9 @@ def _reported(action: Callable[[], int]) -> int:
 
 def _cool() -> None:
     """End what `prestart` began."""
-    warm = sys.modules.get("dtf.launch.forkserver_cache")
-    if warm is not None:
-        warm.discard()
+    forkserver_cache = sys.modules.get("dtf.launch.forkserver_cache")
+    if forkserver_cache is not None:
+        forkserver_cache.shut_down()
 
 
 def _help(composer: Composer, overrides: list[str]) -> int:

@@ -274,9 +274,9 @@ def _go(leg: Leg, folder: Path) -> Killed | None:
     if leg.kill.who == LAUNCHER:
         who, witness = "the launcher", Witness(at=kill_launcher(leg.composed.command, folder, leg.kill.after))
     else:
-        from dtf.launch.forkserver_cache import warm
+        from dtf.launch.forkserver_cache import fork_server
 
-        server, rank = warm(leg.composed.config["launcher"]["env"]), leg.kill.rank
+        server, rank = fork_server(leg.composed.config["launcher"]["env"]), leg.kill.rank
         who, witness = leg.called(rank), Witness(leg.kill.after, lambda: server.signal(rank, signal.SIGKILL))
     _train(leg, witness)
     killed = witness.killed(who)

@@ -18,7 +18,7 @@ _SLURM_PORTS = range(20_000, 30_000)
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankEnvironment:
     """This process among all of the run, and where rank 0 is to be found."""
 
     starter: str
@@ -71,10 +71,10 @@ VARIABLES = sorted(
         "SLURM_NTASKS_PER_NODE",
     }
 )
-"""All that `standing` looks at."""
+"""All that `rank_environment` looks at."""
 
 
-def standing(environment: Mapping[str, str]) -> Standing:
+def rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
     """Who this process is.
 
     ConfigError that names the variables when some are missing, make no sense, or contradict each other.
@@ -120,7 +120,7 @@ def standing(environment: Mapping[str, str]) -> Standing:
         if wrong:
             raise ConfigError(f"{small}={present[small]} must be {bound} {large}={present[large]}")
     _refuse_contradiction(starter, size, present, candidates[1:])
-    return Standing(starter.name, rank, world, local_rank, local_size, address, port)
+    return RankEnvironment(starter.name, rank, world, local_rank, local_size, address, port)
 
 
 _HINT = {

@@ -25,7 +25,7 @@ from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
 from dtf.core.types import Event, Failed, Place
 from dtf.host import devices, network
 from dtf.host.devices import MOST_THREADS
-from dtf.launch.cluster_env import standing
+from dtf.launch.cluster_env import rank_environment
 
 _MARGIN_S = 10.0
 """For which rank 0, which knows who is missing, may be later than the others in giving up."""
@@ -70,10 +70,10 @@ class Env(Launcher):
     def count(self) -> int:
         check_environment(self.env)
         network.check_interface(self.interface)
-        return standing(os.environ).size
+        return rank_environment(os.environ).size
 
     def check(self, strategy: Strategy) -> None:
-        size = standing(os.environ).size
+        size = rank_environment(os.environ).size
         check_one_role("env", strategy, size)
         needed = sum(strategy.roles(size).values())
         if needed != size:
@@ -83,7 +83,7 @@ class Env(Launcher):
         self._device()
 
     def meeting_point(self) -> tuple[str, int, bool]:
-        me = standing(os.environ)
+        me = rank_environment(os.environ)
         return me.address, me.port, me.rank == 0 and not _outlives()
 
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
@@ -94,7 +94,7 @@ class Env(Launcher):
         from dtf.config.settings import parse_settings
         from dtf.runs.run_folder import Run, versions
 
-        self._me = standing(os.environ)
+        self._me = rank_environment(os.environ)
         os.environ |= network.socket_variables(self.interface, (self._me.address, self._me.port), os.environ) | self.env
         store = self._meet()
         mine = {
@@ -186,7 +186,7 @@ class Env(Launcher):
 
     def _device(self) -> str:
         """The GPU of this rank, or `cpu`. A starter that shows each process one GPU has chosen it already."""
-        me, chosen = standing(os.environ), devices.choose(self.devices)
+        me, chosen = rank_environment(os.environ), devices.choose(self.devices)
         if self.devices in ("auto", "cuda") and len(chosen.indices) == 1:
             return devices.device_of(0, 1, chosen)
         return devices.device_of(me.local_rank, me.local_size, chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from dtf.api.options import Remat
@@ -63,29 +64,7 @@ def _plan(
     model: nn.Module, blocks: tuple[tuple[str, ...], ...], spec: PipelineSpec, task: Task, world: World
 ) -> dict[str, Any]:
     """Rank 0's plan: `fine`, whether blocks are cut inside, `bounds` and `table`. ConfigError where there is none."""
-    assert task.sample is not None
-    compute = DTYPES[task.precision.compute]
-    autocast = compute if task.precision.cast is Cast.autocast else None
-    inputs = moved(task.sample(spec.rows), world.device)
-    sample = inputs if autocast else cast_floating(inputs, compute)
-    recomputed = modules_to_checkpoint(task.recipe, task.step.remat)
-
-    def prepare(block: nn.Module) -> None:
-        cast_on_meta(block, task.precision, computing=True)
-        apply_activation_checkpointing(
-            block, recomputed, task.step.remat, SeededDropout(block, task.seed, world.device)
-        )
-
-    def held_bytes(block: nn.Module) -> int:
-        return state_bytes(block, task.optimizer, task.precision)
-
-    def costs_of(chain: GraphSplit) -> list[partition.Cost]:
-        if not spec.timed:
-            return cost_model.count(chain, sample, held_bytes, autocast, prepare)
-        return cost_model.measure(
-            chain, sample, held_bytes, autocast, prepare, warmup_bytes(task.optimizer), spec.micro_batches
-        )
-
+    sample = _sample(spec, task, world)
     stages = spec.ranks * spec.virtual
     places, unit = [s % spec.ranks for s in range(stages)], "time" if spec.timed else "FLOPs"
     plan: dict[str, Any] = {}
@@ -100,7 +79,7 @@ def _plan(
                 raise
             break  # a block whose code cannot be followed is not cut inside
         try:
-            costs = costs_of(chain)
+            costs = _costs(chain, sample, spec, task, world)
             bounds = _bounds(blocks, costs, stages, spec)
         except ValueError as error:
             raise batch_norm_error(error, spec.rows) from error
@@ -120,6 +99,39 @@ def _plan(
     if spec.micro_batches == 1:
         plan["table"] += "\none micro-batch in flight: plain model parallelism, one rank works while the others wait"
     return plan
+
+
+def _autocast(task: Task) -> torch.dtype | None:
+    """The format of autocast, if the task uses it."""
+    return DTYPES[task.precision.compute] if task.precision.cast is Cast.autocast else None
+
+
+def _sample(spec: PipelineSpec, task: Task, world: World) -> Any:
+    """The inputs of one micro-batch, as the model takes them."""
+    assert task.sample is not None
+    inputs = moved(task.sample(spec.rows), world.device)
+    return inputs if _autocast(task) else cast_floating(inputs, DTYPES[task.precision.compute])
+
+
+def _costs(chain: GraphSplit, sample: Any, spec: PipelineSpec, task: Task, world: World) -> list[partition.Cost]:
+    """The cost of each unit of a chain: measured, or counted, as `spec.timed` says."""
+    autocast = _autocast(task)
+    recomputed = modules_to_checkpoint(task.recipe, task.step.remat)
+
+    def prepare(block: nn.Module) -> None:
+        cast_on_meta(block, task.precision, computing=True)
+        apply_activation_checkpointing(
+            block, recomputed, task.step.remat, SeededDropout(block, task.seed, world.device)
+        )
+
+    def held_bytes(block: nn.Module) -> int:
+        return state_bytes(block, task.optimizer, task.precision)
+
+    if not spec.timed:
+        return cost_model.count(chain, sample, held_bytes, autocast, prepare)
+    return cost_model.measure(
+        chain, sample, held_bytes, autocast, prepare, warmup_bytes(task.optimizer), spec.micro_batches
+    )
 
 
 def _bounds(
