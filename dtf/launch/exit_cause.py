@@ -95,9 +95,8 @@ def group_result(
     exits = _relevant(exits)
     own = [e for e in exits if not e.killed and e.status and e.code not in ORDERLY]
     deaths = [e for e in own if e.signal and not (stop_signals and e.signal == signal.SIGTERM)]
-    failures = [
-        (e.failed.exit == Exit.PEER, e.at, e.failed) for e in exits if e.failed and e.failed.exit not in ORDERLY
-    ]
+    sent = [(e.at, e.failed) for e in exits if e.failed and e.failed.exit not in ORDERLY]
+    failures = sorted(sent, key=lambda message: (message[1].exit == Exit.PEER, message[0]))
     if any(e.signal != signal.SIGABRT for e in deaths) or (deaths and not failures):
         return _death(next((e for e in deaths if e.signal != signal.SIGABRT), deaths[0]))
     starting = all(e.starting for e in exits)

@@ -53,15 +53,8 @@ class HostRendezvous:
         self, node: int, nodes: int, ranks: int, address: tuple[str, int], silence_s: float,
         note: Callable[[str], None], token: str = ""
     ) -> None:  # fmt: skip
-        self.node, self.nodes, self._ranks, self._address, self._silence_s, self._note, self._token = (
-            node,
-            nodes,
-            ranks,
-            address,
-            silence_s,
-            note,
-            token,
-        )
+        self.node, self.nodes, self._ranks, self._address = node, nodes, ranks, address
+        self._silence_s, self._note, self._token = silence_s, note, token
         self._where = network.endpoint_text(*address)
         self.failed: Failed | None = None
         self._connections: dict[int, Connection] = {}
@@ -241,13 +234,11 @@ class HostRendezvous:
             stack.callback(connection.socket.close)
             nonce = str(connection.next_message(deadline)["nonce"])
             this_host = {"node": self.node, "host": socket.gethostname(), "task": digest(task)}
-            connection.send(
-                {"nonce": connection.nonce, **this_host, "proof": proof(self._token, nonce, connection.nonce, "host")}
-            )
+            shown = proof(self._token, nonce, connection.nonce, "host")
+            connection.send({"nonce": connection.nonce, **this_host, "proof": shown})
             answer = connection.next_message(deadline)
-            if "exit" not in answer and not equal(
-                answer["proof"], proof(self._token, connection.nonce, nonce, "node 0")
-            ):
+            expected = proof(self._token, connection.nonce, nonce, "node 0")
+            if "exit" not in answer and not equal(answer["proof"], expected):
                 raise ConfigError(
                     f"who answers at launcher.address={self._where} does not know DTF_TOKEN; is it host 0 of this run?"
                 )
@@ -393,8 +384,7 @@ class HostRendezvous:
             self._newcomers.remove(connection)
             return
         del self._connections[connection.node]
-        cause = Failed(
-            connection.node * self._ranks, 0, int(Exit.PEER), f"host {connection.node} ({connection.name}) {how}", ""
-        )
+        text = f"host {connection.node} ({connection.name}) {how}"
+        cause = Failed(connection.node * self._ranks, 0, int(Exit.PEER), text, "")
         if connection.node not in self._ended:
             self._end(connection.node, GroupResult(Exit.PEER, cause, external=True))
