@@ -41,7 +41,7 @@ def _evaluate(rank: Rank) -> None:
         if judge is not None and judged is not None:
             judge.add(judged)
         table.add(rows)
-        pace.tell(done)
+        pace.report(done)
     assert total is not None
     unread = int(used.world.reduce(torch.tensor([used.unread], dtype=torch.float64)).item())
     values = counted(used.world, total, used.recipe, len(used.rows), used.unread, used.rows.allowed)

@@ -49,7 +49,7 @@ def _predict(rank: Rank) -> None:
         for done, _, rows in used.batches(first, rank.beat, rank.stop_requested):
             if rank_0:
                 file.append(rows, inputs)
-            pace.tell(done)
+            pace.report(done)
     used.world.leave()
 
 

@@ -92,7 +92,7 @@ def _replay(
                 f"asked to stop after {updates:,} of {total:,} updates; a replay keeps nothing; start again to do all "
                 "of it"
             )
-        pace.tell(updates)
+        pace.report(updates)
 
     replay.run(events, under_way)
     expected, found = checkpoint_tensors(final), _together(replay.boxes())

@@ -55,7 +55,7 @@ class DataParallelProgram(Program):
                     LocalUpdate(full_params(model, masters), *options, tables=self._tables, leads=not self._updates)
                 )
         self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
-        self._settled = True
+        self._synced = True
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
@@ -94,7 +94,7 @@ class DataParallelProgram(Program):
             replica.statistics.finish(update_applied(norms[0]))
         with section("communication"):
             self._share_parameters()
-        self._settled = False
+        self._synced = False
         return StepOutput(_total([s for s in sums if s is not None], self._devices[0]), norms[0])
 
     def eval_step(self, batch: Batch | None) -> Evaluated:
@@ -120,7 +120,7 @@ class DataParallelProgram(Program):
             replica.statistics.swap_ema(on)
 
     def sync(self) -> None:
-        if self._settled or len(self._replicas) == 1:
+        if self._synced or len(self._replicas) == 1:
             return
         tensors = [replica.statistics.tensors() for replica in self._replicas]
         for replica in self._replicas:
@@ -129,7 +129,7 @@ class DataParallelProgram(Program):
             mean = torch.stack([t.to(same[0].device) for t in same]).mean(dim=0)
             for t in same:
                 t.copy_(mean)
-        self._settled = True
+        self._synced = True
 
     def state(self) -> State:
         state = self._updates[0].state()
