@@ -71,20 +71,20 @@ class Tensor(Strategy):
         from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, pieces
         from dtf.strategies.tensor_modules import divide
 
-        seat = ParallelDims(world, "tp", self.degree or world.size)
+        dims = ParallelDims(world, "tp", self.degree or world.size)
         cast_on_meta(model, task.precision, computing=True)
-        divide(model, splits, seat.mesh)
+        divide(model, splits, dims.mesh)
         masters = lay_out(model, task.precision, world.device)
         draw(model, task, masters)
-        tables = tables_of(task, world, self.tables, gives=seat.feed.reads)
+        tables = tables_of(task, world, self.tables, gives=dims.feed.reads)
         update = LocalUpdate(
-            pieces(model, masters, first=seat.feed.reads),
+            pieces(model, masters, first=dims.feed.reads),
             task.optimizer,
             task.step.clip_norm,
             task.precision.loss_scale,
-            writes=seat.share.index == 0,
-            combine=seat.total,
-            reduce=seat.reduce,
+            writes=dims.share.index == 0,
+            combine=dims.total,
+            reduce=dims.reduce,
             tables=tables,
         )
-        return Spmd(Replica(model, task, world.device), update, task, world, seat, tables=tables)
+        return Spmd(Replica(model, task, world.device), update, task, world, dims, tables=tables)

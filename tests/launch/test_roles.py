@@ -214,7 +214,7 @@ def test_the_token_is_seen_by_ranks_alone(
     start: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     token = "5ec2e7" * 11
-    monkeypatch.setattr(Run, "token", token)
+    monkeypatch.setattr(Run, "token", property(lambda self: token, lambda self, drawn: None), raising=False)
     done = start({"1": {"0.0": "die"}, "2": {"0.0": "fail", "1.0": "fail"}})
     assert done.code == Exit.BUG
     for path in done.folder.rglob("*"):

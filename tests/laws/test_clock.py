@@ -11,10 +11,10 @@ from dtf.core.types import Evaluate, Log, Poll, Save, Stop, Ticket, Train
 from dtf.engine.clock import Plan, PlannedClock
 
 
-def agreed(ticket: Ticket, step_seconds: float, told_at: float = math.inf) -> dict[str, float]:
-    """What ranks find out at a ticket of a run that starts at step 0."""
+def agreed(ticket: Ticket, step_seconds: float, stop_at: float = math.inf) -> dict[str, float]:
+    """What ranks agree on at a ticket of a run that starts at step 0."""
     return {
-        "stop_requests": float(ticket.step >= told_at),
+        "stop_requests": float(ticket.step >= stop_at),
         "over_budget": 0.0,
         "step_seconds": step_seconds if ticket.step else math.inf,
     }
@@ -68,14 +68,14 @@ def test_the_rate_falls_where_evaluations_find_no_new_best_and_a_resumed_run_goe
     epochs, plan = Epochs(Sequential(), 7, 2, 0), Plan(12, 0, 2, 0)
 
     def rates(clock: PlannedClock, until: int) -> dict[int, float]:
-        found = {}
+        lrs = {}
         for ticket in clock:
             if isinstance(ticket, Train):
-                found[ticket.step] = ticket.lr
+                lrs[ticket.step] = ticket.lr
             clock.done(ticket, {"loss": losses.get(ticket.step, 0.0), **agreed(ticket, 9.0)})
             if isinstance(ticket, Evaluate) and ticket.step == until:
                 break
-        return found
+        return lrs
 
     whole = rates(PlannedClock(plan, epochs, Plateau(peak=8.0, factor=0.5)), 12)
     assert list(whole.values()) == [8.0] * 4 + [4.0] * 4 + [2.0] * 2 + [1.0] * 2
@@ -89,28 +89,28 @@ def test_the_best_evaluation_is_saved_although_no_save_is_due() -> None:
     assert Save(3) not in planned(save_best=False)
 
 
-def polled(told_at: int, step_seconds: float, log_every: int = 0) -> list[Ticket]:
+def polled(stop_at: int, step_seconds: float, log_every: int = 0) -> list[Ticket]:
     clock = PlannedClock(Plan(100, log_every, 0, 50), Epochs(Sequential(), 1000, 2, 0), Constant())
     tickets = []
     for ticket in clock:
         tickets.append(ticket)
-        clock.done(ticket, agreed(ticket, step_seconds, told_at))
+        clock.done(ticket, agreed(ticket, step_seconds, stop_at))
     return tickets
 
 
 def test_a_request_to_stop_is_heard_within_two_seconds_without_any_report() -> None:
-    tickets = polled(told_at=12, step_seconds=0.5)
+    tickets = polled(stop_at=12, step_seconds=0.5)
     assert [t.step for t in tickets if isinstance(t, Poll)] == [0, 1, 5, 9, 13], (
         "a poll every two seconds, once the pace is known"
     )
     assert tickets[-2:] == [Save(13), Stop(13, "preempted")]
-    assert polled(told_at=12, step_seconds=30.0)[-3:] == [Poll(12), Save(12), Stop(12, "preempted")], (
+    assert polled(stop_at=12, step_seconds=30.0)[-3:] == [Poll(12), Save(12), Stop(12, "preempted")], (
         "slow steps: a poll each"
     )
 
 
 def test_a_request_to_stop_while_it_starts_is_heard_before_the_first_step() -> None:
-    assert polled(told_at=0, step_seconds=0.5) == [Poll(0), Stop(0, "preempted")]
+    assert polled(stop_at=0, step_seconds=0.5) == [Poll(0), Stop(0, "preempted")]
 
 
 def test_ranks_agree_at_each_end_of_an_epoch_and_at_the_last_step() -> None:

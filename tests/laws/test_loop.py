@@ -103,7 +103,7 @@ class Coordinator(Clock):
         return None
 
 
-class Alone:
+class SingleRank:
     rank = 0
 
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ def make(clock: Clock, **changes: Any) -> Any:
     fixed: dict[str, Any] = {
         "clock": clock,
         "recipe": Toy(),
-        "world": Alone(),
+        "world": SingleRank(),
         "see": lambda event: None,
         "scalars": {},
         "steps_per_epoch": 10,
@@ -275,30 +275,30 @@ def test_steps_that_nothing_is_known_of_yet_are_told_of_later(monkeypatch: pytes
     """No line of nothing, and the lines together tell of every step."""
 
     class Late(FakeProgram):
-        """Tells of a step when the second one after it is made; of what is left when it settles."""
+        """Reports a step when the second one after it is made, and all that are left when it syncs."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.begun = self.told = self.known = 0
+            self.begun = self.reported = self.known = 0
 
         def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
             self.begun += 1
-            return self._tell(max(0, self.begun - 2))
+            return self._report(max(0, self.begun - 2))
 
         def sync(self) -> None:
             self.known = self.begun
 
         def rest(self) -> StepOutput:
-            return self._tell(max(self.told, self.known))
+            return self._report(max(self.reported, self.known))
 
-        def _tell(self, until: int) -> StepOutput:
-            steps, self.told = until - self.told, until
+        def _report(self, until: int) -> StepOutput:
+            steps, self.reported = until - self.reported, until
             return StepOutput(torch.tensor([2.0, 1.0, 1.0]) * steps, torch.tensor([3.0, 1.0]) * steps)
 
     monkeypatch.setattr(engine._Stopwatch, "lap", lambda self: 1.0)
     seen: list[Any] = []
     clock = PlannedClock(Plan(5, 1, 0, 0), Epochs(Sequential(), 4, 2, 0), Constant(), None)
     fit(make(clock, program=Late(), see=seen.append))
-    assert [each.step for each in seen] == [3, 4, 5]
-    assert all(math.isfinite(value) for each in seen for value in each.values.values())
-    assert [each.values["rows_per_s"] for each in seen] == [2.0, 2.0, 6.0]
+    assert [measured.step for measured in seen] == [3, 4, 5]
+    assert all(math.isfinite(value) for measured in seen for value in measured.values.values())
+    assert [measured.values["rows_per_s"] for measured in seen] == [2.0, 2.0, 6.0]
