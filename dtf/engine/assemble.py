@@ -27,7 +27,7 @@ from dtf.data.loader import Loader
 from dtf.data.splits import Splits
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan
-from dtf.engine.rank import Rank, nobody
+from dtf.engine.rank import Rank, ignore
 from dtf.model.ema import averaged
 from dtf.model.init import build_on_meta
 from dtf.model.pretrained import Fit, Weights, fitted, open_weights
@@ -60,7 +60,7 @@ class Member:
         if self.world.rank == 0:
             return self.rank.send
         send = self.rank.send
-        return (lambda event: send(event) if isinstance(event, Saved | Started) else None) if self.external else nobody
+        return (lambda event: send(event) if isinstance(event, Saved | Started) else None) if self.external else ignore
 
 
 @dataclass(frozen=True)

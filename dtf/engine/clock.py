@@ -81,12 +81,11 @@ class Progress:
 
 
 STOP_REQUESTS, OVER_BUDGET, STEP_SECONDS = "stop_requests", "over_budget", "step_seconds"
-"""Keys of a Poll's values: how many ranks were told to stop, how many know that the budget is spent, and the mean time
+"""Keys of a Poll's values: how many ranks were asked to stop, how many know that the budget is spent, and the mean time
 of a step since the last Poll, infinite where there was none."""
 
 POLL_S = 2.0
-"""Ranks ask each other so often whether to stop: a small part of the grace that schedulers give, and no cost per step.
-"""
+"""Seconds between two polls of all ranks: short beside the time that schedulers give to stop, and no cost per step."""
 
 
 class PlannedClock(Clock):

@@ -1,4 +1,4 @@
-"""What a model said of rows: files of predictions that grow in order and can be gone on with, and a table of classes.
+"""Predictions of a model: files that grow in the order of rows and can be resumed, and a confusion table.
 
 Torch-free.
 """
@@ -28,16 +28,18 @@ class Prediction(NamedTuple):
     id: int
     label: float | None  # what it is, where that is one number
     classes: list[int]  # the most probable first
-    chances: list[float]  # of these; of the one event where there are no classes
+    probabilities: list[float]  # of these; of the one event where there are no classes
     width: int  # number of classes; 0: there is one event, which happens or not
 
     def pairs(self) -> list[tuple[int, float]]:
         """Classes with their probabilities, which have as many digits as fp32."""
-        return [(c, float(f"{chance:.8g}")) for c, chance in zip(self.classes, self.chances, strict=True)]
+        return [
+            (c, float(f"{probability:.8g}")) for c, probability in zip(self.classes, self.probabilities, strict=True)
+        ]
 
     def guess(self) -> int:
         """The class it is taken for."""
-        return self.classes[0] if self.width else int(self.chances[0] >= 0.5)
+        return self.classes[0] if self.width else int(self.probabilities[0] >= 0.5)
 
 
 def named(names: Sequence[str], index: int) -> str:
@@ -66,17 +68,15 @@ class ConfusionTable:
             self._right[label] += guess == label
 
     def classes(self) -> list[dict[str, Any]]:
-        """For each class: rows, how many were taken for it, recall and precision; None where there is nothing to divide
-        by.
-        """
+        """For each class: its rows, rows predicted as it, recall and precision; None in place of a division by zero."""
 
         def share(part: int, whole: int) -> float | None:
             return part / whole if whole else None
 
-        found = []
+        table = []
         for c in range(self._width):
             rows, guessed, right = self._rows[c], self._guessed[c], self._right[c]
-            found.append(
+            table.append(
                 {
                     "class": named(self._names, c),
                     "rows": rows,
@@ -85,7 +85,7 @@ class ConfusionTable:
                     "precision": share(right, guessed),
                 }
             )
-        return found
+        return table
 
 
 class Predictions(ABC):
@@ -142,13 +142,13 @@ class JsonLines(Predictions):
         return ""
 
     def _line(self, row: Prediction, name: str | None) -> str:
-        told: dict[str, Any] = {"row": row.id} | ({} if name is None else {"input": name})
+        line: dict[str, Any] = {"row": row.id} | ({} if name is None else {"input": name})
         if row.width:
-            told |= {"class": named(self._names, row.classes[0])}
-        told |= {"probability": row.pairs()[0][1]}
+            line |= {"class": named(self._names, row.classes[0])}
+        line |= {"probability": row.pairs()[0][1]}
         if row.width:
-            told |= {"top": [[named(self._names, c), chance] for c, chance in row.pairs()]}
-        return json.dumps(told) + "\n"
+            line |= {"top": [[named(self._names, c), probability] for c, probability in row.pairs()]}
+        return json.dumps(line) + "\n"
 
     def _row(self, line: str) -> int:
         try:
@@ -167,7 +167,9 @@ class Csv(Predictions):
         return _csv(["row", "input", "class", "probability", *later])
 
     def _line(self, row: Prediction, name: str | None) -> str:
-        pairs = [x for c, chance in row.pairs() for x in (named(self._names, c) if row.width else "", repr(chance))]
+        pairs = [
+            x for c, probability in row.pairs() for x in (named(self._names, c) if row.width else "", repr(probability))
+        ]
         return _csv([str(row.id), name or "", *pairs])
 
     def _row(self, line: str) -> int:

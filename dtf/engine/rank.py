@@ -44,7 +44,7 @@ class Rank:
     @property
     def report(self) -> Callable[[Event], None]:
         """`send` on rank 0; other ranks report nothing."""
-        return self.send if self.place.rank == 0 else nobody
+        return self.send if self.place.rank == 0 else ignore
 
 
 def run_rank(
@@ -115,7 +115,7 @@ def stop_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    # A launcher that hears Ctrl-C for its ranks has told them to ignore it, and sends SIGTERM.
+    # A launcher that handles Ctrl-C for its ranks makes them ignore it, and sends SIGTERM.
     numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, receive) for number in numbers}
     try:
@@ -125,5 +125,5 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def nobody(event: Event) -> None:
-    """Ranks other than 0 report nothing."""
+def ignore(event: Event) -> None:
+    """What ranks other than 0 do with an event."""

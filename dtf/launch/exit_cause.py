@@ -1,4 +1,4 @@
-"""Why a set of ranks ended: tells the cause from its consequences. Values in, values out; touches no process."""
+"""Why a set of ranks ended: which failure is the cause, and which are its consequences. Pure functions."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Connection:
         connection.settimeout(HELLO_S)
         self.socket, self.name, self.nonce = connection, str(connection.getpeername()[0]), secrets.token_hex(16)
         self.node: int | None = None  # of the other side; None before it has introduced itself
-        self.since = self.heard = time.monotonic()
+        self.since = self.received_at = time.monotonic()
         self.received: deque[dict[str, Any]] = deque()  # read, and not yet taken by `next_message`
         self._rest = b""
 
@@ -40,7 +40,7 @@ class Connection:
         data = self.socket.recv(1 << 16)
         if not data:
             raise ConnectionResetError("the connection was closed")
-        self.heard = time.monotonic()
+        self.received_at = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LINE_BYTES:
             raise ValueError("a line without end")

@@ -343,7 +343,7 @@ class HostRendezvous:
         self.receive()
         now = time.monotonic()
         for connection in list(self._connections.values()):
-            if now - connection.heard > self._silence_s:
+            if now - connection.received_at > self._silence_s:
                 self._lose(
                     connection,
                     f"has said nothing for launcher.hang_timeout_s={self._silence_s:g}: stopped, or the network is cut",

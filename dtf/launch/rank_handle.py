@@ -41,11 +41,11 @@ class RankHandle:
     pid: int = 0
     status: int | None = None  # as of os.waitpid; None while it lives
     killed: bool = False  # by us
-    failed: Failed | None = None  # its own last words
+    failed: Failed | None = None  # its own last message
     at: float = 0.0  # when it sent them
     silent_since: float = 0.0  # when it closed its channel: it has ended, though the server has not reported it
-    stopped_since: float = 0.0  # found stopped by a signal at every look since then
-    hung_since: float = 0.0  # found to hang, and asked for its stacks, to be replaced
+    stopped_since: float = 0.0  # it was found stopped by a signal, and at every check since
+    hung_since: float = 0.0  # it was found to hang, and asked for its stacks, to be replaced
     hang: str = ""  # killed for it: what was seen
     replaced: int = 0  # replacements of this rank since one of its processes finished a step
 
@@ -55,7 +55,7 @@ class RankHandle:
             with self.log.open("rb") as file:
                 file.seek(max(self.log_start, self.log.stat().st_size - (1 << 16)))
                 return file.read().decode(errors="replace")
-        except OSError:  # somebody removed the run folder
+        except OSError:  # the run folder was removed
             return ""
 
     def state(self) -> str:
@@ -69,7 +69,7 @@ class RankHandle:
 class OtherHosts(Protocol):
     """The other hosts of an attempt, see `host_rendezvous.HostRendezvous`."""
 
-    failed: Failed | None  # what has happened there, so that the ranks here have to end
+    failed: Failed | None  # a failure there, for which the ranks of this host have to end
 
     def fileno(self) -> int: ...  # readable when there is something to receive
     def receive(self) -> None: ...

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 @register("launcher", "static")
 class Static(SupervisedLauncher):
-    """Start this host's ranks of a run on `nodes` hosts; watched on each, restarted together, by processes that meet at
-    `address`.
+    """Start this host's ranks of a run on `nodes` hosts.
+
+    One process on each host watches its ranks; all are restarted together. These processes meet at `address`.
     """
 
     nodes: int = option(least=1, most=1024, doc="hosts that take part")
@@ -137,7 +138,7 @@ class Static(SupervisedLauncher):
             result = self._failure(error)
             raise
         finally:
-            if result:  # else a bug ends this process, and the others hear that it is gone
+            if result:  # else a bug ends this process, and the others find its connection closed
                 self._hosts.broadcast({"end": result.to_json()})
 
     def _follow(self, run: LaunchedRun, see: Callable[[Event], None], entry: str, stop: Stop) -> GroupResult:

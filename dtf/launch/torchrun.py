@@ -93,8 +93,9 @@ class Torchrun(Launcher):
         return *network.endpoint(self.rendezvous, "launcher.rendezvous"), False
 
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
-        """No folder is made here: rank 0 does it, in `run.dir`, which must be given, as hosts that come later have to
-        know it too.
+        """Make no folder: rank 0 does it, in `run.dir`.
+
+        ConfigError without `run.dir`, which hosts that join later have to know too.
         """
         from dtf.config.settings import parse_settings
         from dtf.runs.run_folder import Run, unique_id
@@ -158,7 +159,7 @@ class Torchrun(Launcher):
     def _rendezvous_handler(self, run: LaunchedRun, address: str) -> RendezvousHandler:
         """The rendezvous of the agents, served by this process where it is the first on its HOST.
 
-        PeerError when nobody serves it.
+        PeerError when it cannot be reached.
         """
         from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler

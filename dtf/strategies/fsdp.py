@@ -133,7 +133,7 @@ class Fsdp(Strategy):
         for buffer in model.buffers():
             buffer.data = buffer.data.to(world.device)
         for module in model.modules():
-            # it lays out its memory at first use: here, before anything refers to it
+            # FSDP allocates at first use; force it before anything refers to the memory
             if isinstance(module, FSDPModule):
                 module.unshard()
                 module.reshard()

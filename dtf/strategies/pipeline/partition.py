@@ -79,7 +79,7 @@ def partition(costs: Sequence[Cost], stages: int, in_flight: InFlight, memory_by
             return math.inf
         return costs[last - 1].boundary_bytes if last < count else 0
 
-    return _best(count, stages, crossing, lambda here, rest: here + rest)[1]
+    return _best(count, stages, crossing, lambda first, rest: first + rest)[1]
 
 
 def memory(costs: Sequence[Cost], first: int, last: int, in_flight: int) -> int:
