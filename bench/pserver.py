@@ -3,8 +3,7 @@ process, on the same rows in memory.
 
     python bench/pserver.py                          # modes async and sync, both models of bench/ctr.py in fp32
     python bench/pserver.py --only 64-32 --modes async
-    python bench/pserver.py --rows                   # how many rows one thread of a server steps and looks up in a
-    second, alone
+    python bench/pserver.py --rows                   # rows that one server thread steps and looks up per second
 
 Server and trainers are processes that talk over gRPC on loopback, as with `launcher=local`; the server runs the engine,
 and the trainer has the threads of the one process. The model, the log and the turns are those of bench/ctr.py:
@@ -36,10 +35,11 @@ from torch.distributed import TCPStore
 
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
-from dtf.api.sampler import Epochs, Sequential
-from dtf.api.strategy import RoleContext, Task
+from dtf.api.strategy import RoleContext
+from dtf.api.task import Task
 from dtf.core.types import Event, Measured, Place, Shard
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Sequential
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
 from dtf.optim.optimizers import Adagrad

@@ -1,8 +1,11 @@
 """Bytes and round trips per second of requests on loopback, and the seconds of CPU that they take.
 
-    python bench/rpc.py                       # gRPC as it comes, gRPC with kept buffers, our client and service, and
-    messages of arrays over them python bench/rpc.py --kinds dtf --clients 2 --threads 4 python bench/rpc.py --address
-    '[::1]:0'   # or unix:/tmp/socket, for the first two
+    python bench/rpc.py
+    python bench/rpc.py --kinds dtf --clients 2 --threads 4
+    python bench/rpc.py --address '[::1]:0'    # or unix:/tmp/socket, for the first two
+
+Four kinds are measured: gRPC as it comes, gRPC with kept buffers, dtf's client and service, and messages of arrays over
+these.
 
 The server is a process of its own. `push`: the request is large, `pull`: the response is, `echo`: both are. Each number
 is the median over rounds in which the kinds take turns, so that a busy machine slows all of them alike. `of plain`:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.api.launcher import LONGEST_S, WORK, Launcher, check_environment, check_one_role, report
 from dtf.api.registry import option, register
-from dtf.core.consistency import differences, from_answer, refusal, shared, to_answer
+from dtf.core.consistency import differences, error_from_json, error_to_json, refusal, shared_keys
 from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
 from dtf.core.types import Event, Failed, Place
 from dtf.host import devices, network
@@ -139,7 +139,7 @@ class Env(Launcher):
             answer = {"folder": str(run.folder), "id": run.id}
             return run
         except DtfError as error:
-            answer = to_answer(error)
+            answer = error_to_json(error)
             raise
         finally:
             store.set("run", json.dumps(answer))

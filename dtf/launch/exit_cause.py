@@ -7,7 +7,7 @@ import signal
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dtf.core.errors import ORDERLY, ConfigError, DtfError, Exit
+from dtf.core.errors import PLANNED_EXITS, ConfigError, DtfError, Exit
 from dtf.core.types import Failed
 
 _LAST_LINES = 20

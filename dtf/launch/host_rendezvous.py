@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from dtf.core.consistency import differences, digest, from_answer, refusal, to_answer
+from dtf.core.consistency import differences, digest, error_from_json, error_to_json, refusal
 from dtf.core.errors import LONGEST, ConfigError, DtfError, Exit, PeerError, Preempted
 from dtf.core.text import plain_text
 from dtf.core.types import Failed
@@ -95,7 +95,7 @@ class HostRendezvous:
             self.wait_for_hosts(timeout_s)
             self._answer = make()
         except DtfError as error:
-            self._answer = to_answer(error)
+            self._answer = error_to_json(error)
             raise
         finally:
             self.broadcast(self._answer or to_answer(PeerError("node 0 was stopped before the run began")))
@@ -158,7 +158,7 @@ class HostRendezvous:
         if before and before.name == connection.name:  # started again, and host 0 has not noticed yet that it was gone
             with contextlib.suppress(OSError):
                 before.send(
-                    to_answer(
+                    error_to_json(
                         ConfigError(
                             f"host {connection.name} was started once more with launcher.node_rank={node}, which "
                             "takes the place of this one"

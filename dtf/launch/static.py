@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.api.launcher import LONGEST_S, WORK, report
 from dtf.api.registry import option, register
-from dtf.core.consistency import shared
+from dtf.core.consistency import shared_keys
 from dtf.core.errors import ConfigError, DtfError, Preempted
 from dtf.core.types import Event, Failed
 from dtf.host import network

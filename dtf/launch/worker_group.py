@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dtf.core.errors import ORDERLY, Exit, PeerError
+from dtf.core.errors import PLANNED_EXITS, Exit, PeerError
 from dtf.core.types import Event, Failed, Note, Place, Saved, Started, event_from_json
 from dtf.host.heartbeat import Beat, Board
 from dtf.host.signals import Stop
@@ -331,7 +331,7 @@ class WorkerGroup:
         while self._on_event(rank):  # its last message may still be on the way
             pass
         rank.status = status
-        if not status or os.waitstatus_to_exitcode(status) in ORDERLY or rank.killed or self._failing_since:
+        if not status or os.waitstatus_to_exitcode(status) in PLANNED_EXITS or rank.killed or self._failing_since:
             return
         result = group_result([self._rank_exit(rank)], None, 0)  # as if it had been the only one
         if rank.place.role in self.replaceable and result.external and result.cause:

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
-from dtf.sparse.sharded_tables import RowWiseTable, ShardedTables, boxes_of, full, owner_of
+from dtf.sparse.sharded_tables import ShardedTables, boxes_of, full
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
+from dtf.sparse.table_layouts import RowWiseTable, owner_of
 
 
 class Given(NamedTuple):
@@ -69,7 +70,7 @@ class Shelves(ShardedTables):
         return self._shelves[name].store.lookup(ids, create)
 
     def take(self, given: Mapping[str, Sequence[Given]], together: bool) -> float:
-        """What the next `step` applies; the sum of its squares. `together`: all servers take parts of the same
+        """What the next `apply` applies; the sum of its squares. `together`: all servers take parts of the same
         gradient, whose norm is then known; collective."""
         total = torch.zeros(1 + len(self._shelves), dtype=torch.float64)
         for name, shelf in self._shelves.items():

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from dtf.api.strategy import Program, RendezvousContext, RoleContext, Source, Task
+from dtf.api.strategy import Program, RendezvousContext, RoleContext
+from dtf.api.task import Source, Task
 from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
 from dtf.core.types import Place, Shard
 from dtf.distributed.world import World

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtf.api.sampler import cut, share
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Source, Task
+from dtf.api.strategy import Program
+from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
+from dtf.data.samplers import cut, share
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
-from dtf.model.forward import evaluated_together, loss_dtype, received, refuse_global_rng, rows_of, to_device
+from dtf.model.forward import apply_receive, loss_dtype, merge_evaluated, refuse_global_rng, rows_of, to_device
 from dtf.model.init import cast, init_model
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.placement import tables_of
@@ -126,7 +127,7 @@ class DataParallelProgram(Program):
             return
         tensors = [replica.statistics.tensors() for replica in self._replicas]
         for replica in self._replicas:
-            replica.statistics.hold()
+            replica.statistics.stash()
         for same in zip(*tensors, strict=True):
             mean = torch.stack([t.to(same[0].device) for t in same]).mean(dim=0)
             for t in same:
@@ -157,7 +158,7 @@ class DataParallelProgram(Program):
     def _received(self, batch: Batch, first: int, last: int, i: int) -> Batch:
         """Rows [first, last) as the model of replica i gets them, after `_looked_up`."""
         part = to_device(rows_of(batch, first, last), self._devices[i], self._task)
-        return received(part, self._task) if self._tables is None else part
+        return apply_receive(part, self._task) if self._tables is None else part
 
     def _share_parameters(self) -> None:
         """Give the first replica's parameters to those that do not update their own."""
@@ -178,7 +179,7 @@ class DataParallelProgram(Program):
 
     def _looked_up(self, batch: Batch, train: bool) -> Batch:
         """The batch with rows in place of ids, and then as the model gets it, where there are sparse tables."""
-        return batch if self._tables is None else self._tables.look(received(batch, self._task), train)
+        return batch if self._tables is None else self._tables.lookup(apply_receive(batch, self._task), train)
 
     def _push_row_gradients(self, computed: list[int]) -> None:
         """Give sparse tables the gradients of their rows, from the replicas `computed` that had rows of the batch."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dtf.api.sampler import cut, share
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Source, Task, Update
+from dtf.api.strategy import Program, Update
+from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
 from dtf.distributed.device_mesh import ParallelDims
@@ -21,11 +21,11 @@ from dtf.model.activation_checkpointing import apply_activation_checkpointing, m
 from dtf.model.annotate import section
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
-    Passes,
+    ForwardPass,
+    apply_receive,
     batch_norm_error,
     leaf_gradients,
     loss_dtype,
-    received,
     refuse_global_rng,
     rows_of,
     to_device,
@@ -59,7 +59,7 @@ class Replica:
         sync: Callable[[bool], None] | None = None,
     ) -> None:
         self.model, self._forward, self._sync, self._device = model, forward or model, sync, device
-        self._passes = Passes(task, device)
+        self._passes = ForwardPass(task, device)
         self.statistics = BatchNormStatistics(model, task.step.ema)
         self.masks = SeededDropout(model, task.seed, device)
         apply_activation_checkpointing(
@@ -163,7 +163,7 @@ class Replica:
                     self.undivided = {
                         name: p.grad.norm()
                         for name, p in self.model.named_parameters()
-                        if p.grad is not None and not is_slice(p)
+                        if p.grad is not None and not is_dtensor(p)
                     }
                     for parameter in self._trained:
                         parameter.grad = None
@@ -241,7 +241,7 @@ class Spmd(Program):
         if self._dims is None:
             self._replica.warmup(rows_of(batch, 0, 4), spread=self.shares > 1)
             return
-        with name_failing_module(self._replica.model), self._replica.masks.watched() as seen:
+        with name_failing_module(self._replica.model), self._replica.masks.record_input_norms() as seen:
             drew = self._replica.warmup(rows_of(batch, 0, 4), spread=self.shares > 1)
         if drew:
             raise refuse_global_rng("tensor", "and ranks that divide its channels would draw alike for different ones")
@@ -258,7 +258,7 @@ class Spmd(Program):
         micro_batches = share(len(bounds) - 1, self._share)
         self._update.begin()
         if self._tables is not None:
-            batch = self._tables.look(batch, train=True)
+            batch = self._tables.lookup(batch, train=True)
         factor = self._update.scale(self._factor / ticket.rows)
         sums = self._replica.accumulate(ticket, batch, bounds, micro_batches, self._share, factor)
         if self._tables is not None:
@@ -273,7 +273,7 @@ class Spmd(Program):
     def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
         if self._tables is not None:
-            batch = self._tables.look(batch, train=False)
+            batch = self._tables.lookup(batch, train=False)
         sums, rows = self._replica.evaluate(batch)
         return Evaluated(self._counted_once(sums), rows if self._reads else None)
 

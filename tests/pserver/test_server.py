@@ -20,7 +20,7 @@ import torch
 
 from dtf.api.options import StepOptions
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import SaveError
 from dtf.core.types import Place, Train
 from dtf.distributed.world import World
@@ -40,7 +40,7 @@ from dtf.pserver.server.handlers import Desk
 from dtf.pserver.server.program import Serving
 from dtf.pserver.strategy import Pserver
 from dtf.sparse.row_optimizers import RowAdagrad
-from dtf.sparse.sharded_tables import owner_of
+from dtf.sparse.table_layouts import owner_of
 from tests.support.harness import PRECISIONS
 from tests.support.sparse_toy import Tabled
 from tests.support.toy import Toy

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtf.api.strategy import Task
-from dtf.core.consistency import mixture
+from dtf.api.task import Task
+from dtf.core.consistency import describe_differences
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.compression import narrow, widen
@@ -51,7 +51,7 @@ class Desk:
             str(message.scalars.get("starter", "")),
             self._serving,
         )
-        refusal = mixture({"server 0": self._facts, f"trainer {trainer}": messages.facts_of(message)})
+        refusal = describe_differences({"server 0": self._facts, f"trainer {trainer}": messages.facts_of(message)})
         taken = False
         with serving.change:
             ready = serving.change.wait_for(lambda: serving.begun or serving.over, LONGEST_WAIT_S)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Source
+from dtf.api.task import Source
 from dtf.core.errors import DtfError
 from dtf.core.types import Box
 from dtf.pserver.net.codec import Message, decode, encode
@@ -143,7 +143,7 @@ class Lending:
         if version > self._version + 1:
             raise Refused(f"update {version} comes after {self._version}")
         if version == self._version + 1:
-            self._shelves.step(
+            self._shelves.apply(
                 float(message.scalars["factor"]), float(message.scalars["lr"]), int(message.scalars["step"])
             )
             self._version, self._steps = version, int(message.scalars["step"]) + 1

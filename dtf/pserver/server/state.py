@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtf.api.sampler import cut, share
-from dtf.api.strategy import Source, Task
+from dtf.api.task import Source, Task
 from dtf.core.types import Memory, Shard, State, Train
+from dtf.data.samplers import cut, share
 from dtf.distributed.world import World
+from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import cast, init_model
-from dtf.model.microbatch import BatchNormStatistics
 from dtf.optim.update import LocalUpdate, ParamShard, update_applied
 from dtf.pserver.net.compression import FORMATS
 from dtf.pserver.net.messages import ANY, NONE

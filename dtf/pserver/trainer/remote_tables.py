@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.strategy import Source, Task
+from dtf.api.task import Source, Task
 from dtf.core.errors import PeerError
 from dtf.core.types import Batch, Box, State
 from dtf.distributed.world import World
@@ -54,7 +54,7 @@ class RemoteTables(ShardedTables):
     def _servers(self) -> Sequence[Transport]:
         return self._connect()
 
-    def look(self, batch: Batch, train: bool) -> Batch:
+    def lookup(self, batch: Batch, train: bool) -> Batch:
         wanted = Wanted(batch, self._widths, len(self._servers))
         scalars = self._update | {"train": int(train)}
         answers = self._ask(
@@ -70,7 +70,7 @@ class RemoteTables(ShardedTables):
             self._wanted = wanted, {name: filled.inputs[name] for name in self._widths}
         return filled
 
-    def give(self, gradients: Mapping[str, Tensor]) -> None:
+    def backward(self, gradients: Mapping[str, Tensor]) -> None:
         assert self._wanted is not None
         wanted, looked_up = self._wanted
         self._wanted = None
@@ -98,7 +98,7 @@ class RemoteTables(ShardedTables):
             * self._share
         )
 
-    def step(self, factor: float, lr: float, step: int) -> None:
+    def apply(self, factor: float, lr: float, step: int) -> None:
         """What the next request brings to the servers."""
         self._update = {"version": self._update["version"] + 1, "factor": factor * self._share, "lr": lr, "step": step}
 

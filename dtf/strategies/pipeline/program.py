@@ -16,29 +16,31 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtf.api.sampler import cut, share
-from dtf.api.strategy import Program, Source, Task, Update
+from dtf.api.strategy import Program, Update
+from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
+from dtf.data.samplers import cut, share
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.p2p import P2PChannel
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
+from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.forward import (
-    Passes,
+    ForwardPass,
+    apply_receive,
     batch_norm_error,
-    evaluated_together,
     leaf_gradients,
     loss_dtype,
-    received,
+    merge_evaluated,
     refuse_global_rng,
     rows_of,
     to_device,
     with_leaves,
 )
 from dtf.model.memory import Footprint, activations
-from dtf.model.microbatch import BatchNormStatistics, SeededDropout
+from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import update_applied
 from dtf.strategies.buffers import buffers, buffers_kept, load_buffers, own_averages
 from dtf.strategies.pipeline.messages import AHEAD, UNANSWERED, PipelineRanks, StageMessages
@@ -123,7 +125,7 @@ class PipelineProgram(Program):
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
         if self._tables is not None:
-            batch = self._tables.look(batch, train=False)
+            batch = self._tables.lookup(batch, train=False)
         with ExitStack() as stack:
             for stage in self._stages.values():
                 stack.enter_context(buffers_kept(stage, self.shares > 1, "strategy.degree=0"))
@@ -186,15 +188,15 @@ class PipelineProgram(Program):
             stage.statistics.begin(last - first, len(bounds) - 1, self.shares)
 
         def enter(stage: Stage, j: int) -> None:
-            stage.masks.enter(ticket.step, first + j)
-            stage.statistics.enter(j)
+            stage.masks.begin_micro_batch(ticket.step, first + j)
+            stage.statistics.begin_micro_batch(j)
 
         if self._tables is not None:
-            batch = self._tables.look(batch, train=True)
+            batch = self._tables.lookup(batch, train=True)
         parts = [self._leaves(rows_of(batch, *ends)) for ends in pairwise(at)]
         sums, _ = self._run(parts, factor, enter, train=True)
         if self._tables is not None:
-            self._tables.give(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
+            self._tables.backward(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
         for stage in self._stages.values():
             stage.statistics.end()
         self._synced = False
@@ -213,7 +215,7 @@ class PipelineProgram(Program):
     def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
         if self._tables is not None:
-            batch = self._tables.look(batch, train=False)
+            batch = self._tables.lookup(batch, train=False)
         for stage in self._stages.values():
             stage.train(False)
         # as many parts as there are ranks to work on them
