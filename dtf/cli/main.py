@@ -133,11 +133,11 @@ def _reported(action: Callable[[], int]) -> int:
         return Exit.BUG
 
 
-def _cool() -> None:
-    """End what `prestart` began."""
-    forkserver_cache = sys.modules.get("dtf.launch.forkserver_cache")
-    if forkserver_cache is not None:
-        forkserver_cache.shut_down()
+def _shut_fork_server_down() -> None:
+    """End the fork server that `prestart` began."""
+    cache = sys.modules.get("dtf.launch.forkserver_cache")
+    if cache is not None:
+        cache.shut_down()
 
 
 def _help(composer: Composer, overrides: list[str]) -> int:

@@ -15,22 +15,23 @@ from torch import nn
 
 from dtf.api.name_patterns import check_used
 from dtf.api.recipe import Recipe
-from dtf.api.sampler import Epochs
-from dtf.api.strategy import Program, RendezvousContext, Task
+from dtf.api.strategy import Program, RendezvousContext
+from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.config.settings import Settings
-from dtf.core.consistency import agree, common, digest
+from dtf.core.consistency import check_consistent, digest, keys_of_all_commands
 from dtf.core.errors import ConfigError, DataError, Preempted
 from dtf.core.types import Event, Note, Saved, Started
 from dtf.core.version import __version__
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs
 from dtf.data.splits import Splits
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan
 from dtf.engine.rank import Rank, ignore
-from dtf.model.ema import averaged
+from dtf.model.ema import with_ema
 from dtf.model.init import build_on_meta
-from dtf.model.pretrained import Fit, Weights, fitted, open_weights
+from dtf.model.pretrained import WeightMatch, Weights, match_weights, open_weights
 from dtf.runs.run_folder import redact
 
 
@@ -78,7 +79,7 @@ class TaskInputs:
 
     weights: Weights | None
     weights_digest: str
-    weights_fit: Fit | None
+    weights_fit: WeightMatch | None
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,11 @@ def join(rank: Rank) -> Member:
     external = strategy.external_process() is not None
     # Externally started processes each composed a config: an error names the keys that differ. Ranks of one launching
     # process have the same config.
-    facts = {"config": redact(common(rank.config))} if external else {"digest of the config": digest(rank.config)}
+    facts = (
+        {"config": redact(keys_of_all_commands(rank.config))}
+        if external
+        else {"digest of the config": digest(rank.config)}
+    )
     if trains:
         rank = _rendezvous(rank, facts)
         world = World.join(replace(rank.place, size=count), strategy.communication(kind))
@@ -141,7 +146,7 @@ def prepare_task(member: Member) -> TaskInputs:
     facts |= {"training data": splits.fingerprint, "evaluation data": splits.eval.fingerprint()}
     if member.trains:
         world.facts, world.folder = facts, rank.folder
-        agree(world, facts | {"finds the run folder": _finds(rank.folder, rank.run_id)})
+        check_consistent(world, facts | {"finds the run folder": _finds(rank.folder, rank.run_id)})
     epochs = splits.cut()
     model = build_on_meta(recipe)
     parameters = dict(model.named_parameters())
@@ -152,7 +157,7 @@ def prepare_task(member: Member) -> TaskInputs:
     weights, weights_digest, weights_fit = _weights(recipe, model, world)
     task = Task(
         recipe,
-        averaged(settings.optimizer, settings.step.ema),
+        with_ema(settings.optimizer, settings.step.ema),
         settings.precision,
         settings.step,
         settings.seed,
@@ -195,7 +200,7 @@ def assemble(member: Member, inputs: TaskInputs) -> Trainer:
     return Trainer(member, inputs, program, train, evaluation, plan, checkpointer)
 
 
-def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | None, str, Fit | None]:
+def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | None, str, WeightMatch | None]:
     """The weights to start from, their digest, and how they fit the model; (None, "", None) when none were given.
 
     Collective. DataError on all ranks when two hosts have different files.
@@ -203,7 +208,7 @@ def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | 
     place, key = recipe.fine_tuning.weights, "recipe.model.weights"
     if not place:
         return None, "", None
-    weights, weights_fit = fitted(open_weights(place, key), recipe, model, key)
+    weights, weights_fit = match_weights(open_weights(place, key), recipe, model, key)
     digests = world.gather(weights.digest() if world.place.local_rank == 0 else "") or []  # once for each host
     other = next((rank for rank, digest in enumerate(digests) if digest not in ("", digests[0])), None)
     digest, other = world.broadcast([*digests[:1], other])

@@ -69,7 +69,7 @@ class _Record:
     rows: list[list[Any]]
 
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
-        whole = tree_map(lambda t: t.full_tensor() if isinstance(t, Tensor) and is_slice(t) else t, outputs)  # type: ignore[attr-defined]
+        whole = tree_map(lambda t: t.full_tensor() if isinstance(t, Tensor) and is_dtensor(t) else t, outputs)  # type: ignore[attr-defined]
         probabilities = self.recipe.probabilities(whole)
         if probabilities.dim() == 1:
             best, order = probabilities[:, None], torch.zeros_like(probabilities[:, None], dtype=torch.int64)

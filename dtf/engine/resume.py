@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dtf.api.strategy import Source
+from dtf.api.task import Source
 from dtf.core.errors import ConfigError
 from dtf.core.files import flat
 from dtf.core.types import Measured, Note

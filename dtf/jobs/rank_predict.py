@@ -52,7 +52,7 @@ def _predict(rank: Rank) -> None:
             if rank_0:
                 file.append(rows, inputs)
             pace.report(done)
-    used.world.leave()
+    inference.world.leave()
 
 
 def _begin(path: Path, file: Any, identity: dict[str, Any]) -> tuple[int, str]:

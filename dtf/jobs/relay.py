@@ -279,10 +279,11 @@ def _run_segment(segment: Segment, folder: Path) -> KillRecord | None:
     else:
         from dtf.launch.forkserver_cache import fork_server
 
-        server, rank = fork_server(leg.composed.config["launcher"]["env"]), leg.kill.rank
-        who, witness = leg.called(rank), Witness(leg.kill.after, lambda: server.signal(rank, signal.SIGKILL))
-    _train(leg, witness)
-    killed = witness.killed(who)
+        server, rank = fork_server(segment.composed.config["launcher"]["env"]), segment.kill.rank
+        who = segment.called(rank)
+        trigger = KillTrigger(segment.kill.after, lambda: server.signal(rank, signal.SIGKILL))
+    _train(segment, trigger)
+    killed = trigger.record(who)
     if killed is None:
         raise DtfError(
             f"the leg '{segment.entry.text}' was over before {who} was missed, killed at step {segment.kill.after}; "

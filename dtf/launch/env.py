@@ -98,7 +98,7 @@ class Env(Launcher):
         os.environ |= network.socket_variables(self.interface, address, os.environ) | self.env
         store = self._connect()
         task = {
-            "config": shared(config),
+            "config": shared_keys(config),
             "versions": versions(),
             "world size": self._environment.size,
             "devices": self.devices_kind(),
@@ -111,7 +111,7 @@ class Env(Launcher):
         answer = json.loads(self._get(store, "run", 0, _MARGIN_S))
         store.set(f"heard/{self._environment.rank}", "")
         if "folder" not in answer:
-            raise from_answer(answer)
+            raise error_from_json(answer)
         if wrong:  # rank 0 expects fewer ranks than this one, and did not compare it
             raise refusal(self._name(), "rank 0", wrong)
         return Run(Path(answer["folder"]), answer["id"], config, parse_settings(config), leader=False)

@@ -93,9 +93,9 @@ def group_result(
     have ended in order.
     """
     exits = _relevant(exits)
-    own = [e for e in exits if not e.killed and e.status and e.code not in ORDERLY]
+    own = [e for e in exits if not e.killed and e.status and e.code not in PLANNED_EXITS]
     deaths = [e for e in own if e.signal and not (stop_signals and e.signal == signal.SIGTERM)]
-    sent = [(e.at, e.failed) for e in exits if e.failed and e.failed.exit not in ORDERLY]
+    sent = [(e.at, e.failed) for e in exits if e.failed and e.failed.exit not in PLANNED_EXITS]
     failures = sorted(sent, key=lambda message: (message[1].exit == Exit.PEER, message[0]))
     if any(e.signal != signal.SIGABRT for e in deaths) or (deaths and not failures):
         return _death(next((e for e in deaths if e.signal != signal.SIGABRT), deaths[0]))
@@ -118,7 +118,7 @@ def group_result(
         return GroupResult(Exit.PREEMPTED, Failed(first.rank, first.step, int(Exit.PREEMPTED), text, ""))
     if any(e.killed for e in exits):
         return _lost(exits, "asked to stop, but not done within launcher.grace_s")
-    orderly = [e for e in exits if e.code in ORDERLY]
+    orderly = [e for e in exits if e.code in PLANNED_EXITS]
     if orderly:
         first = min(orderly, key=lambda e: e.rank)
         return GroupResult(
@@ -131,9 +131,11 @@ def group_result(
 def _relevant(exits: list[RankExit]) -> list[RankExit]:
     """All, or, once all others have ended in order, no replaceable rank but those whose own program failed."""
     others = [e for e in exits if not e.replaceable]
-    if not others or any(e.signal or e.code not in (Exit.OK, *ORDERLY) for e in others):
+    if not others or any(e.signal or e.code not in (Exit.OK, *PLANNED_EXITS) for e in others):
         return exits
-    return others + [e for e in exits if e.replaceable and e.failed and e.failed.exit not in (Exit.PEER, *ORDERLY)]
+    return others + [
+        e for e in exits if e.replaceable and e.failed and e.failed.exit not in (Exit.PEER, *PLANNED_EXITS)
+    ]
 
 
 def _failure(cause: Failed) -> GroupResult:

@@ -98,7 +98,7 @@ class HostRendezvous:
             self._answer = error_to_json(error)
             raise
         finally:
-            self.broadcast(self._answer or to_answer(PeerError("node 0 was stopped before the run began")))
+            self.broadcast(self._answer or error_to_json(PeerError("node 0 was stopped before the run began")))
 
     def wait_for_hosts(self, timeout_s: float, stopped: Callable[[], bool] = lambda: False) -> None:
         """Node 0: wait for each host that is not connected, at first or because it was lost.
@@ -185,7 +185,7 @@ class HostRendezvous:
         is closed.
         """
         why = plain_text(why, LONGEST)
-        connection.send(to_answer(ConfigError(plain_text(short or why, LONGEST))))
+        connection.send(error_to_json(ConfigError(plain_text(short or why, LONGEST))))
         if fatal and not self._answer:
             self._lose(connection, "")
             raise ConfigError(why)
@@ -246,7 +246,7 @@ class HostRendezvous:
                 connection.send({"task": task})
                 answer = connection.next_message(deadline)
             if "exit" in answer:
-                raise from_answer(answer)
+                raise error_from_json(answer)
             stack.pop_all()
         connection.node = 0
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
@@ -301,7 +301,7 @@ class HostRendezvous:
             self.wait_briefly()
         message = self._inbox.popleft()
         if "exit" in message:
-            raise from_answer(message)
+            raise error_from_json(message)
         return message
 
     def wait_briefly(self) -> None:

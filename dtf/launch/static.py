@@ -80,7 +80,7 @@ class Static(SupervisedLauncher):
         host, port = network.endpoint(self.address, "launcher.address")
         ranks = self.count() // self.nodes
         world = {"launcher.nodes": self.nodes, "launcher.processes": ranks, "devices": self.devices_kind()}
-        task = {"config": shared(config), "versions": versions(), **world}
+        task = {"config": shared_keys(config), "versions": versions(), **world}
         self._hosts = HostRendezvous(
             self.node_rank, self.nodes, ranks, (host, port), self.hang_timeout_s, _say, os.environ.get("DTF_TOKEN", "")
         )

@@ -363,7 +363,7 @@ class WorkerGroup:
                 rank.failed, rank.at = event, at
                 # it may have lost a rank whose end this process is about to learn of
                 consequence = event.exit == Exit.PEER and rank.place.role in self.replaceable
-                if event.exit not in ORDERLY and not consequence and not self._failing_since:
+                if event.exit not in PLANNED_EXITS and not consequence and not self._failing_since:
                     self._failing_since = time.monotonic()
         else:
             self.saved = self.saved or isinstance(event, Saved)

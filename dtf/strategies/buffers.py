@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dtf.api.strategy import Source
+from dtf.api.task import Source
 from dtf.core.errors import ConfigError
 from dtf.core.types import Box, Shard
-from dtf.distributed.sharding import is_slice, local, offset
-from dtf.model.ema import AVERAGED
-from dtf.model.microbatch import SMOOTH, BatchNormStatistics
+from dtf.distributed.sharding import is_dtensor, local, offset
+from dtf.model.batch_statistics import EMA_SUFFIX, BatchNormStatistics
+from dtf.model.ema import EMA_PREFIX
 
 SHARE = "share_"
 """Tensors under `share_<index>/` belong to one share of the rows; all others to the run."""
@@ -54,12 +54,12 @@ def buffers(part: Part, first: bool = True) -> list[Box]:
     persistent = part.model.state_dict().keys() - dict(part.model.named_parameters()).keys()
     named = [(name, buffer) for name, buffer in part.model.named_buffers() if name in persistent]
     named += [(name, torch.tensor(steps)) for name, steps in part.statistics.counters().items()]
-    return [_box(stored(name), b, b) for name, b in named if first or is_slice(b)]
+    return [_box(stored(name), b, b) for name, b in named if first or is_dtensor(b)]
 
 
 def stored(name: str) -> str:
     """The name of a buffer in a checkpoint."""
-    return f"{AVERAGED}{name.removesuffix(SMOOTH)}" if name.endswith(SMOOTH) else f"model/{name}"
+    return f"{EMA_PREFIX}{name.removesuffix(EMA_SUFFIX)}" if name.endswith(EMA_SUFFIX) else f"model/{name}"
 
 
 def own_averages(part: Part, shard: Shard, first: bool = True) -> list[Box]:
@@ -70,11 +70,11 @@ def own_averages(part: Part, shard: Shard, first: bool = True) -> list[Box]:
     if shard.count == 1:  # they are the mean, which `buffers` has
         return []
     whole = dict(part.model.named_buffers())
-    averages = part.statistics.own().items()
+    averages = part.statistics.stashed().items()
     return [
         _box(f"{SHARE}{shard.index}/{name}", tensor, whole[name])
         for name, tensor in averages
-        if first or is_slice(whole[name])
+        if first or is_dtensor(whole[name])
     ]
 
 
@@ -92,8 +92,8 @@ def load_buffers(part: Part, source: Source, shard: Shard) -> None:
     for name in part.statistics.counters():
         part.statistics.restore(int(source.read(f"model/{name}", shape=())))
     if len({name.split("/")[0] for name in source.names() if name.startswith(SHARE)}) == shard.count > 1:
-        part.statistics.hold()
-        for name, held in part.statistics.own().items():
+        part.statistics.stash()
+        for name, held in part.statistics.stashed().items():
             take(f"{SHARE}{shard.index}/{name}", whole[name], held)
 
 

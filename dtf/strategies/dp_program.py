@@ -111,9 +111,7 @@ class DataParallelProgram(Program):
                 return None
             return self._replicas[i].evaluate(self._received(batch, first, last, i))
 
-        return evaluated_together(
-            [evaluated for evaluated in self._each(part) if evaluated is not None], self._devices[0]
-        )
+        return merge_evaluated([evaluated for evaluated in self._each(part) if evaluated is not None], self._devices[0])
 
     def swap_ema(self, on: bool) -> None:
         for update in self._updates:
@@ -185,7 +183,9 @@ class DataParallelProgram(Program):
         """Give sparse tables the gradients of their rows, from the replicas `computed` that had rows of the batch."""
         if self._tables is not None:
             parts = [self._replicas[i].row_gradients for i in computed]
-            self._tables.give({name: torch.cat([gradients[name].cpu() for gradients in parts]) for name in parts[0]})
+            self._tables.backward(
+                {name: torch.cat([gradients[name].cpu() for gradients in parts]) for name in parts[0]}
+            )
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:

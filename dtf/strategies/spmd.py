@@ -14,11 +14,13 @@ from dtf.api.strategy import Program, Update
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
+from dtf.data.samplers import cut, share
 from dtf.distributed.device_mesh import ParallelDims
-from dtf.distributed.sharding import byte_count, is_slice, local
+from dtf.distributed.sharding import byte_count, is_dtensor, local
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
+from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
     ForwardPass,
@@ -33,7 +35,7 @@ from dtf.model.forward import (
 )
 from dtf.model.init import cast, init_model
 from dtf.model.memory import Footprint, activations
-from dtf.model.microbatch import BatchNormStatistics, SeededDropout
+from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.placement import tables_of
 from dtf.strategies.buffers import buffers, buffers_kept, load_buffers, own_averages
@@ -101,12 +103,12 @@ class Replica:
             parts = [with_leaves(part, self._looked_up) for part in parts]
             # another rank has one more, and all make the same number of passes
             if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):
-                self.statistics.pad()
+                self.statistics.begin_padding()
                 self._pass(parts[0]._replace(weight=torch.zeros_like(parts[0].weight)), factor, last=False)
             sums = []
             for j, part in enumerate(parts):
-                self.masks.enter(ticket.step, first + j)
-                self.statistics.enter(j)
+                self.masks.begin_micro_batch(ticket.step, first + j)
+                self.statistics.begin_micro_batch(j)
                 sums.append(self._pass(part, factor, last=j == len(parts) - 1))
         self.statistics.end()
         self.row_gradients = leaf_gradients(parts, self._looked_up)
@@ -155,8 +157,8 @@ class Replica:
         try:
             with buffers_kept(self, spread, "launcher.processes=1"):
                 for part in (with_leaves(rows, self._looked_up) for rows in (rows_of(batch, 0, 2), batch)):
-                    self.masks.enter(0, 0)
-                    state_before = self.masks.state()
+                    self.masks.begin_micro_batch(0, 0)
+                    state_before = self.masks.rng_state()
                     with Footprint() as footprint:
                         self._pass(part, torch.ones((), device=self._device), last=True)
                     self._trials.append((len(part.ids), footprint))
@@ -175,7 +177,7 @@ class Replica:
             raise ConfigError(
                 "some parameters got no gradient in a step; set strategy.find_unused_parameters=true"
             ) from error
-        return state_before is not None and not torch.equal(state_before, self.masks.state())
+        return state_before is not None and not torch.equal(state_before, self.masks.rng_state())
 
     def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:
         """Bytes of a step with this number of micro-batches, of this number of rows each. After `warmup`."""
@@ -216,8 +218,8 @@ class Spmd(Program):
         tables: ShardedTables | None = None,
     ) -> None:
         self._tables = tables
-        self._share = dims.share if dims else Shard(world.rank, world.size)
-        self._reads = dims is None or dims.feed.reads
+        self._share = dims.dp_shard if dims else Shard(world.rank, world.size)
+        self._reads = dims is None or dims.broadcast.reads
         self.shard = self._share if self._reads else None
         self.shares = self._share.count
         self.micro_batch_rows = task.step.rows_each(self.shares)
@@ -231,13 +233,13 @@ class Spmd(Program):
         if batch is not None:
             batch = to_device(batch, self._world.device, self._task)
         if self._dims:
-            batch = self._dims.feed(batch)
-        return None if batch is None else received(batch, self._task)
+            batch = self._dims.broadcast(batch)
+        return None if batch is None else apply_receive(batch, self._task)
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
         if self._tables is not None:
-            batch = self._tables.look(batch, train=False)
+            batch = self._tables.lookup(batch, train=False)
         if self._dims is None:
             self._replica.warmup(rows_of(batch, 0, 4), spread=self.shares > 1)
             return
@@ -262,7 +264,7 @@ class Spmd(Program):
         factor = self._update.scale(self._factor / ticket.rows)
         sums = self._replica.accumulate(ticket, batch, bounds, micro_batches, self._share, factor)
         if self._tables is not None:
-            self._tables.give(self._replica.row_gradients)
+            self._tables.backward(self._replica.row_gradients)
         self._synced = False
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)

@@ -77,13 +77,13 @@ class Tensor(Strategy):
         divide(model, splits, dims.mesh)
         masters = lay_out(model, task.precision, world.device)
         draw(model, task, masters)
-        tables = tables_of(task, world, self.tables, gives=dims.feed.reads)
+        tables = tables_of(task, world, self.tables, gives=dims.broadcast.reads)
         update = LocalUpdate(
-            pieces(model, masters, first=dims.feed.reads),
+            pieces(model, masters, first=dims.broadcast.reads),
             task.optimizer,
             task.step.clip_norm,
             task.precision.loss_scale,
-            writes=dims.share.index == 0,
+            writes=dims.dp_shard.index == 0,
             combine=dims.total,
             reduce=dims.reduce,
             tables=tables,

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from dtf.api.lr import Constant, Plateau
-from dtf.api.sampler import Epochs, Sequential
 from dtf.core.types import Evaluate, Log, Poll, Save, Stop, Ticket, Train
+from dtf.data.samplers import Epochs, Sequential
 from dtf.engine.clock import Plan, PlannedClock
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from dtf.api.lr import Constant
-from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import Program, Source
 from dtf.core.errors import DataError, DivergedError, DtfError
 from dtf.core.types import Batch, Evaluate, Evaluated, Log, Poll, Save, Shard, State, StepOutput, Stop, Ticket, Train

@@ -74,7 +74,7 @@ SPLITS |= {"grouped": Split.local, "channels": Split.local, "back": Split.row, "
 def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split]) -> tuple[nn.Module, nn.Module]:
     """A model, whole and divided, with the same numbers and masks."""
     from dtf.distributed.sharding import local, offset
-    from dtf.model.microbatch import SeededDropout
+    from dtf.model.seeded_dropout import SeededDropout
     from dtf.strategies.tensor_modules import divide
 
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split])
             here = local(tensor)
             here.copy_(state[name][tuple(slice(at, at + n) for at, n in zip(offset(tensor), here.shape, strict=True))])
     for model in (whole, parts):
-        SeededDropout(model, 0, torch.device("cpu")).enter(0, 0)
+        SeededDropout(model, 0, torch.device("cpu")).begin_micro_batch(0, 0)
     return whole, parts
 
 
@@ -183,7 +183,7 @@ def forgetful(rank: int, size: int) -> dict[str, Any]:
     """By kind of rematerialisation: gradients, and bytes that a block with both kinds of sums keeps for a row."""
     from dtf.distributed.sharding import local
     from dtf.model.activation_checkpointing import apply_activation_checkpointing
-    from dtf.model.microbatch import SeededDropout
+    from dtf.model.seeded_dropout import SeededDropout
 
     def build() -> nn.Module:
         scattered = [

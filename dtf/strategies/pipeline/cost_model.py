@@ -144,7 +144,7 @@ def _costs(
 
 
 class _Trial:
-    """Passes of one block over the same inputs."""
+    """ForwardPass of one block over the same inputs."""
 
     def __init__(self, block: nn.Module, inputs: Sequence[Any], autocast: torch.dtype | None) -> None:
         self._block, self._inputs, self._autocast = block, inputs, autocast

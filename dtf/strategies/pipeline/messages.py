@@ -89,8 +89,8 @@ class StageMessages:
             forward, s, j = action = self._actions[next_number]
             channel = self._pipeline.forward[s - 1] if forward else self._pipeline.backward[s]
             if forward:
-                known = next_number == number or channel.knows(self._keys[j])
-                metas = channel.form(self._keys[j]) if known else None
+                known = next_number == number or channel.has_meta(self._keys[j])
+                metas = channel.meta(self._keys[j]) if known else None
             else:
                 metas = self._sent.pop((s, j), None)
             if metas is None:
@@ -100,7 +100,7 @@ class StageMessages:
 
     def inputs(self, s: int, j: int) -> tuple[Tensor, ...]:
         """The outputs of the stage before; they are leaves of this stage's graph."""
-        metas = self._pipeline.forward[s - 1].form(self._keys[j])
+        metas = self._pipeline.forward[s - 1].meta(self._keys[j])
         tensors = self._pending.pop(Action(True, s, j)).wait()
         self._pipeline.backward[s - 1].free(self._answers.get((s - 1, j), 0))
         return tuple(tensor.requires_grad_(meta.gradient) for tensor, meta in zip(tensors, metas, strict=True))

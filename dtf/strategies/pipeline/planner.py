@@ -109,7 +109,7 @@ def _autocast(task: Task) -> torch.dtype | None:
 def _sample(spec: PipelineSpec, task: Task, world: World) -> Any:
     """The inputs of one micro-batch, as the model takes them."""
     assert task.sample is not None
-    inputs = moved(task.sample(spec.rows), world.device)
+    inputs = inputs_to_device(task.sample(spec.rows), world.device)
     return inputs if _autocast(task) else cast_floating(inputs, DTYPES[task.precision.compute])
 
 

@@ -99,9 +99,9 @@ class PipelineProgram(Program):
         self._tables, self._looked_up = tables, tuple(task.recipe.tables())
         self._stages = {stage.index: stage for stage in stages}
         self._pipeline, self._update, self._task, self._world, self._dims = pipeline, update, task, world, dims
-        self.shard = dims.share if dims.feed.reads else None
-        self.shares, self.micro_batch_rows, self._table = dims.share.count, micro_batch_rows, table
-        self._passes = Passes(task, world.device)
+        self.shard = dims.dp_shard if dims.broadcast.reads else None
+        self.shares, self.micro_batch_rows, self._table = dims.dp_shard.count, micro_batch_rows, table
+        self._passes = ForwardPass(task, world.device)
         shape = len(pipeline.ranks), pipeline.stages // len(pipeline.ranks)
         self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, pipeline.place, *shape, count))
         # of the rank before
@@ -118,8 +118,9 @@ class PipelineProgram(Program):
         return {"stages": self._table}
 
     def prepare(self, batch: Batch | None) -> Batch | None:
-        return received(
-            self._dims.feed(None if batch is None else to_device(batch, self._world.device, self._task)), self._task
+        return apply_receive(
+            self._dims.broadcast(None if batch is None else to_device(batch, self._world.device, self._task)),
+            self._task,
         )
 
     def warmup(self, batch: Batch | None) -> None:
@@ -138,9 +139,9 @@ class PipelineProgram(Program):
 
         def enter(stage: Stage, j: int) -> None:
             # whether the stage before on this rank drew
-            drew.extend(not torch.equal(state, stage.masks.state()) for state in seeded)
-            stage.masks.enter(0, 0)
-            seeded[:] = [stage.masks.state()]
+            drew.extend(not torch.equal(state, stage.masks.rng_state()) for state in seeded)
+            stage.masks.begin_micro_batch(0, 0)
+            seeded[:] = [stage.masks.rng_state()]
 
         for part in (self._leaves(rows_of(batch, 0, 2)), self._leaves(rows_of(batch, 0, 4))):
             try:
@@ -159,7 +160,7 @@ class PipelineProgram(Program):
         sent_back = [channel.byte_count for channel in self._pipeline.backward if channel.source == self._world.rank]
         waiting = AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)
         self._row_bytes = waiting / self._trials[-1][0]
-        if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.state()):
+        if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.rng_state()):
             raise refuse_global_rng("pipeline", "the stages before and after do not draw on")
 
     def _channels(self) -> list[P2PChannel]:
@@ -179,7 +180,7 @@ class PipelineProgram(Program):
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
         bounds = cut(ticket.rows, self.micro_batch_rows)
-        first, last = share(len(bounds) - 1, self._dims.share)
+        first, last = share(len(bounds) - 1, self._dims.dp_shard)
         at = [bound - bounds[first] for bound in bounds[first : last + 1]]
         self._update.begin()
         factor = self._update.scale(self._one / ticket.rows)
@@ -248,8 +249,8 @@ class PipelineProgram(Program):
                 with section("backward"):
                     self._backward(s, j, held.pop((s, j)), messages)
         for channel in self._channels():
-            channel.settle()
-        return evaluated_together(measured, self._world.device)
+            channel.flush()
+        return merge_evaluated(measured, self._world.device)
 
     def _forward(
         self, s: int, j: int, batch: Batch, factor: Tensor, messages: StageMessages, train: bool
@@ -288,7 +289,7 @@ class PipelineProgram(Program):
 
     def state(self) -> State:
         state = self._update.state()
-        share = self._dims.share
+        share = self._dims.dp_shard
         common = [box for stage in self._stages.values() if share.index == 0 for box in buffers(stage)]
         averages = [box for stage in self._stages.values() for box in own_averages(stage, share)]
         return State(state.boxes + common + averages, state.scalars)
@@ -296,7 +297,7 @@ class PipelineProgram(Program):
     def load(self, source: Source) -> None:
         self._update.load(source)
         for stage in self._stages.values():
-            load_buffers(stage, source, self._dims.share)
+            load_buffers(stage, source, self._dims.dp_shard)
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [self._update.held()]

@@ -130,7 +130,7 @@ class Pipeline(Strategy):
         from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, pieces
 
         dims = ParallelDims(world, "pp", self.degree or world.size, inputs=False)
-        rows, spec = self._spec(task, world, dims.share.count)
+        rows, spec = self._spec(task, world, dims.dp_shard.count)
         stages = spec.ranks * spec.virtual
         model = build_on_meta(task.recipe)
         split, bounds, table = broadcast_plan(model, spec, task, world)
@@ -139,22 +139,22 @@ class Pipeline(Strategy):
             raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
         cast_on_meta(model, task.precision, computing=True)
         segments, shards = {}, {}
-        for s in range(dims.place, stages, spec.ranks):
+        for s in range(dims.axis_rank, stages, spec.ranks):
             segments[s] = split.segment(bounds[s], bounds[s + 1])
             masters = lay_out(segments[s], task.precision, world.device)
             draw(segments[s], task, masters)
             shards |= pieces(segments[s], masters)
-        tables = tables_of(task, world, self.tables, gives=dims.feed.reads)
+        tables = tables_of(task, world, self.tables, gives=dims.broadcast.reads)
         dtype = next(model.parameters()).dtype
         update = _update(task, world, dims, shards, names, dtype, tables)
-        links = channels(dims.lines, stages, world.rank, world.device)
-        pipeline = PipelineRanks(dims.lines[dims.share.index], dims.place, stages, *links)
+        links = channels(dims.mesh_rows, stages, world.rank, world.device)
+        pipeline = PipelineRanks(dims.mesh_rows[dims.dp_shard.index], dims.axis_rank, stages, *links)
         parts = [Stage(s, segment, task, world.device) for s, segment in segments.items()]
         return PipelineProgram(parts, pipeline, self.schedule, update, task, world, dims, rows, table, tables)
 
     def _spec(self, task: Task, world: World, shares: int) -> tuple[int, PipelineSpec]:
         """The rows of a micro-batch, and what the stages have to be. `shares`: pipelines that divide the rows."""
-        from dtf.api.sampler import cut
+        from dtf.data.samplers import cut
         from dtf.strategies.pipeline.planner import PipelineSpec
 
         ranks = self.degree or world.size
@@ -206,7 +206,7 @@ def _update(
         task.optimizer,
         task.step.clip_norm,
         task.precision.loss_scale,
-        writes=dims.share.index == 0,
+        writes=dims.dp_shard.index == 0,
         reduce=dims.reduce,
         gather=gather,
         like=torch.empty(0, dtype=dtype, device=world.device),
