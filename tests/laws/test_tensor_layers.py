@@ -210,7 +210,7 @@ def forgetful(rank: int, size: int) -> dict[str, Any]:
                 parts(torch.arange(400.0, dtype=torch.float64).view(100, 4).cos()).square().sum().backward()
                 for _ in range(4):
                     dist.all_reduce(torch.zeros(1))
-            kept.append(footprint.kept / 100 / 8)
+            kept.append(footprint.saved_bytes / 100 / 8)
         found[kind.value] = [[local(p.grad).tolist() for p in parts.parameters() if p.grad is not None], min(kept)]
     return found
 

@@ -151,7 +151,7 @@ class PipelineProgram(Program):
                 raise batch_norm_error(error, len(part.ids)) from error
             gradients = [channel for channel in self._pipeline.backward if channel.target == self._world.rank]
             # there when backward began, but not kept since forward
-            footprint.kept -= sum(channel.byte_count for channel in gradients[-AHEAD:])
+            footprint.saved_bytes -= sum(channel.byte_count for channel in gradients[-AHEAD:])
             self._trials.append((len(part.ids), footprint))
             for stage in self._stages.values():
                 for parameter in stage.model.parameters():
