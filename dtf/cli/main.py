@@ -137,7 +137,7 @@ def _shut_fork_server_down() -> None:
     """End the fork server that `prestart` began."""
     cache = sys.modules.get("dtf.launch.forkserver_cache")
     if cache is not None:
-        cache.discard()
+        cache.shut_down()
 
 
 def _help(composer: Composer, overrides: list[str]) -> int:

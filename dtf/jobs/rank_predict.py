@@ -51,7 +51,7 @@ def _predict(rank: Rank) -> None:
         for done, _, rows in inference.batches(first, rank.beat, rank.stop_requested):
             if rank_0:
                 file.append(rows, inputs)
-            pace.tell(done)
+            pace.report(done)
     inference.world.leave()
 
 

@@ -96,7 +96,7 @@ def _replay(
                 f"asked to stop after {updates:,} of {total:,} updates; a replay keeps nothing; start again to do all "
                 "of it"
             )
-        pace.tell(updates)
+        pace.report(updates)
 
     replay.run(events, report)
     updates = [holdings.applied for holdings in replay.holdings]

@@ -277,9 +277,9 @@ def _run_segment(segment: Segment, folder: Path) -> KillRecord | None:
         who = "the launcher"
         trigger = KillTrigger(at=kill_launcher(segment.composed.command, folder, segment.kill.after))
     else:
-        from dtf.launch.forkserver_cache import warm
+        from dtf.launch.forkserver_cache import fork_server
 
-        server, rank = warm(segment.composed.config["launcher"]["env"]), segment.kill.rank
+        server, rank = fork_server(segment.composed.config["launcher"]["env"]), segment.kill.rank
         who = segment.called(rank)
         trigger = KillTrigger(segment.kill.after, lambda: server.signal(rank, signal.SIGKILL))
     _train(segment, trigger)

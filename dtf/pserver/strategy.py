@@ -86,7 +86,7 @@ class Pserver(PserverOptions, Strategy):
         from dtf.optim.update import LocalUpdate, full_params
         from dtf.pserver.session import servers
         from dtf.pserver.trainer.remote_tables import Assisted, RemoteTables
-        from dtf.strategies.ddp_wrap import inflight_bytes, wrap_ddp
+        from dtf.strategies.ddp import inflight_bytes, wrap_ddp
         from dtf.strategies.spmd import Replica, microbatch_load
 
         model = init_model(task.recipe, task.seed, task.weights)

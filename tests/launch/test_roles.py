@@ -36,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     `roles.follow`. No process may be left.
     """
     yield lambda plan, **options: launch("tests.support.roles:follow", tmp_path, {"plan": plan}, Served(), **options)
-    server = forkserver_cache.warm({}).pid
+    server = forkserver_cache.fork_server({}).pid
     assert not Path(f"/proc/{server}/task/{server}/children").read_text()
 
 
@@ -104,9 +104,9 @@ def test_replacements_that_finish_no_step_are_limited(start: Start) -> None:
 def test_replacements_that_finish_steps_are_not(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do they leave open files."""
     open_files: list[int] = []
-    replace = worker_group.Attempt._lose
+    replace = worker_group.WorkerGroup._lose
     monkeypatch.setattr(
-        worker_group.Attempt,
+        worker_group.WorkerGroup,
         "_lose",
         lambda *arguments: (replace(*arguments), open_files.append(len(os.listdir("/proc/self/fd")))),
     )
@@ -214,7 +214,7 @@ def test_the_token_is_seen_by_ranks_alone(
     start: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     token = "5ec2e7" * 11
-    monkeypatch.setattr(Run, "token", token)
+    monkeypatch.setattr(Run, "token", property(lambda self: token, lambda self, drawn: None), raising=False)
     done = start({"1": {"0.0": "die"}, "2": {"0.0": "fail", "1.0": "fail"}})
     assert done.code == Exit.BUG
     for path in done.folder.rglob("*"):
@@ -228,13 +228,13 @@ def test_a_token_is_drawn_for_each_launch_of_several_roles(tmp_path: Path) -> No
     def tokens(strategy: Any, run: Run) -> set[str]:
         launcher = local(processes=2)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dtf.launch.supervised.Attempt", lambda server, order, places, *rest: places)
-            patch.setattr("dtf.launch.supervised.warm", lambda environment: None)
+            patch.setattr("dtf.launch.supervised.WorkerGroup", lambda server, order, places, *rest: places)
+            patch.setattr("dtf.launch.supervised.fork_server", lambda environment: None)
             run.settings = cast(Settings, SimpleNamespace(strategy=strategy))
             return {
                 place.token
                 for number in range(2)
-                for place in cast(Any, launcher.attempt(run, "", number, {}, cast(Any, None), print))
+                for place in cast(Any, launcher.worker_group(run, "", number, {}, cast(Any, None), print))
             }
 
     runs = [Run(tmp_path, "id", {}, cast(Settings, None)) for _ in range(3)]

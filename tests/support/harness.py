@@ -35,8 +35,8 @@ from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import build_on_meta
 from dtf.model.pretrained import match_weights, open_weights
 from dtf.runs.compare import in_order
+from dtf.strategies.buffers import SHARE
 from dtf.strategies.pipeline import cost_model
-from dtf.strategies.spmd import SHARE
 from tests.support.in_process_servers import Assistants, Deadly, connect
 from tests.support.lossy_network import Interposer
 from tests.support.ranks import ranks

@@ -21,5 +21,5 @@ class Assassin(Observer):
     def see(self, event: Event) -> None:
         if isinstance(event, Measured) and event.step == self.step and not hasattr(self, "done"):
             self.done = True
-            server = forkserver_cache.warm({}).pid
+            server = forkserver_cache.fork_server({}).pid
             os.kill(int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[-1]), signal.SIGKILL)

@@ -69,7 +69,7 @@ class Slow(Rows):
 
 def pids() -> dict[int, int]:
     """Process of each rank that lives, as its log says."""
-    server, found = forkserver_cache.warm({}).pid, {}
+    server, found = forkserver_cache.fork_server({}).pid, {}
     for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
         with contextlib.suppress(OSError):
             if rank := re.search(r"rank_(\d+)", os.readlink(f"/proc/{child}/fd/1")):

@@ -30,7 +30,7 @@ from dtf.pserver.record.recorder import Pull, Recorder
 from dtf.pserver.row_routing import Given, shelves_of
 from dtf.pserver.server.sync_modes import Merging
 from dtf.sparse.table_layouts import owner_of
-from dtf.strategies.spmd import buffers, load_buffers
+from dtf.strategies.buffers import buffers, load_buffers
 
 if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions
