@@ -3,8 +3,8 @@ process, on the same rows in memory.
 
     python bench/pserver.py                          # modes async and sync, both models of bench/ctr.py in fp32
     python bench/pserver.py --only 64-32 --modes async
-    python bench/pserver.py --rows                   # how many rows one thread of a server steps and looks up in a
-    second, alone
+    python bench/pserver.py --rows                   # rows that one thread of a server steps and looks up in a second
+    python bench/pserver.py --save --ids 260000      # how long a server takes to save and load so many rows
 
 Server and trainers are processes that talk over gRPC on loopback, as with `launcher=local`; the server runs the engine,
 and the trainer has the threads of the one process. The model, the log and the turns are those of bench/ctr.py:
@@ -38,12 +38,14 @@ from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.sampler import Epochs, Sequential
 from dtf.api.strategy import RoleContext, Task
+from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.core.types import Event, Measured, Place, Shard
 from dtf.data.loader import Loader
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
 from dtf.optim.optimizers import Adagrad
 from dtf.pserver.options import Mode
+from dtf.pserver.server.program import Serving
 from dtf.pserver.strategy import Pserver
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.sparse.store import SparseTable, unique
@@ -225,6 +227,36 @@ def rows_alone(log: Rows, batches: int) -> None:
         )
 
 
+def save_and_load(log: Rows, folder: Path, rounds: int) -> None:
+    """Seconds in which a server writes a checkpoint with all rows of the log, and another one reads it."""
+    task, _ = parts(log, "64-32")
+
+    def server() -> tuple[Serving, World]:
+        world, strategy = World(Place(slots=2)), Pserver()
+        return Serving(task, world, strategy, strategy.merging(), 1), world
+
+    full, world = server()
+    fill(full.holdings._shelves._shelves["ids"].store)  # type: ignore[union-attr]
+    seconds: dict[str, list[float]] = {"save": [], "load": []}
+    rows = 0
+    for number in range(rounds):
+        checkpointer = Checkpointer(folder / str(number), Every(), world, "bench", ("loss", "min"), "pserver")
+        started = time.perf_counter()
+        state = full.state()
+        checkpointer.save(1, state, {"program": state.scalars})
+        seconds["save"].append(time.perf_counter() - started)
+        empty, _ = server()
+        started = time.perf_counter()
+        source = checkpointer.load(checkpointer.find(0))
+        source.scalars = source.scalars["program"]
+        empty.load(source)
+        seconds["load"].append(time.perf_counter() - started)
+        rows = empty.holdings.tables()["ids"]["rows"]
+    for name, values in seconds.items():
+        middle = statistics.median(values)
+        print(f"{name:8} {middle:7.2f} s, {min(values):.2f} to {max(values):.2f}; {rows:,} rows with their state")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODELS)
@@ -237,6 +269,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--warm", type=int, default=100, help="steps before the first turn")
     parser.add_argument("--rows", action="store_true", help="measure the table of a server alone")
+    parser.add_argument("--save", action="store_true", help="measure saving and loading alone")
     for hidden in ("role", "log", "store"):
         parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -255,6 +288,9 @@ def main() -> None:
         log.save(saved)
         if given.rows:
             rows_alone(log, given.rounds * given.steps // 2)
+            return
+        if given.save:
+            save_and_load(log, Path(folder), given.rounds)
             return
         for name in [given.only] if given.only else MODELS:
             compare(name, log, saved, given)

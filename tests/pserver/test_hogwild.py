@@ -25,7 +25,7 @@ from dtf.pserver.options import Dense, Device, Mode
 from dtf.pserver.param_slices import lay_out
 from dtf.pserver.strategy import Pserver
 from dtf.pserver.trainer import hogwild
-from dtf.pserver.trainer.compute import Blocks, Computing, Pulled
+from dtf.pserver.trainer.compute import Blocks, Computing, Pulled, Setup
 from dtf.pserver.trainer.hogwild import Ended, Together, numbers
 from dtf.pserver.trainer.trainer import Trainer
 from tests.laws.test_sharded_tables import ANY
@@ -106,8 +106,8 @@ def test_it_learns_as_async_does() -> None:
 
 def test_one_copy_of_the_parameters_and_each_what_else_it_needs() -> None:
     layouts = lay_out(Toy().build_model(), TASK.precision, 1, True, 1, "round_robin")
-    made = [Computing(TASK, torch.device("cpu"), layouts, 1, 24, False, None, threads=2)]
-    made.append(Computing(TASK, torch.device("cpu"), layouts, 1, 24, False, None, threads=2, first=made[0]))
+    made = [Computing(Setup(TASK, torch.device("cpu"), layouts, 1, 24), threads=2)]
+    made.append(Computing(Setup(TASK, torch.device("cpu"), layouts, 1, 24), threads=2, first=made[0]))
     first, second = ([*each.parameters.values()] for each in made)
     assert [p.data_ptr() for p in first] == [p.data_ptr() for p in second] and not {id(p) for p in first} & {
         id(p) for p in second
@@ -220,7 +220,7 @@ def test_not_where_trainers_run_the_engine() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_model_that_draws_from_the_one_generator_is_refused(threads: int) -> None:
     layouts = lay_out(Toy().build_model(), TASK.precision, 1, True, 1, "round_robin")
-    made = Computing(TASK, torch.device("cpu"), layouts, 1, 24, False, None, threads=threads)
+    made = Computing(Setup(TASK, torch.device("cpu"), layouts, 1, 24), threads=threads)
 
     def draw(module: Any, inputs: Any, output: Any) -> Any:
         return output + torch.rand(())

@@ -25,7 +25,7 @@ from dtf.pserver.record.recorder import Pull
 from dtf.pserver.server.leases import TRAIN, Lease
 from dtf.pserver.server.state import Holdings
 from dtf.pserver.server.sync_modes import Merging
-from dtf.pserver.trainer.compute import Blocks, Computed, Computing, Pulled
+from dtf.pserver.trainer.compute import Blocks, Computed, Computing, Pulled, Setup
 from dtf.pserver.trainer.local_sgd import Local
 from dtf.pserver.trainer.prefetch import Prepared
 from dtf.pserver.trainer.reader import Open, Reading
@@ -81,9 +81,8 @@ class Replay:
         self._wire = FORMATS[strategy.wire.value]
         layouts = [travelling(layout, self._wire) for layout in found]
         whole_norm = self._servers > 1 and not merging.together
-        self._computing = Computing(
-            task, torch.device("cpu"), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire
-        )
+        setup = Setup(task, torch.device("cpu"), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire)
+        self._computing = Computing(setup)
         for server, holdings in enumerate(self.holdings):
             self._computing.take_frozen(server, holdings.frozen())
         self._local = Local(task, self._computing, layouts) if merging.local else None

@@ -57,35 +57,34 @@ class Computed(NamedTuple):
     skipped: int = 0
 
 
+class Setup(NamedTuple):
+    """What is the same for all that compute for one trainer.
+
+    `whole_norm`: whether pushes need the norm of the whole gradient. `wire`: format in which fp32 blocks travel, None:
+    unchanged.
+    """
+
+    task: Task
+    device: torch.device
+    layouts: Sequence[Layout]  # of what is pulled and pushed, by server
+    shares: int
+    micro_batch_rows: int
+    whole_norm: bool = False
+    wire: torch.dtype | None = None
+
+
 class Computing:
-    """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient. `part`: what this process
-    computes of each lease.
+    """A trainer's model. `part`: what this process computes of each lease.
 
     `threads`: of this process that compute with one copy of the parameters; `first`: the one of them that was made
     first, whose copy it is. Buffers, gradients and statistics each has for itself.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        device: torch.device,
-        layouts: Sequence[Layout],
-        shares: int,
-        micro_batch_rows: int,
-        whole_norm: bool,
-        wire: torch.dtype | None,
-        part: Shard = WHOLE,
-        threads: int = 1,
-        first: Computing | None = None,
-    ) -> None:
-        self._task, self.device, self._layouts, self._shares, self._micro_batch_rows = (
-            task,
-            device,
-            layouts,
-            shares,
-            micro_batch_rows,
-        )
-        self._whole_norm, self._wire, self._part = whole_norm, wire, part
+    def __init__(self, setup: Setup, part: Shard = WHOLE, threads: int = 1, first: Computing | None = None) -> None:
+        task, device, layouts = setup.task, setup.device, setup.layouts
+        self._task, self.device, self._layouts = task, device, layouts
+        self._shares, self._micro_batch_rows = setup.shares, setup.micro_batch_rows
+        self._whole_norm, self._wire, self._part = setup.whole_norm, setup.wire, part
         model = init_model(task.recipe, task.seed, task.weights)
         self.masters = cast(model, task.precision, device)
         self.parameters = dict(model.named_parameters())

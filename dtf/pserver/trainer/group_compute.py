@@ -22,10 +22,9 @@ from torch import Tensor
 from dtf.api.strategy import RoleContext, Task
 from dtf.core.types import Batch, Evaluated, Train
 from dtf.model.init import DTYPES
-from dtf.pserver.param_slices import Layout
 from dtf.pserver.row_routing import Wanted
 from dtf.pserver.server.leases import EVALUATE, TRAIN, Lease
-from dtf.pserver.trainer.compute import Computing, Pulled
+from dtf.pserver.trainer.compute import Computing, Pulled, Setup
 from dtf.pserver.trainer.group import Team, Topic
 from dtf.pserver.trainer.prefetch import WAIT_S, Prepared
 from dtf.pserver.trainer.reader import Reading
@@ -90,18 +89,9 @@ class Gathering:
 class Member(Computing):
     """What each process of a team does alike."""
 
-    def __init__(
-        self,
-        team: Team,
-        task: Task,
-        device: torch.device,
-        layouts: Sequence[Layout],
-        shares: int,
-        micro_batch_rows: int,
-        whole_norm: bool,
-        wire: torch.dtype | None,
-    ) -> None:
-        super().__init__(task, device, layouts, shares, micro_batch_rows, whole_norm, wire, team.part)
+    def __init__(self, team: Team, setup: Setup) -> None:
+        super().__init__(setup, team.part)
+        task = setup.task
         self._team = team
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._kind: type[np.generic] = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
@@ -285,7 +275,7 @@ def follow(task: Task, errand: RoleContext, team: Team, shares: int) -> None:
     `shares`: into how many leases the rows of a step are cut.
     """
     rows, device = task.step.rows_each(shares * team.part.count), torch.device(errand.place.device)
-    follower = Follower(team, task, device, [], shares, rows, False, None)
+    follower = Follower(team, Setup(task, device, [], shares, rows))  # the first process speaks with servers
     follower.run(errand, Reading(task, errand.open, device, rows, 1, team.part))
 
 

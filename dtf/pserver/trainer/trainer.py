@@ -26,7 +26,7 @@ from dtf.pserver.net.transport import Transport
 from dtf.pserver.param_slices import lay_out, travelling
 from dtf.pserver.server.leases import EVALUATE, Lease
 from dtf.pserver.server.sync_modes import Merging
-from dtf.pserver.trainer.compute import Blocks, Computed, Computing, Pulled
+from dtf.pserver.trainer.compute import Blocks, Computed, Computing, Pulled, Setup
 from dtf.pserver.trainer.group import Team
 from dtf.pserver.trainer.group_compute import Gathering, Leader
 from dtf.pserver.trainer.local_sgd import Local
@@ -73,19 +73,19 @@ class Trainer:
         layouts = [travelling(layout, self._wire) for layout in found]
         whole_norm = len(servers) > 1 and not merging.together
         device, threads = torch.device(errand.place.device), strategy.hogwild_threads
-        options = task, device, layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire
+        setup = Setup(task, device, layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire)
         self._prepare: Callable[[Lease, Train], Prepared]
         if team is not None:
             own = Reading(task, errand.open, device, self._micro_batch_rows, 1, team.part)
-            self._computing, self._prepare = Leader(team, *options), Gathering(team, own, task, len(servers))
+            self._computing, self._prepare = Leader(team, setup), Gathering(team, own, task, len(servers))
         elif first is not None:
             self._computing, self._prepare = (
-                Computing(*options, threads=threads, first=first._computing),
+                Computing(setup, threads=threads, first=first._computing),
                 first._prepare,
             )
         else:
             self._computing, self._prepare = (
-                Computing(*options, threads=threads),
+                Computing(setup, threads=threads),
                 Reading(task, errand.open, device, self._micro_batch_rows, len(servers)),
             )
         self._local = Local(task, self._computing, layouts) if merging.local else None
