@@ -45,7 +45,7 @@ from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
 from dtf.optim.optimizers import Adagrad
 from dtf.pserver.options import Mode
-from dtf.pserver.server.program import Serving
+from dtf.pserver.server.program import ServerProgram
 from dtf.pserver.strategy import Pserver
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.sparse.store import SparseTable, unique
@@ -84,7 +84,7 @@ def serve(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
 
     for line in sys.stdin:
         if line.strip() == "fill":
-            fill(program.holdings._shelves._shelves["ids"].store)  # type: ignore[attr-defined]
+            fill(program.server_state._shards._shards["ids"].store)  # type: ignore[attr-defined]
             print("full", flush=True)
         else:
             print(*timed(run, int(line)), flush=True)
@@ -231,12 +231,12 @@ def save_and_load(log: Rows, folder: Path, rounds: int) -> None:
     """Seconds in which a server writes a checkpoint with all rows of the log, and another one reads it."""
     task, _ = parts(log, "64-32")
 
-    def server() -> tuple[Serving, World]:
+    def server() -> tuple[ServerProgram, World]:
         world, strategy = World(Place(slots=2)), Pserver()
-        return Serving(task, world, strategy, strategy.merging(), 1), world
+        return ServerProgram(task, world, strategy, strategy.sync_mode(), 1), world
 
     full, world = server()
-    fill(full.holdings._shelves._shelves["ids"].store)  # type: ignore[union-attr]
+    fill(full.server_state._shards._shards["ids"].store)  # type: ignore[union-attr]
     seconds: dict[str, list[float]] = {"save": [], "load": []}
     rows = 0
     for number in range(rounds):
@@ -251,7 +251,7 @@ def save_and_load(log: Rows, folder: Path, rounds: int) -> None:
         source.scalars = source.scalars["program"]
         empty.load(source)
         seconds["load"].append(time.perf_counter() - started)
-        rows = empty.holdings.tables()["ids"]["rows"]
+        rows = empty.server_state.tables()["ids"]["rows"]
     for name, values in seconds.items():
         middle = statistics.median(values)
         print(f"{name:8} {middle:7.2f} s, {min(values):.2f} to {max(values):.2f}; {rows:,} rows with their state")

@@ -366,7 +366,7 @@ class Strategy(ABC):
     def setup(self, task: Task, world: World) -> Program:
         """Collective over the processes of the first role."""
 
-    def run_helper(self, task: Task, errand: RoleContext) -> None:
+    def run_helper(self, task: Task, context: RoleContext) -> None:
         """The life of a process of another role, to the end of the run. PeerError when those it works for are gone."""
         raise AssertionError(f"{type(self).__name__} has one role")
 

@@ -242,7 +242,7 @@ class Place:
     start_timeout_s: float = 600.0  # the same while it starts
 
     @property
-    def starter(self) -> str:
+    def launch_id(self) -> str:
         """The command that started this process, the same in all attempts of its launcher."""
         return self.prefix.partition("/")[0]
 

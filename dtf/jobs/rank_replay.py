@@ -75,7 +75,7 @@ def _replay(
         settings.sparse,
     )
     trainers = strategy.count_trainers(json.loads((run / "run.json").read_text())["world"]["processes"])
-    replay = Replay(task, strategy, strategy.merging(), trainers, rows.loader, _began(run, start))
+    replay = Replay(task, strategy, strategy.sync_mode(), trainers, rows.loader, _began(run, start))
     pace, total = Pace(send, "updates", min(recorded)), max(recorded)
     send(
         Note(
@@ -102,7 +102,7 @@ def _replay(
         )
     apart = {name: relative(expected[name], found[name]) for name in expected}
     worst = max(sorted(apart), key=lambda name: apart[name])
-    updates = [holdings.applied for holdings in replay.holdings]
+    updates = [server_state.applied for server_state in replay.server_state]
     bound = FP64_BOUND if settings.precision.param is Format.fp64 else FP32_BOUND
     beyond = sum(not value <= bound for value in apart.values())
     metrics = lines(

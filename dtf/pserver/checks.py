@@ -132,7 +132,7 @@ def _check_task(strategy: PserverOptions, task: Task) -> None:
             f"a loss scale is found step by step, and strategy.mode={mode.value} has none that all share; use "
             "precision=bf16, or sync"
         )
-    if several and task.step.clip_norm and mode is Mode.half_async and not strategy.merging().together:
+    if several and task.step.clip_norm and mode is Mode.half_async and not strategy.sync_mode().collective:
         raise ConfigError(
             f"step.clip_norm={task.step.clip_norm:g} needs the norm of what is merged, and with "
             "strategy.mode=half_async no server has all of it; "

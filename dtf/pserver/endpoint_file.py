@@ -16,7 +16,7 @@ _NAME = "live.json"
 
 
 @dataclass(frozen=True)
-class Live:
+class EndpointFile:
     """How servers of a run are asked. `tls`: paths of ca, cert and key, none without TLS."""
 
     endpoints: list[str]
@@ -25,7 +25,7 @@ class Live:
     mutual: bool
 
 
-def announce(folder: Path, live: Live) -> None:
+def announce(folder: Path, live: EndpointFile) -> None:
     """Write it, for the user alone; an earlier one is replaced."""
     new = folder / f".{_NAME}.new"
     withdraw(folder)
@@ -41,7 +41,7 @@ def withdraw(folder: Path) -> None:
         (folder / _NAME).unlink()
 
 
-def find(folder: Path) -> Live:
+def find(folder: Path) -> EndpointFile:
     """How to ask the run in `folder`.
 
     DataError when there is none, PeerError when it is not live, or is of a kind that answers no questions.
@@ -49,7 +49,7 @@ def find(folder: Path) -> Live:
     if not folder.is_dir():
         raise DataError(f"job.run_folder={folder} does not exist; give the folder of a run")
     try:
-        return Live(**json.loads((folder / _NAME).read_text()))
+        return EndpointFile(**json.loads((folder / _NAME).read_text()))
     except FileNotFoundError:
         raise PeerError(
             f"no run in {folder} can be asked: it has ended, has not begun, or has no servers (strategy=pserver has)"

@@ -14,7 +14,7 @@ from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.pserver import manual_start
 
 if TYPE_CHECKING:
-    from dtf.pserver.server.sync_modes import Merging
+    from dtf.pserver.server.sync_modes import SyncMode
 
 GEO_STEPS, PATIENCE_S = 400, 600.0
 """Where `geo_steps` and `meet_timeout_s` say nothing."""
@@ -228,7 +228,7 @@ class PserverOptions:
         """How long those who were started by hand wait for servers."""
         return PATIENCE_S if self.meet_timeout_s is None else self.meet_timeout_s
 
-    def merging(self) -> Merging:
+    def sync_mode(self) -> SyncMode:
         """The mode as a rule over pushes."""
         from dtf.pserver.server.sync_modes import Async, Geo, HalfAsync, Sync
 

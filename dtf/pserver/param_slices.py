@@ -14,7 +14,7 @@ from dtf.api.precision import Precision
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import bounds
 from dtf.model.init import formats
-from dtf.pserver.placement import placed
+from dtf.pserver.placement import place_slices
 
 ALIGNED = 64
 """Each block begins at a multiple of so many bytes: any format fits, and no two share a cache line."""
@@ -66,7 +66,7 @@ def lay_out(
         name: [parameters[name].numel() // _rows(parameters[name]) * (last - first) for first, last in cuts]
         for name, cuts in ends.items()
     }
-    owners = placed(placement, sizes, servers)
+    owners = place_slices(placement, sizes, servers)
     for name, slices in sizes.items():
         found = list(owners.get(name, []))
         if len(found) != len(slices) or len(set(found)) != len(found) or not set(found) <= set(range(servers)):
@@ -109,7 +109,7 @@ def _cuts(parameter: nn.Parameter, servers: int, least: int) -> list[tuple[int, 
     return [(first, last) for first, last in found if first < last]
 
 
-def travelling(layout: Layout, wire: torch.dtype | None) -> Layout:
+def wire_layout(layout: Layout, wire: torch.dtype | None) -> Layout:
     """As learning blocks lie in messages: those of fp32 in the format `wire`, if any."""
     if wire is None:
         return layout
@@ -130,7 +130,7 @@ class Field(NamedTuple):
     at: int
 
 
-def fields(layout: Layout, optimizer: Optimizer) -> tuple[tuple[Field, ...], int]:
+def state_fields(layout: Layout, optimizer: Optimizer) -> tuple[tuple[Field, ...], int]:
     """What a server knows of its learning blocks, and the bytes that takes in one piece of memory."""
     found, at = [], 0
     for block in layout.learning:

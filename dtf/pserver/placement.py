@@ -13,18 +13,18 @@ from dtf.api.registry import bring
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
-Placing = Callable[[Mapping[str, list[int]], int], Mapping[str, list[int]]]
+PlacementRule = Callable[[Mapping[str, list[int]], int], Mapping[str, list[int]]]
 """`placing(elements of each slice, by parameter, servers) -> server of each slice`; slices of one parameter go to
 different servers. A pure function: every process calls it for itself."""
 
-_PLACINGS: dict[str, Placing] = {}
+_RULES: dict[str, PlacementRule] = {}
 
 
-def placing(name: str) -> Callable[[Placing], Placing]:
+def placing(name: str) -> Callable[[PlacementRule], PlacementRule]:
     """Decorator: make a function a choice of `strategy.placement`."""
 
-    def decorate(function: Placing) -> Placing:
-        _PLACINGS[name] = function
+    def decorate(function: PlacementRule) -> PlacementRule:
+        _RULES[name] = function
         bring(function.__module__)
         return function
 
@@ -49,11 +49,11 @@ def hash_name(sizes: Mapping[str, list[int]], servers: int) -> dict[str, list[in
 
 def check_placement(name: str) -> None:
     """Raise ConfigError for one that nobody registered."""
-    if name not in _PLACINGS:
-        raise ConfigError(f"strategy.placement={name} is not registered; {suggest(name, _PLACINGS)}")
+    if name not in _RULES:
+        raise ConfigError(f"strategy.placement={name} is not registered; {suggest(name, _RULES)}")
 
 
-def placed(name: str, sizes: Mapping[str, list[int]], servers: int) -> Mapping[str, list[int]]:
+def place_slices(name: str, sizes: Mapping[str, list[int]], servers: int) -> Mapping[str, list[int]]:
     """What the function registered as `name` says. ConfigError where none is."""
     check_placement(name)
-    return _PLACINGS[name](sizes, servers)
+    return _RULES[name](sizes, servers)

@@ -20,7 +20,7 @@ from dtf.sparse.sharded_tables import RowWiseTable, ShardedTables, boxes_of, ful
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
 
 
-class Given(NamedTuple):
+class RowGradients(NamedTuple):
     """Gradients of rows from one trainer, summed by id, and what they count in the sum over trainers."""
 
     ids: np.ndarray  # (U,) distinct
@@ -28,13 +28,13 @@ class Given(NamedTuple):
     weight: float
 
 
-class Shelf(RowWiseTable):
+class ServerShard(RowWiseTable):
     """One server's part of a table."""
 
     def __init__(self, store: SparseTable, world: World) -> None:
         super().__init__(store, world, [True] * world.size)
 
-    def take(self, given: Sequence[Given]) -> float:
+    def take(self, given: Sequence[RowGradients]) -> float:
         """The gradients to apply: their sum, in this order; returns the sum of its squares."""
         parts = [
             part.gradients if part.weight == 1 else part.gradients * part.gradients.dtype.type(part.weight)
@@ -57,25 +57,25 @@ class Shelf(RowWiseTable):
         return squares(self._merged[1])
 
 
-class Shelves(ShardedTables):
+class ServerShards(ShardedTables):
     """A server's parts of all tables, as its update steps and saves them."""
 
-    def __init__(self, tables: Mapping[str, Shelf], world: World) -> None:
+    def __init__(self, tables: Mapping[str, ServerShard], world: World) -> None:
         super().__init__(tables, world, 1.0)
-        self._shelves = dict(tables)
+        self._shards = dict(tables)
 
     def rows(self, name: str, ids: np.ndarray, create: bool) -> np.ndarray:
         """Rows (U, width) of distinct ids (U,) of this server. Errors as of `SparseTable.lookup`. Not collective."""
-        return self._shelves[name].store.lookup(ids, create)
+        return self._shards[name].store.lookup(ids, create)
 
-    def take(self, given: Mapping[str, Sequence[Given]], together: bool) -> float:
-        """What the next `step` applies; the sum of its squares. `together`: all servers take parts of the same
+    def take(self, given: Mapping[str, Sequence[RowGradients]], collective: bool) -> float:
+        """What the next `step` applies; the sum of its squares. `collective`: all servers take parts of the same
         gradient, whose norm is then known; collective."""
-        total = torch.zeros(1 + len(self._shelves), dtype=torch.float64)
-        for name, shelf in self._shelves.items():
-            total[0] += shelf.take(given[name])
+        total = torch.zeros(1 + len(self._shards), dtype=torch.float64)
+        for name, table_shard in self._shards.items():
+            total[0] += table_shard.take(given[name])
         total[1:] = self._counts()
-        if together:
+        if collective:
             self._world.reduce(total)
         self._check(total[1:])
         self.norm = total[0].sqrt()
@@ -86,49 +86,49 @@ class Shelves(ShardedTables):
         self._check(self._world.reduce(self._counts()))
 
     def _counts(self) -> Tensor:
-        return torch.tensor([len(shelf.store) for shelf in self._shelves.values()], dtype=torch.float64)
+        return torch.tensor([len(table_shard.store) for table_shard in self._shards.values()], dtype=torch.float64)
 
     def _check(self, counts: Tensor) -> None:
-        for (name, shelf), rows in zip(self._shelves.items(), counts.tolist(), strict=True):
-            if rows > shelf.store.spec.capacity:
-                raise full(name, shelf.store.spec.capacity, int(rows))
+        for (name, table_shard), rows in zip(self._shards.items(), counts.tolist(), strict=True):
+            if rows > table_shard.store.spec.capacity:
+                raise full(name, table_shard.store.spec.capacity, int(rows))
 
     def records(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Rows of distinct ids with their state, made where there are none; see `SparseTable.records`.
 
         Not collective.
         """
-        return self._shelves[name].store.records(ids)
+        return self._shards[name].store.records(ids)
 
-    def learn(self, given: Mapping[str, Sequence[Given]]) -> None:
+    def learn(self, given: Mapping[str, Sequence[RowGradients]]) -> None:
         """Add differences of rows and states, each times its weight. Not collective."""
-        for name, shelf in self._shelves.items():
+        for name, table_shard in self._shards.items():
             for part in given[name]:
-                shelf.store.add(part.ids, part.gradients * part.gradients.dtype.type(part.weight))
+                table_shard.store.add(part.ids, part.gradients * part.gradients.dtype.type(part.weight))
 
     def parts(self, places: Mapping[str, tuple[int, int]]) -> list[Box]:
         """As `boxes`, where rows before those of each table here, and rows in all, are known. Not collective."""
         return [
             box
-            for name, shelf in self._shelves.items()
-            for box in boxes_of(name, shelf, self._world.rank == 0, *places[name])
+            for name, table_shard in self._shards.items()
+            for box in boxes_of(name, table_shard, self._world.rank == 0, *places[name])
             if box.tensor.numel()
         ]
 
     def columns(self, name: str) -> int:
         """Numbers of a row with its state."""
-        return self._shelves[name].store.stride
+        return self._shards[name].store.stride
 
     def sizes(self) -> dict[str, dict[str, int]]:
-        """Of each table, on this server: see `Holdings.tables`. Not collective."""
-        stores = {name: shelf.store for name, shelf in self._shelves.items()}
+        """Of each table, on this server: see `ServerState.tables`. Not collective."""
+        stores = {name: table_shard.store for name, table_shard in self._shards.items()}
         return {
             name: {"rows": len(store), "bytes": store.byte_count(), "capacity": store.spec.capacity}
             for name, store in stores.items()
         }
 
 
-def shelves_of(task: Task, world: World) -> Shelves | None:
+def server_shards(task: Task, world: World) -> ServerShards | None:
     """This server's parts of the task's tables."""
     specs = task.recipe.tables()
     if not specs:
@@ -138,12 +138,13 @@ def shelves_of(task: Task, world: World) -> Shelves | None:
             f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
         )
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
-    shelves = Shelves(
-        {name: Shelf(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()}, world
+    shards = ServerShards(
+        {name: ServerShard(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()},
+        world,
     )
     if task.weights is not None:
-        shelves.start_from(task.weights, task.recipe)
-    return shelves
+        shards.start_from(task.weights, task.recipe)
+    return shards
 
 
 Places = np.ndarray | slice
@@ -152,7 +153,7 @@ Places = np.ndarray | slice
 ALL = slice(None)
 
 
-class Wanted:
+class RowRequest:
     """The ids of one batch's inputs, each once and by the server that holds it; then its rows, and gradients on their
     way back.
     """

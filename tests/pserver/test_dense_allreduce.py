@@ -20,8 +20,8 @@ from dtf.distributed.world import World
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import COUNT, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Refused
-from dtf.pserver.row_routing import Shelf, Shelves
-from dtf.pserver.server.rows_server import Lending
+from dtf.pserver.row_routing import ServerShard, ServerShards
+from dtf.pserver.server.rows_server import RowServer
 from dtf.runs.compare import RecordedRun
 from dtf.sparse.store import SparseTable
 from tests.laws.test_recovery import measurements
@@ -96,20 +96,20 @@ class Asked:
 
     def __init__(self, folder: Path, trainers: int = 2) -> None:
         self.recipe, world = Tabled(), World(Place(rank=1, size=2))
-        shelves = {
-            name: Shelf(SparseTable(spec, lookup("sparse", "sgd")(), 0, name), world)
+        shards = {
+            name: ServerShard(SparseTable(spec, lookup("sparse", "sgd")(), 0, name), world)
             for name, spec in self.recipe.tables().items()
         }
-        self.lending = Lending(Shelves(shelves, world), self.recipe, trainers, 3, folder, Stored, write_boxes)
+        self.row_server = RowServer(ServerShards(shards, world), self.recipe, trainers, 3, folder, Stored, write_boxes)
         self.update = {"version": 0, "factor": 0.0, "lr": 0.0, "step": 0}
 
     def __call__(self, method: str, scalars: dict[str, Any], arrays: dict[str, np.ndarray]) -> Message:
         asked, told = rows_schemas(self.recipe)[method]
-        return decode(told, self.lending.handlers[method](encode(asked, scalars, arrays)))
+        return decode(told, self.row_server.handlers[method](encode(asked, scalars, arrays)))
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        wanted = {"want/ids": ids, "want/who": np.empty(0, np.int64)}
-        return self(LOOK, self.update | {"train": 1}, wanted).arrays["rows/ids"]
+        row_request = {"want/ids": ids, "want/who": np.empty(0, np.int64)}
+        return self(LOOK, self.update | {"train": 1}, row_request).arrays["rows/ids"]
 
     def give(self, rank: int, turn: int, ids: np.ndarray, value: float, given: int = 1) -> Message:
         own = {"ids/ids": ids, "gradients/ids": np.full((len(ids), 5), value, np.float32)}
@@ -137,7 +137,7 @@ def test_what_comes_twice_counts_once(server: Asked) -> None:
     assert late.scalars["whole"] and float(late.arrays["squares"][0]) == 0
     with pytest.raises(Refused, match="turn 0 is over"):
         server.give(0, 0, ids, 1.0)
-    told = server.lending.snapshot()
+    told = server.row_server.snapshot()
     assert (told["updates"], told["pushes"], told["dropped"], told["version"]) == (1, 4, 3, 1)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dtf.core.types import Shard
 from dtf.pserver.strategy import Pserver
-from dtf.pserver.trainer.group import meet
+from dtf.pserver.trainer.group import form_group
 from tests.laws.test_sharded_tables import ANY
 from tests.pserver.test_kill import BASE, THRICE, TWO, bits, left, visits
 from tests.support.harness import difference, reference, spread
@@ -102,7 +102,7 @@ def test_a_team_meets_anew_whichever_order_its_processes_come_back_in() -> None:
 
     def come(member: int) -> Future[str]:
         store = dist.TCPStore("127.0.0.1", master.port, is_master=False)
-        return pool.submit(meet, store, Shard(member, 3), lambda: beats.append(member), 5.0)
+        return pool.submit(form_group, store, Shard(member, 3), lambda: beats.append(member), 5.0)
 
     def names(*members: Future[str]) -> set[str]:
         return {member.result(10) for member in members}

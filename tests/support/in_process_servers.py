@@ -34,7 +34,7 @@ class Service:
     `stop`.
     """
 
-    def __init__(self, handlers: Handlers, token: str, epoch: str, address: str, **options: Any) -> None:
+    def __init__(self, handlers: Handlers, token: str, generation: str, address: str, **options: Any) -> None:
         around = shared_memory.Regions(64).around
         self._handlers, self._over = {name: around(handler) for name, handler in handlers.items()}, False
         self.on_error: Callable[[Exception], None] = lambda error: None
@@ -76,7 +76,7 @@ class Service:
 class Client:
     """In the place of `rpc.Client`."""
 
-    def __init__(self, endpoint: str, token: str, epoch: str, tls: None = None) -> None:
+    def __init__(self, endpoint: str, token: str, generation: str, tls: None = None) -> None:
         self._endpoint = endpoint
 
     def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
@@ -108,14 +108,15 @@ def connect(between: Callable[[Client], Transport] = lambda client: client, leas
 
     `between`: what stands before each client; `least_bytes`: of what lies in regions.
     """
-    from dtf.pserver import session
+    from dtf.pserver import bootstrap, connections
 
-    session.Service, session.Client = Service, lambda *place, tls: between(Client(*place))  # type: ignore[assignment,misc]
-    session.announce = lambda folder, live: None  # type: ignore[assignment]  # there is no run folder
-    session.viewer = lambda token: token
+    connections.Service, connections.Client = Service, lambda *place, tls: between(Client(*place))  # type: ignore[assignment,misc]
+    bootstrap.announce = lambda folder, live: None  # type: ignore[assignment]  # there is no run folder
+    bootstrap.viewer = lambda token: token
     shared_memory.LEAST_BYTES = least_bytes
-    session.PATIENCE_S = 3.0  # nothing is away for longer
-    session._store = lambda place: dist.distributed_c10d._get_default_store().clone()  # type: ignore[assignment]  # who waits keeps others waiting
+    connections.PATIENCE_S = 3.0  # nothing is away for longer
+    # a clone for each caller: who waits on a store keeps other users of it waiting
+    connections.launcher_store = lambda place: dist.distributed_c10d._get_default_store().clone()  # type: ignore[assignment]
 
 
 class Died(BaseException):
@@ -180,7 +181,7 @@ class Assistants:
         ranks = range(leading[1], sum(count for _, count in (leading, *others)))
         names = [role for role, count in others for _ in range(count)]
         self._strategy, self._task, self._program = strategy, task, program
-        errands = [
+        contexts = [
             RoleContext(
                 Place(rank=rank, size=ranks.stop, role=role, slots=slots),
                 {},
@@ -191,20 +192,20 @@ class Assistants:
             )
             for rank, role in zip(ranks, names, strict=True)
         ]
-        self._threads = [threading.Thread(target=self._live, args=(errand,), daemon=True) for errand in errands]
+        self._threads = [threading.Thread(target=self._live, args=(context,), daemon=True) for context in contexts]
         for thread in self._threads:
             thread.start()
 
-    def _live(self, errand: RoleContext) -> None:
+    def _live(self, context: RoleContext) -> None:
         torch.set_num_threads(1)
-        random = Random(f"{self._deaths} {errand.place.rank}")
+        random = Random(f"{self._deaths} {context.place.rank}")
         try:
             for life in range(self.lives):
                 Life.current.value = Life(
                     random, self.chance if self._deaths is not None and life + 1 < self.lives else 0.0
                 )
                 try:
-                    return self._strategy.run_helper(self._task, errand)
+                    return self._strategy.run_helper(self._task, context)
                 except Died:
                     self.died += 1
         except BaseException as error:  # noqa: BLE001

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-FORMATS = {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+WIRE_DTYPES = {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What `strategy.wire` chooses -> format of fp32 numbers on their way."""
 
 
-def narrow(array: np.ndarray, wire: torch.dtype | None) -> np.ndarray:
+def compress(array: np.ndarray, wire: torch.dtype | None) -> np.ndarray:
     """An array of float32 as it travels; bf16 as its bits, uint16."""
     if wire is None:
         return array
@@ -17,8 +17,8 @@ def narrow(array: np.ndarray, wire: torch.dtype | None) -> np.ndarray:
     return found.view(torch.int16).numpy().view(np.uint16) if wire is torch.bfloat16 else found.numpy()
 
 
-def widen(array: np.ndarray, name: str) -> np.ndarray:
-    """Inverse of `narrow`, but for what was rounded; `name` of the format as the message has it."""
+def decompress(array: np.ndarray, name: str) -> np.ndarray:
+    """Inverse of `compress`, but for what was rounded; `name` of the format as the message has it."""
     if name == "f16":
         return array.astype(np.float32)
     if name == "bf16":

@@ -22,7 +22,7 @@ MEET, STATUS = "meet", "status"
 """
 
 LOOK, GIVE, COUNT, LOAD, SAVE, END = "look", "give", "count", "load", "save", "end"
-"""Methods of servers of rows alone, see `lending.Lending`: rows are looked up; gradients come; how many rows there are;
+"""Methods of servers of rows alone, see `row_server.RowServer`: rows are looked up; gradients come; how many rows there are;
 they are read from a checkpoint, and written into one; the run is over."""
 
 GO_ON, OVER = 0, 1
@@ -60,7 +60,7 @@ def facts_of(message: Message) -> Any:
 def meet_schemas() -> tuple[Schema, Schema]:
     """Of MEET.
 
-    `server`: who asks, -1 for a trainer; `born`: a number of this process; `told`: JSON, see `meeting.Told`, worth
+    `server`: who asks, -1 for a trainer; `born`: a number of this process; `told`: JSON, see `meeting.RendezvousInfo`, worth
     something once `complete`.
     """
     return Schema({"server": int, "born": int, "servers": int}, {"facts": BYTES}), Schema(
@@ -93,8 +93,8 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
     Per table: `ids/<name>` (U,) and `gradients/<name>` (U, width), summed by id, each id once; `want/<name>` (V,) and,
     in the reply, `rows/<name>` (V, width). `dense`: learning blocks as `blocks.views` lays them out; `frozen`: the
     others, then server 0's buffers. To server 0: `sums` (M,), `statistics` (tickets x F, see `Push`), `rows`: sample
-    ids. Where trainers learn by themselves (`Merging.local`) the same names stand for differences of blocks with their
-    optimizer state, see `blocks.fields`, and of rows with theirs; `train` asks for these.
+    ids. Where trainers learn by themselves (`SyncMode.local`) the same names stand for differences of blocks with their
+    optimizer state, see `blocks.state_fields`, and of rows with theirs; `train` asks for these.
     """
     names = recipe.tables()
     numbers = (

@@ -27,7 +27,7 @@ from dtf.pserver.net.codec import WireError
 from dtf.pserver.net.shared_memory import Regions
 from dtf.pserver.net.transport import MOST_BYTES, Failed, Lost, Pending, Refused, Stale, short
 
-_TOKEN, _EPOCH, _SERVICE = "dtf-token", "dtf-epoch", "/dtf.pserver/"
+_TOKEN, _GENERATION, _SERVICE = "dtf-token", "dtf-epoch", "/dtf.pserver/"
 _HEALTH, _SERVING, _NOT_SERVING = "/grpc.health.v1.Health/Check", b"\x08\x01", b"\x08\x02"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # of mallopt
 _POLL_S = 0.02
@@ -59,10 +59,10 @@ class Service:
     threads.
 
     `address`: HOST:PORT, port 0 for a free one; beyond loopback only with `tls` or `allow_insecure` (ConfigError).
-    BusyError where the port is taken. `epoch` names the attempt of the run: who belongs to another one is told so, but
-    by the methods `ageless`. What a handler raises, except Refused, WireError and Stale, is logged here and handed to
+    BusyError where the port is taken. `generation` names the attempt of the run: who belongs to another one is told so, but
+    by the methods `any_generation`. What a handler raises, except Refused, WireError and Stale, is logged here and handed to
     `on_error`; the client learns only that the server failed. Health checks need no token, as orchestrators have none
-    to give; they say whether `ready` and nothing else. Methods `shown` also answer those who know no more than
+    to give; they say whether `ready` and nothing else. Methods `viewer_methods` also answer those who know no more than
     `viewer(token)`.
     """
 
@@ -70,23 +70,25 @@ class Service:
         self,
         handlers: Mapping[str, Callable[[bytes], bytes]],
         token: str,
-        epoch: str,
+        generation: str,
         address: str = "127.0.0.1:0",
         threads: int = 16,
         most_bytes: int = MOST_BYTES,
         tls: Tls | None = None,
         allow_insecure: bool = False,
         on_error: Callable[[Exception], None] | None = None,
-        ageless: Collection[str] = (),
-        shown: Collection[str] = (),
+        any_generation: Collection[str] = (),
+        viewer_methods: Collection[str] = (),
     ) -> None:
         host, port = _listen_address(address, tls is not None or allow_insecure)
         keep_buffers()
         self.ready: Callable[[], bool] = lambda: True
         self.on_error = on_error
-        self.epoch = _checked("epoch", epoch)
+        self.generation = _checked("generation", generation)
         self._token, self._viewer = _checked("token", token).encode(), viewer(token).encode()
-        self._ageless, self._shown = ({_SERVICE + name for name in names} for names in (ageless, shown))
+        self._any_generation, self._viewer_methods = (
+            {_SERVICE + name for name in names} for names in (any_generation, viewer_methods)
+        )
         self._threads = ThreadPoolExecutor(threads, "rpc")
         self._aside = ThreadPoolExecutor(1, "rpc-aside")  # what is answered even while all handlers are busy
         self._methods = {_HEALTH: grpc.unary_unary_rpc_method_handler(self._at_once(self._health))}
@@ -107,7 +109,7 @@ class Service:
         for name, handler in handlers.items():
             method = _SERVICE + name
             # those that look, and those that do not belong to the run yet, have nothing large to say
-            large = method not in self._ageless | self._shown
+            large = method not in self._any_generation | self._viewer_methods
             self._methods[method] = grpc.unary_unary_rpc_method_handler(
                 self._answer(self._regions.around(handler) if large else handler)
             )
@@ -132,10 +134,10 @@ class Service:
             given = dict(details.invocation_metadata)
             token = _bytes(given.get(_TOKEN, ""))
             if not hmac.compare_digest(token, self._token) and not (
-                method in self._shown and hmac.compare_digest(token, self._viewer)
+                method in self._viewer_methods and hmac.compare_digest(token, self._viewer)
             ):
                 return self._refusal(grpc.StatusCode.UNAUTHENTICATED, "the token of the run is needed")
-            if method not in self._ageless and given.get(_EPOCH) != self.epoch:
+            if method not in self._any_generation and given.get(_GENERATION) != self.generation:
                 return self._refusal(grpc.StatusCode.FAILED_PRECONDITION, "another attempt of the run is served here")
             if method not in self._methods and not self.ready():
                 return self._refusal(grpc.StatusCode.UNAVAILABLE, "this server is starting")
@@ -195,7 +197,7 @@ class Client:
     """
 
     def __init__(
-        self, endpoint: str, token: str, epoch: str, most_bytes: int = MOST_BYTES, tls: Tls | None = None
+        self, endpoint: str, token: str, generation: str, most_bytes: int = MOST_BYTES, tls: Tls | None = None
     ) -> None:
         parsed(endpoint, "endpoint")
         keep_buffers()
@@ -204,7 +206,7 @@ class Client:
         self._channel = (
             grpc.secure_channel(endpoint, tls.client(), options) if tls else grpc.insecure_channel(endpoint, options)
         )
-        self._metadata = ((_TOKEN, _checked("token", token)), (_EPOCH, _checked("epoch", epoch)))
+        self._metadata = ((_TOKEN, _checked("token", token)), (_GENERATION, _checked("generation", generation)))
         self._stubs: dict[str, grpc.UnaryUnaryMultiCallable] = {}
 
     def wait_ready(self, deadline_s: float) -> None:
@@ -309,7 +311,7 @@ _CLIENT_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),  # or clients of one process share a connection
-    ("grpc.enable_retries", 0),  # `Retrying` does it, where it may be done
+    ("grpc.enable_retries", 0),  # `RetryingTransport` does it, where it may be done
 )
 
 

@@ -61,7 +61,7 @@ class _Region:
             os.close(self.fd)
 
 
-class Shared:
+class SharedMemoryTransport:
     """A transport whose large messages, both ways, lie in shared memory where the server can open it.
 
     Many threads may call.

@@ -64,7 +64,7 @@ def short(text: str) -> str:
     )[:LONGEST]
 
 
-class Retrying:
+class RetryingTransport:
     """A transport that sends what was lost again until `patience_s` after the first try.
 
     For requests that a server knows to be the same one by their key.
@@ -75,7 +75,7 @@ class Retrying:
         self._closed = threading.Event()
         # its own: how long to wait must not depend on, or change, the numbers of the run
         self._jitter = random.Random()
-        self.again = 0
+        self.retries = 0
         """Requests that were sent again."""
 
     def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
@@ -104,7 +104,7 @@ class Retrying:
                 left = until - monotonic()
                 if left <= 0 or self._closed.wait(min(left, wait_s * self._jitter.uniform(0.5, 1.0))):
                     raise
-            self.again += 1
+            self.retries += 1
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
             left = max(until - monotonic(), _FIRST_WAIT_S)
             attempt = partial(self._transport.call, method, data, min(deadline_s, left))
@@ -112,7 +112,7 @@ class Retrying:
 
 class _Persistent:
     def __init__(
-        self, owner: Retrying, first: Pending, method: str, data: bytes, deadline_s: float, until: float
+        self, owner: RetryingTransport, first: Pending, method: str, data: bytes, deadline_s: float, until: float
     ) -> None:
         self._owner, self._first, self._rest = owner, first, (method, data, deadline_s, until)
 

@@ -17,18 +17,18 @@ from dtf.core.errors import DataError
 from dtf.core.types import Box, Place, Train
 from dtf.distributed.world import World
 from dtf.model.init import build_on_meta
-from dtf.pserver.net.compression import FORMATS, rounded
+from dtf.pserver.net.compression import WIRE_DTYPES, rounded
 from dtf.pserver.net.messages import ANY, NONE
-from dtf.pserver.param_slices import lay_out, travelling
+from dtf.pserver.param_slices import lay_out, wire_layout
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull
 from dtf.pserver.server.leases import TRAIN, Lease
-from dtf.pserver.server.state import Holdings
-from dtf.pserver.server.sync_modes import Merging
-from dtf.pserver.trainer.compute import Blocks, Computed, Computing, Pulled, Setup
-from dtf.pserver.trainer.local_sgd import Local
-from dtf.pserver.trainer.prefetch import Prepared
-from dtf.pserver.trainer.reader import Open, Reading
+from dtf.pserver.server.state import ServerState
+from dtf.pserver.server.sync_modes import SyncMode
+from dtf.pserver.trainer.compute import LeaseResult, ModelSetup, ParamBlocks, PulledState, TrainerModel
+from dtf.pserver.trainer.local_sgd import LocalSgd
+from dtf.pserver.trainer.prefetch import PreparedBatch
+from dtf.pserver.trainer.reader import BatchReader, Open
 
 if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions
@@ -58,18 +58,24 @@ class Replay:
     """`rows` opens the training data; `source`: the checkpoint that the recorded attempt began with."""
 
     def __init__(
-        self, task: Task, strategy: PserverOptions, merging: Merging, trainers: int, rows: Open, source: Source | None
+        self,
+        task: Task,
+        strategy: PserverOptions,
+        sync_mode: SyncMode,
+        trainers: int,
+        rows: Open,
+        source: Source | None,
     ) -> None:
-        self._merging = merging
-        self._servers, self._shares = strategy.count(), merging.shares(trainers)
+        self._sync_mode = sync_mode
+        self._servers, self._shares = strategy.count(), sync_mode.shares(trainers)
         self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
-        self.holdings = [
-            Holdings(task, _Alone(server, self._servers), strategy, merging, self._shares, self._micro_batch_rows)
+        self.server_state = [
+            ServerState(task, _Alone(server, self._servers), strategy, sync_mode, self._shares, self._micro_batch_rows)
             for server in range(self._servers)
         ]
-        for holdings in self.holdings if source is not None else ():
+        for server_state in self.server_state if source is not None else ():
             assert source is not None
-            holdings.load(source)
+            server_state.load(source)
         found = lay_out(
             build_on_meta(task.recipe),
             task.precision,
@@ -78,21 +84,23 @@ class Replay:
             strategy.min_block,
             strategy.placement,
         )
-        self._wire = FORMATS[strategy.wire.value]
-        layouts = [travelling(layout, self._wire) for layout in found]
-        whole_norm = self._servers > 1 and not merging.together
-        setup = Setup(task, torch.device("cpu"), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire)
-        self._computing = Computing(setup)
-        for server, holdings in enumerate(self.holdings):
-            self._computing.take_frozen(server, holdings.frozen())
-        self._local = Local(task, self._computing, layouts) if merging.local else None
+        self._wire = WIRE_DTYPES[strategy.wire.value]
+        layouts = [wire_layout(layout, self._wire) for layout in found]
+        whole_norm = self._servers > 1 and not sync_mode.collective
+        setup = ModelSetup(
+            task, torch.device("cpu"), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire
+        )
+        self._model = TrainerModel(setup)
+        for server, server_state in enumerate(self.server_state):
+            self._model.take_frozen(server, server_state.frozen())
+        self._local_sgd = LocalSgd(task, self._model, layouts) if sync_mode.local_training else None
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._tickets: dict[int, tuple[Train, ...]] = {}
         self._replies: dict[Part, dict[tuple[Pull, int], list[_Reply]]] = {}
-        self._computed: dict[Part, dict[int, Computed]] = {}  # by trainer
+        self._computed: dict[Part, dict[int, LeaseResult]] = {}  # by trainer
         self._applied: Counter[Part] = Counter()  # by how many servers
-        self._read = Reading(task, rows, torch.device("cpu"), self._micro_batch_rows, self._servers)
-        self._prepared: dict[tuple[int, int], Prepared] = {}
+        self._read = BatchReader(task, rows, torch.device("cpu"), self._micro_batch_rows, self._servers)
+        self._prepared: dict[tuple[int, int], PreparedBatch] = {}
         self._met: dict[tuple[int, int, int], dict[str, set[int]]] = {}
 
     def run(self, events: Sequence[Iterator[Mapping[str, Any]]], under_way: Callable[[int], None]) -> None:
@@ -114,10 +122,10 @@ class Replay:
 
     def boxes(self) -> list[Box]:
         """The state at the end; of tables each server's own rows, one after the other."""
-        return [box for holdings in self.holdings for box in holdings.state().boxes]
+        return [box for server_state in self.server_state for box in server_state.state().boxes]
 
     def _still(self) -> None:
-        self._under_way(min(holdings.applied for holdings in self.holdings))
+        self._under_way(min(server_state.applied for server_state in self.server_state))
 
     def _do(self, server: int, event: Mapping[str, Any]) -> bool:
         """One thing, if all that it needs has happened."""
@@ -133,7 +141,7 @@ class Replay:
             pushes = [tuple(row) for row in event["apply"]]
             if not all(self._may(server, *row[:3]) for row in pushes):
                 return False
-            self.holdings[server].apply([self._push(server, *row) for row in pushes], self._tickets)
+            self.server_state[server].apply([self._push(server, *row) for row in pushes], self._tickets)
             for trainer, step, part, _ in pushes:
                 self._met.pop((trainer, step, server), None)
                 self._applied[step, part] += 1
@@ -145,9 +153,9 @@ class Replay:
         """Give what was asked for; rows that were met before are not asked for again where training is local."""
         lease = self._lease(pull.step, pull.part)
         first = pull.at == lease.tickets[0].step
-        known = ANY if self._local is None or first else NONE
-        ids = self._prepare(lease, self._ticket(lease, pull.at)).wanted.ids(server)
-        if self._local is not None:
+        known = ANY if self._local_sgd is None or first else NONE
+        ids = self._prepare(lease, self._ticket(lease, pull.at)).row_request.ids(server)
+        if self._local_sgd is not None:
             met = self._met.setdefault((pull.trainer, pull.step, server), {name: set() for name in ids})
             if first:
                 for seen in met.values():
@@ -158,7 +166,7 @@ class Replay:
             }
             for name, found in ids.items():
                 met[name] |= set(found.tolist())
-        _, now, dense, rows = self.holdings[server].pull(ids, pull, known)
+        _, now, dense, rows = self.server_state[server].pull(ids, pull, known)
         rows = {name: rounded(found, self._wire) for name, found in rows.items()}
         if now != applied:
             raise DataError(
@@ -185,7 +193,7 @@ class Replay:
             lease = self._lease(step, part)
             found[trainer] = (
                 self._alone(trainer, lease)
-                if self._local is not None
+                if self._local_sgd is not None
                 else self._gradients(trainer, lease, server, seen)
             )
         computed, nothing = found[trainer], np.empty(0)
@@ -206,22 +214,22 @@ class Replay:
             *(nothing, computed.statistics, nothing),
         )
 
-    def _gradients(self, trainer: int, lease: Lease, server: int, seen: int) -> Computed:
+    def _gradients(self, trainer: int, lease: Lease, server: int, seen: int) -> LeaseResult:
         prepared = self._prepare(lease, lease.tickets[0])
         pull, given = Pull(trainer, lease.step, lease.part, lease.step), self._replies[lease.step, lease.part]
         replies = [given[pull, each][-1] for each in range(self._servers)]
         replies[server] = next((reply for reply in given[pull, server] if reply.applied == seen), replies[server])
-        dense = [Blocks(reply.applied, reply.dense) for reply in replies]
+        dense = [ParamBlocks(reply.applied, reply.dense) for reply in replies]
         rows, applied = [reply.rows for reply in replies], [reply.applied for reply in replies]
-        found = self._computing.gradients(prepared, Pulled(dense, rows, applied, self.holdings[0].scale()))
+        found = self._model.gradients(prepared, PulledState(dense, rows, applied, self.server_state[0].scale()))
         parts = [
             {name: (ids, rounded(numbers, self._wire)) for name, (ids, numbers) in part.items()} for part in found.rows
         ]
         # whose memory the next one uses
         return found._replace(dense=[memory.copy() for memory in found.dense], rows=parts)
 
-    def _alone(self, trainer: int, lease: Lease) -> Computed:
-        local, given = self._local, self._replies[lease.step, lease.part]
+    def _alone(self, trainer: int, lease: Lease) -> LeaseResult:
+        local, given = self._local_sgd, self._replies[lease.step, lease.part]
         assert local is not None
         for ticket in lease.tickets:
             prepared = self._prepare(lease, ticket)
@@ -230,7 +238,7 @@ class Replay:
             if ticket is lease.tickets[0]:
                 local.begin([reply.dense for reply in replies])
             for server, reply in enumerate(replies):
-                for name, ids in local.missing(prepared.wanted, server).items():
+                for name, ids in local.missing(prepared.row_request, server).items():
                     local.keep(name, ids, reply.rows[name])
             local.step(prepared)
             self._still()  # these may be hundreds
@@ -249,7 +257,7 @@ class Replay:
     def _ticket(self, lease: Lease, step: int) -> Train:
         return next(ticket for ticket in lease.tickets if ticket.step == step)
 
-    def _prepare(self, lease: Lease, ticket: Train) -> Prepared:
+    def _prepare(self, lease: Lease, ticket: Train) -> PreparedBatch:
         key = (lease.part, ticket.step)
         if key not in self._prepared:
             self._prepared[key] = self._read(lease, ticket)

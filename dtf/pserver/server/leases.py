@@ -38,10 +38,10 @@ class Ledger:
         self._free: dict[Key, Lease] = {}
         self._held: dict[Key, tuple[int, Lease]] = {}
         self._heard: dict[int, float] = {}
-        self._starters: dict[int, str] = {}
-        self.came: set[int] = set()
+        self._launch_ids: dict[int, str] = {}
+        self.ever_joined: set[int] = set()
         """Trainers that have ever joined."""
-        self.opened = self.granted = self.finished = self.again = 0
+        self.opened = self.granted = self.finished = self.regranted = 0
 
     def open(self, work: Iterable[Lease]) -> None:
         """Work that anybody may be granted."""
@@ -49,32 +49,32 @@ class Ledger:
             self._free[lease.key] = lease
             self.opened += 1
 
-    def join(self, trainer: int, now: float, starter: str = "") -> None:
-        """A trainer begins; what another one of its number was granted is free again. `starter`: who started it."""
+    def join(self, trainer: int, now: float, launch_id: str = "") -> None:
+        """A trainer begins; what another one of its number was granted is free again. `launch_id`: who started it."""
         self.leave(trainer)
-        self._heard[trainer], self._starters[trainer] = now, starter
-        self.came.add(trainer)
+        self._heard[trainer], self._launch_ids[trainer] = now, launch_id
+        self.ever_joined.add(trainer)
 
-    def other(self, trainer: int, starter: str) -> float | None:
+    def other_heard_at(self, trainer: int, launch_id: str) -> float | None:
         """When the trainer of this number was heard last, if somebody else started it."""
-        return None if self._starters.get(trainer, starter) == starter else self._heard[trainer]
+        return None if self._launch_ids.get(trainer, launch_id) == launch_id else self._heard[trainer]
 
     def leave(self, trainer: int) -> None:
         """A trainer is gone."""
         self._heard.pop(trainer, None)
-        self._starters.pop(trainer, None)
+        self._launch_ids.pop(trainer, None)
         for key in [key for key, (holder, _) in self._held.items() if holder == trainer]:
             self._free[key] = self._held.pop(key)[1]
-            self.again += 1
+            self.regranted += 1
 
-    def hear(self, trainer: int, now: float, starter: str = "") -> bool:
+    def renew(self, trainer: int, now: float, launch_id: str = "") -> bool:
         """A trainer is alive; False for one that has been given up, and has to join anew."""
-        if self._starters.get(trainer) != starter:
+        if self._launch_ids.get(trainer) != launch_id:
             return False
         self._heard[trainer] = now
         return True
 
-    def give_up(self, before: float) -> list[int]:
+    def expire(self, before: float) -> list[int]:
         """Let go of the trainers that were not heard since; returns them."""
         silent = [trainer for trainer, heard in self._heard.items() if heard < before]
         for trainer in silent:

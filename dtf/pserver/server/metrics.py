@@ -12,7 +12,7 @@ from dtf.core.types import StepOutput
 from dtf.pserver.push import Push
 
 
-class Tally:
+class MetricAccumulator:
     """Sums since they were last told. `train_metrics`: M, see `types.StepOutput`."""
 
     def __init__(self, measures: int) -> None:
@@ -27,11 +27,11 @@ class Tally:
         self._unread["train", push.epoch] += push.unread
         self._consumed.append((push.step, push.ids))
 
-    def norm(self, norm: Tensor) -> None:
+    def add_norm(self, norm: Tensor) -> None:
         """Of an update, (2,) [norm, 1]; or sums of some."""
         self._norms += norm.cpu().double()
 
-    def evaluated(self, unread: int) -> None:
+    def add_eval_unread(self, unread: int) -> None:
         """A batch of an evaluation had so many rows that could not be read."""
         self._unread["eval", 0] += unread
 
@@ -48,7 +48,7 @@ class Tally:
         found, self._consumed = self._consumed, []
         return found
 
-    def told(self) -> StepOutput:
+    def take(self) -> StepOutput:
         """The sums, which begin anew."""
         output = StepOutput(self._sums, self._norms)
         self._clear()

@@ -21,14 +21,14 @@ from dtf.core.types import Box
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Refused
-from dtf.pserver.row_routing import Given, Shelves
+from dtf.pserver.row_routing import RowGradients, ServerShards
 from dtf.pserver.server.handlers import LONGEST_WAIT_S
 from dtf.pserver.server.program import WAIT_S
 
 Write = Callable[[Path, list[Box]], dict[str, Any]]
 
 
-class Lending:
+class RowServer:
     """The part `number` of all tables, for so many trainers, whose threads of the service call the handlers.
 
     A request that comes twice counts once: gradients by their turn and trainer, updates by their version, orders by
@@ -38,7 +38,7 @@ class Lending:
 
     def __init__(
         self,
-        shelves: Shelves,
+        shards: ServerShards,
         recipe: Recipe,
         trainers: int,
         rank: int,
@@ -46,8 +46,8 @@ class Lending:
         read: Callable[[Path], Source],
         write: Write,
     ) -> None:
-        self._shelves, self._trainers, self._rank, self._folder, self._read, self._write = (
-            shelves,
+        self._shards, self._trainers, self._rank, self._folder, self._read, self._write = (
+            shards,
             trainers,
             rank,
             folder,
@@ -57,7 +57,7 @@ class Lending:
         self._widths = {name: table.width for name, table in recipe.tables().items()}
         self._schemas = rows_schemas(recipe)
         self._change = threading.Condition()  # of the rows and all that follows
-        self._basket: dict[int, dict[str, Given]] = {}  # by trainer, of this turn
+        self._basket: dict[int, dict[str, RowGradients]] = {}  # by trainer, of this turn
         self._turn = self._version = self._steps = self._pushes = self._dropped = 0
         self._squares = 0.0  # of the gradient of the turn before
         self._orders, self._worker, self._number, self._work = (
@@ -102,7 +102,7 @@ class Lending:
         with self._change:
             self._update(message)
             rows = {
-                f"rows/{name}": self._shelves.rows(name, message.arrays[f"want/{name}"], bool(message.scalars["train"]))
+                f"rows/{name}": self._shards.rows(name, message.arrays[f"want/{name}"], bool(message.scalars["train"]))
                 for name in self._widths
             }
         return encode(self._schemas[LOOK][1], {}, rows)
@@ -132,7 +132,7 @@ class Lending:
     def _merge(self) -> None:
         """The sum of all gradients, in the order of trainers, is what the next update applies."""
         given = {name: [self._basket[rank][name] for rank in range(self._trainers)] for name in self._widths}
-        self._squares = self._shelves.take(given, together=False)
+        self._squares = self._shards.take(given, collective=False)
         self._basket = {}
         self._turn += 1
         self._change.notify_all()
@@ -143,14 +143,14 @@ class Lending:
         if version > self._version + 1:
             raise Refused(f"update {version} comes after {self._version}")
         if version == self._version + 1:
-            self._shelves.step(
+            self._shards.step(
                 float(message.scalars["factor"]), float(message.scalars["lr"]), int(message.scalars["step"])
             )
             self._version, self._steps = version, int(message.scalars["step"]) + 1
 
-    def _given(self, message: Message) -> dict[str, Given]:
+    def _given(self, message: Message) -> dict[str, RowGradients]:
         given = {
-            name: Given(message.arrays[f"ids/{name}"], message.arrays[f"gradients/{name}"], 1.0)
+            name: RowGradients(message.arrays[f"ids/{name}"], message.arrays[f"gradients/{name}"], 1.0)
             for name in self._widths
         }
         for name, (ids, gradients, _) in given.items():
@@ -176,8 +176,8 @@ class Lending:
 
         def work() -> dict[str, np.ndarray]:
             with self._change:
-                self._shelves.clear()
-                self._shelves.load(self._read(path))
+                self._shards.clear()
+                self._shards.load(self._read(path))
             return {}
 
         return self._order(message, LOAD, work)
@@ -201,7 +201,7 @@ class Lending:
                             strict=True,
                         )
                     )
-                    if boxes := self._shelves.parts(places):
+                    if boxes := self._shards.parts(places):
                         written = self._write(path / f"rank_{self._rank}.safetensors", boxes)
                 except (OSError, MemoryError) as trouble:
                     error = str(trouble) or "out of memory"
@@ -243,8 +243,8 @@ class Lending:
                 "dropped": self._dropped,
                 "staleness": {"0": self._pushes},
                 "blocks": {"number": 0, "bytes": 0},
-                "tables": self._shelves.sizes(),
+                "tables": self._shards.sizes(),
             }
 
     def _counts(self) -> np.ndarray:
-        return np.array([table["rows"] for table in self._shelves.sizes().values()], np.int64)
+        return np.array([table["rows"] for table in self._shards.sizes().values()], np.int64)

@@ -22,13 +22,13 @@ from dtf.distributed.world import World
 from dtf.model.init import cast, init_model
 from dtf.model.microbatch import BatchNormStatistics
 from dtf.optim.update import LocalUpdate, ParamShard, update_applied
-from dtf.pserver.net.compression import FORMATS
+from dtf.pserver.net.compression import WIRE_DTYPES
 from dtf.pserver.net.messages import ANY, NONE
-from dtf.pserver.param_slices import balance, fields, lay_out, travelling, views
+from dtf.pserver.param_slices import balance, lay_out, state_fields, views, wire_layout
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull, Recorder
-from dtf.pserver.row_routing import Given, shelves_of
-from dtf.pserver.server.sync_modes import Merging
+from dtf.pserver.row_routing import RowGradients, server_shards
+from dtf.pserver.server.sync_modes import SyncMode
 from dtf.sparse.sharded_tables import owner_of
 from dtf.strategies.spmd import buffers, load_buffers
 
@@ -46,7 +46,7 @@ class Part:
         self.model, self.statistics = model, statistics
 
 
-class Holdings:
+class ServerState:
     """This server's part of the state. One thread changes it, others may pull.
 
     `shares`, `micro_batch_rows`: how the rows of a step are cut. `stamp` changes with the state; `applied` counts
@@ -54,12 +54,18 @@ class Holdings:
     """
 
     def __init__(
-        self, task: Task, world: World, strategy: PserverOptions, merging: Merging, shares: int, micro_batch_rows: int
+        self,
+        task: Task,
+        world: World,
+        strategy: PserverOptions,
+        sync_mode: SyncMode,
+        shares: int,
+        micro_batch_rows: int,
     ) -> None:
-        self._task, self._world, self._merging, self._shares, self._micro_batch_rows = (
+        self._task, self._world, self._sync_mode, self._shares, self._micro_batch_rows = (
             task,
             world,
-            merging,
+            sync_mode,
             shares,
             micro_batch_rows,
         )
@@ -69,10 +75,10 @@ class Holdings:
             model, task.precision, world.size, strategy.slice_parameters, strategy.min_block, strategy.placement
         )
         self.layout, self.balance = layouts[world.rank], balance(layouts)
-        self.wire = FORMATS[strategy.wire.value]
-        self._travelling = travelling(self.layout, self.wire)
+        self.wire = WIRE_DTYPES[strategy.wire.value]
+        self._wire_layout = wire_layout(self.layout, self.wire)
         self._outgoing, self._outgoing_stamp = (
-            torch.zeros(self._travelling.bytes if self.wire else 0, dtype=torch.uint8, device=world.device),
+            torch.zeros(self._wire_layout.bytes if self.wire else 0, dtype=torch.uint8, device=world.device),
             -1,
         )
         self._dense, self._frozen, self._gradients = (
@@ -81,7 +87,7 @@ class Holdings:
         )
         self._arriving = views(self._gradients, self.layout.learning)
         self._learning: list[nn.Parameter] = []
-        self._shelves = shelves_of(task, world)
+        self._shards = server_shards(task, world)
         self._update = LocalUpdate(
             self._pieces(masters),
             task.optimizer,
@@ -89,11 +95,11 @@ class Holdings:
             task.precision.loss_scale,
             gather=self._whole_norm,
             like=next(iter(masters.values())).new_zeros(0),
-            tables=self._shelves,
+            tables=self._shards,
         )
         for parameter in model.parameters():
             parameter.data = parameter.data.new_zeros(0)  # the blocks have it now
-        self._fields, self._field_bytes = fields(self.layout, task.optimizer)
+        self._state_fields, self._field_bytes = state_fields(self.layout, task.optimizer)
         self._part = Part(model, BatchNormStatistics(model, task.step.ema))
         model.train()
         self._norm: Tensor | None = None  # of the update being made, where trainers know it
@@ -113,7 +119,9 @@ class Holdings:
         """
         with self.lock:
             norm, whole = (
-                (self._learn(pushes, tickets), True) if self._merging.local else self._update_by(pushes, tickets)
+                (self._learn(pushes, tickets), True)
+                if self._sync_mode.local_training
+                else self._update_by(pushes, tickets)
             )
             self._absorb(pushes, tickets, whole)
             if self.recorder is not None:
@@ -130,14 +138,16 @@ class Holdings:
         weights = [_global_rows(push, tickets) / rows for push in pushes]  # 1 for all shares of one step
         alone = self._world.size == 1
         self._sum(pushes, weights)
-        if self._shelves is not None:
-            self._shelves.take(self._given(pushes, weights), together=not alone and self._merging.together)
+        if self._shards is not None:
+            self._shards.take(self._given(pushes, weights), collective=not alone and self._sync_mode.collective)
         finite = all(push.finite for push in pushes)
-        if not alone and not self._merging.together:  # each server has a part of the gradient, and merges when it likes
+        if (
+            not alone and not self._sync_mode.collective
+        ):  # each server has a part of the gradient, and merges when it likes
             norm = sum(push.norm for push in pushes) / len(pushes) if finite else float("inf")
             self._norm = torch.tensor([norm], dtype=torch.float64, device=self._world.device)
-            if self._shelves is not None:
-                self._shelves.norm = torch.zeros((), dtype=torch.float64)
+            if self._shards is not None:
+                self._shards.norm = torch.zeros((), dtype=torch.float64)
         elif not finite and self._arriving:
             torch._foreach_mul_(self._arriving, float("nan"))  # which the norm tells all servers
         known = self._update.apply(ticket.step, ticket.lr)
@@ -153,23 +163,23 @@ class Holdings:
         whole gradient.
         """
         weights = [self._rows(push, tickets) / _global_rows(push, tickets) for push in pushes]
-        here = [self._update.kept(field.block.name)[field.key] for field in self._fields]
+        here = [self._update.kept(field.block.name)[field.key] for field in self._state_fields]
         for push, weight in zip(pushes, weights, strict=True):
             for tensor, difference in zip(
-                here, views(torch.from_numpy(push.dense).to(self._world.device), self._fields), strict=True
+                here, views(torch.from_numpy(push.dense).to(self._world.device), self._state_fields), strict=True
             ):
                 tensor.add_(difference, alpha=weight)
-        if self._shelves is not None:
-            self._shelves.learn(self._given(pushes, weights))
+        if self._shards is not None:
+            self._shards.learn(self._given(pushes, weights))
         self._update.refresh(max(len(tickets[push.step]) for push in pushes))
         self._skipped += sum(push.skipped for push in pushes)
         return torch.tensor([float("nan"), sum(push.finite for push in pushes)], dtype=torch.float64)
 
-    def _given(self, pushes: Sequence[Push], weights: Sequence[float]) -> dict[str, list[Given]]:
+    def _given(self, pushes: Sequence[Push], weights: Sequence[float]) -> dict[str, list[RowGradients]]:
         names = self._task.recipe.tables()
         return {
             name: [
-                Given(*push.rows[name], weight)
+                RowGradients(*push.rows[name], weight)
                 for push, weight in zip(pushes, weights, strict=True)
                 if name in push.rows
             ]
@@ -182,7 +192,7 @@ class Holdings:
             if number == 0 and self.wire is None:
                 self._gradients.copy_(arrived)
             elif self._arriving:
-                found = views(arrived.to(self._world.device), self._travelling.learning)
+                found = views(arrived.to(self._world.device), self._wire_layout.learning)
                 blocks = [block.to(here.dtype) for block, here in zip(found, self._arriving, strict=True)]
                 if number:
                     torch._foreach_add_(self._arriving, blocks, alpha=weight)
@@ -237,7 +247,7 @@ class Holdings:
     # ------------------------------------------------------------ what trainers are given
 
     def pull(
-        self, wanted: Mapping[str, np.ndarray], training: Pull | None, known: int
+        self, row_request: Mapping[str, np.ndarray], training: Pull | None, known: int
     ) -> tuple[int, int, np.ndarray | None, dict[str, np.ndarray]]:
         """The stamp of the state, the updates in it, learning blocks unless those of stamp `known`, and rows by table.
 
@@ -246,12 +256,14 @@ class Holdings:
         """
         if training is not None and self.recorder is not None:
             self.recorder.pulled(training, self.applied)
-        if training is not None and self._merging.local:
-            records = {name: self._shelves.records(name, ids) for name, ids in wanted.items()} if self._shelves else {}
-            return self.stamp, self.applied, self._kept() if known == ANY else None, records
+        if training is not None and self._sync_mode.local_training:
+            records = (
+                {name: self._shards.records(name, ids) for name, ids in row_request.items()} if self._shards else {}
+            )
+            return self.stamp, self.applied, self._blocks_with_state() if known == ANY else None, records
         rows = (
-            {name: self._shelves.rows(name, ids, training is not None) for name, ids in wanted.items()}
-            if self._shelves
+            {name: self._shards.rows(name, ids, training is not None) for name, ids in row_request.items()}
+            if self._shards
             else {}
         )
         return self.stamp, self.applied, None if known in (self.stamp, NONE) else self._blocks().cpu().numpy(), rows
@@ -262,7 +274,7 @@ class Holdings:
             return self._dense
         if self._outgoing_stamp != self.stamp:
             torch._foreach_copy_(
-                views(self._outgoing, self._travelling.learning), views(self._dense, self.layout.learning)
+                views(self._outgoing, self._wire_layout.learning), views(self._dense, self.layout.learning)
             )
             self._outgoing_stamp = self.stamp
         return self._outgoing
@@ -287,25 +299,25 @@ class Holdings:
 
         Collective.
         """
-        if self._shelves is not None and not self._merging.together and self._world.size > 1:
-            self._shelves.refuse_overfull()
+        if self._shards is not None and not self._sync_mode.collective and self._world.size > 1:
+            self._shards.refuse_overfull()
 
     def tables(self) -> dict[str, dict[str, int]]:
         """Of each table: `rows` and `bytes` here, and the `capacity` of all servers together."""
-        return self._shelves.sizes() if self._shelves else {}
+        return self._shards.sizes() if self._shards else {}
 
-    def _kept(self) -> np.ndarray:
-        """The learning blocks with their optimizer state, as `fields` lay them out."""
+    def _blocks_with_state(self) -> np.ndarray:
+        """The learning blocks with their optimizer state, as `state_fields` lay them out."""
         memory = torch.zeros(self._field_bytes, dtype=torch.uint8)
-        here = [self._update.kept(field.block.name)[field.key] for field in self._fields]
-        for into, tensor in zip(views(memory, self._fields), here, strict=True):
+        here = [self._update.kept(field.block.name)[field.key] for field in self._state_fields]
+        for into, tensor in zip(views(memory, self._state_fields), here, strict=True):
             into.copy_(tensor)
         return memory.numpy()
 
     def columns(self, name: str) -> int:
         """Numbers for each id in a push."""
-        assert self._shelves is not None
-        return self._shelves.columns(name) if self._merging.local else self._task.recipe.tables()[name].width
+        assert self._shards is not None
+        return self._shards.columns(name) if self._sync_mode.local_training else self._task.recipe.tables()[name].width
 
     def owns(self, name: str, ids: np.ndarray) -> bool:
         """Whether all rows of these ids may be on this server."""
@@ -322,7 +334,7 @@ class Holdings:
     @property
     def push_bytes(self) -> int:
         """Of `dense` in a push."""
-        return self._field_bytes if self._merging.local else self._travelling.bytes
+        return self._field_bytes if self._sync_mode.local_training else self._wire_layout.bytes
 
     # ------------------------------------------------------------ as a program's state
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 
-class Arrived(Protocol):
+class ArrivedPush(Protocol):
     """A push in the basket."""
 
     @property
@@ -19,27 +19,27 @@ class Arrived(Protocol):
     def part(self) -> int: ...
 
 
-Waiting = Mapping[int, Collection[int]]
+PendingShares = Mapping[int, Collection[int]]
 """First step of each lease -> shares that were opened and are not merged yet."""
 
 
-class Merging(ABC):
+class SyncMode(ABC):
     """One mode."""
 
-    exact = False
+    synchronous = False
     """Whether each step is one update, of all its shares summed in their order: the same numbers as any synchronous
     strategy.
     """
 
-    together = False
+    collective = False
     """Whether all servers merge the same pushes, one update after the other: what needs the whole gradient can then be
     known.
     """
 
-    prompt = False
+    immediate = False
     """Whether each push is an update at once: what is asked for with it then waits for that."""
 
-    local = False
+    local_training = False
     """Whether trainers learn by themselves and push differences of the state, not gradients."""
 
     steps = 1
@@ -57,17 +57,17 @@ class Merging(ABC):
         """How many leases of a share, one after the other, may be open beside the one that is opened next."""
 
     @abstractmethod
-    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+    def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
         """How many pushes, from the first of the basket on, are the next update; 0: wait for more.
 
         All of the basket are waited for.
         """
 
 
-class Sync(Merging):
+class Sync(SyncMode):
     """All shares of a step at once. The next two steps are open meanwhile, so that their rows can be read."""
 
-    exact = together = True
+    synchronous = collective = True
 
     def shares(self, trainers: int) -> int:
         return trainers
@@ -75,16 +75,16 @@ class Sync(Merging):
     def window(self, trainers: int) -> int:
         return 2
 
-    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+    def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
         step = min(waiting, default=None)
         here = sum(push.step == step for push in basket)
         return here if step is not None and here == len(waiting[step]) else 0
 
 
-class Async(Merging):
+class Async(SyncMode):
     """Each push as it arrives; a lease is a whole global batch."""
 
-    prompt = True
+    immediate = True
 
     def shares(self, trainers: int) -> int:
         return 1
@@ -92,17 +92,17 @@ class Async(Merging):
     def window(self, trainers: int) -> int:
         return 2 * trainers if self._staleness is None else self._staleness
 
-    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+    def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
         return 1 if basket else 0
 
 
-class HalfAsync(Merging):
+class HalfAsync(SyncMode):
     """So many pushes, whosoever they are; fewer when no more can come."""
 
     def __init__(self, staleness: int | None, gather: int) -> None:
         super().__init__(staleness)
         self._gather = gather
-        self.together = staleness == 0 and not gather
+        self.collective = staleness == 0 and not gather
 
     def shares(self, trainers: int) -> int:
         self._trainers = trainers
@@ -111,17 +111,17 @@ class HalfAsync(Merging):
     def window(self, trainers: int) -> int:
         return 1 if self._staleness is None else self._staleness
 
-    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
-        wanted = min(self._gather or self._trainers, sum(len(parts) for parts in waiting.values()))
-        return wanted if len(basket) >= wanted else 0
+    def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
+        row_request = min(self._gather or self._trainers, sum(len(parts) for parts in waiting.values()))
+        return row_request if len(basket) >= row_request else 0
 
 
-class Geo(Merging):
+class Geo(SyncMode):
     """Differences that trainers' own training made of the state it began with: each as it arrives, or, with a staleness
     of 0, all of the same steps at once.
     """
 
-    local = True
+    local_training = True
 
     def __init__(self, staleness: int | None, steps: int) -> None:
         super().__init__(staleness)
@@ -133,7 +133,7 @@ class Geo(Merging):
     def window(self, trainers: int) -> int:
         return 1 if self._staleness is None else self._staleness
 
-    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+    def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
         if self._staleness == 0:
             return len(basket) if len(basket) == sum(len(parts) for parts in waiting.values()) else 0
         return 1 if basket else 0

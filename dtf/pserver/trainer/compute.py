@@ -20,7 +20,7 @@ from dtf.model.init import cast, init_model
 from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
 from dtf.pserver.param_slices import Layout, views
-from dtf.pserver.trainer.prefetch import Prepared
+from dtf.pserver.trainer.prefetch import PreparedBatch
 from dtf.strategies.spmd import Replica
 
 warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
@@ -29,23 +29,23 @@ ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Ids (U,) and numbers (U, columns) of each table."""
 
 
-class Blocks(NamedTuple):
+class ParamBlocks(NamedTuple):
     """Learning blocks of one server as they arrived, and the stamp of the state that they are of."""
 
     stamp: int
     data: np.ndarray
 
 
-class Pulled(NamedTuple):
+class PulledState(NamedTuple):
     """What the servers gave for one lease, in their order."""
 
-    dense: list[Blocks]
+    dense: list[ParamBlocks]
     rows: list[dict[str, np.ndarray]]
     applied: list[int]  # updates in it
     scale: float
 
 
-class Computed(NamedTuple):
+class LeaseResult(NamedTuple):
     """What came of one lease; `dense` and `rows` by server, see `Push`."""
 
     dense: list[np.ndarray]
@@ -57,7 +57,7 @@ class Computed(NamedTuple):
     skipped: int = 0
 
 
-class Setup(NamedTuple):
+class ModelSetup(NamedTuple):
     """What is the same for all that compute for one trainer.
 
     `whole_norm`: whether pushes need the norm of the whole gradient. `wire`: format in which fp32 blocks travel, None:
@@ -73,14 +73,16 @@ class Setup(NamedTuple):
     wire: torch.dtype | None = None
 
 
-class Computing:
+class TrainerModel:
     """A trainer's model. `part`: what this process computes of each lease.
 
     `threads`: of this process that compute with one copy of the parameters; `first`: the one of them that was made
     first, whose copy it is. Buffers, gradients and statistics each has for itself.
     """
 
-    def __init__(self, setup: Setup, part: Shard = WHOLE, threads: int = 1, first: Computing | None = None) -> None:
+    def __init__(
+        self, setup: ModelSetup, part: Shard = WHOLE, threads: int = 1, first: TrainerModel | None = None
+    ) -> None:
         task, device, layouts = setup.task, setup.device, setup.layouts
         self._task, self.device, self._layouts = task, device, layouts
         self._shares, self._micro_batch_rows = setup.shares, setup.micro_batch_rows
@@ -113,10 +115,10 @@ class Computing:
         if drew and self._threads > 1:
             raise refuse_global_rng("pserver", "and the threads of strategy.hogwild_threads share one generator")
 
-    def gradients(self, prepared: Prepared, pulled: Pulled) -> Computed:
+    def gradients(self, prepared: PreparedBatch, pulled: PulledState) -> LeaseResult:
         """Of the sum of losses over the rows of a lease, divided by the rows of the global batch."""
         self.load(pulled)
-        batch = prepared.wanted.fill(prepared.batch, pulled.rows, self.device)
+        batch = prepared.row_request.fill(prepared.batch, pulled.rows, self.device)
         sums = self.passes(prepared, batch, pulled.scale / prepared.ticket.rows)
         for layout, here in zip(self._layouts, self._leaving, strict=True):
             found = [self.parameters[block.name].grad for block in layout.learning]
@@ -128,13 +130,13 @@ class Computing:
                 torch._foreach_copy_(here, parts)
         for parameter in self.parameters.values():
             parameter.grad = None
-        rows = prepared.wanted.gradients(self.replica.row_gradients)
+        rows = prepared.row_request.gradients(self.replica.row_gradients)
         dense = [memory.cpu().numpy() for memory in self._outgoing]
         norm, added = self._norm(rows) if self._whole_norm else 0.0, self.added()
         finite = math.isfinite(norm)
-        return Computed(dense, rows, sums, added, norm if finite else 0.0, int(finite and np.isfinite(added).all()))
+        return LeaseResult(dense, rows, sums, added, norm if finite else 0.0, int(finite and np.isfinite(added).all()))
 
-    def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
+    def passes(self, prepared: PreparedBatch, batch: Batch, factor: float) -> Tensor:
         """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters; the
         metric sums (M,).
         """
@@ -150,18 +152,18 @@ class Computing:
         """What the last pass added to running averages, see `RunningStatistics.added`."""
         return self.replica.statistics.added().cpu().numpy()
 
-    def own(self, prepared: Prepared) -> tuple[list[int], tuple[int, int]]:
+    def own(self, prepared: PreparedBatch) -> tuple[list[int], tuple[int, int]]:
         """Bounds of all micro-batches of the ticket, and the first and last + 1 of those of the lease."""
         bounds = cut(prepared.ticket.rows, self._micro_batch_rows)
         return bounds, share(len(bounds) - 1, Shard(prepared.lease.part, prepared.lease.shares))
 
-    def evaluate(self, prepared: Prepared, pulled: Pulled) -> Evaluated:
+    def evaluate(self, prepared: PreparedBatch, pulled: PulledState) -> Evaluated:
         """A batch of an evaluation."""
         self.load(pulled)
-        return self.replica.evaluate(prepared.wanted.fill(prepared.batch, pulled.rows, self.device))
+        return self.replica.evaluate(prepared.row_request.fill(prepared.batch, pulled.rows, self.device))
 
     @torch.no_grad()
-    def load(self, pulled: Pulled) -> None:
+    def load(self, pulled: PulledState) -> None:
         """Put pulled blocks into the model.
 
         Where several threads compute with it, they go on meanwhile; what is older than what is there stays out.
@@ -202,7 +204,7 @@ class Computing:
 
     @torch.no_grad()
     def take_frozen(self, server: int, data: np.ndarray) -> None:
-        """Blocks that do not learn, and server 0's buffers; see `Holdings.frozen`."""
+        """Blocks that do not learn, and server 0's buffers; see `ServerState.frozen`."""
         layout, memory = self._layouts[server], torch.from_numpy(data)
         for block, view in zip(layout.frozen, views(memory, layout.frozen), strict=True):
             block.of(self.parameters[block.name].data).copy_(view)

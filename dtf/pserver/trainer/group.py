@@ -30,7 +30,7 @@ PATIENCE = timedelta(days=7)
 it, is for the launcher to find.
 """
 
-LONGEST_ORDER = 9
+MAX_ORDER_NUMBERS = 9
 """Numbers in it."""
 
 _groups: list[Any] = []
@@ -51,7 +51,7 @@ class Topic(IntEnum):
     ROWS = 4
 
 
-def meet(store: dist.Store, part: Shard, beat: Callable[[], None], patience_s: float) -> str:
+def form_group(store: dist.Store, part: Shard, beat: Callable[[], None], patience_s: float) -> str:
     """The name of the new team, once all of its processes are there: the first one chooses it, and tells each of the
     others in turn.
 
@@ -90,7 +90,7 @@ def _unanswered(store: dist.Store, member: int) -> str:
     return f"{member}/{number + (not number or store.check([f'{member}/{number}/team']))}"
 
 
-class Team:
+class TrainerGroup:
     """This process and its kin; `part.index` of the first one is 0.
 
     `stopping`: whether one of the others was told to stop.
@@ -100,20 +100,20 @@ class Team:
         self, store: dist.Store, part: Shard, device: torch.device, beat: Callable[[], None], patience_s: float
     ) -> None:
         self.part, self.stopping = part, False
-        with _kinship():
-            own = dist.PrefixStore(meet(store, part, beat, patience_s), store)
+        with _peer_errors():
+            group_store = dist.PrefixStore(form_group(store, part, beat, patience_s), store)
             self._host: Any = dist.ProcessGroupGloo(
-                dist.PrefixStore("host", own), part.index, part.count, timedelta(seconds=BUILD_S)
+                dist.PrefixStore("host", group_store), part.index, part.count, timedelta(seconds=BUILD_S)
             )
             self._device = self._host  # any, as torch's types leave out what a group can do
             if device.type == "cuda":
                 self._device = dist.ProcessGroupNCCL(
-                    dist.PrefixStore("device", own), part.index, part.count, dist.ProcessGroupNCCL.Options()
+                    dist.PrefixStore("device", group_store), part.index, part.count, dist.ProcessGroupNCCL.Options()
                 )
         _groups.extend([self._host, self._device])
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is the first process."""
         return self.part.index == 0
 
@@ -124,30 +124,30 @@ class Team:
 
     # ------------------------------------------------------------ all at once; collective, by one thread of each
 
-    def share(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """The first one's numbers on all, in place."""
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, PATIENCE
         for bucket in buckets(tensors):
             flat = (
                 torch.cat([tensor.reshape(-1) for tensor in bucket])
-                if self.leads
+                if self.is_leader
                 else bucket[0].new_empty(sum(tensor.numel() for tensor in bucket))
             )
-            with _kinship():
+            with _peer_errors():
                 self._group(flat).broadcast([flat], options).wait()
-            if not self.leads:
+            if not self.is_leader:
                 _copy(bucket, flat)
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
+    def reduce(self, tensors: Iterable[Tensor]) -> None:
         """Sums over all, at the first one, in place; what the others have afterwards means nothing."""
         options = dist.ReduceOptions()
         options.rootRank, options.timeout = 0, PATIENCE
         for bucket in buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            with _kinship():
+            with _peer_errors():
                 self._group(flat).reduce([flat], options).wait()
-            if self.leads:
+            if self.is_leader:
                 _copy(bucket, flat)
 
     def _group(self, tensor: Tensor) -> Any:
@@ -155,27 +155,27 @@ class Team:
 
     # ------------------------------------------------------------ one to another, in host memory
 
-    def order(self, topic: Topic, *numbers: float) -> None:
+    def send_order(self, topic: Topic, *numbers: float) -> None:
         """From the first one to each of the others; none: the run is over."""
-        order = np.zeros(1 + LONGEST_ORDER)
+        order = np.zeros(1 + MAX_ORDER_NUMBERS)
         order[: 1 + len(numbers)] = len(numbers), *numbers
         for member in self.others:
             self.send(topic, member, order)
 
-    def take_order(self, topic: Topic) -> list[float]:
+    def receive_order(self, topic: Topic) -> list[float]:
         """What the first one orders next."""
-        count, *numbers = self.receive(topic, 0, (1 + LONGEST_ORDER,)).tolist()
+        count, *numbers = self.receive(topic, 0, (1 + MAX_ORDER_NUMBERS,)).tolist()
         return numbers[: int(count)]
 
-    def dismiss(self) -> None:
+    def send_end(self) -> None:
         """The first one tells the others that the run is over."""
-        self.order(Topic.READ)
-        self.order(Topic.WORK)
+        self.send_order(Topic.READ)
+        self.send_order(Topic.WORK)
 
     def send(self, topic: Topic, member: int, array: np.ndarray) -> None:
         """Numbers whose shape and format the receiver knows."""
         if array.size:
-            with _kinship():
+            with _peer_errors():
                 self._host.send([torch.from_numpy(np.ascontiguousarray(array))], member, topic).wait(PATIENCE)
 
     def receive(
@@ -184,7 +184,7 @@ class Team:
         """What a process sends next about a topic."""
         array = np.empty(shape, kind)
         if array.size:
-            with _kinship():
+            with _peer_errors():
                 self._host.recv([torch.from_numpy(array)], member, topic).wait(PATIENCE)
         return array
 
@@ -200,7 +200,7 @@ class Team:
 
 
 @contextmanager
-def _kinship() -> Iterator[None]:
+def _peer_errors() -> Iterator[None]:
     """Around what needs another process."""
     try:
         yield

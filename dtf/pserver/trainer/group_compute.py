@@ -22,24 +22,24 @@ from torch import Tensor
 from dtf.api.strategy import RoleContext, Task
 from dtf.core.types import Batch, Evaluated, Train
 from dtf.model.init import DTYPES
-from dtf.pserver.row_routing import Wanted
+from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.server.leases import EVALUATE, TRAIN, Lease
-from dtf.pserver.trainer.compute import Computing, Pulled, Setup
-from dtf.pserver.trainer.group import Team, Topic
-from dtf.pserver.trainer.prefetch import WAIT_S, Prepared
-from dtf.pserver.trainer.reader import Reading
+from dtf.pserver.trainer.compute import ModelSetup, PulledState, TrainerModel
+from dtf.pserver.trainer.group import Topic, TrainerGroup
+from dtf.pserver.trainer.prefetch import WAIT_S, PreparedBatch
+from dtf.pserver.trainer.reader import BatchReader
 
 Rows = Mapping[str, np.ndarray]
 """Rows (U, width) of the distinct ids that a process has, or their gradients, by table."""
 
 
-class Union(Wanted):
+class GroupRowRequest(RowRequest):
     """What all processes of a team want for the piece of work `number`, each id once. `own`: what the first one has
     read itself; `counts`: ids of each process, by table; `oldest`: the first piece that is not done, and not
     forgotten."""
 
     number: int
-    own: Prepared
+    own: PreparedBatch
     counts: list[dict[str, int]]
     oldest: Callable[[], int]
 
@@ -48,22 +48,22 @@ class Union(Wanted):
         return super().fill(batch, rows, torch.device("cpu"))
 
 
-class Gathering:
+class GroupReader:
     """Has all of a team read their parts of a ticket, in the place of the `reading` of a trainer that is one
     process.
     """
 
-    def __init__(self, team: Team, reading: Reading, task: Task, servers: int) -> None:
+    def __init__(self, team: TrainerGroup, reading: BatchReader, task: Task, servers: int) -> None:
         self._team, self._reading, self._servers = team, reading, servers
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._numbers = itertools.count()
-        self._alive: WeakSet[Union] = WeakSet()  # what may have to be computed
+        self._alive: WeakSet[GroupRowRequest] = WeakSet()  # what may have to be computed
         self._lock = threading.Lock()
 
-    def __call__(self, lease: Lease, ticket: Train) -> Prepared:
+    def __call__(self, lease: Lease, ticket: Train) -> PreparedBatch:
         """Called by one thread."""
         number = next(self._numbers)
-        self._team.order(Topic.READ, *lease[:4], ticket.step, ticket.epoch, ticket.index, ticket.rows, number)
+        self._team.send_order(Topic.READ, *lease[:4], ticket.step, ticket.epoch, ticket.index, ticket.rows, number)
         own = self._reading(lease, ticket)
         parts = [
             _told(own, False),
@@ -75,21 +75,21 @@ class Gathering:
         inputs = {name: torch.from_numpy(np.concatenate(found)) for name, found in zip(self._widths, ids, strict=True)}
         batch = Batch(inputs, torch.empty(0), torch.empty(0), np.concatenate(samples))
         counts = [dict(zip(self._widths, map(len, part[2:]), strict=True)) for part in parts]
-        wanted = Union(batch, self._widths, self._servers)
-        wanted.number, wanted.own, wanted.counts, wanted.oldest = number, own, counts, self._oldest
+        row_request = GroupRowRequest(batch, self._widths, self._servers)
+        row_request.number, row_request.own, row_request.counts, row_request.oldest = number, own, counts, self._oldest
         with self._lock:
-            self._alive.add(wanted)
-        return Prepared(lease, ticket, batch, wanted, unread)
+            self._alive.add(row_request)
+        return PreparedBatch(lease, ticket, batch, row_request, unread)
 
     def _oldest(self) -> int:
         with self._lock:
             return min(each.number for each in self._alive)
 
 
-class Member(Computing):
+class GroupModel(TrainerModel):
     """What each process of a team does alike."""
 
-    def __init__(self, team: Team, setup: Setup) -> None:
+    def __init__(self, team: TrainerGroup, setup: ModelSetup) -> None:
         super().__init__(setup, team.part)
         task = setup.task
         self._team = team
@@ -103,9 +103,9 @@ class Member(Computing):
 
     def _hand_out(self, whole: bool) -> None:
         """Parameters that learn, and if `whole` all else that the model has, to all. Collective."""
-        self._team.share([parameter.data for parameter in self._trained] + (self._others if whole else []))
+        self._team.broadcast([parameter.data for parameter in self._trained] + (self._others if whole else []))
 
-    def _pass(self, own: Prepared, rows: Rows, factor: float) -> tuple[Tensor, np.ndarray]:
+    def _pass(self, own: PreparedBatch, rows: Rows, factor: float) -> tuple[Tensor, np.ndarray]:
         """Metric sums, and what was added to running averages, of the whole team at its first process, where gradients
         are then too. Collective.
         """
@@ -115,48 +115,48 @@ class Member(Computing):
             torch.zeros(len(super().added()), dtype=torch.float64),
         )
         if not _idle(own):
-            sums += super().passes(own, own.wanted.fill(own.batch, [rows], self.device), factor).cpu()
+            sums += super().passes(own, own.row_request.fill(own.batch, [rows], self.device), factor).cpu()
             added += torch.from_numpy(super().added())
-        self._team.add_up([sums, added])
+        self._team.reduce([sums, added])
         for parameter in self._trained:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        self._team.add_up([parameter.grad for parameter in self._trained if parameter.grad is not None])
+        self._team.reduce([parameter.grad for parameter in self._trained if parameter.grad is not None])
         return sums, added.numpy()
 
-    def _look(self, own: Prepared, rows: Rows) -> tuple[Tensor, np.ndarray | None]:
+    def _look(self, own: PreparedBatch, rows: Rows) -> tuple[Tensor, np.ndarray | None]:
         """Of an evaluation: metric sums of the whole team at its first process, and what is judged of this one's rows.
 
         Collective.
         """
         found = Evaluated(torch.zeros(self._measures), None)
         if not _idle(own):
-            found = self.replica.evaluate(own.wanted.fill(own.batch, [rows], self.device))
+            found = self.replica.evaluate(own.row_request.fill(own.batch, [rows], self.device))
         sums = found.sums.cpu().double()
-        self._team.add_up([sums])
+        self._team.reduce([sums])
         return sums, None if found.rows is None else found.rows.cpu().double().numpy()
 
-    def _gradients(self, own: Prepared) -> Rows:
+    def _gradients(self, own: PreparedBatch) -> Rows:
         """Those of the ids that this process has."""
-        found = {} if _idle(own) else own.wanted.gradients(self.replica.row_gradients)[0]
+        found = {} if _idle(own) else own.row_request.gradients(self.replica.row_gradients)[0]
         return {
             name: found[name][1] if name in found else np.empty((0, width), self._kind)
             for name, width in self._widths.items()
         }
 
 
-class Leader(Member):
+class LeaderModel(GroupModel):
     """The first process of a team, in the place of a trainer that computes by itself."""
 
     _whole = True  # the others do not have all that the model has beside parameters that learn
     _added: np.ndarray | None = None
 
-    def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
-        wanted = _union(prepared)
-        rows = self._begin(TRAIN, wanted, batch, factor)
-        sums, self._added = self._pass(wanted.own, rows, factor)
+    def passes(self, prepared: PreparedBatch, batch: Batch, factor: float) -> Tensor:
+        row_request = _group_request(prepared)
+        rows = self._begin(TRAIN, row_request, batch, factor)
+        sums, self._added = self._pass(row_request.own, rows, factor)
         parts = [
-            self._gradients(wanted.own),
-            *(self._receive_rows(member, wanted.counts[member]) for member in self._team.others),
+            self._gradients(row_request.own),
+            *(self._receive_rows(member, row_request.counts[member]) for member in self._team.others),
         ]
         self.replica.row_gradients = {
             name: torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in self._widths
@@ -166,11 +166,11 @@ class Leader(Member):
     def added(self) -> np.ndarray:
         return super().added() if self._added is None else self._added
 
-    def evaluate(self, prepared: Prepared, pulled: Pulled) -> Evaluated:
+    def evaluate(self, prepared: PreparedBatch, pulled: PulledState) -> Evaluated:
         self.load(pulled)
-        wanted = _union(prepared)
-        rows = self._begin(EVALUATE, wanted, wanted.fill(prepared.batch, pulled.rows, self.device), 0.0)
-        sums, judged = self._look(wanted.own, rows)
+        row_request = _group_request(prepared)
+        rows = self._begin(EVALUATE, row_request, row_request.fill(prepared.batch, pulled.rows, self.device), 0.0)
+        sums, judged = self._look(row_request.own, rows)
         parts = [judged, *(self._receive_judged(member) for member in self._team.others)]
         found = [torch.from_numpy(part) for part in parts if part is not None]
         return Evaluated(sums, torch.cat(found) if found else None)
@@ -179,14 +179,14 @@ class Leader(Member):
         super().take_frozen(server, data)
         self._whole = True
 
-    def _begin(self, kind: int, wanted: Union, batch: Batch, factor: float) -> Rows:
+    def _begin(self, kind: int, row_request: GroupRowRequest, batch: Batch, factor: float) -> Rows:
         """Have all compute what they have read; returns the rows of this process."""
         whole, self._whole = self._whole, False
-        self._team.order(Topic.WORK, kind, wanted.number, wanted.oldest(), whole, factor)
+        self._team.send_order(Topic.WORK, kind, row_request.number, row_request.oldest(), whole, factor)
         self._hand_out(whole)
-        parts: list[dict[str, np.ndarray]] = [{} for _ in wanted.counts]
+        parts: list[dict[str, np.ndarray]] = [{} for _ in row_request.counts]
         for name in self._widths:
-            ends = np.cumsum([count[name] for count in wanted.counts])
+            ends = np.cumsum([count[name] for count in row_request.counts])
             for member, part in enumerate(np.split(batch.inputs[name].numpy(), ends[:-1])):
                 parts[member][name] = part
                 if member:
@@ -204,18 +204,18 @@ class Leader(Member):
         return self._team.receive(Topic.ROWS, member, (rows, columns)) if columns else None
 
 
-class Follower(Member):
+class FollowerModel(GroupModel):
     """Any other process of a team. One thread reads, one takes orders, and the caller's computes."""
 
-    def run(self, errand: RoleContext, reading: Reading) -> None:
+    def run(self, context: RoleContext, reading: BatchReader) -> None:
         """To the end of the run. PeerError when another one of the team is gone."""
-        self._read: dict[int, Prepared] = {}
+        self._read: dict[int, PreparedBatch] = {}
         self._orders: queue.SimpleQueue[list[float] | BaseException] = queue.SimpleQueue()
-        for work in (lambda: self._read_ahead(reading, errand.stop_requested), self._take_orders):
+        for work in (lambda: self._read_ahead(reading, context.stop_requested), self._take_orders):
             threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
         step = 0
         while True:
-            errand.beat("wait", step)
+            context.beat("wait", step)
             try:
                 order = self._orders.get(timeout=WAIT_S)
             except queue.Empty:
@@ -234,11 +234,11 @@ class Follower(Member):
                 for (name, width), ids in zip(self._widths.items(), _ids(own), strict=True)
             }
             if kind == EVALUATE:
-                errand.beat("evaluate", step)
+                context.beat("evaluate", step)
                 self._tell(self._look(own, rows)[1])
             else:
                 step = own.ticket.step
-                errand.beat("step", step)
+                context.beat("step", step)
                 self._pass(own, rows, order[4])
                 for gradients in self._gradients(own).values():
                     self._team.send(Topic.ROWS, 0, gradients)
@@ -250,15 +250,15 @@ class Follower(Member):
         if judged is not None:
             self._team.send(Topic.ROWS, 0, judged)
 
-    def _read_ahead(self, reading: Reading, stopping: Callable[[], bool]) -> None:
-        while order := self._team.take_order(Topic.READ):
+    def _read_ahead(self, reading: BatchReader, stopping: Callable[[], bool]) -> None:
+        while order := self._team.receive_order(Topic.READ):
             kind, step, part, shares, *ticket, number = map(int, order)
             mine = Train(*ticket, lr=0.0)
             own = self._read[number] = reading(Lease(kind, step, part, shares, (mine,)), mine)
             self._team.send_lists(Topic.READING, 0, _told(own, stopping()))
 
     def _take_orders(self) -> None:
-        while order := self._team.take_order(Topic.WORK):
+        while order := self._team.receive_order(Topic.WORK):
             self._orders.put(order)
         self._orders.put([])
 
@@ -269,33 +269,33 @@ class Follower(Member):
             self._orders.put(error)
 
 
-def follow(task: Task, errand: RoleContext, team: Team, shares: int) -> None:
+def run_follower(task: Task, context: RoleContext, team: TrainerGroup, shares: int) -> None:
     """The life of a process of a team that another one leads.
 
     `shares`: into how many leases the rows of a step are cut.
     """
-    rows, device = task.step.rows_each(shares * team.part.count), torch.device(errand.place.device)
-    follower = Follower(team, Setup(task, device, [], shares, rows))  # the first process speaks with servers
-    follower.run(errand, Reading(task, errand.open, device, rows, 1, team.part))
+    rows, device = task.step.rows_each(shares * team.part.count), torch.device(context.place.device)
+    follower = FollowerModel(team, ModelSetup(task, device, [], shares, rows))  # the first process speaks with servers
+    follower.run(context, BatchReader(task, context.open, device, rows, 1, team.part))
 
 
-def _idle(own: Prepared) -> bool:
+def _idle(own: PreparedBatch) -> bool:
     """Whether a process has no micro-batch of a lease: it has read padding."""
     return bool(own.batch.ids[0] < 0)
 
 
-def _ids(own: Prepared) -> list[np.ndarray]:
+def _ids(own: PreparedBatch) -> list[np.ndarray]:
     """Distinct ones, by table."""
-    return [np.empty(0, np.int64) if _idle(own) else ids for ids in own.wanted.ids(0).values()]
+    return [np.empty(0, np.int64) if _idle(own) else ids for ids in own.row_request.ids(0).values()]
 
 
-def _told(own: Prepared, stopping: bool) -> list[np.ndarray]:
+def _told(own: PreparedBatch, stopping: bool) -> list[np.ndarray]:
     """What the first process has to know of what a process has read: rows that could not be, whether it was told to
     stop; sample ids; ids by table.
     """
     return [np.array([own.unread, int(stopping)]), own.batch.ids[own.batch.ids >= 0], *_ids(own)]
 
 
-def _union(prepared: Prepared) -> Union:
-    assert isinstance(prepared.wanted, Union)
-    return prepared.wanted
+def _group_request(prepared: PreparedBatch) -> GroupRowRequest:
+    assert isinstance(prepared.row_request, GroupRowRequest)
+    return prepared.row_request

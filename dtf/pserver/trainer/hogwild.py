@@ -19,7 +19,7 @@ import torch
 
 from dtf.api.strategy import RoleContext, Task
 from dtf.pserver.net.transport import Transport
-from dtf.pserver.trainer.group import Team
+from dtf.pserver.trainer.group import TrainerGroup
 from dtf.pserver.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -32,34 +32,38 @@ END_S = 2.0
 """For the other threads to end when one has failed; the process ends with them or without."""
 
 
-def numbers(process: int, strategy: PserverOptions) -> range:
+def trainer_numbers(process: int, strategy: PserverOptions) -> range:
     """The trainers that a process is, as servers count them."""
     return range(process * strategy.hogwild_threads, (process + 1) * strategy.hogwild_threads)
 
 
-def work(
+def run_trainers(
     task: Task,
-    errand: RoleContext,
+    context: RoleContext,
     strategy: PserverOptions,
     count: int,
     process: int,
     servers: Sequence[Transport],
-    team: Team | None = None,
+    team: TrainerGroup | None = None,
 ) -> str:
     """The life of a trainer process, which may be the first of a `team`; why the run is over. `count`: of trainers in
     all processes. Raises what the first thread to fail met."""
-    together, merging, trainers = Together(strategy.hogwild_threads, errand.beat), strategy.merging(), list[Trainer]()
-    for thread, number in enumerate(numbers(process, strategy)):
-        own = replace(errand, beat=together.beat(thread))
+    thread_group, sync_mode, trainers = (
+        ThreadGroup(strategy.hogwild_threads, context.beat),
+        strategy.sync_mode(),
+        list[Trainer](),
+    )
+    for thread, number in enumerate(trainer_numbers(process, strategy)):
+        own = replace(context, beat=thread_group.beat(thread))
         trainers.append(
-            Trainer(task, own, strategy, merging, count, number, servers, trainers[0] if trainers else None, team)
+            Trainer(task, own, strategy, sync_mode, count, number, servers, trainers[0] if trainers else None, team)
         )
     trainers[0].warmup()
     if len(trainers) == 1:
         trainers[0].run()
     else:
-        torch.set_num_threads(max(1, errand.place.threads // len(trainers)))
-        together.run([trainer.run for trainer in trainers])
+        torch.set_num_threads(max(1, context.place.threads // len(trainers)))
+        thread_group.run([trainer.run for trainer in trainers])
     return trainers[0].reason
 
 
@@ -67,7 +71,7 @@ class Ended(BaseException):
     """Another thread has failed."""
 
 
-class Together:
+class ThreadGroup:
     """Functions that are called at the same time, each in a thread; when one fails, the others end at their next sign
     of life.
 

@@ -17,7 +17,7 @@ from dtf.pserver.net import messages
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import LEASE
 from dtf.pserver.net.transport import Lost, Transport
-from dtf.pserver.row_routing import Wanted
+from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.server.leases import TRAIN, Key, Lease
 
 AHEAD = 3
@@ -27,13 +27,13 @@ WAIT_S, DEADLINE_S = 4.0, 30.0
 """How long server 0 may wait for work to turn up, and how long its answer may take."""
 
 
-class Prepared(NamedTuple):
+class PreparedBatch(NamedTuple):
     """One ticket of a lease with its rows, on the device, and what is wanted of the servers for it."""
 
     lease: Lease
     ticket: Train
     batch: Batch
-    wanted: Wanted
+    row_request: RowRequest
     unread: int  # rows that could not be read
     number: int = 0  # of those that were prepared before
 
@@ -45,11 +45,11 @@ class Prepared(NamedTuple):
         return (self.lease.key if len(self.lease.tickets) == 1 else (TRAIN, 0, 0)), self.number
 
 
-class Feeder:
+class Prefetcher:
     """A thread that keeps up to AHEAD pieces of work ready. `name`: of the trainer, as in `protocol.hello_schemas`;
     `prepare` reads the rows of a ticket.
 
-    When server 0 has given this trainer up, `anew` is so, and it waits until the trainer has `joined` again. `reason`:
+    When server 0 has given this trainer up, `must_rejoin` is so, and it waits until the trainer has `rejoined` again. `reason`:
     why the run is `over`.
     """
 
@@ -57,18 +57,18 @@ class Feeder:
         self,
         transport: Transport,
         name: Mapping[str, int | str],
-        prepare: Callable[[Lease, Train], Prepared],
+        prepare: Callable[[Lease, Train], PreparedBatch],
         stopping: Callable[[], bool],
     ) -> None:
         self._transport, self._name, self._prepare, self._stopping = transport, name, prepare, stopping
         self._schemas = messages.lease_schemas()
         self._change = threading.Condition()
-        self._ready: list[tuple[tuple[Key, int], Prepared]] = []
-        self.anew, self.reason = False, ""
+        self._ready: list[tuple[tuple[Key, int], PreparedBatch]] = []
+        self.must_rejoin, self.reason = False, ""
         self._asked = 0.0  # when server 0 heard of this trainer last
         self._numbers = itertools.count()  # of what is prepared: among equals the first one comes first
         self._held: set[Key] = set()
-        self._leaving: set[Key] = set()
+        self._sending: set[Key] = set()
         self._done: list[Key] = []
         self._limit, self._over, self._closed = AHEAD, False, False
         self._error: BaseException | None = None
@@ -77,13 +77,13 @@ class Feeder:
     def start(self) -> None:
         self._thread.start()
 
-    def next(self, timeout_s: float) -> Prepared | None:
+    def next(self, timeout_s: float) -> PreparedBatch | None:
         """The first piece of work; None when there is none yet, or will be none: see `over`.
 
         Raises what the thread met.
         """
         with self._change:
-            self._change.wait_for(lambda: self._ready or self._over or self._error or self.anew, timeout_s)
+            self._change.wait_for(lambda: self._ready or self._over or self._error or self.must_rejoin, timeout_s)
             if self._error is not None:
                 raise self._error
             if not self._ready:
@@ -91,12 +91,12 @@ class Feeder:
             self._change.notify_all()
             return heapq.heappop(self._ready)[-1]
 
-    def ready(self) -> list[Prepared]:
+    def ready(self) -> list[PreparedBatch]:
         """The pieces to come, the first one first; they stay there."""
         with self._change:
             return [each[-1] for each in sorted(self._ready)]
 
-    def back(self, prepared: Prepared) -> None:
+    def put_back(self, prepared: PreparedBatch) -> None:
         """It cannot be done yet: something before it has to be, which others may have left; ask for one more than there
         is, each time, until it comes.
         """
@@ -105,23 +105,23 @@ class Feeder:
             self._limit = max(AHEAD, len(self._held)) + 1
             self._change.notify_all()
 
-    def joined(self) -> None:
+    def rejoined(self) -> None:
         """Server 0 knows this trainer again; nothing that it held before is its own."""
         with self._change:
-            self.anew = False
+            self.must_rejoin = False
             self._change.notify_all()
 
-    def leaving(self, lease: Lease) -> None:
+    def sending(self, lease: Lease) -> None:
         """A piece of work is computed and on its way: another one may take its place."""
         with self._change:
-            self._leaving.add(lease.key)
+            self._sending.add(lease.key)
             self._change.notify_all()
 
     def finished(self, lease: Lease) -> None:
         """A piece of work is done, or not wanted any more."""
         with self._change:
             self._held.discard(lease.key)
-            self._leaving.discard(lease.key)
+            self._sending.discard(lease.key)
             self._done.append(lease.key)
             self._limit = AHEAD
             self._change.notify_all()
@@ -163,14 +163,14 @@ class Feeder:
         with self._change:
             return self._change.wait_for(lambda: len(self._ready) < self._limit or self._closed, WAIT_S)
 
-    def _wanted(self) -> int:
-        return self._limit - len(self._held - self._leaving)
+    def _capacity(self) -> int:
+        return self._limit - len(self._held - self._sending)
 
     def _ask(self, more: bool = False) -> Message:
         """Server 0's answer to what is done, what is held, and whether `more` may come."""
         with self._change:
             done, self._done, has = self._done, [], list(self._held)
-            most = max(0, self._wanted()) if more else 0
+            most = max(0, self._capacity()) if more else 0
         request = {**self._name, "most": most, "wait_s": WAIT_S if most else 0.0, "stopping": int(self._stopping())}
         data = encode(
             self._schemas[0],
@@ -182,14 +182,14 @@ class Feeder:
         if not answer.scalars["known"]:
             with self._change:
                 # it is granted anew, to whomever
-                self._held, self._leaving, self._ready, self.anew = set(), set(), [], True
+                self._held, self._sending, self._ready, self.must_rejoin = set(), set(), [], True
                 self._change.notify_all()
         return answer
 
     def _fetch(self) -> None:
         with self._change:
-            self._change.wait_for(lambda: self._wanted() > 0 or self._closed, WAIT_S)
-            self._change.wait_for(lambda: not self.anew or self._closed)
+            self._change.wait_for(lambda: self._capacity() > 0 or self._closed, WAIT_S)
+            self._change.wait_for(lambda: not self.must_rejoin or self._closed)
         answer = self._ask(more=True)
         leases = messages.unpack_leases(answer.arrays)
         with self._change:
@@ -199,7 +199,7 @@ class Feeder:
             for ticket in lease.tickets:
                 while not self._room() or monotonic() - self._asked > WAIT_S:
                     self._ask()
-                    if self.anew:
+                    if self.must_rejoin:
                         return
                 if self._closed:
                     return

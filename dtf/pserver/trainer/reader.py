@@ -11,15 +11,15 @@ from dtf.api.sampler import within
 from dtf.api.strategy import Task
 from dtf.core.types import WHOLE, Batches, Shard, Train
 from dtf.model.forward import received, to_device
-from dtf.pserver.row_routing import Wanted
+from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.server.leases import EVALUATE, Lease
-from dtf.pserver.trainer.prefetch import Prepared
+from dtf.pserver.trainer.prefetch import PreparedBatch
 
 Open = Callable[[str, Shard, int], Batches]
 """See `Errand.open`."""
 
 
-class Reading:
+class BatchReader:
     """Reads tickets of leases.
 
     `sources`: among whom rows of tables are divided; `part`: what this process reads of each lease.
@@ -34,7 +34,7 @@ class Reading:
         self._loaders: dict[tuple[int, int, int], Batches] = {}
         self._turn = threading.Lock()
 
-    def __call__(self, lease: Lease, ticket: Train) -> Prepared:
+    def __call__(self, lease: Lease, ticket: Train) -> PreparedBatch:
         """Of threads that call it, one reads after the other."""
         evaluates = lease.kind == EVALUATE
         key = (lease.kind, 0 if evaluates else lease.part, lease.shares)
@@ -52,4 +52,4 @@ class Reading:
         assert batch is not None
         unread = int(((batch.weight == 0).numpy() & (batch.ids >= 0)).sum())
         batch = received(to_device(batch, self._device, self._task), self._task)
-        return Prepared(lease, ticket, batch, Wanted(batch, self._widths, self._sources), unread)
+        return PreparedBatch(lease, ticket, batch, RowRequest(batch, self._widths, self._sources), unread)

@@ -26,7 +26,7 @@ from dtf.distributed.world import World
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Transport
-from dtf.pserver.row_routing import Wanted
+from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.trainer.prefetch import DEADLINE_S
 from dtf.sparse.sharded_tables import ShardedTables
 from dtf.strategies.spmd import Spmd
@@ -46,7 +46,7 @@ class RemoteTables(ShardedTables):
         self._turn = self._orders = 0
         # the newest, until servers are known to have it
         self._update: dict[str, int | float] = {"version": 0, "factor": 0.0, "lr": 0.0, "step": 0}
-        self._wanted: tuple[Wanted, dict[str, Tensor]] | None = None
+        self._wanted: tuple[RowRequest, dict[str, Tensor]] | None = None
         self.stopping = False
         """Whether a server was told to stop."""
 
@@ -55,30 +55,30 @@ class RemoteTables(ShardedTables):
         return self._connect()
 
     def look(self, batch: Batch, train: bool) -> Batch:
-        wanted = Wanted(batch, self._widths, len(self._servers))
+        row_request = RowRequest(batch, self._widths, len(self._servers))
         scalars = self._update | {"train": int(train)}
         answers = self._ask(
             LOOK,
             [
-                (scalars, {f"want/{name}": ids for name, ids in wanted.ids(server).items()})
+                (scalars, {f"want/{name}": ids for name, ids in row_request.ids(server).items()})
                 for server in range(len(self._servers))
             ],
         )
         rows = [{name: answer.arrays[f"rows/{name}"] for name in self._widths} for answer in answers]
-        filled = wanted.fill(batch, rows, self._world.device)
+        filled = row_request.fill(batch, rows, self._world.device)
         if train:
-            self._wanted = wanted, {name: filled.inputs[name] for name in self._widths}
+            self._wanted = row_request, {name: filled.inputs[name] for name in self._widths}
         return filled
 
     def give(self, gradients: Mapping[str, Tensor]) -> None:
         assert self._wanted is not None
-        wanted, looked_up = self._wanted
+        row_request, looked_up = self._wanted
         self._wanted = None
         every = {
             name: gradients[name] if name in gradients else torch.zeros_like(rows) for name, rows in looked_up.items()
         }
         common = {"rank": self._world.rank, "turn": self._turn}
-        parts = wanted.gradients(every)
+        parts = row_request.gradients(every)
         arrays = [
             {
                 f"{key}/{name}": array
@@ -173,7 +173,7 @@ class RemoteTables(ShardedTables):
                 raise full(name, capacity, count)
 
 
-class Assisted(Spmd):
+class RemoteTablesProgram(Spmd):
     """A replica on every rank, whose tables are elsewhere."""
 
     _tables: RemoteTables
