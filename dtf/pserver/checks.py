@@ -1,6 +1,6 @@
-"""Which options of parameter servers go together, and with which tasks.
+"""Which options of parameter servers go together, and which tasks they can run.
 
-Torch-free, and without gRPC: all that can be known before a process starts.
+Torch-free and without gRPC: all that can be known before a process starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def check(strategy: PserverOptions, task: Task, trainers: int, devices: str) -> None:
-    """ConfigError for what cannot run. `trainers`: as servers count them; `devices`: `cpu` or `cuda`."""
+    """Raise ConfigError for what cannot run. `trainers`: as servers count them; `devices`: `cpu` or `cuda`."""
     if strategy.server_device is Device.cuda and devices == "cpu":
         raise ConfigError(
             "strategy.server_device=cuda needs a GPU, and launcher.devices has none here; use "
@@ -36,7 +36,7 @@ def check(strategy: PserverOptions, task: Task, trainers: int, devices: str) -> 
         )
     if strategy.rows_alone:
         _check_rows_alone(strategy, task, trainers)
-    _check_meeting(strategy)
+    _check_start(strategy)
     if strategy.hogwild_threads > 1:
         _check_hogwild(strategy, devices)
     _check_service(strategy, trainers)
@@ -44,30 +44,30 @@ def check(strategy: PserverOptions, task: Task, trainers: int, devices: str) -> 
     _check_task(strategy, task)
 
 
-def _check_meeting(strategy: PserverOptions) -> None:
-    """By hand or by a launcher: what each of them knows, and what it lacks."""
-    alone, tls = strategy.external_process(), strategy.tls
-    if alone and strategy.team > 1:
+def _check_start(strategy: PserverOptions) -> None:
+    """Options for externally started processes, where a launcher starts them, and the other way round."""
+    external, tls = strategy.external_process(), strategy.tls
+    if external and strategy.team > 1:
         raise ConfigError(
             f"strategy.team={strategy.team} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, "
             "or use strategy.team=1"
         )
-    if alone and tls.mode is TlsMode.none and not strategy.allow_insecure:
+    if external and tls.mode is TlsMode.none and not strategy.allow_insecure:
         manual_start.check_loopback(strategy.where())
-    elif strategy.allow_insecure and not alone:
+    elif strategy.allow_insecure and not external:
         raise ConfigError(
             "strategy.allow_insecure=true is for strategy.endpoints; under a launcher all stays on this host, leave "
             "it out"
         )
-    tls.check(serves=not alone or alone.role == "server", asks=not alone or alone.rank > 0)
+    tls.check(serves=not external or external.role == "server", asks=not external or external.rank > 0)
     manual_start.check_certificates("strategy.tls", tls.files())
-    if not alone and tls.mode is not TlsMode.none:
+    if not external and tls.mode is not TlsMode.none:
         manual_start.check_name("strategy.tls", tls.files(), _LOOPBACK)
-    if not alone and strategy.token_file:
+    if not external and strategy.token_file:
         raise ConfigError(
             "strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out"
         )
-    if not alone and strategy.meet_timeout_s is not None:
+    if not external and strategy.meet_timeout_s is not None:
         raise ConfigError(
             f"strategy.meet_timeout_s={strategy.meet_timeout_s:g} is for strategy.endpoints; launchers have a time of "
             "their own, leave it out"
@@ -75,7 +75,7 @@ def _check_meeting(strategy: PserverOptions) -> None:
 
 
 def _check_service(strategy: PserverOptions, trainers: int) -> None:
-    """What a server does, whatever the mode."""
+    """Options of a server that hold in every mode."""
     check_placement(strategy.placement)
     if strategy.record.lower() in _SWITCHES:
         raise ConfigError(
@@ -102,7 +102,7 @@ def _check_service(strategy: PserverOptions, trainers: int) -> None:
 
 
 def _check_mode(strategy: PserverOptions) -> None:
-    """Options of one mode in another."""
+    """Options that are for another mode."""
     mode = strategy.mode
     if strategy.gather and mode is not Mode.half_async:
         raise ConfigError(
@@ -124,7 +124,7 @@ def _check_mode(strategy: PserverOptions) -> None:
 
 
 def _check_task(strategy: PserverOptions, task: Task) -> None:
-    """What a mode, or several servers, cannot do of what the task asks."""
+    """What the task asks for and a mode, or several servers, cannot do."""
     mode, several = strategy.mode, strategy.count() > 1 and not strategy.rows_alone
     tables = task.rows is not None and bool(task.recipe.table_widths())
     if task.precision.loss_scale and mode is not Mode.sync:

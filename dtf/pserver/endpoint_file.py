@@ -1,5 +1,5 @@
-"""The file by which `job=status` finds a live run from its folder: where to ask, and a token that is good for looking
-only. Torch-free.
+"""The file by which `job=status` finds a running run from its folder: endpoints, and a token that allows to read the
+status only. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAME = "live.json"
 
 @dataclass(frozen=True)
 class EndpointFile:
-    """How servers of a run are asked. `tls`: paths of ca, cert and key, none without TLS."""
+    """How to ask the servers of a run. `tls`: paths of ca, cert and key; empty without TLS."""
 
     endpoints: list[str]
     token: str
@@ -26,7 +26,7 @@ class EndpointFile:
 
 
 def announce(folder: Path, live: EndpointFile) -> None:
-    """Write it, for the user alone; an earlier one is replaced."""
+    """Write the file, readable by the user alone; replaces an earlier one."""
     new = folder / f".{_NAME}.new"
     withdraw(folder)
     new.unlink(missing_ok=True)
@@ -36,15 +36,15 @@ def announce(folder: Path, live: EndpointFile) -> None:
 
 
 def withdraw(folder: Path) -> None:
-    """The run is not live any more."""
+    """Remove the file: the run has ended."""
     with suppress(OSError):
         (folder / _NAME).unlink()
 
 
 def find(folder: Path) -> EndpointFile:
-    """How to ask the run in `folder`.
+    """Read the file of the run in `folder`.
 
-    DataError when there is none, PeerError when it is not live, or is of a kind that answers no questions.
+    DataError when there is no such folder; PeerError when the run has ended or has no servers.
     """
     if not folder.is_dir():
         raise DataError(f"job.run_folder={folder} does not exist; give the folder of a run")

@@ -1,6 +1,4 @@
-"""Which process of a run this one is, where each is started by a command of its own: from options, else from the
-environment. Torch-free.
-"""
+"""Which process of a run an externally started command is: from options, else from the environment. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,26 +22,26 @@ ENDPOINTS, ROLE, SERVER_ID, TRAINER_ID, TOKEN = (
     "DTF_TOKEN",
 )
 LEAST_TOKEN = 16
-"""Characters of a secret."""
+"""Least characters of a secret."""
 
 
 def endpoints() -> list[str]:
-    """Those of the environment."""
+    """The endpoints of the environment."""
     return [each.strip() for each in os.environ.get(ENDPOINTS, "").split(",") if each.strip()]
 
 
 def addresses(given: Sequence[str]) -> list[tuple[str, int]]:
-    """Host and port of each endpoint. ConfigError."""
+    """Host and port of each endpoint. ConfigError for one that is wrong or named twice."""
     found = [endpoint(each, "strategy.endpoints") for each in given]
     if len(set(found)) < len(found):
         raise ConfigError(f"strategy.endpoints=[{','.join(given)}] names one twice; give each server a port of its own")
     return found
 
 
-def standing(role: str, server_id: int | None, trainer_id: int | None, servers: int) -> tuple[str, int]:
-    """Role and number of this process among those of its role; what is not given comes from the environment.
+def role_and_number(role: str, server_id: int | None, trainer_id: int | None, servers: int) -> tuple[str, int]:
+    """Role of this process, and its number among those of the role; what is not given comes from the environment.
 
-    ConfigError.
+    ConfigError where one is missing or wrong.
     """
     role = role or os.environ.get(ROLE, "")
     if role not in ("server", "trainer"):
@@ -78,7 +76,7 @@ def standing(role: str, server_id: int | None, trainer_id: int | None, servers: 
 
 
 def refuse_without_endpoints(role: object, server_id: int | None, trainer_id: int | None) -> None:
-    """ConfigError where something says which process this is, and nothing where the servers are."""
+    """ConfigError where an option says which process this is, and none where the servers are."""
     given = [
         key
         for key, value in (("role", role), ("server_id", server_id), ("trainer_id", trainer_id))
@@ -94,7 +92,7 @@ def refuse_without_endpoints(role: object, server_id: int | None, trainer_id: in
 def token(file: str) -> str:
     """The secret of the run, from `file` or the environment.
 
-    ConfigError without, or for a file that others may read.
+    ConfigError where there is none, and for a file that others may read.
     """
     how = "openssl rand -hex 32"
     if not file and not os.environ.get(TOKEN):
@@ -157,7 +155,7 @@ def check_files(node: str, given: Mapping[str, str], needed: Sequence[str]) -> N
 
 
 def check_certificates(node: str, given: Mapping[str, str]) -> None:
-    """ConfigError where files that can be read are no certificates, or a key is not that of its certificate."""
+    """ConfigError where readable files are no certificates, or a key does not belong to its certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         if "ca" in given:
@@ -176,8 +174,9 @@ def check_certificates(node: str, given: Mapping[str, str]) -> None:
 
 
 def check_name(node: str, given: Mapping[str, str], host: str) -> None:
-    """ConfigError where those who trust `ca` would not believe that who shows `cert` is `host`: they shake hands in
-    memory.
+    """ConfigError where clients that trust `ca` would refuse a server at `host` that shows `cert`.
+
+    Tried by a TLS handshake in memory.
     """
     asks, serves = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     asks.load_verify_locations(given["ca"])

@@ -1,4 +1,4 @@
-"""The options of parameter servers, what they may be, and what follows from them alone. Torch-free."""
+"""The options of parameter servers, and what follows from them alone. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dtf.pserver.server.sync_modes import SyncMode
 
 GEO_STEPS, PATIENCE_S = 400, 600.0
-"""Where `geo_steps` and `meet_timeout_s` say nothing."""
+"""The values of `geo_steps` and `meet_timeout_s` where they are null."""
 
 
 class Mode(Enum):
@@ -56,7 +56,7 @@ class TlsMode(Enum):
 
 @dataclass(kw_only=True)
 class TlsOptions:
-    """Files in PEM, by which processes know each other on a network that others can reach."""
+    """PEM files by which processes authenticate each other on a network that others can reach."""
 
     mode: TlsMode = option(
         default=TlsMode.none,
@@ -76,12 +76,14 @@ class TlsOptions:
         return self.mode is TlsMode.mtls
 
     def files(self) -> dict[str, str]:
-        """The paths of those that are given, by name; none without TLS."""
+        """The paths that are given, by name; empty without TLS."""
         given = {"ca": self.ca, "cert": self.cert, "key": self.key} if self.mode is not TlsMode.none else {}
         return {name: path for name, path in given.items() if path}
 
     def check(self, serves: bool, asks: bool) -> None:
-        """Raise ConfigError where a file is missing that a process needs which serves others, or asks them."""
+        """Raise ConfigError where a file is missing that this process needs. `serves`: it is a server; `asks`: it is a
+        client.
+        """
         if self.mode is TlsMode.none:
             given = [name for name in ("ca", "cert", "key") if getattr(self, name)]
             if given:
@@ -212,7 +214,7 @@ class PserverOptions:
 
     @property
     def rows_alone(self) -> bool:
-        """Whether trainers run the engine, and servers help them."""
+        """Whether trainers run the engine, and servers hold rows of tables alone."""
         return self.dense is Dense.allreduce
 
     def count(self) -> int:
@@ -220,12 +222,12 @@ class PserverOptions:
         return len(self.where()) or self.servers
 
     def where(self) -> list[str]:
-        """The endpoints of servers that are started by hand; none where a launcher starts them."""
+        """The endpoints of externally started servers; empty where a launcher starts them."""
         return self.endpoints or manual_start.endpoints()
 
     @property
     def patience_s(self) -> float:
-        """How long those who were started by hand wait for servers."""
+        """How long externally started processes wait for servers."""
         return PATIENCE_S if self.meet_timeout_s is None else self.meet_timeout_s
 
     def sync_mode(self) -> SyncMode:
@@ -243,11 +245,13 @@ class PserverOptions:
                 return Geo(self.staleness, self.geo_steps or GEO_STEPS)
 
     def count_trainers(self, processes: int) -> int:
-        """As servers count them, for `launcher.processes`: each team, or each thread of a process."""
+        """How many trainers there are for `launcher.processes`, as servers count them: each team, or each thread of a
+        process.
+        """
         return (self.trainers or max(1, processes // self.team)) * self.hogwild_threads
 
     def external_process(self) -> ExternalProcess | None:
-        """As of `Strategy`."""
+        """See `Strategy.external_process`."""
         endpoints = self.where()
         if not endpoints:
             manual_start.refuse_without_endpoints(self.role, self.server_id, self.trainer_id)
@@ -262,7 +266,7 @@ class PserverOptions:
                 "strategy.trainers=0 leaves the number to the launcher, and by hand there is none for all; give "
                 "strategy.trainers=N, alike everywhere"
             )
-        role, number = manual_start.standing(
+        role, number = manual_start.role_and_number(
             self.role.value if self.role else "", self.server_id, self.trainer_id, len(endpoints)
         )
         rank = number if role == "server" else len(endpoints) + number

@@ -34,7 +34,7 @@ class ServerShard(RowWiseTable):
     def __init__(self, store: SparseTable, world: World) -> None:
         super().__init__(store, world, [True] * world.size)
 
-    def take(self, given: Sequence[RowGradients]) -> float:
+    def merge(self, given: Sequence[RowGradients]) -> float:
         """The gradients to apply: their sum, in this order; returns the sum of its squares."""
         parts = [
             part.gradients if part.weight == 1 else part.gradients * part.gradients.dtype.type(part.weight)
@@ -58,7 +58,7 @@ class ServerShard(RowWiseTable):
 
 
 class ServerShards(ShardedTables):
-    """A server's parts of all tables, as its update steps and saves them."""
+    """The parts of all tables on one server, as its updates step and save them."""
 
     def __init__(self, tables: Mapping[str, ServerShard], world: World) -> None:
         super().__init__(tables, world, 1.0)
@@ -68,12 +68,14 @@ class ServerShards(ShardedTables):
         """Rows (U, width) of distinct ids (U,) of this server. Errors as of `SparseTable.lookup`. Not collective."""
         return self._shards[name].store.lookup(ids, create)
 
-    def take(self, given: Mapping[str, Sequence[RowGradients]], collective: bool) -> float:
-        """What the next `step` applies; the sum of its squares. `collective`: all servers take parts of the same
-        gradient, whose norm is then known; collective."""
+    def merge(self, given: Mapping[str, Sequence[RowGradients]], collective: bool) -> float:
+        """Merge gradients for the next `step`; returns the sum of squares of the result.
+
+        `collective`: all servers merge parts of the same gradient at once, whose norm is then known.
+        """
         total = torch.zeros(1 + len(self._shards), dtype=torch.float64)
         for name, table_shard in self._shards.items():
-            total[0] += table_shard.take(given[name])
+            total[0] += table_shard.merge(given[name])
         total[1:] = self._counts()
         if collective:
             self._world.reduce(total)
@@ -100,8 +102,8 @@ class ServerShards(ShardedTables):
         """
         return self._shards[name].store.records(ids)
 
-    def learn(self, given: Mapping[str, Sequence[RowGradients]]) -> None:
-        """Add differences of rows and states, each times its weight. Not collective."""
+    def add_changes(self, given: Mapping[str, Sequence[RowGradients]]) -> None:
+        """Add changes of rows and their states, each times its weight. Not collective."""
         for name, table_shard in self._shards.items():
             for part in given[name]:
                 table_shard.store.add(part.ids, part.gradients * part.gradients.dtype.type(part.weight))
@@ -116,11 +118,11 @@ class ServerShards(ShardedTables):
         ]
 
     def columns(self, name: str) -> int:
-        """Numbers of a row with its state."""
+        """How many numbers a row has with its state."""
         return self._shards[name].store.stride
 
     def sizes(self) -> dict[str, dict[str, int]]:
-        """Of each table, on this server: see `ServerState.tables`. Not collective."""
+        """Per table, on this server: see `ServerState.tables`. Not collective."""
         stores = {name: table_shard.store for name, table_shard in self._shards.items()}
         return {
             name: {"rows": len(store), "bytes": store.byte_count(), "capacity": store.spec.capacity}
@@ -129,7 +131,7 @@ class ServerShards(ShardedTables):
 
 
 def server_shards(task: Task, world: World) -> ServerShards | None:
-    """This server's parts of the task's tables."""
+    """This server's parts of the task's tables; None where it has none."""
     specs = task.recipe.tables()
     if not specs:
         return None
@@ -154,9 +156,7 @@ ALL = slice(None)
 
 
 class RowRequest:
-    """The ids of one batch's inputs, each once and by the server that holds it; then its rows, and gradients on their
-    way back.
-    """
+    """The ids of one batch, each once and by the server that owns it; routes rows to the batch, and gradients back."""
 
     def __init__(self, batch: Batch, widths: Mapping[str, int], servers: int) -> None:
         self._widths, self._servers = widths, servers
@@ -170,11 +170,11 @@ class RowRequest:
             self._found[name] = found, inverse, _places(found, servers)
 
     def ids(self, server: int) -> dict[str, np.ndarray]:
-        """What this server is asked for, by table."""
+        """The ids that this server is asked for, by table."""
         return {name: found[places[server]] for name, (found, _, places) in self._found.items()}
 
     def fill(self, batch: Batch, rows: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> Batch:
-        """The batch with rows in place of ids; `rows`: of what each server was asked for."""
+        """The batch with rows in place of ids. `rows`: by server, of what it was asked for."""
         if not self._found:
             return batch
         inputs = dict(batch.inputs)
@@ -191,8 +191,8 @@ class RowRequest:
         return batch._replace(inputs=inputs)
 
     def gradients(self, given: Mapping[str, Tensor]) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
-        """By server and table, the ids and the gradients (U, width) of their rows, from those (B, F, width) of what
-        `fill` made.
+        """By server and table, the ids and the summed gradients (U, width) of their rows, from those (B, F, width) of
+        `fill`'s inputs.
         """
         parts: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(self._servers)]
         for name, (found, inverse, places) in self._found.items():
@@ -205,7 +205,7 @@ class RowRequest:
 
 
 def _places(ids: np.ndarray, servers: int) -> list[Places]:
-    """Places of distinct ids by the server that holds them; -1 stands for zeros, which nobody has to hold."""
+    """Places of distinct ids by the server that owns them. The id -1 stands for zeros, and no server owns it."""
     real = ids >= 0
     if servers == 1:
         return [ALL if real.all() else np.flatnonzero(real)]

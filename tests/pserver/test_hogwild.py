@@ -26,7 +26,7 @@ from dtf.pserver.param_slices import lay_out
 from dtf.pserver.strategy import Pserver
 from dtf.pserver.trainer import hogwild
 from dtf.pserver.trainer.compute import ModelSetup, ParamBlocks, PulledState, TrainerModel
-from dtf.pserver.trainer.hogwild import Ended, ThreadGroup, trainer_numbers
+from dtf.pserver.trainer.hogwild import PeerThreadFailed, ThreadGroup, trainer_numbers
 from dtf.pserver.trainer.trainer import Trainer
 from tests.laws.test_sharded_tables import ANY
 from tests.pserver.test_kill import BASE, THRICE, left, visits
@@ -177,7 +177,7 @@ def test_when_one_fails_the_others_end_and_its_error_is_raised() -> None:
         try:
             while not ended.wait(0.001):
                 beat("wait", 0)
-        except Ended:
+        except PeerThreadFailed:
             ended.set()
             raise
 

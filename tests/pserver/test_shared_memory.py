@@ -15,12 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from dtf.pserver.net.shared_memory import LEAST_BYTES, Handler, Regions, SharedMemoryTransport, _Region, host
+from dtf.pserver.net.shared_memory import LEAST_BYTES, Handler, Regions, SharedMemoryTransport, _Region, host_id
 from dtf.pserver.net.transport import Lost, Pending, Refused, RetryingTransport
 from tests.support.rpc_service import GENERATION, SOON_S, TOKEN, client, echo, service
 
 LARGE = 3 * LEAST_BYTES
-pytestmark = pytest.mark.skipif(not host(), reason="memory is shared through Linux's memfd and /proc")
+pytestmark = pytest.mark.skipif(not host_id(), reason="memory is shared through Linux's memfd and /proc")
 
 
 class Wire:
@@ -161,7 +161,7 @@ def test_places_that_no_client_names() -> None:
 
     handler = Regions(8).around(note)
     region = _Region(LARGE)
-    here = region.put(bytes(LARGE), host())
+    here = region.put(bytes(LARGE), host_id())
     with open(os.devnull, "rb") as null, open(__file__, "rb") as plain:
         for other in (0, 10**9):
             assert handler(changed(here, 20, "<I", other or 2**32 - 1)) == b"DTFN", "no such process"
@@ -189,7 +189,7 @@ def test_memory_that_could_be_cut_off_is_not_opened() -> None:
     try:
         os.ftruncate(open_to_it, region.size)
         os.pwrite(open_to_it, region.key, 0)
-        assert Regions(8).around(echo)(changed(region.put(bytes(LARGE), host()), 24, "<I", open_to_it)) == b"DTFN"
+        assert Regions(8).around(echo)(changed(region.put(bytes(LARGE), host_id()), 24, "<I", open_to_it)) == b"DTFN"
     finally:
         os.close(open_to_it)
 
@@ -199,9 +199,9 @@ def test_a_server_keeps_few_regions_open() -> None:
     handler = regions.around(echo)
     kept = [_Region(LARGE) for _ in range(5)]
     for region in kept:
-        handler(region.put(bytes(LARGE), host()))
+        handler(region.put(bytes(LARGE), host_id()))
     assert len(regions._open) == 2
-    assert handler(kept[0].put(b"x" * LARGE, host()))[:4] == b"DTFA", "one that was given up is opened again"
+    assert handler(kept[0].put(b"x" * LARGE, host_id()))[:4] == b"DTFA", "one that was given up is opened again"
 
 
 def test_nothing_is_left_of_a_killed_client() -> None:
@@ -215,9 +215,9 @@ def test_nothing_is_left_of_a_killed_client() -> None:
 
     code = f"""
 from dtf.pserver.net.rpc import Client
-from dtf.pserver.net.shared_memory import Shared
+from dtf.pserver.net.shared_memory import SharedMemoryTransport
 import sys
-Shared(Client(sys.argv[1], "{TOKEN}", "{GENERATION}")).call("slow", bytes({LARGE}), 60.0)
+SharedMemoryTransport(Client(sys.argv[1], "{TOKEN}", "{GENERATION}")).call("slow", bytes({LARGE}), 60.0)
 """
     with service({"slow": slow, "echo": echo}) as server:
         process = subprocess.Popen([sys.executable, "-c", code, server.endpoint])
@@ -261,6 +261,6 @@ def test_who_may_only_look_has_no_region_opened() -> None:
     with service({"echo": echo, "look": echo}, shown=("look",)) as server, client(server) as inner:
         SharedMemoryTransport(inner).call("echo", bytes(LARGE), SOON_S)
         region = _Region(LARGE)
-        request = region.put(bytes(LARGE), host())
+        request = region.put(bytes(LARGE), host_id())
         assert inner.call("look", request, SOON_S) == request, "it is taken as it comes"
         assert len(server._regions._open) == 1

@@ -69,16 +69,16 @@ class Array(NamedTuple):
 
 
 class Named(dict[str, Any]):
-    """What a message holds, by name. WireError for a name that it could have and has not."""
+    """The scalars or arrays of a message, by name. WireError for a name that the message lacks."""
 
     def __missing__(self, name: str) -> Any:
         raise WireError(f"{name} is missing")
 
 
 class Message(NamedTuple):
-    """What was in a message, each of them a Named.
+    """A decoded message; `scalars` and `arrays` are Named.
 
-    `arrays` are read-only views of its bytes; `dtypes` names what each came as.
+    `arrays` are read-only views of the bytes; `dtypes` names the dtype with which each array came.
     """
 
     scalars: dict[str, Scalar]
@@ -87,7 +87,7 @@ class Message(NamedTuple):
 
 
 class Schema:
-    """The names that a message may hold, each of them or not, and what they stand for."""
+    """The names that a message may hold, and their types. Every name is optional."""
 
     def __init__(self, scalars: Mapping[str, type] | None = None, arrays: Mapping[str, Array] | None = None) -> None:
         self.scalars, self.arrays = dict(scalars or {}), dict(arrays or {})
@@ -121,7 +121,7 @@ class Schema:
 
 
 def encode(schema: Schema, scalars: Mapping[str, Scalar], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """The message as bytes: one allocation, one copy of the arrays.
+    """The message as bytes, with one allocation and one copy of the arrays.
 
     WireError for what the schema does not have, and for scalars that are not finite.
     """

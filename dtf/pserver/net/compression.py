@@ -1,4 +1,4 @@
-"""Numbers that travel in a narrower format than they have: half the bytes, rounded on the way and nowhere else."""
+"""Numbers of fp32 that travel in a format of half the bytes (`strategy.wire`); they are rounded on the way only."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 WIRE_DTYPES = {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What `strategy.wire` chooses -> format of fp32 numbers on their way."""
+"""Value of `strategy.wire` -> dtype in which fp32 numbers travel, None: unchanged."""
 
 
 def compress(array: np.ndarray, wire: torch.dtype | None) -> np.ndarray:
-    """An array of float32 as it travels; bf16 as its bits, uint16."""
+    """An array of float32 in the dtype `wire`; bf16 as its bits, uint16."""
     if wire is None:
         return array
     found = torch.from_numpy(np.ascontiguousarray(array)).to(wire)
@@ -18,7 +18,7 @@ def compress(array: np.ndarray, wire: torch.dtype | None) -> np.ndarray:
 
 
 def decompress(array: np.ndarray, name: str) -> np.ndarray:
-    """Inverse of `compress`, but for what was rounded; `name` of the format as the message has it."""
+    """Inverse of `compress`, up to the rounding. `name`: the dtype's name in the message."""
     if name == "f16":
         return array.astype(np.float32)
     if name == "bf16":
@@ -27,5 +27,5 @@ def decompress(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def rounded(array: np.ndarray, wire: torch.dtype | None) -> np.ndarray:
-    """What arrives of an array that travels."""
+    """The array as it arrives after `compress` and `decompress`."""
     return array if wire is None else torch.from_numpy(np.ascontiguousarray(array)).to(wire).float().numpy()

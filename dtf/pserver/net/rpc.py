@@ -1,5 +1,6 @@
-"""Requests over gRPC: raw bytes to named handlers, for those who know the token of the run. gRPC does not survive a
-fork: import this in ranks alone.
+"""Requests over gRPC: raw bytes to named handlers, for processes that know the token of the run.
+
+gRPC does not survive a fork: import this module in ranks alone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tls:
-    """Files in PEM: who vouches for the other side, and who this side is. `mutual`: clients show a certificate too."""
+    """Files in PEM: the authority that vouches for the other side, and this side's certificate and key.
+
+    `mutual`: clients show a certificate too.
+    """
 
     ca: Path | None = None
     cert: Path | None = None
@@ -59,11 +63,14 @@ class Service:
     threads.
 
     `address`: HOST:PORT, port 0 for a free one; beyond loopback only with `tls` or `allow_insecure` (ConfigError).
-    BusyError where the port is taken. `generation` names the attempt of the run: who belongs to another one is told so, but
-    by the methods `any_generation`. What a handler raises, except Refused, WireError and Stale, is logged here and handed to
-    `on_error`; the client learns only that the server failed. Health checks need no token, as orchestrators have none
-    to give; they say whether `ready` and nothing else. Methods `viewer_methods` also answer those who know no more than
-    `viewer(token)`.
+    BusyError where the port is taken.
+
+    `generation` names the attempt of the run: a client of another one gets Stale, but for the methods `any_generation`.
+    Methods `viewer_methods` also answer clients that have `viewer(token)` alone.
+
+    What a handler raises, except Refused, WireError and Stale, is logged here and handed to `on_error`; the client
+    learns only that the server failed. Health checks need no token, as orchestrators have none; they say whether
+    `ready` and nothing else.
     """
 
     def __init__(
@@ -105,7 +112,9 @@ class Service:
         self.endpoint = endpoint_text(host, port)
 
     def add(self, handlers: Mapping[str, Callable[[bytes], bytes]]) -> None:
-        """From now on answer these too. Until it is `ready`, who asks for what is not there is told to ask again."""
+        """Answer these methods too, from now on. Until `ready`, a request for an unknown method is answered with "ask
+        again".
+        """
         for name, handler in handlers.items():
             method = _SERVICE + name
             # those that look, and those that do not belong to the run yet, have nothing large to say
@@ -115,11 +124,11 @@ class Service:
             )
 
     def start(self) -> None:
-        """Answer; requests since the construction have waited."""
+        """Begin to answer; requests since the construction have waited."""
         self._server.start()
 
     def stop(self, grace_s: float) -> None:
-        """Take no more requests; those under way have `grace_s` to end, then their clients are told that they are lost.
+        """Take no more requests. Those under way have `grace_s` to end; then their clients get Lost.
 
         A handler itself is not interrupted, and the interpreter does not exit before it returns.
         """
@@ -186,14 +195,16 @@ class Service:
 
 
 def viewer(token: str) -> str:
-    """The token of those who may look and change nothing, from that of the run, which does not follow from it."""
+    """The token of those who may read the status and change nothing. It is derived from the run's, which cannot be
+    derived from it.
+    """
     return hmac.digest(token.encode(), b"status", "sha256").hex()
 
 
 class Client:
-    """A connection of its own to the service at `endpoint`, made when first needed and again when it broke.
+    """A connection of its own to the service at `endpoint`, made at the first request and again when it broke.
 
-    Many threads may call.
+    Many threads may call. `generation`: the attempt of the run to which this process belongs.
     """
 
     def __init__(
@@ -210,9 +221,9 @@ class Client:
         self._stubs: dict[str, grpc.UnaryUnaryMultiCallable] = {}
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Return as soon as the server says that it is ready.
+        """Return as soon as the server says that it is ready. Lost after the deadline.
 
-        Lost after the deadline; whether it will know the token shows at the first call.
+        Whether the server accepts the token shows at the first call.
         """
         until = monotonic() + deadline_s
         check = self._channel.unary_unary(_HEALTH)
@@ -236,7 +247,7 @@ class Client:
         )
 
     def close(self) -> None:
-        """Calls under way are lost."""
+        """Close the connection; calls under way raise Lost."""
         self._channel.close()
 
     def _stub(self, method: str) -> grpc.UnaryUnaryMultiCallable:

@@ -1,6 +1,4 @@
-"""A recorded run once more, one thing after the other in one process: the same pulls and updates in the same order give
-the same numbers.
-"""
+"""Replays a recorded run in one process: the same pulls and updates in the same order give the same numbers."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ Part = tuple[int, int]
 """First step of a lease, and its share."""
 
 
-class _Alone(World):
-    """One of several servers that are all in this process; nothing here waits for another."""
+class _LoopbackWorld(World):
+    """The world of one of several servers that are all in this process; nothing waits for another."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(Place(rank=rank, size=size))
@@ -55,7 +53,9 @@ class _Reply:
 
 
 class Replay:
-    """`rows` opens the training data; `source`: the checkpoint that the recorded attempt began with."""
+    """Replays a record. `rows`: opens the training data. `source`: the checkpoint with which the recorded attempt
+    began.
+    """
 
     def __init__(
         self,
@@ -70,7 +70,9 @@ class Replay:
         self._servers, self._shares = strategy.count(), sync_mode.shares(trainers)
         self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
         self.server_state = [
-            ServerState(task, _Alone(server, self._servers), strategy, sync_mode, self._shares, self._micro_batch_rows)
+            ServerState(
+                task, _LoopbackWorld(server, self._servers), strategy, sync_mode, self._shares, self._micro_batch_rows
+            )
             for server in range(self._servers)
         ]
         for server_state in self.server_state if source is not None else ():
@@ -104,10 +106,10 @@ class Replay:
         self._met: dict[tuple[int, int, int], dict[str, set[int]]] = {}
 
     def run(self, events: Sequence[Iterator[Mapping[str, Any]]], under_way: Callable[[int], None]) -> None:
-        """All that happened, by server; `under_way` is called every now and then with the updates that all have made,
-        and may raise.
+        """Do all events, by server. `under_way` is called now and then with the number of updates that all servers have
+        made, and may raise.
 
-        DataError where what one server recorded does not fit what another one did.
+        DataError where the records of two servers do not fit each other.
         """
         self._under_way = under_way
         coming = [next(own, None) for own in events]
@@ -116,19 +118,19 @@ class Replay:
             for server, own in enumerate(events):
                 while (event := coming[server]) is not None and self._do(server, event):
                     coming[server], moved = next(own, None), True
-                    self._still()
+                    self._report_progress()
             if not moved:
                 raise DataError("the recorded orders of the servers do not fit each other; was the run killed?")
 
     def boxes(self) -> list[Box]:
-        """The state at the end; of tables each server's own rows, one after the other."""
+        """The state at the end; of tables each server's own rows, one server after the other."""
         return [box for server_state in self.server_state for box in server_state.state().boxes]
 
-    def _still(self) -> None:
+    def _report_progress(self) -> None:
         self._under_way(min(server_state.applied for server_state in self.server_state))
 
     def _do(self, server: int, event: Mapping[str, Any]) -> bool:
-        """One thing, if all that it needs has happened."""
+        """Do one event, if all that it needs has happened; returns whether it was done."""
         if "open" in event:
             tickets = tuple(Train(*row) for row in event["open"])
             self._tickets[tickets[0].step] = tickets
@@ -150,7 +152,7 @@ class Replay:
         return True
 
     def _pull(self, server: int, pull: Pull, applied: int) -> None:
-        """Give what was asked for; rows that were met before are not asked for again where training is local."""
+        """Answer a pull. With local training, rows that the trainer has are not pulled again."""
         lease = self._lease(pull.step, pull.part)
         first = pull.at == lease.tickets[0].step
         known = ANY if self._local_sgd is None or first else NONE
@@ -180,8 +182,8 @@ class Replay:
             )
 
     def _may(self, server: int, trainer: int, step: int, part: int) -> bool:
-        """Whether all servers have given what a push was computed from: what this one gave, as a trainer asks all for
-        the same.
+        """Whether all servers have answered the pulls that a push was computed from. A trainer asks all servers for the
+        same: the pulls that this server answered say which.
         """
         given = self._replies.get((step, part), {})
         asked = [pull for pull, other in given if other == server and pull.trainer == trainer]
@@ -192,7 +194,7 @@ class Replay:
         if trainer not in found:
             lease = self._lease(step, part)
             found[trainer] = (
-                self._alone(trainer, lease)
+                self._train_locally(trainer, lease)
                 if self._local_sgd is not None
                 else self._gradients(trainer, lease, server, seen)
             )
@@ -228,7 +230,7 @@ class Replay:
         # whose memory the next one uses
         return found._replace(dense=[memory.copy() for memory in found.dense], rows=parts)
 
-    def _alone(self, trainer: int, lease: Lease) -> LeaseResult:
+    def _train_locally(self, trainer: int, lease: Lease) -> LeaseResult:
         local, given = self._local_sgd, self._replies[lease.step, lease.part]
         assert local is not None
         for ticket in lease.tickets:
@@ -241,11 +243,11 @@ class Replay:
                 for name, ids in local.missing(prepared.row_request, server).items():
                     local.keep(name, ids, reply.rows[name])
             local.step(prepared)
-            self._still()  # these may be hundreds
+            self._report_progress()  # these may be hundreds
         return local.differences()
 
     def _forget(self, step: int, part: int) -> None:
-        """What was needed for work that all servers have applied."""
+        """Drop what was needed for work that all servers have applied."""
         self._replies.pop((step, part), None)
         del self._computed[step, part]
         for ticket in self._tickets[step]:

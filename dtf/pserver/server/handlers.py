@@ -1,4 +1,6 @@
-"""What a server answers trainers: messages in, messages out. Knows no transport; threads call it."""
+"""The handlers of a server's requests: messages in, messages out. Independent of gRPC; threads of the service call
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,23 @@ from dtf.pserver.record.recorder import Pull
 from dtf.pserver.server.program import ServerProgram
 
 LONGEST_WAIT_S = 5.0
-"""A call waits no longer for something to happen, whatever it asks for."""
+"""A handler waits at most so long for something to happen, whatever the request asks for."""
 
 SILENT = -1.0
-"""In the place of when somebody was heard."""
+"""In the place of the time when a trainer was heard: not since the question."""
 
 
 class Servicer:
-    """`handlers` by name of the method.
+    """The request handlers of one server; `handlers`: name of a method -> handler.
 
-    `facts`: what a trainer must have alike, see `dtf.core.consistency`; `lease_s`: silence after which one is given up.
+    `facts`: what a trainer must have alike, see `dtf.core.consistency`. `lease_s`: a trainer that is silent for longer
+    loses its leases.
     """
 
     def __init__(self, program: ServerProgram, task: Task, facts: dict[str, Any], rank: int, lease_s: float) -> None:
         self._program, self._facts, self._lease_s = program, facts, lease_s
         self._names = list(task.recipe.tables())
-        self._leads, self._measures = rank == 0, 1 + len(task.recipe.train_metrics)
+        self._leads, self._metric_count = rank == 0, 1 + len(task.recipe.train_metrics)
         self._hello, self._lease = messages.hello_schemas(), messages.lease_schemas()
         self._exchange, self._report = messages.exchange_schemas(task.recipe), messages.report_schemas()
         self.handlers: dict[str, Callable[[bytes], bytes]] = {EXCHANGE: self.exchange}
@@ -44,7 +47,7 @@ class Servicer:
             self.handlers |= {HELLO: self.hello, LEASE: self.lease, REPORT: self.report}
 
     def hello(self, data: bytes) -> bytes:
-        """A trainer joins, once this server has its state."""
+        """HELLO: a trainer joins, once this server has its state."""
         message = decode(self._hello[0], data)
         trainer, launch_id, program = (
             int(message.scalars["trainer"]),
@@ -72,15 +75,15 @@ class Servicer:
         return encode(self._hello[1], {"ready": int(ready), "taken": int(taken)}, {"refusal": said})
 
     def _other(self, trainer: int, launch_id: str, since: float) -> float | None:
-        """When a trainer of this number was heard that another command started, SILENT if not `since`; None where there
-        is none. `change` is held.
+        """When a trainer of this number with another launch id was heard last: SILENT if not since `since`, None where
+        there is no such trainer. `change` is held.
         """
         self._program.ledger.expire(time.monotonic() - self._lease_s)
         heard = self._program.ledger.other_heard_at(trainer, launch_id)
         return heard if heard is None or heard > since else SILENT
 
     def lease(self, data: bytes) -> bytes:
-        """Work for a trainer, and what it has done."""
+        """LEASE: take note of finished work, and grant leases."""
         message = decode(self._lease[0], data)
         trainer, launch_id, program = (
             int(message.scalars["trainer"]),
@@ -121,7 +124,7 @@ class Servicer:
             return self._leases(leases, OVER if program.over and not leases else messages.GO_ON, known=True)
 
     def exchange(self, data: bytes) -> bytes:
-        """Gradients of one lease come, what another one needs goes."""
+        """EXCHANGE: take the gradients of one lease, and give the parameters and rows for another one."""
         message, program = decode(self._exchange[0], data), self._program
         scalars = message.scalars
         pushed = None
@@ -157,11 +160,11 @@ class Servicer:
         return encode(self._exchange[1], {"pulled": state, **answer}, arrays)
 
     def report(self, data: bytes) -> bytes:
-        """What a batch of an evaluation gave."""
+        """REPORT: take the result of an evaluation batch."""
         message = decode(self._report[0], data)
         judged = message.arrays.get("judged")
-        if len(message.arrays["sums"]) != self._measures:
-            raise Refused(f"sums are {len(message.arrays['sums'])} numbers, not {self._measures}")
+        if len(message.arrays["sums"]) != self._metric_count:
+            raise Refused(f"sums are {len(message.arrays['sums'])} numbers, not {self._metric_count}")
         self._program.report(
             int(message.scalars["step"]),
             int(message.scalars["part"]),
@@ -172,7 +175,7 @@ class Servicer:
         return encode(self._report[1], {}, {})
 
     def _pull_of(self, scalars: Mapping[str, Any]) -> Pull | None:
-        """Who pulls for training; None: an evaluation."""
+        """Which trainer pulls for which step; None for an evaluation."""
         return (
             Pull(*(int(scalars[name]) for name in ("trainer", "of_step", "of_part", "at")))
             if scalars["train"]
@@ -180,6 +183,7 @@ class Servicer:
         )
 
     def _push(self, message: Message) -> Push:
+        """The push in a message. Refused where it does not fit this server or an open step."""
         scalars, arrays = message.scalars, message.arrays
         if len(arrays["dense"]) != self._program.server_state.push_bytes:
             raise Refused(
@@ -189,7 +193,7 @@ class Servicer:
         if not self._program.may_come(int(scalars["step"])):
             raise Refused(f"step {scalars['step']} is not open")
         if self._leads:
-            self._check_told(scalars, arrays)
+            self._check_leading(scalars, arrays)
         rows = {
             name: (arrays[f"ids/{name}"], decompress(arrays[f"gradients/{name}"], message.dtypes[f"gradients/{name}"]))
             for name in given
@@ -220,13 +224,13 @@ class Servicer:
             arrays.get("rows", nothing),
         )
 
-    def _check_told(self, scalars: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """What only server 0 is told, which alone knows all steps that are open."""
+    def _check_leading(self, scalars: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Check what only server 0 is sent; it alone knows all open steps. Refused where it does not fit."""
         tickets = self._program.tickets_of(int(scalars["step"]))
         if tickets is None:
             raise Refused(f"step {scalars['step']} is not open")
-        if len(arrays["sums"]) != self._measures:
-            raise Refused(f"sums are {len(arrays['sums'])} numbers, not {self._measures}")
+        if len(arrays["sums"]) != self._metric_count:
+            raise Refused(f"sums are {len(arrays['sums'])} numbers, not {self._metric_count}")
         statistics, each = arrays["statistics"], self._program.server_state.statistics_numbers
         if len(statistics) != tickets * each and tickets:
             raise Refused(f"statistics are {len(statistics)} numbers, not {tickets} times {each}")

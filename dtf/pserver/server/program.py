@@ -1,4 +1,4 @@
-"""The program of a server: it opens each step for trainers, and merges and applies what they push.
+"""The program of a server: it opens each step for trainers, and merges and applies their pushes.
 
 The engine runs here as on any rank.
 """
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions
 
 WAIT_S = 0.5
-"""Between two signs of life while there is nothing to merge."""
+"""Time between two heartbeats while there is nothing to merge."""
 
 POLL_S = 0.0005
-"""Between two looks whether the other servers have come."""
+"""Time between two checks whether the other servers have come to a barrier."""
 
 FAREWELL_S = 5.0
-"""For trainers to hear that the run is over."""
+"""How long a server stays for trainers to learn that the run is over."""
 
 
 class ServerProgram(Program):
-    """One of several servers that hold a model's blocks and tables' rows. `sync_mode` says when pushes become an update.
+    """One of the servers that hold a model's blocks and tables' rows. `sync_mode`: says when pushes become an update.
 
-    The engine's thread alone changes the state; threads of the service read it, and leave pushes in a basket.
+    Only the engine's thread changes the state. Threads of the service read it, and put pushes into a basket.
     """
 
     shard = None
@@ -77,8 +77,8 @@ class ServerProgram(Program):
         self._last = -1  # step that was opened last
         self.version = -1  # first step whose update is not whole
         self.dropped = 0  # pushes that came again
-        self._measures = 1 + len(task.recipe.train_metrics)
-        self.metrics = MetricAccumulator(self._measures)
+        self._metric_count = 1 + len(task.recipe.train_metrics)
+        self.metrics = MetricAccumulator(self._metric_count)
         self.failure: BaseException | None = None
         self.stopping = False  # a trainer was told to stop
         self._evaluations = self._batches = 0
@@ -86,7 +86,7 @@ class ServerProgram(Program):
         self._close: Callable[[], None] = lambda: None
 
     def on_end(self, close: Callable[[], None]) -> None:
-        """Called when the run has ended."""
+        """Register what is called when the run has ended."""
         self._close = close
 
     def about(self) -> dict[str, str]:
@@ -125,7 +125,7 @@ class ServerProgram(Program):
 
     def eval_step(self, batch: Batch | None) -> Evaluated:
         if not self._batches:
-            self._meet()  # all are settled, and have the weights to evaluate in place
+            self._barrier()  # all are settled, and have the weights to evaluate in place
         with self.change:
             self.begun = True
             if not self._batches:
@@ -145,7 +145,7 @@ class ServerProgram(Program):
                 )
             self._batches += 1
             self.change.notify_all()
-        return Evaluated(torch.zeros(self._measures, dtype=torch.float64), None)
+        return Evaluated(torch.zeros(self._metric_count, dtype=torch.float64), None)
 
     def eval_rest(self) -> Evaluated | None:
         batches, self._batches = self._batches, 0
@@ -154,7 +154,7 @@ class ServerProgram(Program):
             with self.change:
                 self._wait(lambda: len(self._reports) == batches)
                 reports, self._reports = [self._reports[part] for part in range(batches)], {}
-        self._meet()  # until then trainers evaluate what the other servers have
+        self._barrier()  # until then trainers evaluate what the other servers have
         if not reports:
             return None
         judged = [rows for _, rows in reports if rows is not None]
@@ -197,7 +197,7 @@ class ServerProgram(Program):
                     ),
                     FAREWELL_S,
                 )
-        self._meet()  # server 0 knows when trainers need no server any more
+        self._barrier()  # server 0 knows when trainers need no server any more
         if self.server_state.recorder is not None:
             self.server_state.recorder.close()
         self._close()
@@ -205,7 +205,7 @@ class ServerProgram(Program):
     # ------------------------------------------------------------ the service's side
 
     def receive(self, push: Push) -> None:
-        """Take a push, unless it came before."""
+        """Put a push into the basket, unless it came before."""
         with self.change:
             step, part = push.step, push.part
             merged = part not in self._waiting[step] if step in self._waiting else step <= self._last
@@ -216,25 +216,25 @@ class ServerProgram(Program):
             self.change.notify_all()
 
     def ready(self, after: int, pushed: tuple[int, int] | None) -> bool:
-        """Whether a trainer may pull which has to see all updates before step `after`, and has `pushed` with the same
-        message; `change` is held.
+        """Whether a trainer may pull now. It has to see all updates before step `after`, and the push `pushed` of the
+        same message where the mode applies each push at once. `change` is held.
         """
         known = pushed is None or not self._sync_mode.immediate or pushed not in self._basket
         return self.begun and self.version >= after and known
 
     def may_come(self, step: int) -> bool:
-        """Whether a push for this step can have been asked for; another server may be ahead by what may be open."""
+        """Whether a push for this step is possible. Another server may be ahead by as many steps as may be open."""
         return 0 <= step <= max(self._last, self.version, 0) + 2 * (self._window + 1) * self._sync_mode.steps
 
     def tickets_of(self, step: int) -> int | None:
-        """How many tickets the leases have that begin with a step; 0 where they are done, or there are none, None where
-        they are not open yet.
+        """How many tickets the leases have whose first step this is; 0 where they are done or there are none, None
+        where they are not open yet.
         """
         with self.change:
             return len(self._tickets.get(step, ())) if step <= self._last else None
 
     def report(self, evaluation: int, part: int, sums: Tensor, judged: Tensor | None, unread: int) -> None:
-        """Take what a batch of an evaluation gave, unless it came before."""
+        """Take the result of an evaluation batch, unless it came before."""
         with self.change:
             if evaluation == self._evaluations and self.ledger.finish((EVALUATE, evaluation, part)):
                 self._reports[part] = sums, judged
@@ -242,7 +242,7 @@ class ServerProgram(Program):
                 self.change.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Something went wrong in a thread of the service: the engine ends with it."""
+        """An error in a thread of the service: the engine's thread will raise it."""
         with self.change:
             self.failure = self.failure or error
             self.change.notify_all()
@@ -250,7 +250,7 @@ class ServerProgram(Program):
     # ------------------------------------------------------------ merging
 
     def _advance(self, enough: Callable[[], bool]) -> None:
-        """Merge and apply what arrives until it is enough."""
+        """Merge and apply pushes until `enough`."""
         while True:
             with self.change:
                 if enough():
@@ -260,7 +260,7 @@ class ServerProgram(Program):
             if self._sync_mode.collective:
                 # or a server that has all shares would keep trainers out, of which one has to compute another server's
                 # share
-                self._meet()
+                self._barrier()
             norm = self.server_state.apply(pushes, self._tickets)
             if self._world.rank == 0:
                 self.metrics.add_norm(norm)
@@ -279,7 +279,7 @@ class ServerProgram(Program):
                 self.change.notify_all()
 
     def _open(self) -> None:
-        """Work for trainers: leases of the tickets that have gathered; `change` is held."""
+        """Open leases for the tickets that were gathered; `change` is held."""
         tickets, self._opening = tuple(self._opening), []
         if not tickets:
             return
@@ -300,17 +300,17 @@ class ServerProgram(Program):
         self.change.notify_all()
 
     def _next(self) -> list[Push]:
-        """The pushes that are the next update.
+        """The pushes that make the next update; empty while more have to come.
 
-        Another server may be ahead, and trainers with it: what is not open here yet is left aside.
+        Another server may be ahead, and trainers with it: pushes for steps that are not open here are left aside.
         """
         known = [push for push in self._basket.values() if push.step in self._waiting]
         if self._sync_mode.synchronous:
             known.sort(key=_order)
         return known[: self._sync_mode.ready(known, self._waiting)]
 
-    def _meet(self) -> None:
-        """Wait for the other servers, and show signs of life meanwhile. Collective."""
+    def _barrier(self) -> None:
+        """Wait for the other servers, with heartbeats meanwhile. Collective."""
         if self._world.size == 1:
             return
         meeting = dist.barrier(async_op=True)
@@ -325,7 +325,7 @@ class ServerProgram(Program):
         meeting.wait()
 
     def _parts(self, rows: int) -> list[int]:
-        """Shares of a global batch that have micro-batches."""
+        """The shares of a global batch that have micro-batches."""
         count = len(cut(rows, self.micro_batch_rows)) - 1
         return [
             part
@@ -345,7 +345,7 @@ class ServerProgram(Program):
             ) from failure
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Until it is so; `change` is held. Raises what went wrong in a thread of the service."""
+        """Wait until `ready`; `change` is held. Raises the error of a thread of the service."""
         while True:
             self._raise_failure()
             if ready():

@@ -1,6 +1,6 @@
-"""A server of rows alone (`strategy.dense=allreduce`): what it answers trainers.
+"""A server of rows alone (`strategy.dense=allreduce`): its request handlers.
 
-It runs no engine; what is an update, and when, trainers say.
+It runs no engine. Trainers say what an update is, and when it is made.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Write = Callable[[Path, list[Box]], dict[str, Any]]
 
 
 class RowServer:
-    """The part `number` of all tables, for so many trainers, whose threads of the service call the handlers.
+    """One server's part of all tables, for `trainers` trainers; threads of the service call the handlers.
 
-    A request that comes twice counts once: gradients by their turn and trainer, updates by their version, orders by
-    their number. `folder`: of the run, the one place where this server writes; `rank`: after which its files are named.
-    `read`, `write`: see `checkpoint`.
+    A request that comes twice counts once: gradients by their turn and trainer, updates by their version, loads and
+    saves by their order number. `folder`: of the run, the only place where this server writes. `rank`: names its files.
+    `read`, `write`: of checkpoint files, see `dtf.checkpoint`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RowServer:
         }
 
     def run(self, beat: Callable[[str, int], None], stop_requested: Callable[[], bool]) -> None:
-        """Until the run is over. Raises what went wrong in a thread of the service."""
+        """Wait until the run is over. Raises the error of a thread of the service."""
         while not self._over.wait(WAIT_S):
             beat("wait", self._turn)
             self._stopping = stop_requested()
@@ -90,14 +90,14 @@ class RowServer:
             ) from error
 
     def fail(self, error: BaseException) -> None:
-        """Something went wrong in a thread of the service."""
+        """An error in a thread of the service: `run` raises it."""
         self._failure.append(error)
         self._over.set()
 
     # ------------------------------------------------------------ a step
 
     def look(self, data: bytes) -> bytes:
-        """Rows, after the update that the request brings."""
+        """LOOK: rows, after the update that the request brings."""
         message = decode(self._schemas[LOOK][0], data)
         with self._change:
             self._update(message)
@@ -108,7 +108,7 @@ class RowServer:
         return encode(self._schemas[LOOK][1], {}, rows)
 
     def give(self, data: bytes) -> bytes:
-        """Gradients of one trainer; what is known of their sum once all have given theirs."""
+        """GIVE: take the gradients of one trainer; once those of all are there, answer with facts about their sum."""
         message = decode(self._schemas[GIVE][0], data)
         turn, rank = int(message.scalars["turn"]), int(message.scalars["rank"])
         if not 0 <= rank < self._trainers:
@@ -119,7 +119,7 @@ class RowServer:
             if message.scalars["given"] and (turn < self._turn or rank in self._basket):
                 self._dropped += 1
             elif message.scalars["given"]:
-                self._basket[rank] = self._given(message)
+                self._basket[rank] = self._row_gradients(message)
                 self._pushes += 1
                 if len(self._basket) == self._trainers:
                     self._merge()
@@ -130,15 +130,15 @@ class RowServer:
         return encode(self._schemas[GIVE][1], {"whole": int(whole), "stopping": int(self._stopping)}, arrays)
 
     def _merge(self) -> None:
-        """The sum of all gradients, in the order of trainers, is what the next update applies."""
+        """Sum all gradients, in the order of trainers, for the next update."""
         given = {name: [self._basket[rank][name] for rank in range(self._trainers)] for name in self._widths}
-        self._squares = self._shards.take(given, collective=False)
+        self._squares = self._shards.merge(given, collective=False)
         self._basket = {}
         self._turn += 1
         self._change.notify_all()
 
     def _update(self, message: Message) -> None:
-        """Make the update that the request brings, unless it is made."""
+        """Make the update that the request brings, unless it was made."""
         version = int(message.scalars["version"])
         if version > self._version + 1:
             raise Refused(f"update {version} comes after {self._version}")
@@ -148,7 +148,7 @@ class RowServer:
             )
             self._version, self._steps = version, int(message.scalars["step"]) + 1
 
-    def _given(self, message: Message) -> dict[str, RowGradients]:
+    def _row_gradients(self, message: Message) -> dict[str, RowGradients]:
         given = {
             name: RowGradients(message.arrays[f"ids/{name}"], message.arrays[f"gradients/{name}"], 1.0)
             for name in self._widths
@@ -163,14 +163,14 @@ class RowServer:
     # ------------------------------------------------------------ checkpoints
 
     def count(self, data: bytes) -> bytes:
-        """How many rows there are."""
+        """COUNT: how many rows each table has."""
         message = decode(self._schemas[COUNT][0], data)
         with self._change:
             self._update(message)
             return encode(self._schemas[COUNT][1], {}, {"rows": self._counts()})
 
     def load(self, data: bytes) -> bytes:
-        """Read rows from a checkpoint, in place of those that are here."""
+        """LOAD: read rows from a checkpoint, in place of those that are here."""
         message = decode(self._schemas[LOAD][0], data)
         path = Path(message.arrays["path"].tobytes().decode())
 
@@ -183,7 +183,9 @@ class RowServer:
         return self._order(message, LOAD, work)
 
     def save(self, data: bytes) -> bytes:
-        """Write all rows into a checkpoint's folder, each table after so many rows `before` of `total`."""
+        """SAVE: write all rows into a checkpoint's folder. Per table, `before` rows of `total` belong to earlier
+        servers.
+        """
         message = decode(self._schemas[SAVE][0], data)
         arrays, path = message.arrays, Path(message.arrays["path"].tobytes().decode())
         if ".." in path.parts or self._folder not in path.parents:
@@ -213,7 +215,7 @@ class RowServer:
         return self._order(message, SAVE, work)
 
     def _order(self, message: Message, method: str, work: Callable[[], dict[str, np.ndarray]]) -> bytes:
-        """Begin to work, unless it is begun; what came of it, if it is done soon."""
+        """Begin to work, unless it was begun; the answer has the result if it is there within LONGEST_WAIT_S."""
         number = int(message.scalars["order"])
         with self._orders:
             if number < self._number:
@@ -227,13 +229,13 @@ class RowServer:
     # ------------------------------------------------------------ the end
 
     def end(self, data: bytes) -> bytes:
-        """Nobody needs this server any more."""
+        """END: the run is over."""
         decode(self._schemas[END][0], data)
         self._over.set()
         return encode(self._schemas[END][1], {}, {})
 
     def snapshot(self) -> dict[str, Any]:
-        """What this server tells of itself, see `status.snapshot`; here a version is an update that was made."""
+        """The status of this server, see `status.snapshot`; here a version is an update that was made."""
         with self._change:
             return {
                 "state": "over" if self._over.is_set() else "serving",

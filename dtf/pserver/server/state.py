@@ -1,4 +1,4 @@
-"""What one server holds, and how pushes change it: blocks, rows, optimizer state, running averages.
+"""The state of one server and how pushes change it: blocks, rows, optimizer state, running averages.
 
 Knows nothing of leases and messages.
 """
@@ -40,7 +40,7 @@ Tickets = Mapping[int, Sequence[Train]]
 
 
 class Part:
-    """What a server has of the model beside blocks: buffers and their averages. See `spmd.Part`."""
+    """What a server has of the model beside blocks: buffers and their running averages. See `spmd.Part`."""
 
     def __init__(self, model: nn.Module, statistics: BatchNormStatistics) -> None:
         self.model, self.statistics = model, statistics
@@ -113,13 +113,13 @@ class ServerState:
     # ------------------------------------------------------------ what pushes do
 
     def apply(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
-        """One update; its gradient norm, (2,) [norm, 1], or sums of these over steps.
+        """Make one update. Returns its gradient norm, (2,) [norm, 1]; with local training the sum over steps.
 
-        Collective over servers where all merge alike.
+        Collective over the servers where `SyncMode.collective`.
         """
         with self.lock:
             norm, whole = (
-                (self._learn(pushes, tickets), True)
+                (self._add_changes(pushes, tickets), True)
                 if self._sync_mode.local_training
                 else self._update_by(pushes, tickets)
             )
@@ -133,13 +133,15 @@ class ServerState:
         return norm
 
     def _update_by(self, pushes: Sequence[Push], tickets: Tickets) -> tuple[Tensor, bool]:
-        """One update of the optimizer by the sum of gradients; its norm, (2,), and whether it was made."""
+        """One optimizer update by the sum of gradients: its norm, (2,), and whether it was made."""
         ticket, rows = tickets[max(push.step for push in pushes)][-1], sum(self._rows(push, tickets) for push in pushes)
         weights = [_global_rows(push, tickets) / rows for push in pushes]  # 1 for all shares of one step
         alone = self._world.size == 1
         self._sum(pushes, weights)
         if self._shards is not None:
-            self._shards.take(self._given(pushes, weights), collective=not alone and self._sync_mode.collective)
+            self._shards.merge(
+                self._row_gradients(pushes, weights), collective=not alone and self._sync_mode.collective
+            )
         finite = all(push.finite for push in pushes)
         if (
             not alone and not self._sync_mode.collective
@@ -158,9 +160,10 @@ class ServerState:
         return known, whole
 
     @torch.no_grad()
-    def _learn(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
-        """Add what trainers learnt, each as its share of the rows counts. [NaN, steps]: nobody knows the norm of a
-        whole gradient.
+    def _add_changes(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
+        """Local training: add the changes that trainers made, each weighted by its share of the rows.
+
+        Returns [NaN, steps], as the norm of a whole gradient is not known.
         """
         weights = [self._rows(push, tickets) / _global_rows(push, tickets) for push in pushes]
         here = [self._update.kept(field.block.name)[field.key] for field in self._state_fields]
@@ -170,12 +173,12 @@ class ServerState:
             ):
                 tensor.add_(difference, alpha=weight)
         if self._shards is not None:
-            self._shards.learn(self._given(pushes, weights))
+            self._shards.add_changes(self._row_gradients(pushes, weights))
         self._update.refresh(max(len(tickets[push.step]) for push in pushes))
         self._skipped += sum(push.skipped for push in pushes)
         return torch.tensor([float("nan"), sum(push.finite for push in pushes)], dtype=torch.float64)
 
-    def _given(self, pushes: Sequence[Push], weights: Sequence[float]) -> dict[str, list[RowGradients]]:
+    def _row_gradients(self, pushes: Sequence[Push], weights: Sequence[float]) -> dict[str, list[RowGradients]]:
         names = self._task.recipe.tables()
         return {
             name: [
@@ -204,11 +207,11 @@ class ServerState:
             parameter.grad = gradient
 
     def _absorb(self, pushes: Sequence[Push], tickets: Tickets, whole: bool) -> None:
-        """Running averages live on server 0; each push says what its micro-batches add, step by step, to those of one
-        of `shares` ranks.
+        """Add the pushes' statistics to the running averages, which are on server 0.
 
-        Nothing comes of an update that was not made (`whole`), nor of a step that a trainer skipped while it learnt by
-        itself: its numbers are not finite.
+        A push says, step by step, what its micro-batches add to the averages of one of `shares` ranks. Nothing is added
+        for an update that was not made (`whole` is false), nor for a local step that its trainer skipped: its numbers
+        are not finite.
         """
         if self._world.rank or not len(self._part.statistics):
             return
@@ -218,7 +221,7 @@ class ServerState:
                 own = tickets[push.step]
                 if number < len(own):
                     more = torch.from_numpy(push.statistics).view(len(own), -1)[number]
-                    ends, (first, last) = self._own(own[number], push.part)
+                    ends, (first, last) = self._micro_batches(own[number], push.part)
                     count, total = count + last - first, len(ends)
                     if whole and more.isfinite().all():
                         added, counted = added + more, counted + last - first
@@ -228,20 +231,20 @@ class ServerState:
                 )
 
     def _whole_norm(self, norms: Tensor) -> Tensor:
-        """Norms of which the norm is that of the whole gradient, tables apart."""
+        """Norms whose norm is that of the whole gradient without tables."""
         if self._norm is not None or self._world.size == 1:
             return norms if self._norm is None else self._norm
         squares = norms.double().square().sum().cpu()
         return self._world.reduce(squares).sqrt().to(norms).reshape(1)
 
-    def _own(self, ticket: Train, part: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-        """All micro-batches of a ticket, by their rows, and the first and last + 1 of those of a share."""
+    def _micro_batches(self, ticket: Train, part: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """Row ranges of all micro-batches of a ticket, and the first and last + 1 of those of a share."""
         ends = list(pairwise(cut(ticket.rows, self._micro_batch_rows)))
         return ends, share(len(ends), Shard(part, self._shares))
 
     def _rows(self, push: Push, tickets: Tickets) -> int:
-        """Rows of global batches that a push is about."""
-        found = (self._own(ticket, push.part) for ticket in tickets[push.step])
+        """How many rows of global batches a push covers."""
+        found = (self._micro_batches(ticket, push.part) for ticket in tickets[push.step])
         return sum(last - first for ends, own in found for first, last in ends[slice(*own)])
 
     # ------------------------------------------------------------ what trainers are given
@@ -249,10 +252,10 @@ class ServerState:
     def pull(
         self, row_request: Mapping[str, np.ndarray], training: Pull | None, known: int
     ) -> tuple[int, int, np.ndarray | None, dict[str, np.ndarray]]:
-        """The stamp of the state, the updates in it, learning blocks unless those of stamp `known`, and rows by table.
+        """The stamp, the number of updates, the learning blocks unless their stamp is `known`, and the rows by table.
 
-        For training that is local, blocks and rows with their optimizer state. An evaluation makes no new rows. Call
-        it, and read what it gives, while `lock` is held.
+        With local training, blocks and rows with their optimizer state. An evaluation (`training` is None) makes no new
+        rows. Hold `lock` for the call and while its result is read.
         """
         if training is not None and self.recorder is not None:
             self.recorder.pulled(training, self.applied)
@@ -269,7 +272,7 @@ class ServerState:
         return self.stamp, self.applied, None if known in (self.stamp, NONE) else self._blocks().cpu().numpy(), rows
 
     def _blocks(self) -> Tensor:
-        """The learning blocks as they travel."""
+        """The learning blocks in the format in which they travel."""
         if self.wire is None:
             return self._dense
         if self._outgoing_stamp != self.stamp:
@@ -280,7 +283,7 @@ class ServerState:
         return self._outgoing
 
     def frozen(self) -> np.ndarray:
-        """Blocks that do not learn, and on server 0 all buffers, bytes."""
+        """Blocks that do not learn, and on server 0 all buffers, as bytes."""
         with self.lock:
             found = [self._frozen.cpu()]
             if self._world.rank == 0:
@@ -295,7 +298,7 @@ class ServerState:
         return float(self._update.scale(torch.ones((), dtype=torch.float64)))
 
     def refuse_overfull(self) -> None:
-        """Raise the error of a table of which all servers together hold too many rows, where updates do not show it.
+        """Raise the error of a table of which all servers together hold too many rows, where updates do not raise it.
 
         Collective.
         """
@@ -303,11 +306,11 @@ class ServerState:
             self._shards.refuse_overfull()
 
     def tables(self) -> dict[str, dict[str, int]]:
-        """Of each table: `rows` and `bytes` here, and the `capacity` of all servers together."""
+        """Per table: `rows` and `bytes` on this server, and the `capacity` of all servers together."""
         return self._shards.sizes() if self._shards else {}
 
     def _blocks_with_state(self) -> np.ndarray:
-        """The learning blocks with their optimizer state, as `state_fields` lay them out."""
+        """The learning blocks with their optimizer state, as `state_fields` lays them out."""
         memory = torch.zeros(self._field_bytes, dtype=torch.uint8)
         here = [self._update.kept(field.block.name)[field.key] for field in self._state_fields]
         for into, tensor in zip(views(memory, self._state_fields), here, strict=True):
@@ -315,7 +318,7 @@ class ServerState:
         return memory.numpy()
 
     def columns(self, name: str) -> int:
-        """Numbers for each id in a push."""
+        """How many numbers a push has for each id."""
         assert self._shards is not None
         return self._shards.columns(name) if self._sync_mode.local_training else self._task.recipe.tables()[name].width
 
@@ -328,12 +331,12 @@ class ServerState:
 
     @property
     def statistics_numbers(self) -> int:
-        """Numbers of running averages that each step of a push has."""
+        """How many statistics a push has for each of its steps."""
         return self._part.statistics.added_numbers
 
     @property
     def push_bytes(self) -> int:
-        """Of `dense` in a push."""
+        """Bytes of `dense` in a push."""
         return self._field_bytes if self._sync_mode.local_training else self._wire_layout.bytes
 
     # ------------------------------------------------------------ as a program's state

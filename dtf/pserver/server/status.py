@@ -1,4 +1,4 @@
-"""What a server tells of itself to those who look: numbers of one moment, JSON. Changes nothing."""
+"""The status of a server, for `job=status`: numbers of one moment, as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dtf.pserver.server.program import ServerProgram
 
 
 def snapshot(program: ServerProgram, server: int, servers: int) -> dict[str, Any]:
-    """Of one server; trainers and their work are known to server 0 alone. Not collective; any thread may call it."""
+    """The status of one server; trainers and leases are known to server 0 alone.
+
+    Changes nothing. Not collective; any thread may call it.
+    """
     server_state, layout = program.server_state, program.server_state.layout
     with program.change:
         ledger = program.ledger

@@ -1,4 +1,4 @@
-"""When pushes become an update: the modes of a parameter server, as rules over what has arrived.
+"""The modes of a parameter server: rules that say when pushes become an update.
 
 Pure; knows no tensor.
 """
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class ArrivedPush(Protocol):
-    """A push in the basket."""
+    """A push in the basket of those that are not applied yet."""
 
     @property
     def step(self) -> int: ...
@@ -20,7 +20,7 @@ class ArrivedPush(Protocol):
 
 
 PendingShares = Mapping[int, Collection[int]]
-"""First step of each lease -> shares that were opened and are not merged yet."""
+"""First step of each lease -> shares that are open and not merged yet."""
 
 
 class SyncMode(ABC):
@@ -58,14 +58,14 @@ class SyncMode(ABC):
 
     @abstractmethod
     def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
-        """How many pushes, from the first of the basket on, are the next update; 0: wait for more.
+        """How many pushes, from the start of the basket, make the next update; 0: wait for more.
 
-        All of the basket are waited for.
+        `basket`: pushes for shares in `waiting`.
         """
 
 
 class Sync(SyncMode):
-    """All shares of a step at once. The next two steps are open meanwhile, so that their rows can be read."""
+    """All shares of a step make one update. The next two steps are open meanwhile, so that their rows can be read."""
 
     synchronous = collective = True
 
@@ -82,7 +82,7 @@ class Sync(SyncMode):
 
 
 class Async(SyncMode):
-    """Each push as it arrives; a lease is a whole global batch."""
+    """Each push is an update, as it arrives; a lease is a whole global batch."""
 
     immediate = True
 
@@ -97,7 +97,7 @@ class Async(SyncMode):
 
 
 class HalfAsync(SyncMode):
-    """So many pushes, whosoever they are; fewer when no more can come."""
+    """`gather` pushes of any trainers make one update (0: as many as trainers); fewer when no more can come."""
 
     def __init__(self, staleness: int | None, gather: int) -> None:
         super().__init__(staleness)
@@ -117,8 +117,8 @@ class HalfAsync(SyncMode):
 
 
 class Geo(SyncMode):
-    """Differences that trainers' own training made of the state it began with: each as it arrives, or, with a staleness
-    of 0, all of the same steps at once.
+    """Local training: pushes are changes of the state with which a trainer began. Each is added as it arrives, or, with
+    a staleness of 0, all of the same steps at once.
     """
 
     local_training = True

@@ -1,4 +1,4 @@
-"""What a trainer computes for one lease from what it pulled: gradients, by server. Knows no messages."""
+"""The model of a trainer: gradients of one lease from what was pulled, by server. Knows no messages."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from dtf.strategies.spmd import Replica
 warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
 
 ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
-"""Ids (U,) and numbers (U, columns) of each table."""
+"""Table -> ids (U,) and numbers (U, columns)."""
 
 
 class ParamBlocks(NamedTuple):
-    """Learning blocks of one server as they arrived, and the stamp of the state that they are of."""
+    """Learning blocks of one server as they arrived, and the stamp of their state."""
 
     stamp: int
     data: np.ndarray
 
 
 class PulledState(NamedTuple):
-    """What the servers gave for one lease, in their order."""
+    """What the servers gave for one lease; lists are by server."""
 
     dense: list[ParamBlocks]
     rows: list[dict[str, np.ndarray]]
@@ -46,7 +46,7 @@ class PulledState(NamedTuple):
 
 
 class LeaseResult(NamedTuple):
-    """What came of one lease; `dense` and `rows` by server, see `Push`."""
+    """The result of one lease; `dense` and `rows` by server, see `Push`."""
 
     dense: list[np.ndarray]
     rows: Sequence[ByTable]
@@ -58,9 +58,10 @@ class LeaseResult(NamedTuple):
 
 
 class ModelSetup(NamedTuple):
-    """What is the same for all that compute for one trainer.
+    """What all processes and threads of one trainer compute with.
 
-    `whole_norm`: whether pushes need the norm of the whole gradient. `wire`: format in which fp32 blocks travel, None:
+    `layouts`: of what is pulled and pushed, by server. `shares`: into how many leases the rows of a step are cut.
+    `whole_norm`: whether pushes need the norm of the whole gradient. `wire`: dtype in which fp32 blocks travel, None:
     unchanged.
     """
 
@@ -74,10 +75,10 @@ class ModelSetup(NamedTuple):
 
 
 class TrainerModel:
-    """A trainer's model. `part`: what this process computes of each lease.
+    """A trainer's copy of the model. `part`: what this process computes of each lease.
 
-    `threads`: of this process that compute with one copy of the parameters; `first`: the one of them that was made
-    first, whose copy it is. Buffers, gradients and statistics each has for itself.
+    `threads`: how many of this process compute with one copy of the parameters. `first`: the model of one of them,
+    whose parameters this one uses. Buffers, gradients and statistics are its own.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class TrainerModel:
         self._leaving = [views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)]
 
     def warmup(self, batch: Batch) -> None:
-        """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
+        """A pass whose results are dropped: it raises the error of a model that cannot run, before servers are asked."""
         batch = received(batch, self._task)
         batch = batch._replace(inputs=stand_ins(batch.inputs, self._task.recipe.tables()))
         drew = self.replica.warmup(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
@@ -116,10 +117,10 @@ class TrainerModel:
             raise refuse_global_rng("pserver", "and the threads of strategy.hogwild_threads share one generator")
 
     def gradients(self, prepared: PreparedBatch, pulled: PulledState) -> LeaseResult:
-        """Of the sum of losses over the rows of a lease, divided by the rows of the global batch."""
+        """Gradients of the sum of losses over the rows of a lease, divided by the rows of the global batch."""
         self.load(pulled)
         batch = prepared.row_request.fill(prepared.batch, pulled.rows, self.device)
-        sums = self.passes(prepared, batch, pulled.scale / prepared.ticket.rows)
+        sums = self.forward_backward(prepared, batch, pulled.scale / prepared.ticket.rows)
         for layout, here in zip(self._layouts, self._leaving, strict=True):
             found = [self.parameters[block.name].grad for block in layout.learning]
             parts = [
@@ -132,33 +133,34 @@ class TrainerModel:
             parameter.grad = None
         rows = prepared.row_request.gradients(self.replica.row_gradients)
         dense = [memory.cpu().numpy() for memory in self._outgoing]
-        norm, added = self._norm(rows) if self._whole_norm else 0.0, self.added()
+        norm, added = self._norm(rows) if self._whole_norm else 0.0, self.statistics_added()
         finite = math.isfinite(norm)
         return LeaseResult(dense, rows, sums, added, norm if finite else 0.0, int(finite and np.isfinite(added).all()))
 
-    def passes(self, prepared: PreparedBatch, batch: Batch, factor: float) -> Tensor:
-        """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters; the
-        metric sums (M,).
+    def forward_backward(self, prepared: PreparedBatch, batch: Batch, factor: float) -> Tensor:
+        """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters.
+
+        Returns the metric sums (M,).
         """
         ticket, lease = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
-        bounds, _ = self.own(prepared)
+        bounds, _ = self.micro_batches(prepared)
         own = share(len(bounds) - 1, within(lease, self._part))
         self.replica.model.train()
         self.replica.statistics.forget(ticket.step)
         scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
         return self.replica.accumulate(ticket, batch, bounds, own, lease, scale)
 
-    def added(self) -> np.ndarray:
-        """What the last pass added to running averages, see `RunningStatistics.added`."""
+    def statistics_added(self) -> np.ndarray:
+        """What the last pass adds to running averages, see `BatchNormStatistics.added`."""
         return self.replica.statistics.added().cpu().numpy()
 
-    def own(self, prepared: PreparedBatch) -> tuple[list[int], tuple[int, int]]:
+    def micro_batches(self, prepared: PreparedBatch) -> tuple[list[int], tuple[int, int]]:
         """Bounds of all micro-batches of the ticket, and the first and last + 1 of those of the lease."""
         bounds = cut(prepared.ticket.rows, self._micro_batch_rows)
         return bounds, share(len(bounds) - 1, Shard(prepared.lease.part, prepared.lease.shares))
 
     def evaluate(self, prepared: PreparedBatch, pulled: PulledState) -> Evaluated:
-        """A batch of an evaluation."""
+        """Evaluate one batch."""
         self.load(pulled)
         return self.replica.evaluate(prepared.row_request.fill(prepared.batch, pulled.rows, self.device))
 
@@ -166,7 +168,8 @@ class TrainerModel:
     def load(self, pulled: PulledState) -> None:
         """Put pulled blocks into the model.
 
-        Where several threads compute with it, they go on meanwhile; what is older than what is there stays out.
+        Other threads that compute with the same parameters go on meanwhile. Blocks older than those in the model are
+        skipped.
         """
         with self._loading:
             for server, (layout, into, (stamp, data)) in enumerate(
@@ -181,8 +184,9 @@ class TrainerModel:
                     self._loaded[server] = stamp
 
     def _flattened(self, layout: Layout) -> Tensor | None:
-        """One piece of memory in which the parameters lie from now on as a server's blocks travel; None where these are
-        slices, or of another format.
+        """Memory in which the parameters lie from now on exactly as a server's blocks travel.
+
+        None where the blocks are slices of parameters, or of another dtype.
         """
         if any(
             block.shape != block.whole or self.parameters[block.name].dtype is not block.dtype
@@ -198,13 +202,13 @@ class TrainerModel:
             parameter.data = view
         return memory
 
-    def forget(self) -> None:
-        """The model was changed by others."""
+    def invalidate(self) -> None:
+        """Others changed the parameters: the next `load` writes all blocks."""
         self._loaded[:] = [NONE] * len(self._layouts)
 
     @torch.no_grad()
     def take_frozen(self, server: int, data: np.ndarray) -> None:
-        """Blocks that do not learn, and server 0's buffers; see `ServerState.frozen`."""
+        """Put blocks that do not learn, and server 0's buffers, into the model; see `ServerState.frozen`."""
         layout, memory = self._layouts[server], torch.from_numpy(data)
         for block, view in zip(layout.frozen, views(memory, layout.frozen), strict=True):
             block.of(self.parameters[block.name].data).copy_(view)

@@ -1,4 +1,4 @@
-"""A trainer's requests to all servers, as messages: what it pulls for a lease, and what it pushes."""
+"""The requests of a trainer to all servers, as messages: what it pulls for a lease, and what it pushes."""
 
 from __future__ import annotations
 

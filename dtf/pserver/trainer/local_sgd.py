@@ -1,5 +1,5 @@
-"""A trainer's own training between two exchanges (mode geo): it begins with the servers' state and ends with what it
-made of it.
+"""Local training between two exchanges (mode geo): it begins with the servers' state, and ends with the changes it
+made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dtf.sparse.store import SparseTable
 
 
 class LocalSgd:
-    """Learns by itself, from `begin` to `differences`. Of tables it holds the rows it met since then, and no others."""
+    """Trains locally, from `begin` to `differences`. Of tables it holds only the rows that occurred since `begin`."""
 
     def __init__(self, task: Task, model: TrainerModel, layouts: Sequence[Layout]) -> None:
         self._task, self._model = task, model
@@ -55,7 +55,7 @@ class LocalSgd:
 
     @torch.no_grad()
     def begin(self, states: Sequence[np.ndarray]) -> None:
-        """Take the servers' blocks with their optimizer state, as `state_fields` lay them out."""
+        """Take the servers' blocks with their optimizer state, as `state_fields` lays them out."""
         self._before = [torch.from_numpy(state) for state in states]
         for own, memory in zip(self._state_fields, self._before, strict=True):
             for field, arrived in zip(own, views(memory, own), strict=True):
@@ -63,7 +63,7 @@ class LocalSgd:
         # it may have evaluated last, and a step without rows here says nothing else of it
         self._model.replica.model.train()
         self._update.refresh(0)
-        self._model.forget()
+        self._model.invalidate()
         self._skipped_before = self._update.skipped()
         for store in self._stores.values():
             store.clear()
@@ -73,23 +73,23 @@ class LocalSgd:
         self._updates = 0
 
     def missing(self, row_request: RowRequest, server: int) -> dict[str, np.ndarray]:
-        """Ids of a batch, of those this server holds, whose rows are not here yet."""
+        """The ids of a batch that this server owns and whose rows are not here yet, by table."""
         return {name: ids[~self._stores[name].has(ids)] for name, ids in row_request.ids(server).items()}
 
     def keep(self, name: str, ids: np.ndarray, records: np.ndarray) -> None:
-        """Rows with their state, as a server has them."""
+        """Take rows with their state from a server."""
         self._stores[name].keep(ids, records)
         self._met[name].append((ids, records))
 
     def step(self, prepared: PreparedBatch) -> None:
-        """One step over the rows of a ticket of the lease."""
-        bounds, (first, last) = self._model.own(prepared)
+        """One step over the rows of one ticket of the lease."""
+        bounds, (first, last) = self._model.micro_batches(prepared)
         if first == last:  # the last batch of an epoch may be too small for all shares
-            self._statistics.append(np.zeros_like(self._model.added()))
+            self._statistics.append(np.zeros_like(self._model.statistics_added()))
             return
         batch = prepared.batch if self._tables is None else self._tables.look(prepared.batch, train=True)
-        self._sums += self._model.passes(prepared, batch, 1.0 / (bounds[last] - bounds[first])).cpu().double()
-        added = self._model.added()
+        self._sums += self._model.forward_backward(prepared, batch, 1.0 / (bounds[last] - bounds[first])).cpu().double()
+        added = self._model.statistics_added()
         if self._tables is not None:
             self._tables.give(self._model.replica.row_gradients)
         if not np.isfinite(added).all():  # then the step is skipped, as everywhere
@@ -103,7 +103,7 @@ class LocalSgd:
 
     @torch.no_grad()
     def differences(self) -> LeaseResult:
-        """What was learnt since `begin`."""
+        """The changes since `begin`."""
         dense = []
         for own, size, before in zip(self._state_fields, self._bytes, self._before, strict=True):
             memory = torch.zeros(size, dtype=torch.uint8)

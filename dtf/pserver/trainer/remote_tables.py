@@ -1,9 +1,9 @@
-"""The sparse tables of trainers that hold the dense parameters themselves (`strategy.dense=allreduce`): rows lie on
-servers, who add up gradients.
+"""The sparse tables of trainers that hold the dense parameters themselves (`strategy.dense=allreduce`): rows are on
+servers, which sum gradients.
 
-A step is two requests to each server. The first brings the update of the step before and asks for rows; the second
-gives gradients, and is answered once those of all trainers are there. All trainers bring the same update: the server
-makes it when the first of them comes.
+A step is two requests to each server. The first one brings the update of the step before and looks up rows. The second
+one brings gradients, and is answered once those of all trainers are there. All trainers bring the same update; the
+server makes it when the first of them comes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from dtf.strategies.spmd import Spmd
 
 
 class RemoteTables(ShardedTables):
-    """`connect`: what carries requests to each server, asked for once they are needed.
+    """Sparse tables whose rows are on servers.
 
-    `share`: the factor of ranks' gradients in their sum.
+    `connect`: makes a transport to each server, called when they are first needed. `share`: the factor of ranks'
+    gradients in their sum.
     """
 
     def __init__(self, task: Task, world: World, share: float, connect: Callable[[], Sequence[Transport]]) -> None:
@@ -99,7 +100,7 @@ class RemoteTables(ShardedTables):
         )
 
     def step(self, factor: float, lr: float, step: int) -> None:
-        """What the next request brings to the servers."""
+        """Note the update that the next request brings to the servers."""
         self._update = {"version": self._update["version"] + 1, "factor": factor * self._share, "lr": lr, "step": step}
 
     def boxes(self) -> list[Box]:
@@ -123,9 +124,9 @@ class RemoteTables(ShardedTables):
         return [part for answer in answers if (part := json.loads(_text(answer.arrays["told"])))]
 
     def load(self, source: Source, resume: bool = True) -> None:
-        """Have every server read its rows from a checkpoint, in place of those it has.
+        """Have every server read its rows from a checkpoint, in place of those that it has. Collective.
 
-        PeerError when one could not: it says why itself.
+        PeerError when a server could not: it logs why.
         """
         assert resume
         if self._world.rank == 0:
@@ -133,18 +134,18 @@ class RemoteTables(ShardedTables):
         self._world.barrier()
 
     def clear(self) -> None:
-        """`load` does."""
+        """Nothing to do: `load` replaces all rows."""
 
     def learnt(self) -> dict[str, tuple[Tensor, Tensor]]:
         raise AssertionError("rows are on servers, and whoever uses a model reads a checkpoint")
 
     def end(self) -> None:
-        """Let the servers go. Not collective."""
+        """Tell the servers that the run is over. Not collective."""
         with suppress(PeerError):  # one that cannot be reached has gone, and only its last word was lost
             self._ask(END, [({}, {})] * len(self._servers))
 
     def _order(self, method: str, arrays: Sequence[Mapping[str, np.ndarray]]) -> list[Message]:
-        """Ask for what takes a while, until all have done it."""
+        """Request what takes a while, again and again until all servers have done it."""
         self._orders += 1
         scalars = self._update | {"order": self._orders}
         while True:
@@ -155,7 +156,7 @@ class RemoteTables(ShardedTables):
     def _ask(
         self, method: str, requests: Sequence[tuple[Mapping[str, Any], Mapping[str, np.ndarray]]]
     ) -> list[Message]:
-        """One request to each server, all at once."""
+        """One request to each server, all at once; their answers."""
         asked, told = self._schemas[method]
         messages = [encode(asked, *request) for request in requests]
         if len(messages) == 1:
@@ -174,7 +175,7 @@ class RemoteTables(ShardedTables):
 
 
 class RemoteTablesProgram(Spmd):
-    """A replica on every rank, whose tables are elsewhere."""
+    """A replica on every rank, with tables on servers."""
 
     _tables: RemoteTables
 

@@ -266,7 +266,7 @@ class Trainer:
     # ------------------------------------------------------------ the start
 
     def warmup(self) -> None:
-        """A pass whose results are dropped. It raises the error of a model that cannot run, before a server is asked."""
+        """A pass whose results are dropped: it raises the error of a model that cannot run, before servers are asked."""
         batch = self._context.open("train", Shard(0, self._shares), self._micro_batch_rows).get(0, 0)
         assert batch is not None
         self._model.warmup(to_device(batch, self._model.device, self._task))
