@@ -334,7 +334,7 @@ class Strategy(ABC):
         return role == "trainer"
 
     def external_process(self) -> ExternalProcess | None:
-        """The one process that this command is to start, the others being started elsewhere by hand. ConfigError.
+        """The one process that this command is to start, the others being started elsewhere. ConfigError.
 
         Default: None, it starts all.
         """

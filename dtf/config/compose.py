@@ -114,7 +114,7 @@ class Composed:
             settings.strategy.check(task, processes, devices)
             if settings.strategy.external_process() and self.config["job"]["name"] != "train":
                 raise ConfigError(
-                    "strategy.endpoints is for processes of a run that are started by hand, and this job starts its "
+                    "strategy.endpoints is for processes of a run that are started externally, and this job starts its "
                     "own; leave it out"
                 )
         return settings

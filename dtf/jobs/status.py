@@ -39,8 +39,8 @@ class Status(Job):
     run_folder: str = option(default="", doc="the run's folder, on a host that sees it and reaches the servers")
     endpoint: str = option(
         default="",
-        doc="HOST:PORT of a server of a run that was started by hand; the secret comes from DTF_TOKEN or "
-        "strategy.token_file, TLS from strategy.tls",
+        doc="HOST:PORT of a server of a run whose processes were started externally; the secret comes from DTF_TOKEN "
+        "or strategy.token_file, TLS from strategy.tls",
     )
     seconds: float = option(default=1.0, above=0, most=3600, doc="over which pushes are counted", unit="s")
     format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")

@@ -174,38 +174,37 @@ def _check_task(strategy: PserverOptions, task: Task) -> None:
 
 
 def _check_hogwild(strategy: PserverOptions, devices: str) -> None:
-    said = f"strategy.hogwild_threads={strategy.hogwild_threads}"
+    option = f"strategy.hogwild_threads={strategy.hogwild_threads}"
     if strategy.mode is Mode.sync:
         raise ConfigError(
-            f"{said}: threads refresh the parameters while others compute, and with strategy.mode=sync all gradients "
+            f"{option}: threads refresh the parameters while others compute, and with strategy.mode=sync all gradients "
             "of a step are of the same ones; "
             "use async or half_async, or more strategy.trainers"
         )
     if strategy.mode is Mode.geo:
         raise ConfigError(
-            f"{said}: threads share their parameters, and with strategy.mode=geo each trainer learns by itself; use "
+            f"{option}: threads share their parameters, and with strategy.mode=geo each trainer learns by itself; use "
             "more strategy.trainers"
         )
     if strategy.record:
         raise ConfigError(
-            f"{said}: threads compute with parameters of which some are newer than others, and nothing records which, "
-            "so that strategy.record cannot "
-            "be replayed; leave one of them out"
+            f"{option}: threads compute with parameters of which some are newer than others, and nothing records "
+            "which, so that strategy.record cannot be replayed; leave one of them out"
         )
     if strategy.team > 1:
         raise ConfigError(
-            f"{said}: threads are trainers, and with strategy.team={strategy.team} a trainer is several processes; "
+            f"{option}: threads are trainers, and with strategy.team={strategy.team} a trainer is several processes; "
             "leave one of them at 1"
         )
     if devices != "cpu":
         raise ConfigError(
-            f"{said} is for trainers on CPU: on a GPU the passes of threads follow each other; use more "
+            f"{option} is for trainers on CPU: on a GPU the passes of threads follow each other; use more "
             "strategy.trainers"
         )
 
 
 def _check_rows_alone(strategy: PserverOptions, task: Task, trainers: int) -> None:
-    said, plain = "strategy.dense=allreduce", type(strategy)()
+    option, plain = "strategy.dense=allreduce", type(strategy)()
     if not task.recipe.table_widths():
         because, name = task.recipe.idle().get("sparse"), name_of("recipe", task.recipe)
         none = (
@@ -213,22 +212,22 @@ def _check_rows_alone(strategy: PserverOptions, task: Task, trainers: int) -> No
             if because
             else f"{name} has none; use recipe=ctr_clicks_sparse"
         )
-        raise ConfigError(f"{said} leaves sparse tables to servers, and {none}, or strategy=ddp")
+        raise ConfigError(f"{option} leaves sparse tables to servers, and {none}, or strategy=ddp")
     if strategy.mode is not Mode.sync:
         raise ConfigError(
-            f"{said} makes one update of all gradients, which is strategy.mode=sync, this is {strategy.mode.value}; "
+            f"{option} makes one update of all gradients, which is strategy.mode=sync, this is {strategy.mode.value}; "
             "use sync, or dense=pserver"
         )
     if strategy.where():
         raise ConfigError(
-            f"{said} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use dense=pserver"
+            f"{option} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use dense=pserver"
         )
     if 0 < strategy.rpc_threads <= trainers:
         raise ConfigError(
-            f"strategy.rpc_threads={strategy.rpc_threads}: with {said} each of {trainers} trainers waits in one; use "
+            f"strategy.rpc_threads={strategy.rpc_threads}: with {option} each of {trainers} trainers waits in one; use "
             "more, or 0"
         )
     used = {"mode", "dense", "servers", "trainers", "tls", "rpc_threads"}
     for key in (field.name for field in fields(strategy) if field.name not in used):
         if getattr(strategy, key) != getattr(plain, key):
-            raise ConfigError(f"strategy.{key} is of no account with {said}; leave it out")
+            raise ConfigError(f"strategy.{key} is of no account with {option}; leave it out")

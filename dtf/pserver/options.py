@@ -77,18 +77,18 @@ class TlsOptions:
 
     def files(self) -> dict[str, str]:
         """The paths that are given, by name; empty without TLS."""
-        given = {"ca": self.ca, "cert": self.cert, "key": self.key} if self.mode is not TlsMode.none else {}
-        return {name: path for name, path in given.items() if path}
+        paths = {"ca": self.ca, "cert": self.cert, "key": self.key} if self.mode is not TlsMode.none else {}
+        return {name: path for name, path in paths.items() if path}
 
     def check(self, serves: bool, asks: bool) -> None:
         """Raise ConfigError where a file is missing that this process needs. `serves`: it is a server; `asks`: it is a
         client.
         """
         if self.mode is TlsMode.none:
-            given = [name for name in ("ca", "cert", "key") if getattr(self, name)]
-            if given:
+            names = [name for name in ("ca", "cert", "key") if getattr(self, name)]
+            if names:
                 raise ConfigError(
-                    f"strategy.tls.{given[0]} is given and strategy.tls.mode=none uses no file; set it to tls or mtls"
+                    f"strategy.tls.{names[0]} is given and strategy.tls.mode=none uses no file; set it to tls or mtls"
                 )
             return
         needed = ({"cert", "key"} if serves or self.mutual else set()) | ({"ca"} if asks or self.mutual else set())
@@ -176,7 +176,7 @@ class PserverOptions:
     )
     endpoints: list[str] = option(
         factory=list,
-        doc="HOST:PORT of each server, in order, for processes that are started by hand, a command for each; empty: "
+        doc="HOST:PORT of each server, in order, for processes that are started externally, a command for each; empty: "
         "the launcher starts all. "
         "Also DTF_ENDPOINTS, with commas between",
     )
@@ -194,7 +194,7 @@ class PserverOptions:
     )
     token_file: str = option(
         default="",
-        doc="file that only you can read, with the secret that all processes started by hand share; also DTF_TOKEN, "
+        doc="file that only you can read, with the secret that all externally started processes share; also DTF_TOKEN, "
         "the secret",
     )
     meet_timeout_s: float | None = option(
@@ -263,8 +263,8 @@ class PserverOptions:
             )
         if not self.trainers:
             raise ConfigError(
-                "strategy.trainers=0 leaves the number to the launcher, and by hand there is none for all; give "
-                "strategy.trainers=N, alike everywhere"
+                "strategy.trainers=0 leaves the number to the launcher, and externally started processes have none; "
+                "give strategy.trainers=N, alike everywhere"
             )
         role, number = manual_start.role_and_number(
             self.role.value if self.role else "", self.server_id, self.trainer_id, len(endpoints)

@@ -69,10 +69,14 @@ def lay_out(
     }
     owners = place_slices(placement, sizes, servers)
     for name, slices in sizes.items():
-        found = list(owners.get(name, []))
-        if len(found) != len(slices) or len(set(found)) != len(found) or not set(found) <= set(range(servers)):
+        servers_of = list(owners.get(name, []))
+        if (
+            len(servers_of) != len(slices)
+            or len(set(servers_of)) != len(servers_of)
+            or not set(servers_of) <= set(range(servers))
+        ):
             raise ConfigError(
-                f"strategy.placement={placement} puts {len(slices)} slices of {name} on servers {found}; name for "
+                f"strategy.placement={placement} puts {len(slices)} slices of {name} on servers {servers_of}; name for "
                 f"each one of 0 to {servers - 1}, none twice"
             )
     return [_layout(server, parameters, pairs, ends, owners) for server in range(servers)]
@@ -106,19 +110,19 @@ def _cuts(parameter: nn.Parameter, servers: int, least: int) -> list[tuple[int, 
     """First and last + 1 row of each slice."""
     rows = _rows(parameter)
     count = max(1, min(servers, parameter.numel() // least, rows))
-    found = [bounds(rows, count, number) for number in range(count)]
-    return [(first, last) for first, last in found if first < last]
+    cuts = [bounds(rows, count, number) for number in range(count)]
+    return [(first, last) for first, last in cuts if first < last]
 
 
 def wire_layout(layout: Layout, wire: torch.dtype | None) -> Layout:
     """The layout of learning blocks in messages: those of fp32 in the dtype `wire`, if any."""
     if wire is None:
         return layout
-    found, at = [], 0
+    blocks, at = [], 0
     for block in layout.learning:
-        found.append(block._replace(dtype=wire if block.dtype is torch.float32 else block.dtype, at=at))
-        at += -(-math.prod(block.shape) * found[-1].dtype.itemsize // ALIGNED) * ALIGNED
-    return layout._replace(learning=tuple(found), bytes=at)
+        blocks.append(block._replace(dtype=wire if block.dtype is torch.float32 else block.dtype, at=at))
+        at += -(-math.prod(block.shape) * blocks[-1].dtype.itemsize // ALIGNED) * ALIGNED
+    return layout._replace(learning=tuple(blocks), bytes=at)
 
 
 class Field(NamedTuple):
@@ -133,13 +137,13 @@ class Field(NamedTuple):
 
 def state_fields(layout: Layout, optimizer: Optimizer) -> tuple[tuple[Field, ...], int]:
     """The learning blocks of a server with their optimizer state, and the bytes of all in one piece of memory."""
-    found, at = [], 0
+    result, at = [], 0
     for block in layout.learning:
         kept = torch.empty(block.shape, dtype=block.kept, device="meta")
         for key, tensor in {"": kept, **optimizer.init(kept)}.items():
-            found.append(Field(block, key, tuple(tensor.shape), tensor.dtype, at))
+            result.append(Field(block, key, tuple(tensor.shape), tensor.dtype, at))
             at += -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
-    return tuple(found), at
+    return tuple(result), at
 
 
 def views(memory: Tensor, blocks: Sequence[Block | Field]) -> list[Tensor]:

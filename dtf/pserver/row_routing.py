@@ -34,23 +34,23 @@ class ServerShard(RowWiseTable):
     def __init__(self, store: SparseTable, world: World) -> None:
         super().__init__(store, world, [True] * world.size)
 
-    def merge(self, given: Sequence[RowGradients]) -> float:
+    def merge(self, pushes: Sequence[RowGradients]) -> float:
         """The gradients to apply: their sum, in this order; returns the sum of its squares."""
         parts = [
             part.gradients if part.weight == 1 else part.gradients * part.gradients.dtype.type(part.weight)
-            for part in given
+            for part in pushes
         ]
         if len(parts) == 1:
-            self._merged = given[0].ids, parts[0]
+            self._merged = pushes[0].ids, parts[0]
         else:
             ids, inverse = (
-                unique(np.concatenate([part.ids for part in given]))
-                if given
+                unique(np.concatenate([part.ids for part in pushes]))
+                if pushes
                 else (np.empty(0, np.int64), np.empty(0, np.int32))
             )
             summed = (
                 segment_sum(np.concatenate(parts), inverse, len(ids))
-                if given
+                if pushes
                 else np.empty((0, self.width), self.store.dtype)
             )
             self._merged = ids, summed
@@ -68,14 +68,14 @@ class ServerShards(ShardedTables):
         """Rows (U, width) of distinct ids (U,) of this server. Errors as of `SparseTable.lookup`. Not collective."""
         return self._shards[name].store.lookup(ids, create)
 
-    def merge(self, given: Mapping[str, Sequence[RowGradients]], collective: bool) -> float:
+    def merge(self, pushes: Mapping[str, Sequence[RowGradients]], collective: bool) -> float:
         """Merge gradients for the next `step`; returns the sum of squares of the result.
 
         `collective`: all servers merge parts of the same gradient at once, whose norm is then known.
         """
         total = torch.zeros(1 + len(self._shards), dtype=torch.float64)
         for name, table_shard in self._shards.items():
-            total[0] += table_shard.merge(given[name])
+            total[0] += table_shard.merge(pushes[name])
         total[1:] = self._counts()
         if collective:
             self._world.reduce(total)
@@ -102,10 +102,10 @@ class ServerShards(ShardedTables):
         """
         return self._shards[name].store.records(ids)
 
-    def add_changes(self, given: Mapping[str, Sequence[RowGradients]]) -> None:
+    def add_changes(self, pushes: Mapping[str, Sequence[RowGradients]]) -> None:
         """Add changes of rows and their states, each times its weight. Not collective."""
         for name, table_shard in self._shards.items():
-            for part in given[name]:
+            for part in pushes[name]:
                 table_shard.store.add(part.ids, part.gradients * part.gradients.dtype.type(part.weight))
 
     def parts(self, places: Mapping[str, tuple[int, int]]) -> list[Box]:
@@ -162,45 +162,45 @@ class RowRequest:
         self._widths, self._servers = widths, servers
         self._shapes: dict[str, tuple[int, ...]] = {}
         # ids, place of each position in them, places by server
-        self._found: dict[str, tuple[np.ndarray, np.ndarray, list[Places]]] = {}
+        self._by_table: dict[str, tuple[np.ndarray, np.ndarray, list[Places]]] = {}
         for name in widths:
             ids = batch.inputs[name]
             self._shapes[name] = tuple(ids.shape)
-            found, inverse = unique(ids.cpu().numpy().reshape(-1))
-            self._found[name] = found, inverse, _places(found, servers)
+            distinct, inverse = unique(ids.cpu().numpy().reshape(-1))
+            self._by_table[name] = distinct, inverse, _places(distinct, servers)
 
     def ids(self, server: int) -> dict[str, np.ndarray]:
         """The ids that this server is asked for, by table."""
-        return {name: found[places[server]] for name, (found, _, places) in self._found.items()}
+        return {name: distinct[places[server]] for name, (distinct, _, places) in self._by_table.items()}
 
     def fill(self, batch: Batch, rows: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> Batch:
         """The batch with rows in place of ids. `rows`: by server, of what it was asked for."""
-        if not self._found:
+        if not self._by_table:
             return batch
         inputs = dict(batch.inputs)
-        for name, (found, inverse, places) in self._found.items():
+        for name, (distinct, inverse, places) in self._by_table.items():
             width, kind = self._widths[name], rows[0][name].dtype
             if places[0] is ALL:
-                distinct = rows[0][name]
+                distinct_rows = rows[0][name]
             else:
-                distinct = np.zeros((len(found), width), kind)
+                distinct_rows = np.zeros((len(distinct), width), kind)
                 for place, part in zip(places, rows, strict=True):
-                    distinct[place] = part[name]
-            out = gather(distinct, inverse, np.empty((len(inverse), width), kind))
+                    distinct_rows[place] = part[name]
+            out = gather(distinct_rows, inverse, np.empty((len(inverse), width), kind))
             inputs[name] = torch.from_numpy(out).view(*self._shapes[name], width).to(device)
         return batch._replace(inputs=inputs)
 
-    def gradients(self, given: Mapping[str, Tensor]) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+    def gradients(self, gradients: Mapping[str, Tensor]) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
         """By server and table, the ids and the summed gradients (U, width) of their rows, from those (B, F, width) of
         `fill`'s inputs.
         """
         parts: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(self._servers)]
-        for name, (found, inverse, places) in self._found.items():
+        for name, (distinct, inverse, places) in self._by_table.items():
             width = self._widths[name]
-            if name in given:
-                summed = segment_sum(given[name].detach().cpu().numpy().reshape(-1, width), inverse, len(found))
+            if name in gradients:
+                summed = segment_sum(gradients[name].detach().cpu().numpy().reshape(-1, width), inverse, len(distinct))
                 for server, part in enumerate(parts):
-                    part[name] = found[places[server]], summed[places[server]]
+                    part[name] = distinct[places[server]], summed[places[server]]
         return parts
 
 

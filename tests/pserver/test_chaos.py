@@ -17,12 +17,12 @@ from tests.pserver.test_kill import bits, left
 pytestmark = pytest.mark.slow
 STEPS = 100
 BASE = [
-    "plugins=[tests.support.kill_trigger]", "recipe=dawdling", "recipe.rows=100", "step.batch_size=24",
+    "plugins=[tests.support.kill_trigger]", "recipe=slow_toy", "recipe.rows=100", "step.batch_size=24",
     "step.micro_batch_rows=5",
     f"train.steps={STEPS}",
     "train.log_every=1", "train.eval_every=25", "checkpoint.every_steps=5", "checkpoint.keep_last=2",
     "train.record=true", "lr.warmup=0",
-    "observer=[jsonl,hitman]",
+    "observer=[jsonl,kill_trigger]",
     "strategy=pserver", "strategy.min_block=1", "launcher.processes=3", "launcher.threads=1",
     "launcher.hang_timeout_s=30", "launcher.max_restarts=3",
 ]  # fmt: skip
@@ -54,8 +54,8 @@ def test_random_kills(
         book = tmp_path / f"book{number}"
         found = run_dtf(
             *words,
-            f"observer.hitman.orders=[{','.join(repr(order) for order in orders.split(','))}]",
-            f"observer.hitman.book={book}",
+            f"observer.kill_trigger.orders=[{','.join(repr(order) for order in orders.split(','))}]",
+            f"observer.kill_trigger.log={book}",
         )
         assert found.code == 0, f"seed {seed}: {orders}\n{found.err}"
         done = [line.split() for line in book.read_text().splitlines()]

@@ -235,7 +235,7 @@ def test_whoever_is_killed_all_go_back_to_the_last_checkpoint(rank: int, signal:
     """Trainers are ranks 0 and 1. Who is told to stop tells the others: all is saved."""
     whole = run_dtf(*RUN, "observer=[jsonl]")
     assert whole.code == 0, whole.err
-    hit = run_dtf(*RUN, "observer=[jsonl,hitman]", f"observer.hitman.orders=['15:{rank}:{signal}']")
+    hit = run_dtf(*RUN, "observer=[jsonl,kill_trigger]", f"observer.kill_trigger.orders=['15:{rank}:{signal}']")
     if signal == "SIGTERM":
         assert hit.code == 75, hit.err
         hit = run_dtf(*RUN, "observer=[jsonl]", folder=hit.folder)

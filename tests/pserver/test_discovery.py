@@ -1,4 +1,4 @@
-"""Processes started by hand that do not find each other: each says whom it misses, in words."""
+"""Externally started processes that do not find each other: each says whom it misses, in words."""
 
 from __future__ import annotations
 

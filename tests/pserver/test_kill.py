@@ -95,7 +95,7 @@ def test_a_killed_server_takes_all_back_to_the_last_checkpoint(
     rank: int, run_dtf: Any, calm: Callable[..., Path]
 ) -> None:
     whole = calm(*TWO)
-    killed = run_dtf(*BASE, *TWO, "observer=[jsonl,hitman]", f"observer.hitman.orders=['7:{rank}:SIGKILL']")
+    killed = run_dtf(*BASE, *TWO, "observer=[jsonl,kill_trigger]", f"observer.kill_trigger.orders=['7:{rank}:SIGKILL']")
     assert killed.code == 0, killed.err
     assert bits(whole) == bits(killed.folder) and visits(killed.folder) == THRICE
     assert measurements(whole) == measurements(killed.folder)
@@ -110,7 +110,9 @@ def test_sigterm_to_anybody_saves_and_ends(
 ) -> None:
     whole = calm(*servers)
     rank = {"launcher": -1, "server": 0, "trainer": 2 if servers else 1}[who]
-    told = run_dtf(*BASE, *servers, "observer=[jsonl,hitman]", f"observer.hitman.orders=['7:{rank}:SIGTERM']")
+    told = run_dtf(
+        *BASE, *servers, "observer=[jsonl,kill_trigger]", f"observer.kill_trigger.orders=['7:{rank}:SIGTERM']"
+    )
     assert told.code == 75, told.err
     assert run_dtf(*BASE, *servers, folder=told.folder).code == 0
     assert bits(whole) == bits(told.folder) and visits(told.folder) == THRICE
@@ -120,7 +122,13 @@ def test_sigterm_to_anybody_saves_and_ends(
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path, calm: Callable[..., Path], run_dtf: Any) -> None:
     """Nor is anything lost that was saved."""
     folder = tmp_path / "killed"
-    words = [*BASE, *TWO, "observer=[jsonl,hitman]", "observer.hitman.orders=['7:-1:SIGKILL']", f"run.dir={folder}"]
+    words = [
+        *BASE,
+        *TWO,
+        "observer=[jsonl,kill_trigger]",
+        "observer.kill_trigger.orders=['7:-1:SIGKILL']",
+        f"run.dir={folder}",
+    ]
     command = [sys.executable, "-m", "dtf", *words]
     root = str(Path(__file__).parents[2])
     done = subprocess.run(

@@ -106,7 +106,7 @@ def torn(rank: int, size: int, **case: Any) -> int | None:
 
     died: list[int] = []
 
-    class Torn(direct.Deadly):
+    class Torn(direct.KillableTransport):
         def __init__(self, inner: Any) -> None:
             super().__init__(inner)
             shared_memory.LEAST_BYTES = 1 << 30  # messages are looked into here
@@ -119,5 +119,5 @@ def torn(rank: int, size: int, **case: Any) -> int | None:
                 self._life.kill()
             return super().start(method, data, deadline_s)
 
-    harness.Deadly, direct.Assistants.chance = Torn, 0.0  # type: ignore[misc]
+    harness.KillableTransport, direct.HelperThreads.chance = Torn, 0.0  # type: ignore[misc]
     return harness.train(rank, size, **case).get("died")

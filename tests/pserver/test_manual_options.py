@@ -62,8 +62,8 @@ def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
-        ({"role": Role.server}, "strategy.role is for processes started by hand"),
-        ({"trainer_id": 1}, "strategy.trainer_id is for processes started by hand"),
+        ({"role": Role.server}, "strategy.role is for processes started externally"),
+        ({"trainer_id": 1}, "strategy.trainer_id is for processes started externally"),
         ({"endpoints": TWO}, "strategy.role is not given"),
         ({"endpoints": TWO, "role": Role.server}, "strategy.server_id is not given"),
         ({"endpoints": TWO, "role": Role.server, "server_id": 2}, "must be less than the 2"),
@@ -83,7 +83,7 @@ def test_what_makes_no_process_of_a_run(options: dict[str, Any], wrong: str) -> 
         Pserver(**{"trainers": 1, **options}).external_process()
 
 
-def test_what_is_for_those_started_by_hand_alone() -> None:
+def test_what_is_for_externally_started_processes_alone() -> None:
     from dtf.api.options import StepOptions
     from dtf.optim.optimizers import Sgd
     from tests.support.toy import Toy

@@ -24,7 +24,7 @@ from dtf.pserver.net.codec import WireError
 from dtf.pserver.net.rpc import Service
 from dtf.pserver.net.transport import Failed, Lost, Refused, RetryingTransport, Stale
 from dtf.pserver.strategy import Pserver
-from tests.support.lossy_network import Interposer
+from tests.support.lossy_network import LossyTransport
 from tests.support.rpc_service import GENERATION, SOON_S, TOKEN, after, client, service
 
 CHILD = f"""
@@ -191,7 +191,7 @@ def test_an_idempotent_count_survives_a_bad_network() -> None:
 
     keys = [[b"%d-%d" % (thread, number) for number in range(60)] for thread in range(4)]
     with service({"add": add}) as server, client(server) as caller, ThreadPoolExecutor(4) as pool:
-        network = Interposer(caller, seed=5)
+        network = LossyTransport(caller, seed=5)
         sender = RetryingTransport(network, 60.0)
 
         def work(own: list[bytes]) -> bool:

@@ -184,7 +184,7 @@ def test_an_error_in_the_service_ends_the_engine() -> None:
             done.result(SOON_S)
 
 
-def test_any_server_that_was_started_by_hand_knows_where_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_server_that_was_started_externally_knows_where_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """job=status may ask any of them."""
     task = Task(Toy(batch_norm=False), Sgd(), PRECISIONS["fp64"], StepOptions(batch_size=24, micro_batch_rows=6), 0)
     where, handlers = ["127.0.0.1:4000", "127.0.0.1:4001"], dict[str, Any]()

@@ -22,8 +22,8 @@ from tests.support.manual_start import TOKEN
 
 slow = pytest.mark.slow
 TOY: dict[str, Any] = {"rows": 100}
-DAWDLING = [
-    "plugins=[tests.support.kill_trigger]", "recipe=dawdling", "recipe.rows=100", "step.batch_size=24",
+SLOW_TOY = [
+    "plugins=[tests.support.kill_trigger]", "recipe=slow_toy", "recipe.rows=100", "step.batch_size=24",
     "step.micro_batch_rows=5",
     "train.steps=45", "train.log_every=1",
     "checkpoint.every_steps=5", "train.record=true", "lr.warmup=0", "strategy=pserver", "launcher.threads=1",
@@ -157,9 +157,9 @@ def test_who_starts_what() -> None:
 def test_killed_processes_of_teams_leave_sync_bit_for_bit(servers: list[str], run_dtf: Any) -> None:
     """First ones and others, and a whole team at once; all of a team are started again, and nobody else."""
     first = 1 + bool(servers)  # rank of the first trainer process
-    words = [*DAWDLING, *servers, "strategy.team=2", "launcher.processes=4", "observer=[jsonl,hitman]"]
+    words = [*SLOW_TOY, *servers, "strategy.team=2", "launcher.processes=4", "observer=[jsonl,kill_trigger]"]
     orders = [f"8:{first + 1}:SIGKILL", f"20:{first}:SIGKILL", f"32:{first + 2}:SIGKILL", f"32:{first + 3}:SIGKILL"]
-    whole, killed = run_dtf(*words), run_dtf(*words, f"observer.hitman.orders=[{','.join(map(repr, orders))}]")
+    whole, killed = run_dtf(*words), run_dtf(*words, f"observer.kill_trigger.orders=[{','.join(map(repr, orders))}]")
     assert killed.code == 0, killed.err
     assert bits(whole.folder) == bits(killed.folder)
     logs = [(killed.folder / f"rank_{rank}.log").read_text().count("started again alone") for rank in range(first + 4)]

@@ -30,9 +30,7 @@ _here: dict[str, Service] = {}
 
 
 class Service:
-    """In the place of `rpc.Service`: of what that promises, how errors are told, and that nothing is answered after
-    `stop`.
-    """
+    """In the place of `rpc.Service`. Errors travel as they do there, and nothing is answered after `stop`."""
 
     def __init__(self, handlers: Handlers, token: str, generation: str, address: str, **options: Any) -> None:
         around = shared_memory.Regions(64).around
@@ -104,9 +102,9 @@ class Client:
 
 
 def connect(between: Callable[[Client], Transport] = lambda client: client, least_bytes: int = 0) -> None:
-    """From now on processes of several roles find each other so.
+    """Replace gRPC by these classes, for all servers and trainers from now on.
 
-    `between`: what stands before each client; `least_bytes`: of what lies in regions.
+    `between`: wraps each client. `least_bytes`: of messages that go through shared memory.
     """
     from dtf.pserver import bootstrap, connections
 
@@ -119,13 +117,13 @@ def connect(between: Callable[[Client], Transport] = lambda client: client, leas
     connections.launcher_store = lambda place: dist.distributed_c10d._get_default_store().clone()  # type: ignore[assignment]
 
 
-class Died(BaseException):
+class Killed(BaseException):
     """A trainer was killed."""
 
 
 class Life:
-    """Of one trainer, from when it is started until it dies, at a request that a seed says: just before it is sent, or
-    when it was answered.
+    """One trainer from its start until it is killed, at a request chosen by a seed: before it is sent, or after its
+    answer.
     """
 
     current = threading.local()
@@ -140,11 +138,11 @@ class Life:
         with self._lock:
             self._dead = self._dead or self._random.random() < self._chance
         if self._dead:
-            raise Died
+            raise Killed
 
 
-class Deadly:
-    """A transport of a trainer that may die."""
+class KillableTransport:
+    """A transport of a trainer that may be killed."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner, self._life = inner, Life.current.value
@@ -160,9 +158,11 @@ class Deadly:
         return self._inner.start(method, data, deadline_s)
 
 
-class Assistants:
-    """The processes of all roles but the first, as threads of this one; the program fails with them. With `deaths`, a
-    seed, each dies `lives` - 1 times at most and is started again."""
+class HelperThreads:
+    """The processes of all roles but the first, as threads of this one; the program fails when one of them does.
+
+    With `deaths`, a seed, each is killed at most `lives` - 1 times and started again.
+    """
 
     lives, chance = 3, 0.1
 
@@ -206,7 +206,7 @@ class Assistants:
                 )
                 try:
                     return self._strategy.run_helper(self._task, context)
-                except Died:
+                except Killed:
                     self.died += 1
         except BaseException as error:  # noqa: BLE001
             traceback.print_exc()

@@ -13,8 +13,8 @@ def compress(array: np.ndarray, wire: torch.dtype | None) -> np.ndarray:
     """An array of float32 in the dtype `wire`; bf16 as its bits, uint16."""
     if wire is None:
         return array
-    found = torch.from_numpy(np.ascontiguousarray(array)).to(wire)
-    return found.view(torch.int16).numpy().view(np.uint16) if wire is torch.bfloat16 else found.numpy()
+    compressed = torch.from_numpy(np.ascontiguousarray(array)).to(wire)
+    return compressed.view(torch.int16).numpy().view(np.uint16) if wire is torch.bfloat16 else compressed.numpy()
 
 
 def decompress(array: np.ndarray, name: str) -> np.ndarray:

@@ -194,7 +194,7 @@ def pack_leases(leases: Sequence[Lease]) -> dict[str, np.ndarray]:
 
 def unpack_leases(arrays: Mapping[str, np.ndarray]) -> list[Lease]:
     """Inverse of `pack_leases`."""
-    found: dict[tuple[int, ...], list[Train]] = {}
+    by_lease: dict[tuple[int, ...], list[Train]] = {}
     for row, lr in zip(arrays["numbers"].tolist(), arrays["rates"].tolist(), strict=True):
-        found.setdefault(tuple(row[:4]), []).append(Train(*row[4:], lr=lr))
-    return [Lease(*head, tickets=tuple(tickets)) for head, tickets in found.items()]
+        by_lease.setdefault(tuple(row[:4]), []).append(Train(*row[4:], lr=lr))
+    return [Lease(*head, tickets=tuple(tickets)) for head, tickets in by_lease.items()]

@@ -54,8 +54,8 @@ class Tls:
 
     def client(self) -> grpc.ChannelCredentials:
         """ConfigError when a file is missing."""
-        own = (_pem(self.key, "key"), _pem(self.cert, "cert")) if self.mutual else (None, None)
-        return grpc.ssl_channel_credentials(_pem(self.ca, "ca"), *own)
+        certificate = (_pem(self.key, "key"), _pem(self.cert, "cert")) if self.mutual else (None, None)
+        return grpc.ssl_channel_credentials(_pem(self.ca, "ca"), *certificate)
 
 
 class Service:
@@ -140,13 +140,13 @@ class Service:
         """Runs when the head of a request is there; its body is not received before a handler that wants it runs."""
         method = details.method
         if method != _HEALTH:
-            given = dict(details.invocation_metadata)
-            token = _bytes(given.get(_TOKEN, ""))
+            metadata = dict(details.invocation_metadata)
+            token = _bytes(metadata.get(_TOKEN, ""))
             if not hmac.compare_digest(token, self._token) and not (
                 method in self._viewer_methods and hmac.compare_digest(token, self._viewer)
             ):
                 return self._refusal(grpc.StatusCode.UNAUTHENTICATED, "the token of the run is needed")
-            if method not in self._any_generation and given.get(_GENERATION) != self.generation:
+            if method not in self._any_generation and metadata.get(_GENERATION) != self.generation:
                 return self._refusal(grpc.StatusCode.FAILED_PRECONDITION, "another attempt of the run is served here")
             if method not in self._methods and not self.ready():
                 return self._refusal(grpc.StatusCode.UNAVAILABLE, "this server is starting")

@@ -167,10 +167,10 @@ class Regions:
         def handle(data: bytes) -> bytes:
             if data[:4] != _HERE:
                 return handler(data)
-            found = self._find(data)
-            if found is None:
+            region = self._find(data)
+            if region is None:
                 return _NO
-            memory, length = found
+            memory, length = region
             answer = handler(memory[_BODY : _BODY + length])
             if len(answer) > len(memory) - _BODY:
                 return answer

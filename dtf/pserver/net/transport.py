@@ -61,8 +61,8 @@ class Transport(Protocol):
 def short(text: str) -> str:
     """The text as printable ASCII of at most LONGEST characters. What is so already stays as it is."""
     return "".join(
-        each if " " <= each <= "~" else each.encode("unicode_escape", "surrogatepass").decode()
-        for each in text[:LONGEST]
+        character if " " <= character <= "~" else character.encode("unicode_escape", "surrogatepass").decode()
+        for character in text[:LONGEST]
     )[:LONGEST]
 
 

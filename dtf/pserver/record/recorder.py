@@ -82,7 +82,7 @@ class RecordedOrder(NamedTuple):
 
 def read(folder: Path, servers: int) -> RecordedOrder:
     """Read the records of all servers of a run. DataError where one cannot be read."""
-    starts, updates, found = set(), [], []
+    starts, updates, events = set(), [], []
     for server in range(servers):
         path = path_of(folder, server)
         at, start, begin, applied = 0, None, 0, 0
@@ -101,10 +101,10 @@ def read(folder: Path, servers: int) -> RecordedOrder:
             raise DataError(f"{path} does not say where it starts")
         starts.add(start)
         updates.append(applied)
-        found.append(_events(path, begin))
+        events.append(_events(path, begin))
     if len(starts) != 1:
         raise DataError(f"the servers of {folder} recorded different attempts; it was killed while they started")
-    return RecordedOrder(starts.pop(), updates, found)
+    return RecordedOrder(starts.pop(), updates, events)
 
 
 def _events(path: Path, begin: int) -> Iterator[dict[str, Any]]:

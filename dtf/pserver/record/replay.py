@@ -78,7 +78,7 @@ class Replay:
         for server_state in self.server_state if source is not None else ():
             assert source is not None
             server_state.load(source)
-        found = lay_out(
+        whole_layouts = lay_out(
             build_on_meta(task.recipe),
             task.precision,
             self._servers,
@@ -87,7 +87,7 @@ class Replay:
             strategy.placement,
         )
         self._wire = WIRE_DTYPES[strategy.wire.value]
-        layouts = [wire_layout(layout, self._wire) for layout in found]
+        layouts = [wire_layout(layout, self._wire) for layout in whole_layouts]
         whole_norm = self._servers > 1 and not sync_mode.collective
         setup = ModelSetup(
             task, torch.device("cpu"), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire
@@ -112,12 +112,12 @@ class Replay:
         DataError where the records of two servers do not fit each other.
         """
         self._under_way = under_way
-        coming = [next(own, None) for own in events]
-        while any(event is not None for event in coming):
+        next_events = [next(server_events, None) for server_events in events]
+        while any(event is not None for event in next_events):
             moved = False
-            for server, own in enumerate(events):
-                while (event := coming[server]) is not None and self._do(server, event):
-                    coming[server], moved = next(own, None), True
+            for server, server_events in enumerate(events):
+                while (event := next_events[server]) is not None and self._do(server, event):
+                    next_events[server], moved = next(server_events, None), True
                     self._report_progress()
             if not moved:
                 raise DataError("the recorded orders of the servers do not fit each other; was the run killed?")
@@ -163,21 +163,23 @@ class Replay:
                 for seen in met.values():
                     seen.clear()
             ids = {
-                name: found[[each not in met[name] for each in found.tolist()]] if len(found) else found
-                for name, found in ids.items()
+                name: table_ids[[row_id not in met[name] for row_id in table_ids.tolist()]]
+                if len(table_ids)
+                else table_ids
+                for name, table_ids in ids.items()
             }
-            for name, found in ids.items():
-                met[name] |= set(found.tolist())
+            for name, table_ids in ids.items():
+                met[name] |= set(table_ids.tolist())
         _, now, dense, rows = self.server_state[server].pull(ids, pull, known)
-        rows = {name: rounded(found, self._wire) for name, found in rows.items()}
+        rows = {name: rounded(table_rows, self._wire) for name, table_rows in rows.items()}
         if now != applied:
             raise DataError(
                 f"server {server} had made {applied} updates when it was asked, here it has made {now}; the record is "
                 "not whole"
             )
         if self._applied[pull.step, pull.part] < self._servers:  # else somebody asked who was too late
-            given = self._replies.setdefault((pull.step, pull.part), {})
-            given.setdefault((pull, server), []).append(
+            replies = self._replies.setdefault((pull.step, pull.part), {})
+            replies.setdefault((pull, server), []).append(
                 _Reply(now, np.empty(0, np.uint8) if dense is None else dense.copy(), rows)
             )
 
@@ -185,58 +187,60 @@ class Replay:
         """Whether all servers have answered the pulls that a push was computed from. A trainer asks all servers for the
         same: the pulls that this server answered say which.
         """
-        given = self._replies.get((step, part), {})
-        asked = [pull for pull, other in given if other == server and pull.trainer == trainer]
-        return step in self._tickets and all((pull, other) in given for pull in asked for other in range(self._servers))
+        replies = self._replies.get((step, part), {})
+        asked = [pull for pull, other in replies if other == server and pull.trainer == trainer]
+        return step in self._tickets and all(
+            (pull, other) in replies for pull in asked for other in range(self._servers)
+        )
 
     def _push(self, server: int, trainer: int, step: int, part: int, seen: int) -> Push:
-        found = self._computed.setdefault((step, part), {})
-        if trainer not in found:
+        results = self._computed.setdefault((step, part), {})
+        if trainer not in results:
             lease = self._lease(step, part)
-            found[trainer] = (
+            results[trainer] = (
                 self._train_locally(trainer, lease)
                 if self._local_sgd is not None
                 else self._gradients(trainer, lease, server, seen)
             )
-        computed, nothing = found[trainer], np.empty(0)
+        result, nothing = results[trainer], np.empty(0)
         return Push(
             *(
                 trainer,
                 step,
                 part,
-                computed.dense[server],
-                computed.rows[server],
-                computed.finite,
-                computed.norm,
+                result.dense[server],
+                result.rows[server],
+                result.finite,
+                result.norm,
                 seen,
                 0,
                 0,
-                computed.skipped,
+                result.skipped,
             ),
-            *(nothing, computed.statistics, nothing),
+            *(nothing, result.statistics, nothing),
         )
 
     def _gradients(self, trainer: int, lease: Lease, server: int, seen: int) -> LeaseResult:
         prepared = self._prepare(lease, lease.tickets[0])
-        pull, given = Pull(trainer, lease.step, lease.part, lease.step), self._replies[lease.step, lease.part]
-        replies = [given[pull, each][-1] for each in range(self._servers)]
-        replies[server] = next((reply for reply in given[pull, server] if reply.applied == seen), replies[server])
+        pull, by_pull = Pull(trainer, lease.step, lease.part, lease.step), self._replies[lease.step, lease.part]
+        replies = [by_pull[pull, other][-1] for other in range(self._servers)]
+        replies[server] = next((reply for reply in by_pull[pull, server] if reply.applied == seen), replies[server])
         dense = [ParamBlocks(reply.applied, reply.dense) for reply in replies]
         rows, applied = [reply.rows for reply in replies], [reply.applied for reply in replies]
-        found = self._model.gradients(prepared, PulledState(dense, rows, applied, self.server_state[0].scale()))
+        result = self._model.gradients(prepared, PulledState(dense, rows, applied, self.server_state[0].scale()))
         parts = [
-            {name: (ids, rounded(numbers, self._wire)) for name, (ids, numbers) in part.items()} for part in found.rows
+            {name: (ids, rounded(numbers, self._wire)) for name, (ids, numbers) in part.items()} for part in result.rows
         ]
         # whose memory the next one uses
-        return found._replace(dense=[memory.copy() for memory in found.dense], rows=parts)
+        return result._replace(dense=[memory.copy() for memory in result.dense], rows=parts)
 
     def _train_locally(self, trainer: int, lease: Lease) -> LeaseResult:
-        local, given = self._local_sgd, self._replies[lease.step, lease.part]
+        local, by_pull = self._local_sgd, self._replies[lease.step, lease.part]
         assert local is not None
         for ticket in lease.tickets:
             prepared = self._prepare(lease, ticket)
             pull = Pull(trainer, lease.step, lease.part, ticket.step)
-            replies = [given[pull, server][-1] for server in range(self._servers)] if (pull, 0) in given else []
+            replies = [by_pull[pull, server][-1] for server in range(self._servers)] if (pull, 0) in by_pull else []
             if ticket is lease.tickets[0]:
                 local.begin([reply.dense for reply in replies])
             for server, reply in enumerate(replies):

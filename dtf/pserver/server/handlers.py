@@ -71,8 +71,8 @@ class Servicer:
                 f"another trainer of this run has the number {trainer} and is at work; give each a "
                 "strategy.trainer_id of its own"
             )
-        said = np.frombuffer(refusal.encode(errors="backslashreplace"), np.uint8)
-        return encode(self._hello[1], {"ready": int(ready), "taken": int(taken)}, {"refusal": said})
+        text = np.frombuffer(refusal.encode(errors="backslashreplace"), np.uint8)
+        return encode(self._hello[1], {"ready": int(ready), "taken": int(taken)}, {"refusal": text})
 
     def _other(self, trainer: int, launch_id: str, since: float) -> float | None:
         """When a trainer of this number with another launch id was heard last: SILENT if not since `since`, None where
@@ -113,14 +113,14 @@ class Servicer:
             leases = []
             most, has = int(message.scalars["most"]), {tuple(key) for key in message.arrays["has"].tolist()}
 
-            def found() -> bool:
+            def granted_or_over() -> bool:
                 nonlocal leases
                 leases = leases or (
                     program.ledger.grant(trainer, most, has) if most > 0 and trainer in program.ledger.members() else []
                 )
                 return bool(leases) or program.over
 
-            program.change.wait_for(found, min(float(message.scalars["wait_s"]), LONGEST_WAIT_S))
+            program.change.wait_for(granted_or_over, min(float(message.scalars["wait_s"]), LONGEST_WAIT_S))
             return self._leases(leases, OVER if program.over and not leases else messages.GO_ON, known=True)
 
     def exchange(self, data: bytes) -> bytes:
@@ -145,14 +145,15 @@ class Servicer:
                 )
                 state = NO if not program.ready(after, pushed) else LATE if 0 <= after < program.version else READY
             if state == READY:
-                row_request = {name: message.arrays[f"want/{name}"] for name in self._names}
+                wanted_ids = {name: message.arrays[f"want/{name}"] for name in self._names}
                 with program.server_state.lock:  # until the state is in the message, all of one moment
                     stamp, applied, dense, rows = program.server_state.pull(
-                        row_request, self._pull_of(scalars), int(scalars["known"])
+                        wanted_ids, self._pull_of(scalars), int(scalars["known"])
                     )
                     answer |= {"stamp": stamp, "applied": applied, "scale": program.server_state.scale()}
                     arrays |= {
-                        f"rows/{name}": compress(found, program.server_state.wire) for name, found in rows.items()
+                        f"rows/{name}": compress(table_rows, program.server_state.wire)
+                        for name, table_rows in rows.items()
                     }
                     if dense is not None:
                         arrays["dense"] = dense
@@ -189,14 +190,14 @@ class Servicer:
             raise Refused(
                 f"dense has {len(arrays['dense'])} bytes, this server takes {self._program.server_state.push_bytes}"
             )
-        given = [name for name in self._names if f"ids/{name}" in arrays]
+        tables = [name for name in self._names if f"ids/{name}" in arrays]
         if not self._program.may_come(int(scalars["step"])):
             raise Refused(f"step {scalars['step']} is not open")
         if self._leads:
             self._check_leading(scalars, arrays)
         rows = {
             name: (arrays[f"ids/{name}"], decompress(arrays[f"gradients/{name}"], message.dtypes[f"gradients/{name}"]))
-            for name in given
+            for name in tables
         }
         for name, (ids, gradients) in rows.items():
             if gradients.shape != (len(ids), self._program.server_state.columns(name)):
@@ -231,10 +232,10 @@ class Servicer:
             raise Refused(f"step {scalars['step']} is not open")
         if len(arrays["sums"]) != self._metric_count:
             raise Refused(f"sums are {len(arrays['sums'])} numbers, not {self._metric_count}")
-        statistics, each = arrays["statistics"], self._program.server_state.statistics_numbers
-        if len(statistics) != tickets * each and tickets:
-            raise Refused(f"statistics are {len(statistics)} numbers, not {tickets} times {each}")
-        if tickets and int(scalars["finite"]) > np.isfinite(statistics.reshape(tickets, each)).all(axis=1).sum():
+        statistics, per_ticket = arrays["statistics"], self._program.server_state.statistics_numbers
+        if len(statistics) != tickets * per_ticket and tickets:
+            raise Refused(f"statistics are {len(statistics)} numbers, not {tickets} times {per_ticket}")
+        if tickets and int(scalars["finite"]) > np.isfinite(statistics.reshape(tickets, per_ticket)).all(axis=1).sum():
             raise Refused(f"finite={scalars['finite']}, but statistics are not")
 
     def _leases(self, leases: list, state: int, known: bool) -> bytes:

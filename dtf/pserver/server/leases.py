@@ -91,19 +91,19 @@ class Ledger:
         Share `part` of a step goes to the trainer at place `part` modulo the members, the same one every step: what a
         trainer has read ahead is then what it needs. All else goes to any trainer that asks.
         """
-        untold = [lease for key, (holder, lease) in self._held.items() if holder == trainer and key not in has]
+        lost = [lease for key, (holder, lease) in self._held.items() if holder == trainer and key not in has]
         members = sorted(self._heard)
         place = members.index(trainer)
-        mine = [
+        eligible = [
             lease
             for lease in self._free.values()
             if lease.kind == EVALUATE or lease.shares == 1 or lease.part % len(members) == place
         ]
-        chosen = sorted(mine, key=lambda lease: lease.key)[: max(0, most - len(untold))]
+        chosen = sorted(eligible, key=lambda lease: lease.key)[: max(0, most - len(lost))]
         for lease in chosen:
             self._held[lease.key] = (trainer, self._free.pop(lease.key))
             self.granted += 1
-        return untold + chosen
+        return lost + chosen
 
     def finish(self, key: Key) -> bool:
         """A piece of work is done. False when it was done before, or was never opened."""

@@ -47,8 +47,8 @@ class MetricAccumulator:
 
     def consumed(self) -> list[tuple[int, np.ndarray]]:
         """See `strategy.Program`."""
-        found, self._consumed = self._consumed, []
-        return found
+        consumed, self._consumed = self._consumed, []
+        return consumed
 
     def take(self) -> StepOutput:
         """Return the sums and set them to zero."""

@@ -313,16 +313,16 @@ class ServerProgram(Program):
         """Wait for the other servers, with heartbeats meanwhile. Collective."""
         if self._world.size == 1:
             return
-        meeting = dist.barrier(async_op=True)
-        assert meeting is not None
+        barrier = dist.barrier(async_op=True)
+        assert barrier is not None
         heard = 0.0
-        while not meeting.is_completed():
+        while not barrier.is_completed():
             self._raise_failure()
             if monotonic() - heard > WAIT_S:
                 heard = monotonic()
                 heartbeat.beat("wait", max(0, self.version))
             sleep(POLL_S)
-        meeting.wait()
+        barrier.wait()
 
     def _parts(self, rows: int) -> list[int]:
         """The shares of a global batch that have micro-batches."""

@@ -131,8 +131,8 @@ class RowServer:
 
     def _merge(self) -> None:
         """Sum all gradients, in the order of trainers, for the next update."""
-        given = {name: [self._basket[rank][name] for rank in range(self._trainers)] for name in self._widths}
-        self._squares = self._shards.merge(given, collective=False)
+        gradients = {name: [self._basket[rank][name] for rank in range(self._trainers)] for name in self._widths}
+        self._squares = self._shards.merge(gradients, collective=False)
         self._basket = {}
         self._turn += 1
         self._change.notify_all()
@@ -149,16 +149,16 @@ class RowServer:
             self._version, self._steps = version, int(message.scalars["step"]) + 1
 
     def _row_gradients(self, message: Message) -> dict[str, RowGradients]:
-        given = {
+        by_table = {
             name: RowGradients(message.arrays[f"ids/{name}"], message.arrays[f"gradients/{name}"], 1.0)
             for name in self._widths
         }
-        for name, (ids, gradients, _) in given.items():
-            if gradients.shape != (len(ids), self._widths[name]):
+        for name, (ids, numbers, _) in by_table.items():
+            if numbers.shape != (len(ids), self._widths[name]):
                 raise Refused(
-                    f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, {self._widths[name]})"
+                    f"gradients/{name} has shape {numbers.shape}, wanted is ({len(ids)}, {self._widths[name]})"
                 )
-        return given
+        return by_table
 
     # ------------------------------------------------------------ checkpoints
 

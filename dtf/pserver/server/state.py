@@ -166,10 +166,10 @@ class ServerState:
         Returns [NaN, steps], as the norm of a whole gradient is not known.
         """
         weights = [self._rows(push, tickets) / _global_rows(push, tickets) for push in pushes]
-        here = [self._update.kept(field.block.name)[field.key] for field in self._state_fields]
+        tensors = [self._update.kept(field.block.name)[field.key] for field in self._state_fields]
         for push, weight in zip(pushes, weights, strict=True):
             for tensor, difference in zip(
-                here, views(torch.from_numpy(push.dense).to(self._world.device), self._state_fields), strict=True
+                tensors, views(torch.from_numpy(push.dense).to(self._world.device), self._state_fields), strict=True
             ):
                 tensor.add_(difference, alpha=weight)
         if self._shards is not None:
@@ -195,8 +195,11 @@ class ServerState:
             if number == 0 and self.wire is None:
                 self._gradients.copy_(arrived)
             elif self._arriving:
-                found = views(arrived.to(self._world.device), self._wire_layout.learning)
-                blocks = [block.to(here.dtype) for block, here in zip(found, self._arriving, strict=True)]
+                views_of_push = views(arrived.to(self._world.device), self._wire_layout.learning)
+                blocks = [
+                    block.to(gradient_view.dtype)
+                    for block, gradient_view in zip(views_of_push, self._arriving, strict=True)
+                ]
                 if number:
                     torch._foreach_add_(self._arriving, blocks, alpha=weight)
                 else:
@@ -218,13 +221,13 @@ class ServerState:
         for number in range(max(len(tickets[push.step]) for push in pushes)):
             added, count, counted, total = 0.0, 0, 0, 0
             for push in pushes:
-                own = tickets[push.step]
-                if number < len(own):
-                    more = torch.from_numpy(push.statistics).view(len(own), -1)[number]
-                    ends, (first, last) = self._micro_batches(own[number], push.part)
+                push_tickets = tickets[push.step]
+                if number < len(push_tickets):
+                    statistics = torch.from_numpy(push.statistics).view(len(push_tickets), -1)[number]
+                    ends, (first, last) = self._micro_batches(push_tickets[number], push.part)
                     count, total = count + last - first, len(ends)
-                    if whole and more.isfinite().all():
-                        added, counted = added + more, counted + last - first
+                    if whole and statistics.isfinite().all():
+                        added, counted = added + statistics, counted + last - first
             if count:
                 self._part.statistics.absorb(
                     added * (total / (self._shares * counted)) if isinstance(added, Tensor) and counted else None
@@ -244,13 +247,13 @@ class ServerState:
 
     def _rows(self, push: Push, tickets: Tickets) -> int:
         """How many rows of global batches a push covers."""
-        found = (self._micro_batches(ticket, push.part) for ticket in tickets[push.step])
-        return sum(last - first for ends, own in found for first, last in ends[slice(*own)])
+        parts = (self._micro_batches(ticket, push.part) for ticket in tickets[push.step])
+        return sum(last - first for ends, part in parts for first, last in ends[slice(*part)])
 
     # ------------------------------------------------------------ what trainers are given
 
     def pull(
-        self, row_request: Mapping[str, np.ndarray], training: Pull | None, known: int
+        self, wanted_ids: Mapping[str, np.ndarray], training: Pull | None, known: int
     ) -> tuple[int, int, np.ndarray | None, dict[str, np.ndarray]]:
         """The stamp, the number of updates, the learning blocks unless their stamp is `known`, and the rows by table.
 
@@ -261,11 +264,11 @@ class ServerState:
             self.recorder.pulled(training, self.applied)
         if training is not None and self._sync_mode.local_training:
             records = (
-                {name: self._shards.records(name, ids) for name, ids in row_request.items()} if self._shards else {}
+                {name: self._shards.records(name, ids) for name, ids in wanted_ids.items()} if self._shards else {}
             )
             return self.stamp, self.applied, self._blocks_with_state() if known == ANY else None, records
         rows = (
-            {name: self._shards.rows(name, ids, training is not None) for name, ids in row_request.items()}
+            {name: self._shards.rows(name, ids, training is not None) for name, ids in wanted_ids.items()}
             if self._shards
             else {}
         )
@@ -285,13 +288,13 @@ class ServerState:
     def frozen(self) -> np.ndarray:
         """Blocks that do not learn, and on server 0 all buffers, as bytes."""
         with self.lock:
-            found = [self._frozen.cpu()]
+            tensors = [self._frozen.cpu()]
             if self._world.rank == 0:
-                found += [
+                tensors += [
                     buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                     for _, buffer in self._part.model.named_buffers()
                 ]
-            return torch.cat(found).numpy()
+            return torch.cat(tensors).numpy()
 
     def scale(self) -> float:
         """The factor of the loss that trainers differentiate."""
@@ -312,8 +315,8 @@ class ServerState:
     def _blocks_with_state(self) -> np.ndarray:
         """The learning blocks with their optimizer state, as `state_fields` lays them out."""
         memory = torch.zeros(self._field_bytes, dtype=torch.uint8)
-        here = [self._update.kept(field.block.name)[field.key] for field in self._state_fields]
-        for into, tensor in zip(views(memory, self._state_fields), here, strict=True):
+        tensors = [self._update.kept(field.block.name)[field.key] for field in self._state_fields]
+        for into, tensor in zip(views(memory, self._state_fields), tensors, strict=True):
             into.copy_(tensor)
         return memory.numpy()
 
@@ -373,7 +376,7 @@ class ServerState:
         return self._update.skipped() + self._skipped
 
     def _pieces(self, masters: Mapping[str, Tensor]) -> dict[str, ParamShard]:
-        found = {}
+        pieces = {}
         for memory, blocks in ((self._dense, self.layout.learning), (self._frozen, self.layout.frozen)):
             for block, view in zip(blocks, views(memory, blocks), strict=True):
                 numbers = block.of(masters[block.name].detach())
@@ -382,8 +385,8 @@ class ServerState:
                 if memory is self._dense:
                     self._learning.append(parameter)
                 master = parameter.data if block.kept is block.dtype else numbers.clone()
-                found[block.name] = ParamShard(parameter, parameter.data, master, block.whole, block.offset)
-        return found
+                pieces[block.name] = ParamShard(parameter, parameter.data, master, block.whole, block.offset)
+        return pieces
 
 
 def _global_rows(push: Push, tickets: Tickets) -> int:

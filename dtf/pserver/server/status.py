@@ -19,7 +19,7 @@ def snapshot(program: ServerProgram, server: int, servers: int) -> dict[str, Any
         held: dict[int, list[str]] = {trainer: [] for trainer in ledger.members()}
         for (kind, step, part), trainer in sorted(ledger.held()):
             held.setdefault(trainer, []).append(f"{'step' if kind == TRAIN else 'evaluation'} {step}, part {part}")
-        found = {
+        values = {
             "server": server,
             "servers": servers,
             "state": "over" if program.over else "serving" if program.begun else "starting",
@@ -35,11 +35,11 @@ def snapshot(program: ServerProgram, server: int, servers: int) -> dict[str, Any
             "tables": server_state.tables(),
         }
         if server == 0:
-            found["trainers"] = [{"trainer": trainer, "holds": holds} for trainer, holds in sorted(held.items())]
-            found["leases"] = {
+            values["trainers"] = [{"trainer": trainer, "holds": holds} for trainer, holds in sorted(held.items())]
+            values["leases"] = {
                 "opened": ledger.opened,
                 "granted": ledger.granted,
                 "finished": ledger.finished,
                 "granted_again": ledger.regranted,
             }
-    return found
+    return values

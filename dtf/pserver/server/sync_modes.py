@@ -77,8 +77,8 @@ class Sync(SyncMode):
 
     def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
         step = min(waiting, default=None)
-        here = sum(push.step == step for push in basket)
-        return here if step is not None and here == len(waiting[step]) else 0
+        arrived = sum(push.step == step for push in basket)
+        return arrived if step is not None and arrived == len(waiting[step]) else 0
 
 
 class Async(SyncMode):
@@ -112,8 +112,8 @@ class HalfAsync(SyncMode):
         return 1 if self._staleness is None else self._staleness
 
     def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
-        row_request = min(self._gather or self._trainers, sum(len(parts) for parts in waiting.values()))
-        return row_request if len(basket) >= row_request else 0
+        needed = min(self._gather or self._trainers, sum(len(parts) for parts in waiting.values()))
+        return needed if len(basket) >= needed else 0
 
 
 class Geo(SyncMode):

@@ -106,10 +106,12 @@ class TrainerModel:
         self._loaded: list[int] = first._loaded if first else [NONE] * len(layouts)
         self._loading = first._loading if first else threading.Lock()
         self._outgoing = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
-        self._leaving = [views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)]
+        self._outgoing_views = [
+            views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)
+        ]
 
     def warmup(self, batch: Batch) -> None:
-        """A pass whose results are dropped: it raises the error of a model that cannot run, before servers are asked."""
+        """A pass whose results are dropped: a model that cannot run fails here, before servers are asked."""
         batch = received(batch, self._task)
         batch = batch._replace(inputs=stand_ins(batch.inputs, self._task.recipe.tables()))
         drew = self.replica.warmup(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
@@ -121,14 +123,14 @@ class TrainerModel:
         self.load(pulled)
         batch = prepared.row_request.fill(prepared.batch, pulled.rows, self.device)
         sums = self.forward_backward(prepared, batch, pulled.scale / prepared.ticket.rows)
-        for layout, here in zip(self._layouts, self._leaving, strict=True):
-            found = [self.parameters[block.name].grad for block in layout.learning]
+        for layout, outgoing in zip(self._layouts, self._outgoing_views, strict=True):
+            grads = [self.parameters[block.name].grad for block in layout.learning]
             parts = [
                 torch.zeros_like(view) if grad is None else block.of(grad)
-                for grad, block, view in zip(found, layout.learning, here, strict=True)
+                for grad, block, view in zip(grads, layout.learning, outgoing, strict=True)
             ]
-            if here:
-                torch._foreach_copy_(here, parts)
+            if outgoing:
+                torch._foreach_copy_(outgoing, parts)
         for parameter in self.parameters.values():
             parameter.grad = None
         rows = prepared.row_request.gradients(self.replica.row_gradients)
@@ -144,11 +146,11 @@ class TrainerModel:
         """
         ticket, lease = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
         bounds, _ = self.micro_batches(prepared)
-        own = share(len(bounds) - 1, within(lease, self._part))
+        part = share(len(bounds) - 1, within(lease, self._part))
         self.replica.model.train()
         self.replica.statistics.forget(ticket.step)
         scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
-        return self.replica.accumulate(ticket, batch, bounds, own, lease, scale)
+        return self.replica.accumulate(ticket, batch, bounds, part, lease, scale)
 
     def statistics_added(self) -> np.ndarray:
         """What the last pass adds to running averages, see `BatchNormStatistics.added`."""
@@ -222,6 +224,6 @@ class TrainerModel:
         from dtf.sparse.store import squares
 
         total = sum(squares(rounded(gradients, self._wire)) for part in rows for _, gradients in part.values())
-        for gradients in self._leaving:
+        for gradients in self._outgoing_views:
             total += sum(float(view.double().square().sum()) for view in gradients)
         return math.sqrt(total)

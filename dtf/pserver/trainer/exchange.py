@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtf.api.recipe import Recipe
-from dtf.pserver.net import messages as protocol
+from dtf.pserver.net import messages
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.compression import WIRE_DTYPES, compress, decompress
 from dtf.pserver.net.messages import ANY, EXCHANGE, LATE, NO, READY
@@ -44,7 +44,7 @@ class Exchange:
         self._servers, self._number, self._model, self._synchronous = servers, number, model, synchronous
         self._wire = WIRE_DTYPES[strategy.wire.value]
         self._tables = list(recipe.tables())
-        self._schemas = protocol.exchange_schemas(recipe)
+        self._schemas = messages.exchange_schemas(recipe)
         self.latest: list[ParamBlocks] = first.latest if first else [NO_BLOCKS] * len(servers)
         """By server, the newest blocks that were pulled."""
 
@@ -124,18 +124,18 @@ class Exchange:
             replies = [reply.result() for reply in pending]
         if not pulls:
             return READY, None
-        messages = [decode(self._schemas[1], reply) for reply in replies]
-        states = [int(message.scalars["pulled"]) for message in messages]
+        answers = [decode(self._schemas[1], reply) for reply in replies]
+        states = [int(message.scalars["pulled"]) for message in answers]
         if LATE in states or NO in states:
             return (LATE if LATE in states else NO), None
-        dense = [_blocks(message, blocks) for message, blocks in zip(messages, known, strict=True)]
-        for server, (message, blocks) in enumerate(zip(messages, dense, strict=True)):
+        dense = [_blocks(message, blocks) for message, blocks in zip(answers, known, strict=True)]
+        for server, (message, blocks) in enumerate(zip(answers, dense, strict=True)):
             if blocks.stamp > self.latest[server].stamp:
                 self.latest[server] = blocks
             if "frozen" in message.arrays:
                 self._model.take_frozen(server, message.arrays["frozen"])
-        rows, applied = [self._rows(message) for message in messages], [int(m.scalars["applied"]) for m in messages]
-        return READY, PulledState(dense, rows, applied, float(messages[0].scalars["scale"]))
+        rows, applied = [self._rows(message) for message in answers], [int(m.scalars["applied"]) for m in answers]
+        return READY, PulledState(dense, rows, applied, float(answers[0].scalars["scale"]))
 
     def pull_frozen(self) -> None:
         """Put what does not learn into the model: frozen blocks, and server 0's buffers."""

@@ -188,7 +188,7 @@ class TrainerGroup:
 
     def send_lists(self, topic: Topic, member: int, lists: Sequence[np.ndarray]) -> None:
         """Send lists of integers; the receiver knows how many lists."""
-        self.send(topic, member, np.array([len(each) for each in lists], np.int64))
+        self.send(topic, member, np.array([len(numbers) for numbers in lists], np.int64))
         self.send(topic, member, np.concatenate(lists).astype(np.int64, copy=False))
 
     def receive_lists(self, topic: Topic, member: int, count: int) -> list[np.ndarray]:

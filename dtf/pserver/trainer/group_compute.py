@@ -36,7 +36,7 @@ Rows = Mapping[str, np.ndarray]
 class GroupRowRequest(RowRequest):
     """The rows that all processes need for one piece of work, each id once.
 
-    `number`: of the piece of work. `own`: what the leader itself has read. `counts`: ids of each process, by table.
+    `number`: of the piece of work. `own_batch`: what the leader has read. `counts`: ids of each process, by table.
     `oldest`: number of the first piece of work that is still needed.
     """
 
@@ -72,7 +72,9 @@ class GroupReader:
         facts, samples, *ids = zip(*parts, strict=True)
         unread, stopping = np.sum(facts, axis=0).tolist()
         self._team.stopping = self._team.stopping or bool(stopping)
-        inputs = {name: torch.from_numpy(np.concatenate(found)) for name, found in zip(self._widths, ids, strict=True)}
+        inputs = {
+            name: torch.from_numpy(np.concatenate(table_ids)) for name, table_ids in zip(self._widths, ids, strict=True)
+        }
         batch = Batch(inputs, torch.empty(0), torch.empty(0), np.concatenate(samples))
         counts = [dict(zip(self._widths, map(len, part[2:]), strict=True)) for part in parts]
         row_request = GroupRowRequest(batch, self._widths, self._servers)
@@ -88,7 +90,7 @@ class GroupReader:
 
     def _oldest(self) -> int:
         with self._lock:
-            return min(each.number for each in self._alive)
+            return min(request.number for request in self._alive)
 
 
 class GroupModel(TrainerModel):
@@ -100,7 +102,7 @@ class GroupModel(TrainerModel):
         self._team = team
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._kind: type[np.generic] = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
-        self._measures = 1 + len(task.recipe.train_metrics)
+        self._metric_count = 1 + len(task.recipe.train_metrics)
         self._trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         self._others = [parameter.data for parameter in self.parameters.values() if not parameter.requires_grad] + list(
             self.replica.model.buffers()
@@ -116,7 +118,7 @@ class GroupModel(TrainerModel):
         """
         self.replica.model.train()
         sums, added = (
-            torch.zeros(self._measures, dtype=torch.float64),
+            torch.zeros(self._metric_count, dtype=torch.float64),
             torch.zeros(len(super().statistics_added()), dtype=torch.float64),
         )
         if not _idle(prepared):
@@ -136,18 +138,18 @@ class GroupModel(TrainerModel):
         """Evaluate this process's rows: metric sums, at the leader those of the whole group, and the judged outputs of
         this process's rows. Collective.
         """
-        found = Evaluated(torch.zeros(self._measures), None)
+        evaluated = Evaluated(torch.zeros(self._metric_count), None)
         if not _idle(prepared):
-            found = self.replica.evaluate(prepared.row_request.fill(prepared.batch, [rows], self.device))
-        sums = found.sums.cpu().double()
+            evaluated = self.replica.evaluate(prepared.row_request.fill(prepared.batch, [rows], self.device))
+        sums = evaluated.sums.cpu().double()
         self._team.reduce([sums])
-        return sums, None if found.rows is None else found.rows.cpu().double().numpy()
+        return sums, None if evaluated.rows is None else evaluated.rows.cpu().double().numpy()
 
     def _row_gradients(self, prepared: PreparedBatch) -> Rows:
         """Gradients of the rows of this process's ids."""
-        found = {} if _idle(prepared) else prepared.row_request.gradients(self.replica.row_gradients)[0]
+        by_table = {} if _idle(prepared) else prepared.row_request.gradients(self.replica.row_gradients)[0]
         return {
-            name: found[name][1] if name in found else np.empty((0, width), self._kind)
+            name: by_table[name][1] if name in by_table else np.empty((0, width), self._kind)
             for name, width in self._widths.items()
         }
 
@@ -180,8 +182,8 @@ class LeaderModel(GroupModel):
         rows = self._begin(EVALUATE, row_request, row_request.fill(prepared.batch, pulled.rows, self.device), 0.0)
         sums, judged = self._evaluate_part(row_request.own_batch, rows)
         parts = [judged, *(self._receive_judged(member) for member in self._team.others)]
-        found = [torch.from_numpy(part) for part in parts if part is not None]
-        return Evaluated(sums, torch.cat(found) if found else None)
+        outputs = [torch.from_numpy(part) for part in parts if part is not None]
+        return Evaluated(sums, torch.cat(outputs) if outputs else None)
 
     def take_frozen(self, server: int, data: np.ndarray) -> None:
         super().take_frozen(server, data)
@@ -234,8 +236,8 @@ class FollowerModel(GroupModel):
                 return
             kind, number, oldest, whole = map(int, order[:4])
             prepared = self._read[number]
-            for each in [each for each in list(self._read) if each < oldest]:  # a thread adds to it
-                del self._read[each]
+            for done in [done for done in list(self._read) if done < oldest]:  # a thread adds to it
+                del self._read[done]
             self._send_params(bool(whole))
             rows = {
                 name: self._team.receive(Topic.ROWS, 0, (len(ids), width), self._kind)
@@ -261,8 +263,8 @@ class FollowerModel(GroupModel):
     def _read_ahead(self, reading: BatchReader, stopping: Callable[[], bool]) -> None:
         while order := self._team.receive_order(Topic.READ):
             kind, step, part, shares, *ticket, number = map(int, order)
-            mine = Train(*ticket, lr=0.0)
-            prepared = self._read[number] = reading(Lease(kind, step, part, shares, (mine,)), mine)
+            ticket_read = Train(*ticket, lr=0.0)
+            prepared = self._read[number] = reading(Lease(kind, step, part, shares, (ticket_read,)), ticket_read)
             self._team.send_lists(Topic.READING, 0, _reading_facts(prepared, stopping()))
 
     def _take_orders(self) -> None:

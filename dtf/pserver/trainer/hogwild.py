@@ -57,9 +57,19 @@ def run_trainers(
         list[Trainer](),
     )
     for thread, number in enumerate(trainer_numbers(process, strategy)):
-        own = replace(context, beat=thread_group.beat(thread))
+        thread_context = replace(context, beat=thread_group.beat(thread))
         trainers.append(
-            Trainer(task, own, strategy, sync_mode, count, number, servers, trainers[0] if trainers else None, team)
+            Trainer(
+                task,
+                thread_context,
+                strategy,
+                sync_mode,
+                count,
+                number,
+                servers,
+                trainers[0] if trainers else None,
+                team,
+            )
         )
     trainers[0].warmup()
     if len(trainers) == 1:
@@ -93,8 +103,8 @@ class ThreadGroup:
     def run(self, functions: Sequence[Callable[[], None]]) -> None:
         """Return when all functions have returned; raise the error of the first to fail."""
         threads = [
-            threading.Thread(target=self._run_guarded, args=each, name=f"trainer {each[0]}", daemon=True)
-            for each in enumerate(functions)
+            threading.Thread(target=self._run_guarded, args=numbered, name=f"trainer {numbered[0]}", daemon=True)
+            for numbered in enumerate(functions)
         ]
         for thread in threads:
             thread.start()

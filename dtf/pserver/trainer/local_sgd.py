@@ -31,8 +31,8 @@ class LocalSgd:
         self._state_fields: list[tuple[Field, ...]] = []
         self._bytes: list[int] = []
         for layout in layouts:
-            found, size = state_fields(layout, task.optimizer)
-            self._state_fields.append(found)
+            layout_fields, size = state_fields(layout, task.optimizer)
+            self._state_fields.append(layout_fields)
             self._bytes.append(size)
         kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
         world = World(Place())
@@ -51,15 +51,15 @@ class LocalSgd:
         )
         pieces = full_params(model.replica.model, model.masters)
         self._update = LocalUpdate(pieces, task.optimizer, task.step.clip_norm, 0.0, tables=self._tables)
-        self._measures = 1 + len(task.recipe.train_metrics)
+        self._metric_count = 1 + len(task.recipe.train_metrics)
 
     @torch.no_grad()
     def begin(self, states: Sequence[np.ndarray]) -> None:
         """Take the servers' blocks with their optimizer state, as `state_fields` lays them out."""
         self._before = [torch.from_numpy(state) for state in states]
-        for own, memory in zip(self._state_fields, self._before, strict=True):
-            for field, arrived in zip(own, views(memory, own), strict=True):
-                self._here(field).copy_(arrived)
+        for layout_fields, memory in zip(self._state_fields, self._before, strict=True):
+            for field, arrived in zip(layout_fields, views(memory, layout_fields), strict=True):
+                self._kept_tensor(field).copy_(arrived)
         # it may have evaluated last, and a step without rows here says nothing else of it
         self._model.replica.model.train()
         self._update.refresh(0)
@@ -68,7 +68,7 @@ class LocalSgd:
         for store in self._stores.values():
             store.clear()
         self._met: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in self._stores}
-        self._sums = torch.zeros(self._measures, dtype=torch.float64)
+        self._sums = torch.zeros(self._metric_count, dtype=torch.float64)
         self._statistics: list[np.ndarray] = []
         self._updates = 0
 
@@ -105,10 +105,12 @@ class LocalSgd:
     def differences(self) -> LeaseResult:
         """The changes since `begin`."""
         dense = []
-        for own, size, before in zip(self._state_fields, self._bytes, self._before, strict=True):
+        for layout_fields, size, before in zip(self._state_fields, self._bytes, self._before, strict=True):
             memory = torch.zeros(size, dtype=torch.uint8)
-            for field, into, was in zip(own, views(memory, own), views(before, own), strict=True):
-                into.copy_(self._here(field)).sub_(was)
+            for field, into, was in zip(
+                layout_fields, views(memory, layout_fields), views(before, layout_fields), strict=True
+            ):
+                into.copy_(self._kept_tensor(field)).sub_(was)
             dense.append(memory.numpy())
         skipped = self._update.skipped() - self._skipped_before
         return LeaseResult(
@@ -122,10 +124,10 @@ class LocalSgd:
             learnt = self._stores[name].records(ids) - np.concatenate([records for _, records in met])
             owners = owner_of(ids, len(parts))
             for server, part in enumerate(parts):
-                mine = owners == server
-                part[name] = ids[mine], learnt[mine]
+                owned = owners == server
+                part[name] = ids[owned], learnt[owned]
         return parts
 
-    def _here(self, field: Field) -> Tensor:
+    def _kept_tensor(self, field: Field) -> Tensor:
         tensor = self._update.kept(field.block.name)[field.key]
         return field.block.of(tensor) if field.shape else tensor

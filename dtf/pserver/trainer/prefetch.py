@@ -72,13 +72,16 @@ class Prefetcher:
         self._done: list[Key] = []
         self._limit, self._over, self._closed = AHEAD, False, False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="prefetcher", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def next(self, timeout_s: float) -> PreparedBatch | None:
-        """The first batch; None when none is ready within `timeout_s` or the run is `over`. Raises the thread's error."""
+        """The first batch; None when none is ready within `timeout_s` or the run is `over`.
+
+        Raises the error of the thread.
+        """
         with self._change:
             self._change.wait_for(lambda: self._ready or self._over or self._error or self.must_rejoin, timeout_s)
             if self._error is not None:
@@ -91,7 +94,7 @@ class Prefetcher:
     def ready(self) -> list[PreparedBatch]:
         """The batches that are ready, the first one first; they stay in the queue."""
         with self._change:
-            return [each[-1] for each in sorted(self._ready)]
+            return [entry[-1] for entry in sorted(self._ready)]
 
     def put_back(self, prepared: PreparedBatch) -> None:
         """Put a batch back that cannot be computed yet, as the work before it is not done.

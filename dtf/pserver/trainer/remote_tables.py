@@ -88,7 +88,7 @@ class RemoteTables(ShardedTables):
             }
             for part in parts
         ]
-        answers = self._ask(GIVE, [(common | {"given": 1}, each) for each in arrays])
+        answers = self._ask(GIVE, [(common | {"given": 1}, part_arrays) for part_arrays in arrays])
         while not all(answer.scalars["whole"] for answer in answers):  # other trainers are slower
             answers = self._ask(GIVE, [(common | {"given": 0}, {}) for _ in answers])
         self._turn += 1
@@ -149,7 +149,7 @@ class RemoteTables(ShardedTables):
         self._orders += 1
         scalars = self._update | {"order": self._orders}
         while True:
-            answers = self._ask(method, [(scalars, each) for each in arrays])
+            answers = self._ask(method, [(scalars, request_arrays) for request_arrays in arrays])
             if all(answer.scalars["done"] for answer in answers):
                 return answers
 
@@ -157,14 +157,14 @@ class RemoteTables(ShardedTables):
         self, method: str, requests: Sequence[tuple[Mapping[str, Any], Mapping[str, np.ndarray]]]
     ) -> list[Message]:
         """One request to each server, all at once; their answers."""
-        asked, told = self._schemas[method]
-        messages = [encode(asked, *request) for request in requests]
+        request_schema, reply_schema = self._schemas[method]
+        messages = [encode(request_schema, *request) for request in requests]
         if len(messages) == 1:
-            return [decode(told, self._servers[0].call(method, messages[0], DEADLINE_S))]
+            return [decode(reply_schema, self._servers[0].call(method, messages[0], DEADLINE_S))]
         pending = [
             server.start(method, message, DEADLINE_S) for server, message in zip(self._servers, messages, strict=True)
         ]
-        return [decode(told, each.result()) for each in pending]
+        return [decode(reply_schema, reply.result()) for reply in pending]
 
     def _refuse_overfull(self, rows: Any) -> None:
         from dtf.sparse.store import full

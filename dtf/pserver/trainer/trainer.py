@@ -18,7 +18,7 @@ from dtf.core.errors import BusyError, ConfigError
 from dtf.core.types import Shard, Train
 from dtf.model.forward import to_device
 from dtf.model.init import build_on_meta
-from dtf.pserver.net import messages as protocol
+from dtf.pserver.net import messages
 from dtf.pserver.net.codec import decode, encode
 from dtf.pserver.net.compression import WIRE_DTYPES
 from dtf.pserver.net.messages import ANY, HELLO, LATE, NONE, REPORT
@@ -83,7 +83,7 @@ class Trainer:
             sync_mode.synchronous,
             first._exchange if first else None,
         )
-        self._reports, self._hellos = protocol.report_schemas(), protocol.hello_schemas()
+        self._reports, self._hellos = messages.report_schemas(), messages.hello_schemas()
         self._evaluation = ANY  # number of the evaluation whose buffers are in the model
         self._sender = ThreadPoolExecutor(1, "sender")
         # a synchronous trainer waits for the answer anyway, and needs no thread for it
@@ -266,7 +266,7 @@ class Trainer:
     # ------------------------------------------------------------ the start
 
     def warmup(self) -> None:
-        """A pass whose results are dropped: it raises the error of a model that cannot run, before servers are asked."""
+        """A pass whose results are dropped: a model that cannot run fails here, before servers are asked."""
         batch = self._context.open("train", Shard(0, self._shares), self._micro_batch_rows).get(0, 0)
         assert batch is not None
         self._model.warmup(to_device(batch, self._model.device, self._task))
