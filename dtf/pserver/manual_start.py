@@ -168,7 +168,7 @@ def check_certificates(node: str, files: Mapping[str, str]) -> None:
         raise ConfigError(f"{node}.ca={files['ca']} holds no certificate; give a file in PEM") from None
     try:
         if "cert" in files and "key" in files:
-            # else who has a key with a password is asked for it
+            # with a password, else a key that has one asks for it on the terminal
             context.load_cert_chain(files["cert"], files["key"], "")
     except (ssl.SSLError, ValueError):
         raise ConfigError(

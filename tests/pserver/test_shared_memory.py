@@ -258,7 +258,7 @@ def test_without_descriptors_messages_travel_whole(monkeypatch: pytest.MonkeyPat
 
 
 def test_who_may_only_look_has_no_region_opened() -> None:
-    with service({"echo": echo, "look": echo}, shown=("look",)) as server, client(server) as inner:
+    with service({"echo": echo, "look": echo}, viewer_methods=("look",)) as server, client(server) as inner:
         SharedMemoryTransport(inner).call("echo", bytes(LARGE), SOON_S)
         region = _Region(LARGE)
         request = region.put(bytes(LARGE), host_id())

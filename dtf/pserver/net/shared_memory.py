@@ -46,7 +46,9 @@ class _Region:
         self.size = _BODY + room
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.size)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or who has opened it could be made to fault
+        fcntl.fcntl(
+            self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK
+        )  # else a process that has opened it could be made to fault
         self.memory, self.key, self.number = mmap.mmap(self.fd, self.size), secrets.token_bytes(16), 0
         self.memory[:16] = self.key
 

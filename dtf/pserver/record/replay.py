@@ -177,7 +177,7 @@ class Replay:
                 f"server {server} had made {applied} updates when it was asked, here it has made {now}; the record is "
                 "not whole"
             )
-        if self._applied[pull.step, pull.part] < self._servers:  # else somebody asked who was too late
+        if self._applied[pull.step, pull.part] < self._servers:  # else a trainer pulled too late
             replies = self._replies.setdefault((pull.step, pull.part), {})
             replies.setdefault((pull, server), []).append(
                 _Reply(now, np.empty(0, np.uint8) if dense is None else dense.copy(), rows)

@@ -49,11 +49,8 @@ class Servicer:
     def hello(self, data: bytes) -> bytes:
         """HELLO: a trainer joins, once this server has its state."""
         message = decode(self._hello[0], data)
-        trainer, launch_id, program = (
-            int(message.scalars["trainer"]),
-            str(message.scalars.get("starter", "")),
-            self._program,
-        )
+        trainer, launch_id = int(message.scalars["trainer"]), str(message.scalars.get("starter", ""))
+        program = self._program
         refusal = mixture({"server 0": self._facts, f"trainer {trainer}": messages.facts_of(message)})
         taken = False
         with program.change:
@@ -85,11 +82,8 @@ class Servicer:
     def lease(self, data: bytes) -> bytes:
         """LEASE: take note of finished work, and grant leases."""
         message = decode(self._lease[0], data)
-        trainer, launch_id, program = (
-            int(message.scalars["trainer"]),
-            str(message.scalars.get("starter", "")),
-            self._program,
-        )
+        trainer, launch_id = int(message.scalars["trainer"]), str(message.scalars.get("starter", ""))
+        program = self._program
         with program.change:
             now = time.monotonic()
             if message.scalars.get("leaving"):

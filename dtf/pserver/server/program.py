@@ -189,8 +189,8 @@ class ServerProgram(Program):
             self.over, self.reason = True, reason
             self.change.notify_all()
             if self._world.rank == 0:
-                # A run that was over when it began ends sooner than trainers come, who would look for servers that are
-                # gone.
+                # A run that was over when it began would end before its trainers come, and they would look for
+                # servers that are gone.
                 self.change.wait_for(
                     lambda: (
                         not self.ledger.members() and (self.begun or len(self.ledger.ever_joined) >= self._trainers)

@@ -46,26 +46,16 @@ class RowServer:
         read: Callable[[Path], Source],
         write: Write,
     ) -> None:
-        self._shards, self._trainers, self._rank, self._folder, self._read, self._write = (
-            shards,
-            trainers,
-            rank,
-            folder,
-            read,
-            write,
-        )
+        self._shards, self._trainers, self._rank = shards, trainers, rank
+        self._folder, self._read, self._write = folder, read, write
         self._widths = {name: table.width for name, table in recipe.tables().items()}
         self._schemas = rows_schemas(recipe)
         self._change = threading.Condition()  # of the rows and all that follows
         self._basket: dict[int, dict[str, RowGradients]] = {}  # by trainer, of this turn
         self._turn = self._version = self._steps = self._pushes = self._dropped = 0
         self._squares = 0.0  # of the gradient of the turn before
-        self._orders, self._worker, self._number, self._work = (
-            threading.Lock(),
-            ThreadPoolExecutor(1, "order"),
-            0,
-            Future[dict[str, np.ndarray]](),
-        )
+        self._orders, self._worker = threading.Lock(), ThreadPoolExecutor(1, "order")
+        self._number, self._work = 0, Future[dict[str, np.ndarray]]()  # of the order under way, or the last one
         self._over, self._failure, self._stopping = threading.Event(), list[BaseException](), False
         self.handlers = {
             LOOK: self.look,

@@ -62,13 +62,8 @@ class ServerState:
         shares: int,
         micro_batch_rows: int,
     ) -> None:
-        self._task, self._world, self._sync_mode, self._shares, self._micro_batch_rows = (
-            task,
-            world,
-            sync_mode,
-            shares,
-            micro_batch_rows,
-        )
+        self._task, self._world, self._sync_mode = task, world, sync_mode
+        self._shares, self._micro_batch_rows = shares, micro_batch_rows
         model = init_model(task.recipe, task.seed, task.weights)
         masters = cast(model, task.precision, world.device)
         layouts = lay_out(
@@ -151,11 +146,11 @@ class ServerState:
             if self._shards is not None:
                 self._shards.norm = torch.zeros((), dtype=torch.float64)
         elif not finite and self._arriving:
-            torch._foreach_mul_(self._arriving, float("nan"))  # which the norm tells all servers
+            torch._foreach_mul_(self._arriving, float("nan"))  # all servers see it in the norm
         known = self._update.apply(ticket.step, ticket.lr)
         whole = bool(update_applied(known))
         if whole and self._norm is not None and len(pushes) > 1:
-            known = torch.tensor([float("nan"), 1.0], dtype=torch.float64)  # that of the sum is known to nobody
+            known = torch.tensor([float("nan"), 1.0], dtype=torch.float64)  # the norm of the sum is not known
         self._norm = None
         return known, whole
 

@@ -24,26 +24,26 @@ PendingShares = Mapping[int, Collection[int]]
 
 
 class SyncMode(ABC):
-    """One mode."""
+    """A mode as a rule over the pushes that have arrived."""
 
     synchronous = False
-    """Whether each step is one update, of all its shares summed in their order: the same numbers as any synchronous
-    strategy.
+    """Whether each step is one update, of all its shares summed in their order, with the same numbers as any
+    synchronous strategy.
     """
 
     collective = False
-    """Whether all servers merge the same pushes, one update after the other: what needs the whole gradient can then be
-    known.
+    """Whether all servers merge the same pushes into the same sequence of updates. Then the norm of the whole gradient
+    is known.
     """
 
     immediate = False
-    """Whether each push is an update at once: what is asked for with it then waits for that."""
+    """Whether each push is an update by itself. A pull in the same message then waits for that update."""
 
     local_training = False
-    """Whether trainers learn by themselves and push differences of the state, not gradients."""
+    """Whether trainers train locally and push changes of the state in place of gradients."""
 
     steps = 1
-    """Steps of one lease."""
+    """How many steps a lease has."""
 
     def __init__(self, staleness: int | None) -> None:
         self._staleness = staleness

@@ -144,7 +144,7 @@ class Prefetcher:
         until then.
         """
         nothing = np.empty((0, 3), np.int64)
-        with suppress(Lost):  # it waits for nobody for ever
+        with suppress(Lost):  # server 0 does not wait for ever
             self._transport.call(
                 LEASE,
                 encode(self._schemas[0], {**self._identity, "leaving": 1}, {"done": nothing, "has": nothing}),
