@@ -39,6 +39,7 @@ SHORT_VERIFY = [
 SMALL_IMAGES = ["recipe.data.train_rows=64", "recipe.data.eval_rows=16"]
 
 RunDtf = Callable[..., Result]
+PAGES.append(PAGES[0].parents[1] / "README.md")  # its recipe runs too
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def test_a_class_that_lacks_methods_is_refused() -> None:
     class Empty(Schedule):
         pass
 
-    with pytest.raises(ConfigError, match=r"^observer=half: tests\.test_own_parts\..*Half must define see$"):
+    with pytest.raises(ConfigError, match=r"^observer=half: tests\.docs\.test_own_parts\..*Half must define see$"):
         register("observer", "half")(Half)
     with pytest.raises(ConfigError, match=r"^lr=empty: .*Empty must define __call__$"):
         register("lr", "empty")(Empty)

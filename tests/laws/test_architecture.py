@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import itertools
 import re
 import subprocess
@@ -11,65 +12,33 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
 
-FLOORS = {
-    "vocabulary": "dtf errors registry trace values",
-    "leaves: one thing each": "agreement answers by_hand budget classes collectives devices ema ending environment "
-    "eventfile feed frozen gradients "
-    "heartbeat layout id_kernels links live lr manifest memory metrics network optimizer options partition patterns "
-    "precision pserver "
-    "pserver.choices pserver.placing pserver.transport pserver.wire row_kernels row_optimizer sampler schedules "
-    "schema sections seeding slices sparse strides "
-    "supervise table tracking usage",
-    "formats of files": "commit located shards untrusted",
-    "contracts": "job launcher observer recipe strategy",
-    "parts that several strategies share": "build chain clock costs divided loader microbatch misfits passes "
-    "pipelined placement profiler ranking reducing "
-    "remat replicas screen seat sharded spmd stages tables update world",
-    "the parameter server": "pserver.blocks pserver.checks pserver.computing pserver.desk pserver.feeder "
-    "pserver.hogwild pserver.holdings pserver.ledger "
-    "pserver.lending pserver.local pserver.meeting pserver.merging pserver.narrow pserver.protocol pserver.push "
-    "pserver.reading pserver.recorder pserver.regions pserver.remote pserver.replay pserver.rows pserver.rpc "
-    "pserver.serving pserver.session pserver.sharing "
-    "pserver.status pserver.tally pserver.team pserver.trainer",
-    "engine": "checkpoint engine evidence weights",
-    "options, one registered class per file": "observers optimizers recipes row_optimizers strategies",
-    "the root config, typed": "settings",
-    "front and ranks": "charts config describe entries examine explain export inference inherited overview page "
-    "presets record replay report results rows "
-    "run served sources sweep trained trials tuning worker",
-    "processes": "attempt elastic forkserver hosts killing rank stop warm watched",
-    "what the fork server imports": "preload",
-    "options that start processes": "launchers",
-    "options that start runs": "jobs",
-    "command line": "__main__",
-}
-SIBLINGS = ("dtf.jobs", "dtf.launch", "dtf.observers", "dtf.optim", "dtf.recipes", "dtf.sparse", "dtf.strategies")
+PARTS = {"strategies", "observers", "launch", "jobs"}
 NO_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
 OBJECT_COLLECTIVES = ("_object", "_object_list")
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = ("dtf", *parts) if parts[0] == "recipes" else parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+@cache
+def rooms() -> ModuleType:
+    """docs/rooms.py, the command that prints rooms and arrows and fails where one breaks the rules."""
+    spec = importlib.util.spec_from_file_location("rooms", ROOT / "docs" / "rooms.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @cache
 def sources() -> dict[str, Path]:
     """Module name -> file, of everything that is shipped."""
-    found = [*(ROOT / "dtf").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
-    return {
-        module_name(path): path
-        for path in sorted(found)
-        if "recipes" not in path.relative_to(ROOT).parts[1:2] and "__pycache__" not in path.parts
-    }
+    return rooms().source_files()
 
 
 @cache
@@ -86,84 +55,46 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
         yield from walk(child)
 
 
-def imports(name: str, path: Path) -> set[str]:
-    """dtf modules that a module imports, at the top or in a function."""
-    found = set()
-    for node in walk(tree(path)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-            start = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
-            source = ".".join(part for part in (start, node.module or "") if part)
-            found |= {
-                f"{source}.{alias.name}" if f"{source}.{alias.name}" in sources() else source for alias in node.names
-            }
-    return {target for target in found if target.split(".")[0] == "dtf" and target != name}
+def test_rooms_import_downwards_and_never_in_a_circle() -> None:
+    imports = rooms().imports_of(sources())
+    assert not rooms().upward(imports)
+    assert not rooms().circles(imports)
+    assert not rooms().unknown(sources())
 
 
-@cache
-def floors() -> dict[str, int]:
-    """Module or package of options -> its floor."""
-    return {
-        ("dtf" if word == "dtf" else f"dtf.{word}"): number
-        for number, words in enumerate(FLOORS.values())
-        for word in words.split()
+def test_the_command_sees_what_breaks_the_rules(tmp_path: Path) -> None:
+    """An upward import for a type alone, one inside a function, a circle, what is long: each is a line."""
+    upward, circles = rooms().upward, rooms().circles
+    assert upward({"dtf.core.text": {"dtf.cli.main"}, "dtf.cli.main": {"dtf.core.text"}})
+    assert not upward({"dtf.cli.main": {"dtf.core.text"}})
+    assert circles({"dtf.core.a": {"dtf.core.b"}, "dtf.core.b": {"dtf.core.c"}, "dtf.core.c": {"dtf.core.a"}})
+    assert not circles({"dtf.core.a": {"dtf.core.b"}, "dtf.core.b": set()})
+    hidden = tmp_path / "hidden.py"
+    hidden.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dtf.cli import main\n"
+        "def f():\n    import dtf.jobs.train\n"
+    )
+    files = {"dtf.core.hidden": hidden, "dtf.cli.main": hidden, "dtf.jobs.train": hidden}
+    assert rooms().imports_of(files)["dtf.core.hidden"] == {
+        "dtf.cli.main",
+        "dtf.jobs.train",
     }
+    for folder in ("dtf", "tests", "bench", "docs"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "dtf" / "long.py").write_text("def f():\n" + "    pass\n" * 60)
+    (tmp_path / "tests" / "longer.py").write_text("x = 1\n" * 401)
+    assert len(rooms().oversized({"dtf.long": tmp_path / "dtf" / "long.py"}, tmp_path)) == 2
 
 
-def floor(name: str) -> int:
-    package = ".".join(name.split(".")[:2])
-    known = package if package in SIBLINGS else name
-    assert known in floors(), f"{name} has no floor; add it to FLOORS in {Path(__file__).name}"
-    return floors()[known]
-
-
-def family(name: str) -> str:
-    """What a module is a sibling of: `dtf.strategies.ddp` -> itself; `dtf.recipes.resnet.model` ->
-    `dtf.recipes.resnet`.
-    """
-    return ".".join(name.split(".")[:3])
-
-
-@pytest.mark.parametrize("name", sources())
-def test_nothing_imports_upwards(name: str) -> None:
-    for target in imports(name, sources()[name]):
-        assert target in sources(), f"{name} imports {target}, which is no module of dtf"
-        below, here = list(FLOORS)[floor(target)], list(FLOORS)[floor(name)]
-        assert floor(target) <= floor(name), f"{name} ({here}) imports {target} ({below}), which is above it"
-
-
-def test_no_import_cycles() -> None:
-    edges = {name: imports(name, path) for name, path in sources().items()}
-    done: set[str] = set()
-
-    def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, f"import cycle: {' -> '.join((*trail[trail.index(name) :], name))}"
-        if name not in done:
-            for target in edges.get(name, ()):
-                if not name.startswith(f"{target}."):  # a package may be imported by its own modules
-                    visit(target, (*trail, name))
-            done.add(name)
-
-    for name in edges:
-        visit(name, ())
-
-
-def test_siblings_never_import_each_other() -> None:
-    for name, path in sources().items():
-        for group in SIBLINGS:
-            if name.startswith(f"{group}."):
-                others = {
-                    target
-                    for target in imports(name, path)
-                    if target.startswith(f"{group}.") and family(target) != family(name)
-                }
-                assert not others, f"{name} imports its sibling {', '.join(others)}"
-
-
-def test_floors_name_modules_that_exist() -> None:
-    assert not set(floors()) - set(sources())
+def test_parts_of_a_kind_never_import_each_other() -> None:
+    """A strategy, an observer, a job can be read, changed and removed alone."""
+    imports = rooms().imports_of(sources())
+    parts = [name for name, path in sources().items() if registers(path) and rooms().room_of(name) in PARTS]
+    assert len(parts) > 20
+    for name in parts:
+        package = name.rpartition(".")[0]
+        others = {target for target in imports[name] if target in parts and target.rpartition(".")[0] == package}
+        assert not others, f"{name} imports its sibling {', '.join(sorted(others))}"
 
 
 def test_dependencies_are_declared_and_explained() -> None:
@@ -198,11 +129,9 @@ def test_dependencies_are_declared_and_explained() -> None:
     assert {row.replace(" ", "") for row in rows if row != "package"} == {text.replace(" ", "") for text in bounds}
 
 
-def test_no_file_is_long_and_none_is_a_drawer() -> None:
-    files = [*sources().values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
-    for path in files:
-        length = len(path.read_text().splitlines())
-        assert length <= 400, f"{path.relative_to(ROOT)} has {length} lines; divide it"
+def test_nothing_is_long_and_no_file_is_a_drawer() -> None:
+    assert not rooms().oversized(sources())
+    for path in [*sources().values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]:
         assert path.stem not in NO_NAMES, f"{path.relative_to(ROOT)}: name what it does"
 
 
