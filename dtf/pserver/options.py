@@ -104,20 +104,20 @@ class PserverOptions:
         doc="`sync`: gradients of all trainers make one update, the same numbers as ddp; `async`: each trainer works "
         "on global batches of its own, whose "
         "gradients are applied as they arrive; `half_async`: trainers run free, and `gather` gradients make one "
-        "update; `geo`: each trains by itself for "
-        "`geo_steps`, from the servers' state, and what they learnt is added up there, each by its share of the rows",
+        "update; `geo`: each trains locally for "
+        "`geo_steps` from the servers' state, and the servers add up the changes, each by its share of the rows",
     )
     dense: Dense = option(
         default=Dense.pserver,
-        doc="who holds what is no sparse table: `pserver`: servers do; `allreduce`: each trainer, as with ddp, and "
-        "servers hold rows alone (sync)",
+        doc="where the dense parameters are: `pserver`: on servers; `allreduce`: on each trainer, as with ddp, and "
+        "servers hold rows of sparse tables alone (sync)",
     )
     servers: int = option(default=1, least=1, most=MOST_PROCESSES, doc="processes that hold the state")
     trainers: int = option(
         default=0,
         least=0,
         most=MOST_PROCESSES,
-        doc="who computes, each in `team` processes; 0: launcher.processes / team",
+        doc="how many trainers compute, each in `team` processes; 0: launcher.processes / team",
     )
     team: int = option(
         default=1,
@@ -125,7 +125,7 @@ class PserverOptions:
         most=MOST_PROCESSES,
         doc="processes of a trainer: they share the rows of each lease, add up gradients among themselves (nccl on "
         "GPUs, gloo on CPUs), and one of them "
-        "alone speaks with the servers",
+        "talks to the servers",
     )
     hogwild_threads: int = option(
         default=1,
