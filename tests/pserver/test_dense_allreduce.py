@@ -45,8 +45,8 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=slow), 3])
 def test_the_numbers_are_the_references_in_fp64(processes: int, servers: int, recipe: dict[str, Any]) -> None:
-    found = spread("pserver", processes, options={"dense": "allreduce", "servers": servers}, recipe=recipe)
-    assert difference(reference(recipe=recipe), found) <= 1e-10
+    result = spread("pserver", processes, options={"dense": "allreduce", "servers": servers}, recipe=recipe)
+    assert difference(reference(recipe=recipe), result) <= 1e-10
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=slow), pytest.param("bf16", marks=slow), "fp16"])
@@ -83,9 +83,9 @@ def calm(servers: int) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=slow) for seed in range(8)])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_bit_for_bit_as_on_a_good_network(servers: int, seed: int) -> None:
-    found = spread("pserver", 3, recipe=ANY, options=TWO | {"servers": servers}, network=seed)
-    assert same(found, calm(servers))
-    assert found["met"].keys() >= {"lose_request", "lose_response"} | ({"double"} if servers > 1 else set())
+    result = spread("pserver", 3, recipe=ANY, options=TWO | {"servers": servers}, network=seed)
+    assert same(result, calm(servers))
+    assert result["met"].keys() >= {"lose_request", "lose_response"} | ({"double"} if servers > 1 else set())
 
 
 # ---------------------------------------------------------------- a server by itself
@@ -104,8 +104,8 @@ class Asked:
         self.update = {"version": 0, "factor": 0.0, "lr": 0.0, "step": 0}
 
     def __call__(self, method: str, scalars: dict[str, Any], arrays: dict[str, np.ndarray]) -> Message:
-        asked, told = rows_schemas(self.recipe)[method]
-        return decode(told, self.row_server.handlers[method](encode(asked, scalars, arrays)))
+        asked, reply = rows_schemas(self.recipe)[method]
+        return decode(reply, self.row_server.handlers[method](encode(asked, scalars, arrays)))
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         row_request = {"want/ids": ids, "want/who": np.empty(0, np.int64)}
@@ -137,8 +137,8 @@ def test_what_comes_twice_counts_once(server: Asked) -> None:
     assert late.scalars["whole"] and float(late.arrays["squares"][0]) == 0
     with pytest.raises(Refused, match="turn 0 is over"):
         server.give(0, 0, ids, 1.0)
-    told = server.row_server.snapshot()
-    assert (told["updates"], told["pushes"], told["dropped"], told["version"]) == (1, 4, 3, 1)
+    snapshot = server.row_server.snapshot()
+    assert (snapshot["updates"], snapshot["pushes"], snapshot["dropped"], snapshot["version"]) == (1, 4, 3, 1)
 
 
 def test_requests_that_make_no_sense_are_refused_and_change_nothing(server: Asked, tmp_path: Path) -> None:

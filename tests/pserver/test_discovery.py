@@ -48,29 +48,33 @@ def test_a_server_that_cannot_listen_says_who_may() -> None:
 
 def test_a_server_that_is_taken_for_server_0_says_so_and_that_it_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "QUIET_S", 0.0)
-    where, told, said = endpoints(2), list[str](), list[str]()
+    where, refusals, messages = endpoints(2), list[str](), list[str]()
 
     def ask() -> None:
         client = Client(where[1], TOKEN, "none")
         try:
             with pytest.raises(ConfigError) as refused:
                 discovery.Member(client, discovery.TRAINER, 2, {}).ask()
-            told.append(str(refused.value))
+            refusals.append(str(refused.value))
         finally:
             client.close()
 
     with pytest.raises(PeerError, match=f"server 0 cannot be reached: meet at {where[0]}"):
-        manual_rendezvous.rendezvous(standing(ask, said), Pserver(endpoints=where, trainers=1, meet_timeout_s=0.3), 1)
-    assert "this is server 1, and strategy.endpoints calls it server 0" in told[0] and where[1] in told[0]
-    assert f"waiting for the servers: server 0 cannot be reached: meet at {where[0]}" in said[0]
+        manual_rendezvous.rendezvous(
+            standing(ask, messages), Pserver(endpoints=where, trainers=1, meet_timeout_s=0.3), 1
+        )
+    assert "this is server 1, and strategy.endpoints calls it server 0" in refusals[0] and where[1] in refusals[0]
+    assert f"waiting for the servers: server 0 cannot be reached: meet at {where[0]}" in messages[0]
 
 
 def test_a_trainer_says_which_server_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manual_rendezvous, "QUIET_S", 0.0)
     monkeypatch.setattr(manual_rendezvous, "READY_S", 0.1)
-    where, said = endpoints(2), list[str]()
+    where, messages = endpoints(2), list[str]()
     place = Place(rank=2, size=3, token=TOKEN)
-    context = RoleContext(place, {"config": {}}, cast(Any, None), lambda phase, step: None, lambda: False, said.append)
+    context = RoleContext(
+        place, {"config": {}}, cast(Any, None), lambda phase, step: None, lambda: False, messages.append
+    )
     strategy = Pserver(endpoints=where, trainers=1, meet_timeout_s=0.3)
     trainer = manual_rendezvous.ExternalTrainer(cast(Any, None), context, strategy, 1, 0)
     monkeypatch.setattr(
@@ -85,7 +89,9 @@ def test_a_trainer_says_which_server_it_waits_for(monkeypatch: pytest.MonkeyPatc
     )
     with pytest.raises(PeerError, match=f"within strategy.meet_timeout_s=0.3: server 1 is not ready at {where[1]}"):
         trainer.run()
-    assert len(said) == 1 and said[0].startswith(f"waiting for the servers: server 1 is not ready at {where[1]}")
+    assert len(messages) == 1 and messages[0].startswith(
+        f"waiting for the servers: server 1 is not ready at {where[1]}"
+    )
 
 
 def waits(server: int) -> Callable[[float], None]:

@@ -170,8 +170,8 @@ def test_a_push_of_rows_that_are_not_here_is_refused(ids: list[int]) -> None:
         assert refused(program, servicer, recipe, statistics, ids) == "ids/ids has some that are not of this server"
         assert refused(program, servicer, recipe, statistics, [3, 5]) == ""
         program.server_state._world.size = 2
-        assert [program.server_state.owns("ids", np.array([each])) for each in range(99)] == [
-            each == 0 for each in owner_of(np.arange(99), 2)
+        assert [program.server_state.owns("ids", np.array([row_id])) for row_id in range(99)] == [
+            row_id == 0 for row_id in owner_of(np.arange(99), 2)
         ]
 
 

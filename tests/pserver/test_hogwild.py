@@ -76,21 +76,21 @@ def crowd(processes: int, options: dict[str, Any], **case: Any) -> dict[str, Any
 )
 def test_every_sample_once_and_evaluations_exactly(options: dict[str, Any], processes: int) -> None:
     """The engine refuses an evaluation that counts a row twice or not at all."""
-    found = crowd(processes, options, recipe=ANY)
+    result = crowd(processes, options, recipe=ANY)
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(
+        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in result["ids"][str(step)]) == Counter(
             range(100)
         )
-    assert len(found["eval"]) == 10 and found["eval"]["10"]["loss"] < found["eval"]["1"]["loss"]
+    assert len(result["eval"]) == 10 and result["eval"]["10"]["loss"] < result["eval"]["1"]["loss"]
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=slow) for seed in (0, 2, 3, 4, 5))])
 def test_each_ticket_is_applied_once_although_processes_die(seed: int) -> None:
-    found = crowd(2, {"servers": 2}, deaths=seed)
-    assert Counter(i for step in found["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), (
+    result = crowd(2, {"servers": 2}, deaths=seed)
+    assert Counter(i for step in result["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), (
         "two epochs"
     )
-    assert found["died"] >= 1
+    assert result["died"] >= 1
 
 
 def test_it_learns_as_async_does() -> None:
@@ -108,16 +108,16 @@ def test_one_copy_of_the_parameters_and_each_what_else_it_needs() -> None:
     layouts = lay_out(Toy().build_model(), TASK.precision, 1, True, 1, "round_robin")
     made = [TrainerModel(ModelSetup(TASK, torch.device("cpu"), layouts, 1, 24), threads=2)]
     made.append(TrainerModel(ModelSetup(TASK, torch.device("cpu"), layouts, 1, 24), threads=2, first=made[0]))
-    first, second = ([*each.parameters.values()] for each in made)
+    first, second = ([*model.parameters.values()] for model in made)
     assert [p.data_ptr() for p in first] == [p.data_ptr() for p in second] and not {id(p) for p in first} & {
         id(p) for p in second
     }
-    own = [{buffer.data_ptr() for buffer in each.replica.model.buffers() if buffer.numel()} for each in made]
-    assert own[0] and not own[0] & own[1]
+    buffers_of = [{buffer.data_ptr() for buffer in model.replica.model.buffers() if buffer.numel()} for model in made]
+    assert buffers_of[0] and not buffers_of[0] & buffers_of[1]
 
-    def load(each: TrainerModel, stamp: int) -> set[float]:
+    def load(model: TrainerModel, stamp: int) -> set[float]:
         data = np.full(layouts[0].bytes // 4, stamp, np.float32).view(np.uint8)
-        each.load(PulledState([ParamBlocks(stamp, data)], [], [0], 1.0))
+        model.load(PulledState([ParamBlocks(stamp, data)], [], [0], 1.0))
         return {float(value) for parameter in first for value in parameter.detach().flatten()}
 
     assert load(made[0], 3) == {3.0} and load(made[1], 5) == {5.0}

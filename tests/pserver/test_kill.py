@@ -42,16 +42,16 @@ def visits(folder: Path) -> Counter[int]:
 
 def left(folder: Path) -> list[str]:
     """Processes that have the run folder open, and shared memory of the project."""
-    found = []
+    remains = []
     for process in Path("/proc").glob("[0-9]*/fd"):
         try:
             names = [os.readlink(link) for link in process.iterdir()]
         except OSError:
             continue
-        found += [
+        remains += [
             str(process) for name in names if name.startswith(str(folder)) and process.parent.name != str(os.getpid())
         ]
-    return found
+    return remains
 
 
 @pytest.fixture
@@ -110,13 +110,13 @@ def test_sigterm_to_anybody_saves_and_ends(
 ) -> None:
     whole = calm(*servers)
     rank = {"launcher": -1, "server": 0, "trainer": 2 if servers else 1}[who]
-    told = run_dtf(
+    stopped = run_dtf(
         *BASE, *servers, "observer=[jsonl,kill_trigger]", f"observer.kill_trigger.orders=['7:{rank}:SIGTERM']"
     )
-    assert told.code == 75, told.err
-    assert run_dtf(*BASE, *servers, folder=told.folder).code == 0
-    assert bits(whole) == bits(told.folder) and visits(told.folder) == THRICE
-    assert left(told.folder) == []
+    assert stopped.code == 75, stopped.err
+    assert run_dtf(*BASE, *servers, folder=stopped.folder).code == 0
+    assert bits(whole) == bits(stopped.folder) and visits(stopped.folder) == THRICE
+    assert left(stopped.folder) == []
 
 
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path, calm: Callable[..., Path], run_dtf: Any) -> None:

@@ -44,9 +44,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Underway]:
         server = start("server", words(where, "server", 0, *task, f"run.dir={folder / 'run'}"))
         until(lambda: members(folder / "run") == [0], server, trainer)
         yield Underway(where, folder / "run", server, trainer)
-        assert server.stop() == Exit.PREEMPTED, server.said()
-        assert trainer.end() == Exit.PREEMPTED, trainer.said()
-        assert f"trainer 0 takes part in {folder / 'run'}" in trainer.said()
+        assert server.stop() == Exit.PREEMPTED, server.output()
+        assert trainer.end() == Exit.PREEMPTED, trainer.output()
+        assert f"trainer 0 takes part in {folder / 'run'}" in trainer.output()
         assert not (folder / "run" / "live.json").exists()
         with pytest.raises(PeerError, match="has ended"):
             find(folder / "run")
@@ -72,11 +72,11 @@ def test_status_of_a_live_run(live: Underway, run_dtf: Run) -> None:
     text = run_dtf("job=status", f"job.run_folder={live.folder}", "job.seconds=0.3").out
     assert "mode async, serving" in text
     assert live.where[0] in text
-    found = json.loads(
+    servers = json.loads(
         run_dtf("job=status", f"job.run_folder={live.folder}", "job.format=json", "job.seconds=0.3").out
     )["servers"]
-    assert len(found) == 1
-    server = found[0]
+    assert len(servers) == 1
+    server = servers[0]
     assert server["pushes_per_s"] > 0
     assert run_dtf("job=status", f"job.run_folder={live.folder}", "job.seconds=1e-9").code == Exit.OK
     assert server["pushes"] == sum(server["staleness"].values()) == server["updates"]
@@ -85,7 +85,7 @@ def test_status_of_a_live_run(live: Underway, run_dtf: Run) -> None:
         >= server["leases"]["granted"] - server["leases"]["granted_again"]
         >= server["leases"]["finished"]
     )
-    assert [each["trainer"] for each in server["trainers"]] == [0]
+    assert [trainer["trainer"] for trainer in server["trainers"]] == [0]
     assert server["blocks"]["bytes"] > 0
 
 
@@ -147,11 +147,11 @@ def test_a_trainer_joins_and_leaves(live: Underway, run_dtf: Run, monkeypatch: p
 
 def finished(folder: Path) -> dict[int, dict[str, float]]:
     """Metrics by step, those of the last launch."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
-        each["step"]: {key: each[key] for key in ("loss", "grad_norm")}
-        for each in found
-        if each.get("split") == "train"
+        record["step"]: {key: record[key] for key in ("loss", "grad_norm")}
+        for record in records
+        if record.get("split") == "train"
     }
 
 
@@ -182,7 +182,11 @@ def test_two_servers_in_any_order_one_of_them_killed_and_started_again(tmp_path:
         assert len(status(folder)) == 2
         second.kill()
         second = start("server1b", words(where, "server", 1, *more))
-        assert (first.end(), second.end(), trainer.end()) == (0, 0, 0), (first.said(), second.said(), trainer.said())
+        assert (first.end(), second.end(), trainer.end()) == (0, 0, 0), (
+            first.output(),
+            second.output(),
+            trainer.output(),
+        )
     whole = run_dtf(
         *words([], "server", 0)[:-3],
         *more,
@@ -212,9 +216,9 @@ def test_server_0_is_lost_with_its_host_and_started_again(tmp_path: Path) -> Non
         server.kill()
         before = max(finished(folder))
         server = start("again", words(where, "server", 0, *more, f"run.dir={folder}"))
-        codes = [each.end() for each in (server, *trainers)]
-        assert codes == [0, 0, 0], [each.said() for each in (server, *trainers)]
-        assert "waiting for the servers to come back" in trainers[0].said()
+        codes = [command.end() for command in (server, *trainers)]
+        assert codes == [0, 0, 0], [command.output() for command in (server, *trainers)]
+        assert "waiting for the servers to come back" in trainers[0].output()
     assert max(finished(folder)) == 2000 > before
 
 
@@ -244,9 +248,9 @@ def test_a_server_whose_rank_is_killed_in_a_mode_in_which_servers_rarely_meet(mo
         )
         os.kill(second.rank(), signal.SIGKILL)
         codes = [each.end() for each in (first, second, trainer)]
-        assert codes == [0, 0, 0], [each.said() for each in (first, second, trainer)]
-        assert "restart 1 of 3" in first.said()
-        assert "restart 1 of 3" in second.said()
+        assert codes == [0, 0, 0], [each.output() for each in (first, second, trainer)]
+        assert "restart 1 of 3" in first.output()
+        assert "restart 1 of 3" in second.output()
     assert max(finished(folder)) == 1500
 
 
@@ -265,14 +269,14 @@ def test_a_trainer_of_several_threads_comes_leaves_and_ends_with_all_of_them(tmp
         server = start("server", words(where, "server", 0, *more, f"run.dir={folder}"))
         trainer = start("trainer", words(where, "trainer", 1, *more))
         until(lambda: members(folder) == [2, 3], server, trainer)
-        assert trainer.stop() == Exit.PREEMPTED, trainer.said()
+        assert trainer.stop() == Exit.PREEMPTED, trainer.output()
         assert members(folder) == []
         trainer = start("again", words(where, "trainer", 1, *more))
         until(lambda: members(folder) == [2, 3], server, trainer)
         os.kill(trainer.rank(), signal.SIGKILL)
-        until(lambda: "restart 1 of 3" in trainer.said() and members(folder) == [2, 3], server, trainer)
-        assert server.stop() == Exit.PREEMPTED, server.said()
-        assert trainer.end() == Exit.PREEMPTED, trainer.said()
+        until(lambda: "restart 1 of 3" in trainer.output() and members(folder) == [2, 3], server, trainer)
+        assert server.stop() == Exit.PREEMPTED, server.output()
+        assert trainer.end() == Exit.PREEMPTED, trainer.output()
 
 
 @pytest.mark.slow
@@ -291,7 +295,7 @@ def test_nobody_waits_for_ever(tmp_path: Path, run_dtf: Run, monkeypatch: pytest
         assert whom in alone.err
     with commands(tmp_path) as start:
         waiting = start("trainer", words(where, "trainer", 0, "strategy.trainers=1", "train.steps=1"))
-        until(lambda: "waiting for the servers" in waiting.said(), waiting)
+        until(lambda: "waiting for the servers" in waiting.output(), waiting)
         assert waiting.stop() == Exit.PREEMPTED
 
 
@@ -303,15 +307,15 @@ def test_certificates(mode: str, tmp_path: Path, run_dtf: Run, monkeypatch: pyte
     (key, cert), (_, stranger) = certificate(tmp_path, "run"), certificate(tmp_path, "stranger")
     where, folder = endpoints(2), tmp_path / "run"
     more = (*SYNC, f"strategy.tls.mode={mode}")
-    own = (f"strategy.tls.ca={cert}", f"strategy.tls.cert={cert}", f"strategy.tls.key={key}")
+    files = (f"strategy.tls.ca={cert}", f"strategy.tls.cert={cert}", f"strategy.tls.key={key}")
     with commands(tmp_path) as start:
         servers = [
-            start(f"server{number}", words(where, "server", number, *more, *own, f"run.dir={folder}"))
+            start(f"server{number}", words(where, "server", number, *more, *files, f"run.dir={folder}"))
             for number in range(2)
         ]
         until(lambda: (folder / "live.json").exists(), *servers)
         patience = "strategy.meet_timeout_s=2"
-        wrong = run_dtf(*words(where, "trainer", 3, *more, *own, patience, f"strategy.tls.ca={stranger}"))
+        wrong = run_dtf(*words(where, "trainer", 3, *more, *files, patience, f"strategy.tls.ca={stranger}"))
         assert wrong.code == Exit.PEER, wrong.err
         plain = run_dtf(*words(where, "trainer", 3, *SYNC, patience))
         assert plain.code == Exit.PEER, plain.err
@@ -326,12 +330,12 @@ def test_certificates(mode: str, tmp_path: Path, run_dtf: Run, monkeypatch: pyte
             "job.seconds=0.1",
             "strategy=pserver",
             f"strategy.tls.mode={mode}",
-            *own,
+            *files,
         )
         assert asked.code == 0, asked.err
-        trainer = run_dtf(*words(where, "trainer", 0, *more, *(own if mode == "mtls" else own[:1])))
+        trainer = run_dtf(*words(where, "trainer", 0, *more, *(files if mode == "mtls" else files[:1])))
         assert trainer.code == 0, trainer.err
-        assert [each.end() for each in servers] == [0, 0], [each.said() for each in servers]
+        assert [command.end() for command in servers] == [0, 0], [command.output() for command in servers]
 
 
 @pytest.mark.slow
@@ -344,4 +348,4 @@ def test_launcher_inline_starts_one_too(tmp_path: Path) -> None:
             for number in range(2)
         ]
         all_of_them.append(start("trainer", words(where, "trainer", 0, *more)))
-        assert [each.end() for each in all_of_them] == [0, 0, 0], [each.said() for each in all_of_them]
+        assert [command.end() for command in all_of_them] == [0, 0, 0], [command.output() for command in all_of_them]

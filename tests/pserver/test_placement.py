@@ -23,9 +23,9 @@ SIZES = st.dictionaries(
 
 @given(SIZES, st.integers(4, 6), st.sampled_from(["round_robin", "hash_name", "biggest_first"]))
 def test_slices_of_a_parameter_go_to_different_servers(sizes: dict[str, list[int]], servers: int, rule: str) -> None:
-    found = place_slices(rule, sizes, servers)
-    assert found.keys() == sizes.keys()
-    for name, owners in found.items():
+    placed = place_slices(rule, sizes, servers)
+    assert placed.keys() == sizes.keys()
+    for name, owners in placed.items():
         assert len(owners) == len(set(owners)) == len(sizes[name])
         assert set(owners) <= set(range(servers))
 

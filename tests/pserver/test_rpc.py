@@ -35,8 +35,8 @@ def listening() -> set[tuple[str, int]]:
     rows = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
     ]
-    found = (row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own)
-    return {(address, int(port, 16)) for address, port in found}
+    addresses = (row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own)
+    return {(address, int(port, 16)) for address, port in addresses}
 
 
 def test_bytes_there_and_back() -> None:
@@ -239,9 +239,9 @@ def test_garbage_on_the_socket_leaves_the_server_unharmed() -> None:
 def test_it_listens_on_loopback_alone() -> None:
     before = listening()
     with service({"echo": echo}) as server:
-        (found,) = listening() - before
-        assert found in {("0100007F", found[1]), ("0000000000000000FFFF00000100007F", found[1])}
-        assert server.endpoint == f"127.0.0.1:{found[1]}"
+        (addresses,) = listening() - before
+        assert addresses in {("0100007F", addresses[1]), ("0000000000000000FFFF00000100007F", addresses[1])}
+        assert server.endpoint == f"127.0.0.1:{addresses[1]}"
     assert listening() <= before
 
 

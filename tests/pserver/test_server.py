@@ -81,8 +81,8 @@ def test_a_push_that_comes_again_while_it_is_applied_changes_nothing(
         plain = program.server_state.apply
 
         def apply(pushes: Any, tickets: Any) -> Any:
-            for each in pushes:
-                program.receive(each)
+            for applied_push in pushes:
+                program.receive(applied_push)
             return plain(pushes, tickets)
 
         monkeypatch.setattr(program.server_state, "apply", apply)

@@ -69,12 +69,12 @@ def test_many_threads_over_grpc() -> None:
         caller = SharedMemoryTransport(inner)
 
         def work(number: int) -> bool:
-            found = []
+            equal = []
             for size in (10, LARGE, 4 * LARGE, 100, LARGE):
                 data = bytes([number]) * (size + number)
                 pending = caller.start("echo", data, SOON_S)
-                found += [caller.call("double", data, SOON_S) == doubled(data), pending.result() == data]
-            return all(found)
+                equal += [caller.call("double", data, SOON_S) == doubled(data), pending.result() == data]
+            return all(equal)
 
         assert all(pool.map(work, range(32)))
 

@@ -74,7 +74,7 @@ def test_geo_is_what_it_is_with_trainers_of_one_process(recipe: dict[str, Any]) 
 @pytest.mark.parametrize("mode", ["async", pytest.param("half_async", marks=slow), pytest.param("geo", marks=slow)])
 def test_two_teams_take_every_sample_once_and_count_evaluations_exactly(mode: str) -> None:
     """The engine refuses an evaluation that counts a row twice or not at all."""
-    found = spread(
+    result = spread(
         "pserver",
         4,
         options={"mode": mode, "servers": 2, "min_block": 1, "team": 2},
@@ -84,10 +84,10 @@ def test_two_teams_take_every_sample_once_and_count_evaluations_exactly(mode: st
         eval_every=1,
     )
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(
+        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in result["ids"][str(step)]) == Counter(
             range(100)
         )
-    assert len(found["eval"]) == 10 and found["eval"]["10"]["loss"] < found["eval"]["1"]["loss"]
+    assert len(result["eval"]) == 10 and result["eval"]["10"]["loss"] < result["eval"]["1"]["loss"]
 
 
 # ------------------------------------------------------------ meeting

@@ -62,7 +62,7 @@ class Command:
                 start_new_session=True,
             )
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.file.read_text()
 
     def end(self) -> int:
@@ -110,8 +110,8 @@ def until(seen: Callable[[], Any], *watched: Command) -> Any:
     start = time.monotonic()
     while not (found := seen()):
         for command in watched:
-            assert command.process.poll() is None, command.said()
-        assert time.monotonic() - start < SOON_S, [command.said() for command in watched]
+            assert command.process.poll() is None, command.output()
+        assert time.monotonic() - start < SOON_S, [command.output() for command in watched]
         time.sleep(0.05)
     return found
 
