@@ -2,13 +2,16 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: run test check
+.PHONY: run test check test-oldest
 
 run: .venv/ready  ## make run ARGS='strategy=ddp precision=bf16'
 	.venv/bin/python -m dtf $(ARGS)
 
 test: .venv/ready  ## make test ARGS='-m slow'
 	.venv/bin/python -m pytest $(ARGS)
+
+test-oldest: .venv-oldest/ready  ## the fast tests on the oldest torch that is supported
+	.venv-oldest/bin/python -m pytest $(FAST)
 
 check: .venv/ready  ## lint, formats, types
 	.venv/bin/ruff check
@@ -18,4 +21,9 @@ check: .venv/ready  ## lint, formats, types
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --editable '.[dev]'
+	touch $@
+
+.venv-oldest/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet 'torch==2.11.*' 'torchvision==0.26.*' --editable '.[dev]'
 	touch $@

@@ -4,10 +4,14 @@ rows in memory.
     python bench/ctr.py                     # dtf and the loop written by hand
     python bench/ctr.py --rivals PYTHON     # and what is installed beside the interpreter PYTHON
 
-An environment for the others: `python -m venv rivals`, a torch for CPUs that FBGEMM was built for (2.13 for 1.8), then
-`rivals/bin/pip install fbgemm-gpu-cpu==1.8.0 fuxictr deepctr-torch requests tensordict torchmetrics==1.0.3
-pyre-extensions` and `rivals/bin/pip install --no-deps torchrec==1.8.0`. One that cannot run is named with its error and
-left out.
+The other frameworks need an environment of their own, with the torch for CPUs that FBGEMM was built for (2.13 for 1.8):
+
+    python -m venv rivals
+    rivals/bin/pip install fbgemm-gpu-cpu==1.8.0 fuxictr deepctr-torch requests
+    rivals/bin/pip install tensordict torchmetrics==1.0.3 pyre-extensions
+    rivals/bin/pip install --no-deps torchrec==1.8.0
+
+A framework that cannot run is named with its error and left out.
 
 13 numbers and 26 fields, whose ids follow Zipf's law; rows of 16 numbers; Adagrad on all. Contestants take turns, in
 each round in the other direction. The first steps warm up; then dtf's table is given the rest of its rows, so that
@@ -41,14 +45,14 @@ from torch import Tensor, nn
 from dtf.api.options import StepOptions
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.recipe import Dataset, Recipe
-from dtf.api.sampler import Epochs, Sequential
 from dtf.api.sparse_table import Table
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.types import Event, Measured, Place
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Sequential
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
-from dtf.model.metrics import weighted_sums
+from dtf.model.losses import weighted_sums
 from dtf.optim.optimizers import Adagrad
 from dtf.recipes.ctr.model import DNN, Inputs, Tower
 from dtf.sparse.row_optimizers import RowAdagrad

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dtf.api.lr import Constant
-from dtf.api.sampler import Epochs
 from dtf.core.types import Log, Stop, Ticket, Train
+from dtf.data.samplers import Epochs
 from dtf.engine.clock import Clock, Plan, PlannedClock
 
 

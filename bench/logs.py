@@ -1,15 +1,14 @@
 """Rows per second from click logs to batches, and the memory that takes; also writes a log to read.
 
-    python bench/logs.py write day.tsv --rows 2000000          # a generated Criteo log; names that end with .gz are
-    compressed python bench/logs.py read day.tsv --threads 2              # parsed, encoded and delivered in batches, in
-    the seeded order of blocks python bench/logs.py read day.tsv --mode memory            # into columns, then from them
-    in the order of a shuffle python bench/logs.py generate --threads 2                  # rows of recipe=ctr_clicks,
-    which need no file python bench/logs.py ceiling                               # their best reachable AUC and log
-    loss
+    python bench/logs.py write day.tsv --rows 2000000    # a generated Criteo log; compressed when its name ends in .gz
+    python bench/logs.py read day.tsv --threads 2        # parses, encodes and batches, in the seeded order of blocks
+    python bench/logs.py read day.tsv --mode memory      # parses into columns, then batches shuffled rows of them
+    python bench/logs.py generate --threads 2            # rows of recipe=ctr_clicks, which need no file
+    python bench/logs.py ceiling                         # the best possible AUC and log loss of these rows
 
-`read` and `generate` take batches from a loader as a training rank does, do nothing with them, and tell the median of
-the rounds, the seconds of CPU that went into a million rows, and the peak of the process's memory. Nothing is warmed
-but the kernels, which are compiled before.
+`read` and `generate` take batches from a loader as a training rank does, and do nothing with them. They print the
+median of the rounds, the seconds of CPU per million rows, and the peak of the process's memory. The kernels are
+compiled before anything is timed; nothing else is warmed up.
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ from pathlib import Path
 import torch
 
 from dtf.api.recipe import Dataset
-from dtf.api.sampler import Epochs, Shuffle
 from dtf.core.types import Shard
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Shuffle
 from dtf.recipes.ctr.clicks import write_criteo
-from dtf.recipes.ctr.data import ClicksOptions, Ids, Integers, LogOptions, Mode
+from dtf.recipes.ctr.generated_data import ClicksOptions
+from dtf.recipes.ctr.log_data import Ids, Integers, LogOptions, Mode
 
 
 def passed_through(data: Dataset, batch: int, ranks: int, most: int) -> tuple[int, float, float]:

@@ -26,14 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.recipe import Dataset, Recipe
-from dtf.api.sampler import Epochs, Sequential
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.types import Place
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Sequential
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
 from dtf.model.init import init_model
-from dtf.model.metrics import weighted_sums
+from dtf.model.losses import weighted_sums
 from dtf.optim.optimizers import Sgd
 from dtf.strategies.ddp import Ddp
 

@@ -23,11 +23,13 @@ import torch
 
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
-from dtf.api.strategy import Program, Task
+from dtf.api.strategy import Program
+from dtf.api.task import Task
 from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
 from dtf.optim.optimizers import Sgd
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
+from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions, Stem
+from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.pipeline.schedules import Schedule
 from dtf.strategies.pipeline.strategy import Pipeline

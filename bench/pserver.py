@@ -36,11 +36,12 @@ from torch.distributed import TCPStore
 
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
-from dtf.api.sampler import Epochs, Sequential
-from dtf.api.strategy import RoleContext, Task
+from dtf.api.strategy import RoleContext
+from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.core.types import Event, Measured, Place, Shard
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Sequential
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
 from dtf.optim.optimizers import Adagrad

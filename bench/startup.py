@@ -3,8 +3,8 @@ ranks.
 
     python bench/startup.py
 
-Alternating, medians and spread. The first step is the moment its report appears on standard output, against `python -c
-"import torch"`.
+The commands alternate with `python -c "import torch"`; the medians and their spread are printed. The first step is the
+moment when its report appears on standard output.
 """
 
 from __future__ import annotations

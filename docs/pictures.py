@@ -1,15 +1,16 @@
 """The pictures of the documentation, made from runs: what a terminal shows, and how a run learned.
 
     python docs/pictures.py terminal docs/images/terminal.svg               # trains the default recipe first
-    python docs/pictures.py terminal docs/images/terminal.svg RUN_FOLDER    # of a run recorded with observer.events,
-    below python docs/pictures.py curve docs/images/curve.png RUN_FOLDER...       # needs matplotlib: pip install -e
-    '.[docs]' python docs/pictures.py relay docs/images/relay.png RUN_FOLDER          # of a relay: python -m dtf
-    experiment=relay run.dir=RUN_FOLDER
+    python docs/pictures.py terminal docs/images/terminal.svg RUN_FOLDER    # shows a run that recorded its events
+    python docs/pictures.py curve docs/images/curve.png RUN_FOLDER...       # learning curves of one run or several
+    python docs/pictures.py relay docs/images/relay.png RUN_FOLDER          # shows a run of job=relay
 
-A terminal is drawn again from events, by the code that drew it at the time. To record them, beside what the run folder
-holds anyway:
+`curve` and `relay` need matplotlib: pip install -e '.[docs]'. These commands make the run folders:
 
-    python -m dtf plugins=[docs.pictures] observer=[console,jsonl,tensorboard,events]
+    python -m dtf plugins=[docs.pictures] observer=[console,jsonl,tensorboard,events]    # for `terminal`
+    python -m dtf experiment=relay run.dir=RUN_FOLDER                                    # for `relay`
+
+`terminal` feeds the recorded events to the code that drew the terminal of the run.
 """
 
 from __future__ import annotations

@@ -28,17 +28,8 @@ if TYPE_CHECKING:
     from dtf.api.row_optimizer import RowOptimizer
     from dtf.api.sampler import Sampler, Tail
     from dtf.api.sparse_table import Placement, Table
-    from dtf.api.strategy import (
-        Program,
-        Source,
-        Strategy,
-        Task,
-        Update,
-        Weights,
-        check_divides,
-        check_layout,
-        check_tables,
-    )
+    from dtf.api.strategy import Program, Strategy, Update, check_divides, check_layout, check_tables
+    from dtf.api.task import Source, Task, Weights
     from dtf.core.errors import ConfigError, DataError, DtfError, Exit, PeerError, Preempted
     from dtf.core.seeding import draws, seed_of
     from dtf.core.types import (
@@ -71,8 +62,7 @@ if TYPE_CHECKING:
     from dtf.model import losses
     from dtf.model.auc import AucEvaluator, auc, grouped_auc
     from dtf.model.init import cast, init_model
-    from dtf.model.losses import cross_entropy, rank
-    from dtf.model.metrics import weighted_sums
+    from dtf.model.losses import cross_entropy, rank, weighted_sums
     from dtf.optim.update import LocalUpdate, full_params
     from dtf.pserver.placement import placing
     from dtf.strategies.spmd import Replica, Spmd
@@ -114,7 +104,7 @@ _PUBLIC = {
     "grouped_auc": "model.auc",
     "losses": "model.losses:",
     "rank": "model.losses",
-    "weighted_sums": "model.metrics",
+    "weighted_sums": "model.losses",
     # Values that parts get and give
     "Batch": "core.types",
     "Box": "core.types",
@@ -126,11 +116,11 @@ _PUBLIC = {
     "Group": "api.optimizer",
     "Probes": "api.observer",
     "Shard": "core.types",
-    "Source": "api.strategy",
+    "Source": "api.task",
     "State": "core.types",
     "StepOutput": "core.types",
-    "Task": "api.strategy",
-    "Weights": "api.strategy",
+    "Task": "api.task",
+    "Weights": "api.task",
     "World": "distributed.world",
     # Tickets of the clock
     "Evaluate": "core.types",

@@ -1,4 +1,4 @@
-"""What `python -m dtf job=...` does. Jobs run in the launching process, without torch."""
+"""The contract of jobs: what `python -m dtf job=...` does. Jobs run in the launching process, without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class ComposedConfig(Protocol):
-    """What a job gets: the config of its command, composed and resolved. See `dtf.config.compose.Composed`."""
+    """What a job gets: the composed and resolved config of its command. See `dtf.config.compose.Composed`."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -16,7 +16,7 @@ class ComposedConfig(Protocol):
 
     @property
     def settings(self) -> Any:
-        """Objects of the registered classes. ConfigError when a mandatory key is missing."""
+        """Objects of the registered classes. ConfigError when a mandatory key has no value."""
         ...
 
     @property
@@ -26,29 +26,29 @@ class ComposedConfig(Protocol):
 
     @property
     def composer(self) -> Any:
-        """What composed it; it knows all options."""
+        """The composer that made this config. It knows all options."""
         ...
 
     def check(self, data: bool = True) -> Any:
-        """The settings, once every part has agreed to them. ConfigError or DataError."""
+        """The settings, after every part has checked its own. ConfigError or DataError."""
         ...
 
     def chosen(self) -> dict[str, Any]:
-        """Group -> what was chosen in it."""
+        """Group -> the option chosen in it."""
         ...
 
 
 class Job(ABC):
-    """Fields are the config node `job`."""
+    """A job of the command line. Fields are the config node `job`."""
 
     trains = False
-    """Whether it needs the length of a run."""
+    """Whether the job needs `train.steps` or `train.epochs`."""
 
     uses_model = False
-    """Whether it has a key `model` that may name a run, whose config then stands behind the command line; see
-    `dtf.config.inherit`.
+    """Whether the job has a key `model` that may name a run. The config of that run then stands behind the command
+    line, see `dtf.config.inherit`.
     """
 
     @abstractmethod
     def run(self, composed: ComposedConfig) -> int:
-        """Do it; return the exit code. DtfErrors are printed and turned into exit codes by the caller."""
+        """Do the job and return an exit code. The caller prints DtfErrors and turns them into exit codes."""

@@ -1,4 +1,4 @@
-"""How ranks come to be: the contract of launchers, and where one rank stands."""
+"""The contract of launchers: how the processes of a run are started."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 LONGEST_S = 1_000_000
-"""Of all times to wait, 11 days: poll(2) takes no more than twice that."""
+"""The most seconds that any option may set for a wait: 11 days. poll(2) accepts at most twice as long."""
 WORK = "dtf.engine.train:work"
-"""What a rank does unless a job says otherwise: a function `module:function`, see `rank_process.Entry`."""
+"""What a rank runs unless a job says otherwise: a function as `module:function`, see `rank_process.Entry`."""
 
 
 class LaunchedRun(Protocol):
@@ -33,7 +33,7 @@ class LaunchedRun(Protocol):
 
     @property
     def strategy(self) -> Strategy:
-        """How it is spread over processes."""
+        """The strategy of the run."""
         ...
 
 
@@ -41,56 +41,60 @@ AnyRun = TypeVar("AnyRun", bound=LaunchedRun)
 
 
 class Launcher(ABC):
-    """Fields are the config node `launcher`. Torch-free, but `inline` and `env`, which become ranks themselves."""
+    """Starts the processes of a run. Fields are the config node `launcher`. Torch-free, but for `inline` and `env`,
+    which become ranks themselves.
+    """
 
     starts_ranks = True
-    """Fresh ones for each run of this process; false where ranks exist already, and end with their one run."""
+    """Whether this launcher starts new ranks for each run of this process. False where ranks exist already and end with
+    their one run.
+    """
 
     @abstractmethod
     def devices_kind(self) -> str:
-        """`cuda` or `cpu`: what the ranks will run on. Torch-free (CUDA_VISIBLE_DEVICES, NVML).
+        """`cuda` or `cpu`: what the ranks will run on. Torch-free (it reads CUDA_VISIBLE_DEVICES and asks NVML).
 
-        ConfigError when asked for and absent.
+        ConfigError when the config asks for devices that are not there.
         """
 
     @abstractmethod
     def count(self) -> int:
-        """`launcher.processes` with `auto` resolved: one per GPU, else 2. Torch-free."""
+        """The number of processes: `launcher.processes`, where `auto` is one per GPU, or 2 without GPUs. Torch-free."""
 
     def check(self, strategy: Strategy) -> None:
-        """Raise ConfigError when it cannot start the processes that the strategy needs.
+        """Raise ConfigError when this launcher cannot start the processes that the strategy needs.
 
-        Torch-free: called before the run folder is made.
+        Torch-free. Called before the run folder is made.
         """
 
     def meeting_point(self) -> tuple[str, int, bool] | None:
-        """Host and port where this process is to meet those of other hosts, and whether it serves them there.
+        """Host and port where this process meets those of other hosts, and whether this process listens there.
 
-        Default: nowhere.
+        Default: None, there is no such address.
         """
         return None
 
     def open(self, config: dict[str, Any], make: Callable[[str], AnyRun], command: Sequence[str] = ()) -> AnyRun:
-        """The run this process takes part in: `make("")`, but for launchers whose ranks exist already, where one
-        process makes it for all.
+        """Make the run that this process takes part in. Default: `make("")`. Where ranks exist already, one process
+        makes it for all.
 
-        `make(folder)` goes on in the folder of an earlier attempt of the same run; "" lets the config decide.
-        `command`: the arguments of the command line that composed this config, for launchers that start others to do so
-        too.
+        `make(folder)` goes on in the folder of an earlier attempt of the same run; with "" the config decides.
+        `command`: the arguments of the command line that composed this config, for launchers that start the same
+        command elsewhere.
         """
         return make("")
 
     @abstractmethod
     def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
-        """Run ranks of the function `entry` to their end, restarting as configured; feed every event of the run to
-        `see`. Returns an exit code.
+        """Run ranks of the function `entry` to their end, and restart them as configured. Pass every event of the run
+        to `see`. Returns an exit code.
 
-        A failure of the ranks is also printed, see `report`; one of the launcher itself is raised as a DtfError.
+        A failure of ranks is also printed, see `report`. A failure of the launcher itself is raised as a DtfError.
         """
 
 
 def check_one_role(launcher: str, strategy: Strategy, processes: int) -> None:
-    """Raise ConfigError for a strategy of several roles, for launchers that start ranks of one."""
+    """Raise ConfigError for a strategy of several roles. For launchers that start ranks of one role."""
     if strategy.external_process():
         raise ConfigError(
             f"launcher={launcher} finds ranks that exist already, and strategy.endpoints is for processes started by "
@@ -105,7 +109,7 @@ def check_one_role(launcher: str, strategy: Strategy, processes: int) -> None:
 
 
 def check_environment(env: dict[str, str]) -> None:
-    """ConfigError unless `launcher.env` holds names and values of environment variables."""
+    """Raise ConfigError unless `launcher.env` holds names and values of environment variables."""
     for name, value in env.items():
         if not name or "=" in name:
             raise KeyProblem(
@@ -114,9 +118,10 @@ def check_environment(env: dict[str, str]) -> None:
 
 
 def log_folder(log_dir: str, run_folder: Path) -> Path:
-    """Where the logs of a run's ranks go: the run folder, or one of the same name in `launcher.log_dir`, made here.
+    """The folder for the logs of a run's ranks: the run folder, or a folder of the same name in `launcher.log_dir`,
+    which is made here.
 
-    ConfigError when it cannot be.
+    ConfigError when it cannot be made.
     """
     if not log_dir:
         return run_folder
@@ -129,8 +134,8 @@ def log_folder(log_dir: str, run_folder: Path) -> Path:
 
 
 def report(failure: Failed) -> None:
-    """Print a rank's last words on standard error: the one line, and before it where it failed unless the message says
-    all there is to know.
+    """Print the failure of a rank on standard error as one line, after its traceback unless the message says all there
+    is to know.
     """
     if failure.traceback and failure.exit in (Exit.BUG, Exit.PEER, Exit.NO_PROGRESS):
         print(failure.traceback.rstrip(), file=sys.stderr)

@@ -1,7 +1,4 @@
-"""How a model falls into parts, as data: what a recipe says once, for every strategy that divides models.
-
-Torch-free.
-"""
+"""How a model is made of parts, as data. A recipe says it once, for all strategies that divide models. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from enum import Enum
 
 
 class Split(Enum):
-    """How a module is divided among n ranks.
+    """How tensor parallelism divides a module among n ranks.
 
-    Channels are axis 1 of convolutions and their norms, the last axis of Linear and Embedding.
+    Channels are axis 1 of convolutions and of their norms, and the last axis of Linear and Embedding.
     """
 
     column = "column"  # by output channels: all inputs -> a slice of the outputs
@@ -26,25 +23,24 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Names as in `model.named_modules()`."""
+    """The parts of a model. Names are those of `model.named_modules()`."""
 
     blocks: tuple[tuple[str, ...], ...] = ()
-    """The modules with parameters in the order in which data flows, those that belong together as one block; empty:
-    unknown.
+    """Modules that have parameters, in the order in which data flows. Modules that belong together form one block. FSDP
+    gathers and pipelines cut by blocks. Empty: unknown.
     """
 
     splits: Mapping[str, Split] = field(default_factory=dict)
-    """What tensor parallelism divides, in the order in which data flows; all other modules are computed alike by all.
-
-    Empty: nothing.
+    """Which modules tensor parallelism divides and how, in the order in which data flows. All ranks compute all other
+    modules alike. Empty: none.
     """
 
     def stages(self) -> tuple[tuple[str, ...], ...]:
-        """Neighbouring blocks that lie in the same child of the model, as one."""
-        found: list[list[str]] = []
+        """The blocks, with neighbours that lie in the same child of the model joined into one."""
+        joined: list[list[str]] = []
         for block in self.blocks:
-            if found and {name.partition(".")[0] for name in (*found[-1], *block)} == {block[0].partition(".")[0]}:
-                found[-1].extend(block)
+            if joined and {name.partition(".")[0] for name in (*joined[-1], *block)} == {block[0].partition(".")[0]}:
+                joined[-1].extend(block)
             else:
-                found.append([*block])
-        return tuple(tuple(stage) for stage in found)
+                joined.append([*block])
+        return tuple(tuple(stage) for stage in joined)

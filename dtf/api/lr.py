@@ -1,6 +1,6 @@
-"""Learning rate as a pure function of the step, and of evaluations that the clock remembers.
+"""Learning rate schedules: pure functions of the step, and of how many evaluations brought no new best.
 
-No state: a schedule resumes by being asked.
+A schedule has no state, so a resumed run just asks it again.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dtf.core.errors import ConfigError
 
 
 class Schedule(ABC):
-    """Fields are the config node `lr`."""
+    """A learning rate schedule. Fields are the config node `lr`."""
 
     @abstractmethod
     def __call__(self, step: int, total: int) -> float:
-        """Learning rate of the step after `step` finished ones, of `total`."""
+        """The learning rate of the step that follows `step` finished ones, in a run of `total` steps."""
 
     def fall(self, waited: int) -> float:
-        """What the rate is multiplied by from here on, after `waited` evaluations in a row without a new best.
+        """The factor on the learning rate from here on, after `waited` evaluations in a row without a new best.
 
         Default: 1.
         """
         return 1.0
 
     def check(self) -> None:
-        """Raise ConfigError for values that make no schedule. Default: the ranges of the fields say all."""
+        """Raise ConfigError for values that make no schedule. Default: the ranges of the fields are enough."""
 
 
 def ramp(step: int, warmup: int) -> float:

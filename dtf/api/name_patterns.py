@@ -1,4 +1,4 @@
-"""Names of modules and parameters by pattern, one dotted part at a time. Knows no model."""
+"""Names of modules and parameters by pattern. Patterns match one dotted part at a time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dtf.core.text import suggest
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Whether `name` is what the pattern names, or lies in it: `layer*` covers `layer1` and `layer1.0.conv1.weight`,
-    `*.bn1` only `layer1.bn1`.
+    """Whether the pattern names `name` or something that contains it: `layer*` covers `layer1` and
+    `layer1.0.conv1.weight`, `*.bn1` covers only `layer1.bn1`.
 
-    `*`, `?` and `[...]` stand for characters of one part; a dot is never among them.
+    `*`, `?` and `[...]` stand for characters of one part, never for a dot.
     """
     wanted, parts = pattern.split("."), name.split(".")
     return len(wanted) <= len(parts) and all(map(fnmatchcase, parts, wanted))
@@ -35,8 +35,8 @@ def factor(factors: Mapping[str, float], name: str) -> float:
 
 def longest(values: Mapping[str, float], name: str) -> float | None:
     """The value of the longest pattern that covers the name; None: no pattern does."""
-    found = [pattern for pattern in values if covers(pattern, name)]
-    return values[max(found, key=lambda pattern: (len(pattern), pattern))] if found else None
+    matches = [pattern for pattern in values if covers(pattern, name)]
+    return values[max(matches, key=lambda pattern: (len(pattern), pattern))] if matches else None
 
 
 def check_used(key: str, patterns: Iterable[str], names: Iterable[str], frozen: Collection[str] = ()) -> None:
@@ -45,13 +45,13 @@ def check_used(key: str, patterns: Iterable[str], names: Iterable[str], frozen: 
     """
     known = list(names)
     for pattern in patterns:
-        found = [name for name in known if covers(pattern, name)]
-        if found and all(name in frozen for name in found):
+        matches = [name for name in known if covers(pattern, name)]
+        if matches and all(name in frozen for name in matches):
             raise ConfigError(
                 f"{key} names {pattern!r}, which covers only parameters that recipe.model.freeze keeps from learning; "
                 "leave it out of one of them"
             )
-        if not found:
+        if not matches:
             heads = {".".join(name.split(".")[: pattern.count(".") + 1]) for name in known}
             raise ConfigError(
                 f"{key} names {pattern!r}, which covers no parameter of the model; {suggest(pattern, heads)}; where a "

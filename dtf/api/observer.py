@@ -1,6 +1,6 @@
-"""Observers look at the events of a run and touch nothing.
+"""The contract of observers: they see the events of a run and change nothing.
 
-They live in the launching process, which has no torch; a probe is their eye in a rank.
+Observers live in the launching process, which has no torch. A probe is the part of an observer inside a rank.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ if TYPE_CHECKING:
 
 
 class Probe(ABC):
-    """What an observer sees from inside a rank."""
+    """The part of an observer that lives in a rank."""
 
     @abstractmethod
     def enter(self, phase: str, step: int) -> None:
-        """The rank enters one of `heartbeat.PHASES` after `step` finished optimizer steps; the phase before has ended.
+        """The rank enters one of `heartbeat.PHASES` after `step` finished optimizer steps. The phase before has ended.
 
-        Called very often.
+        Called several times in each step, so it must be fast.
         """
 
     def close(self) -> None:
-        """After the last phase, also when the run failed, and after an exception of this probe."""
+        """Called after the last phase, also when the run failed or this probe raised an exception."""
 
 
 class Observer(ABC):
-    """Fields are the config node `observer.<name>`."""
+    """Reports on a run. Fields are the config node `observer.<name>`."""
 
     def check(self) -> None:
-        """Raise ConfigError for values that cannot work. Called before any launch."""
+        """Raise ConfigError for values that cannot work. Called before processes are started."""
 
     def open(self, folder: Path, config: dict) -> None:
-        """Before the first event. `folder`: the run folder; `config`: the resolved config (secrets redacted)."""
+        """Called before the first event. `folder`: the run folder; `config`: the resolved config without secrets."""
 
     @abstractmethod
     def see(self, event: Event) -> None:
-        """One event; quick, since ranks may wait for the launching process to read.
+        """Take one event. Must be fast, since ranks may wait until the launching process reads from them.
 
-        After a restart a second Started comes, with `attempt` > 0: what was measured after its `step` will be measured
+        After a restart there is a second Started, with `attempt` > 0. What was measured after its `step` is measured
         again.
         """
 
     def close(self) -> None:
-        """After the last event, also when the run failed, and after an exception of this observer."""
+        """Called after the last event, also when the run failed or this observer raised an exception."""
 
     def probe(self, place: Place, folder: Path, say: Callable[[str], None]) -> Probe | None:
-        """For what cannot be seen from outside: called in every rank before its first step. `say` shows a line to
-        whoever watches.
+        """What this observer has inside a rank. Called in every rank before its first step. `say` shows a line to the
+        people who watch.
 
         ConfigError for values that do not fit these ranks. Default: nothing.
         """

@@ -1,8 +1,8 @@
-"""Optimizers as functions on named parameters; their state lives in a dict by name, ready for a checkpoint.
+"""The contract of optimizers: functions on named parameters, whose state is a dict by name, ready for a checkpoint.
 
-They do not clip, scale, reduce or decide which rank owns what: that is `update.py`. The options in `dtf/optimizers/`
-call the functional kernels of `torch.optim`, never its classes: those keep state by position, need a conversion for
-every checkpoint, and constructing one imports `torch._dynamo` (about a second).
+An optimizer does not clip, scale, reduce or decide which rank owns what; that is `dtf.optim.update`. The options in
+`dtf.optim.optimizers` call the functional kernels of `torch.optim`, never its classes: these keep state by position,
+would need a conversion for every checkpoint, and import `torch._dynamo` when constructed (about a second).
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Combine = Callable[["Tensor"], "Tensor"]
+"""Adds up a tensor in place over the ranks that hold the other parts of the same parameters, and returns it.
+Collective.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters with one weight decay and one learning rate, with their state, as a kernel takes them."""
+    """Parameters with one weight decay and one learning rate, and their state, as a kernel takes them."""
 
     parameters: list[Tensor]
     slots: dict[str, list[Tensor]]  # key of the state -> its tensor for each parameter
@@ -36,7 +39,9 @@ class Group:
 
 @dataclass(kw_only=True)
 class Optimizer(ABC):
-    """Fields are the config node `optimizer`. Modules import torch only inside methods."""
+    """Updates parameters from gradients. Fields are the config node `optimizer`. Modules import torch only inside
+    methods.
+    """
 
     lr_factors: dict[str, float] = option(
         factory=dict,
@@ -56,32 +61,35 @@ class Optimizer(ABC):
     weight_decay = 0.0
     decay_norm_and_bias = True
     averages_squares = False
-    """Whether its state holds decayed averages of squares, which differences of other states may make negative."""
+    """Whether the state holds decayed averages of squares, which arithmetic on states could make negative."""
 
     by_tensor = False
-    """Whether a step looks at whole tensors, not at each element by itself."""
+    """Whether a step uses norms or sums of whole tensors, and not each element by itself."""
 
     def check(self) -> None:
-        """Raise ConfigError for values that do not go together. Torch-free."""
+        """Raise ConfigError for values that contradict each other. Torch-free."""
         return
 
     @abstractmethod
     def init(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Fresh state of one parameter. Tensors have the parameter's shape, or shape () (counters, float32)."""
+        """New state of one parameter. Each tensor has the shape of the parameter, or shape () (a counter, float32)."""
 
     @abstractmethod
     def step(self, group: Group, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
-        """One step in place over a non-empty group, fused, without host synchronisation; `skip` as in `Bound.apply`."""
+        """One step over a non-empty group, in place, fused, without host synchronisation.
+
+        `gradients`: in the order of `group.parameters`; may be overwritten. `skip`: as in `Bound.apply`.
+        """
 
     def decays(self, shape: Sequence[int]) -> bool:
-        """Whether weight decay acts on a parameter of this global shape.
+        """Whether weight decay applies to a parameter of this global shape.
 
         Biases and normalisation scales have one axis.
         """
         return self.decay_norm_and_bias or len(shape) > 1
 
     def decay_of(self, name: str, shape: Sequence[int]) -> float | None:
-        """The weight decay of a parameter; None: none acts on it."""
+        """The weight decay of a parameter of this name and global shape. None: it has no weight decay."""
         named = name_patterns.longest(self.weight_decays, name)
         return named if named is not None else self.weight_decay if self.decays(shape) else None
 
@@ -92,19 +100,21 @@ class Optimizer(ABC):
         combine: Combine | None = None,
         counts: Mapping[str, bool] | None = None,
     ) -> Bound:
-        """Give the parameters fresh state and prepare the lists that the kernels take.
+        """Give the parameters new state, and prepare the lists that kernels take.
 
-        `shapes`: global shapes where the parameters are parts of tensors. Then `combine` adds up per-tensor sums, (2,
-        n), over the ranks that hold the other parts, which bind parts of the same parameters in the same order;
-        element-wise optimizers never call it. `counts`: False for a parameter held in whole by several of these ranks,
-        when another one counts for it. ValueError for a parameter with gaps in memory, e.g. a slice of columns: bind a
-        contiguous copy.
+        `shapes`: the global shapes where `parameters` are slices of larger tensors. Then `combine` adds up sums per
+        tensor, (2, n), over the ranks that hold the other slices; these bind slices of the same parameters in the same
+        order. Element-wise optimizers never call it. `counts`: False for a parameter that several of these ranks hold
+        in full, on all of them but one. ValueError for a parameter with gaps in memory, such as a slice of columns:
+        bind a contiguous copy.
         """
         return Bound(self, parameters, shapes or {}, combine, counts or {})
 
 
 class Bound:
-    """An optimizer and the parameters it steps. `states`: parameter name -> state; load it in place."""
+    """An optimizer and the parameters that it steps. `states`: parameter name -> state. Load a checkpoint into these
+    tensors in place.
+    """
 
     def __init__(
         self,
@@ -134,7 +144,7 @@ class Bound:
         ]
         self._groups: list[tuple[list[int], Group, float]] = []
         for kind in sorted(set(kinds), key=lambda kind: (kind[0] is None, kind)):
-            chosen = [index for index, each in enumerate(kinds) if each == kind]
+            chosen = [index for index, other in enumerate(kinds) if other == kind]
             slots = {key: [states[index][key] for index in chosen] for key in states[chosen[0]]}
             members = [self._parameters[index] for index in chosen]
             add = combine
@@ -144,10 +154,10 @@ class Bound:
             self._groups.append((chosen, Group(members, slots, decay is not None, decay or 0.0, add), factor))
 
     def apply(self, gradients: list[Tensor], lr: float, skip: Tensor | None) -> None:
-        """One step in place, gradients in the order of the bound parameters; they may be overwritten.
+        """One step in place. `gradients` are in the order of the bound parameters and may be overwritten.
 
-        `skip`, float32 shape () on the parameters' device: 1 leaves parameters and state bit for bit as they are,
-        whatever the gradients hold (NaN included), 0 steps; None: never skip. No host synchronisation.
+        `skip`, float32 (), on the device of the parameters: with 1, parameters and state stay bitwise the same whatever
+        the gradients hold (NaN included); with 0 they are stepped. None: never skip. No host synchronisation.
         """
         import torch
 
@@ -161,7 +171,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class _Counting:
-    """A combine that leaves out what another rank counts for."""
+    """A combine that leaves out parameters which another rank counts."""
 
     combine: Combine
     counts: Tensor  # (n,) 1 or 0
@@ -186,7 +196,7 @@ def _aligned(gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
 
 @dataclass(kw_only=True)
 class AdamMoments(Optimizer):
-    """Adam's running means and its step; its kinds differ in what weight decay acts on."""
+    """The running averages and the step of Adam. Subclasses differ in what weight decay is applied to."""
 
     averages_squares = True
 
@@ -233,7 +243,7 @@ class AdamMoments(Optimizer):
 
 
 def counter(parameter: Tensor) -> Tensor:
-    """A count of steps, at 0, on the parameter's device."""
+    """A counter of steps, 0 at first: float32 (), on the device of the parameter."""
     import torch
 
     return torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -249,8 +259,8 @@ def sgd_step(
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> None:
-    """Torch's SGD on lists, in place, fused where that kernel is right; `skip` as in `Bound.apply`, `momenta` None
-    without momentum.
+    """SGD of torch on lists of tensors, in place, with the fused kernel where that is correct. `skip`: as in
+    `Bound.apply`; `momenta`: None without momentum.
     """
     from torch.optim.sgd import sgd
 

@@ -13,6 +13,8 @@ from dtf.api.registry import option
 
 @dataclass(kw_only=True)
 class RunOptions:
+    """Config node `run`."""
+
     name: str = option(default="", doc="folder under outputs/; empty: the recipe's name")
     dir: str = option(default="", doc="run folder; empty: outputs/<name>/<date-time-id>, a new one each time")
     objective: str = option(
@@ -22,6 +24,8 @@ class RunOptions:
 
 @dataclass(kw_only=True)
 class BudgetOptions:
+    """Config node `budget`."""
+
     hours: float | None = option(
         default=None,
         above=0,
@@ -36,6 +40,8 @@ class BudgetOptions:
 
 
 class Remat(Enum):
+    """Kinds of activation checkpointing."""
+
     none = "none"
     blocks = "blocks"
     selective = "selective"
@@ -43,6 +49,8 @@ class Remat(Enum):
 
 @dataclass(kw_only=True)
 class StepOptions:
+    """Config node `step`."""
+
     batch_size: int = option(default=128, least=1, most=1_000_000, doc="global batch over all ranks", unit="rows")
     micro_batch_rows: int = option(
         default=0,
@@ -70,19 +78,21 @@ class StepOptions:
     )
 
     def parts_pairs(self, micro_batch_rows: int) -> bool:
-        """Whether micro-batches of so many rows part rows 2k and 2k + 1 of a global batch."""
+        """Whether micro-batches of so many rows separate rows 2k and 2k + 1 of a global batch."""
         return micro_batch_rows % 2 == 1 and micro_batch_rows < self.batch_size
 
     def rows_each(self, count: int) -> int:
-        """Rows of a micro-batch: `micro_batch_rows`, or where it is 0 those that cut a whole global batch into at most
-        `count`.
+        """Rows of a micro-batch: `micro_batch_rows`. Where that is 0, the number that cuts a full global batch into at
+        most `count` micro-batches.
         """
         return self.micro_batch_rows or -(-self.batch_size // count)
 
 
 @dataclass(kw_only=True)
 class FineTuning:
-    """What a recipe's `model` node inherits to start from numbers that exist; see Recipe.fine_tuning."""
+    """The keys that a recipe's `model` node inherits in order to start from existing values. See
+    `Recipe.fine_tuning`.
+    """
 
     weights: str = option(
         default="",
@@ -100,6 +110,8 @@ class FineTuning:
 
 @dataclass(kw_only=True)
 class TrainOptions:
+    """Config node `train`."""
+
     steps: int | None = option(
         default=None,
         least=1,

@@ -10,6 +10,8 @@ from dtf.core.errors import ConfigError
 
 
 class Format(Enum):
+    """Number formats of parameters and of computation."""
+
     fp64 = "fp64"
     fp32 = "fp32"
     bf16 = "bf16"
@@ -17,6 +19,8 @@ class Format(Enum):
 
 
 class Cast(Enum):
+    """How `precision.compute` is reached where it differs from `precision.param`."""
+
     autocast = "autocast"
     module = "module"
 
@@ -26,7 +30,9 @@ HALF = (Format.bf16, Format.fp16)
 
 @register("precision", "fp32")
 class Precision:
-    """Which format holds the parameters, which one computes, and whether the loss is scaled."""
+    """Which number format holds the parameters, which one computes, and whether the loss is scaled. Config node
+    `precision`.
+    """
 
     param: Format = option(
         default=Format.fp32, doc="format in which the optimizer keeps parameters; checkpoints hold this one"
@@ -44,7 +50,7 @@ class Precision:
     def check(self, devices: str | None = None) -> None:
         """Raise ConfigError for combinations that make no sense.
 
-        `devices`: `cpu` or `cuda`, None while it is unknown.
+        `devices`: `cpu` or `cuda`; None while it is unknown.
         """
         pair = f"precision.param={self.param.value} with precision.compute={self.compute.value}"
         if self.param is Format.fp16:

@@ -1,4 +1,6 @@
-"""Names for classes: `@register("strategy", "ddp")` makes dataclass, config schema, option and help text in one."""
+"""Names for classes: `@register("strategy", "ddp")` makes a dataclass, a config schema, an option and its help text in
+one.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +59,11 @@ def option(
     most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A dataclass field that is also a config key: `doc`, `unit` and the range of its numbers appear in `job=describe`.
+    """A dataclass field that is also a config key. `job=describe` shows its `doc`, its `unit` and the range of its
+    numbers.
 
-    A number outside the range (see `Range`) is refused before anything starts; in a list, each of them. Lists and
-    nested nodes are given by `factory`. A field without default is mandatory (`???` in the config).
+    A number outside the range (see `Range`) is refused before anything starts; in a list, each number is checked. Lists
+    and nested nodes are given by `factory`. A field without default is mandatory (`???` in the config).
     """
     return dataclasses.field(
         default=default,
@@ -71,10 +74,10 @@ def option(
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(option,))
 def register(group: str, name: str) -> Callable[[T], T]:
-    """Class decorator: make the class a keyword-only dataclass and an option `name` of the config group `group`.
+    """Class decorator: make the class a keyword-only dataclass, and the option `name` of the config group `group`.
 
-    Its module must import without torch: the class is read by the command line. Raises ConfigError when another class
-    already holds the name, or when the class lacks methods of its contract.
+    The module of the class must import without torch, as the command line reads the class. ConfigError when another
+    class has the name, or when the class lacks methods of its contract.
     """
 
     def decorate(cls: T) -> T:
@@ -102,7 +105,7 @@ def brings(module: str) -> bool:
 
 
 def bring(module: str) -> None:
-    """A module registers something that is no class of a config group: as a plugin it is good for something."""
+    """Record that `module`, a plugin, has registered something that is no class of a config group."""
     _BRINGERS.add(module)
 
 
@@ -125,5 +128,5 @@ def lookup(group: str, name: str) -> type:
 
 
 def name_of(group: str, part: object) -> str:
-    """What a config calls the class of an object."""
+    """The name by which a config calls the class of an object."""
     return next((name for name, cls in registered(group).items() if cls is type(part)), type(part).__name__)

@@ -1,4 +1,4 @@
-"""The contract of row optimizers: how the rows of sparse tables that a step touched learn from their gradients.
+"""The contract of row optimizers: how the rows of sparse tables that a step touched are updated from their gradients.
 
 Torch-free.
 """
@@ -16,54 +16,58 @@ if TYPE_CHECKING:
 
 
 DEFAULT = "adagrad"
-"""What the root config chooses; a recipe without sparse tables takes no other."""
+"""The choice of the root config. A recipe without sparse tables accepts no other."""
 
 
 @dataclass(kw_only=True)
 class RowOptimizer(ABC):
-    """Fields are the config node `sparse`. Modules import numpy and numba only inside methods."""
+    """Updates rows of sparse tables. Fields are the config node `sparse`. Modules import numpy and numba only inside
+    methods.
+    """
 
     bound: ClassVar[tuple[str, ...]] = ()
-    """Fields that the state of rows was made with and is read with: a run goes on with the same. Default: none."""
+    """Names of the fields that the meaning of stored row state depends on. A resumed run must keep their values.
+    Default: none.
+    """
 
     averages_squares = False
-    """As of `optimizer.Optimizer`."""
+    """As `Optimizer.averages_squares`."""
 
     def check(self) -> None:
-        """Raise ConfigError for values that do not go together."""
+        """Raise ConfigError for values that contradict each other."""
         return
 
     def rate(self, lr: float) -> float:
-        """The learning rate of rows, `lr` being the schedule's. Default: that."""
+        """The learning rate of rows. `lr`: that of the schedule. Default: the same."""
         return lr
 
     def shrinkage(self, lr: float) -> float:
-        """Logarithm of what a step multiplies every row by, touched or not; the table catches up on it when it next
-        needs a row. Default: 0.
+        """The logarithm of the factor by which a step multiplies every row, touched or not (weight decay). The table
+        applies it to a row when it next reads that row. Default: 0.
         """
         return 0.0
 
     @abstractmethod
     def states(self, width: int) -> dict[str, tuple[int, float]]:
-        """What is kept for a row of `width` numbers: name -> (how many numbers, their first value), in the order of the
-        columns below.
+        """The state of a row of `width` numbers: name -> (how many numbers, their first value), in the order of the
+        columns of `records`.
         """
 
     @abstractmethod
     def step(
         self, records: np.ndarray, positions: np.ndarray, gradients: np.ndarray, factor: float, lr: float, step: int
     ) -> None:
-        """One step in place on the rows at `positions` (U,) int64, distinct; -1 stands for none.
+        """One step in place on the rows at `positions` (U,) int64, which are distinct; -1 stands for no row.
 
-        `records` (rows, width + states) float32 or float64, row and states side by side; `gradients` (U, width) of the
-        same dtype, to be multiplied by `factor`; `lr`: see `rate`; `step` counts the steps before, without those that
-        were skipped. Threads call this for disjoint positions.
+        `records` (rows, width + states), float32 or float64: each row and its state side by side. `gradients` (U,
+        width), same dtype, are multiplied by `factor`. `lr`: see `rate`. `step`: how many steps came before, without
+        skipped ones. Threads call this for disjoint positions.
         """
 
 
 @dataclass(kw_only=True)
 class Scheduled(RowOptimizer):
-    """One whose rows learn at the schedule's pace."""
+    """A row optimizer whose learning rate follows the schedule."""
 
     lr_factor: float = option(
         default=1.0, above=0, most=1_000_000, doc="learning rate of sparse tables, as a multiple of the schedule's"

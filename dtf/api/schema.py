@@ -62,7 +62,7 @@ def keys(cls: type) -> tuple[Key, ...]:
         raise ConfigError(
             f"{cls.__module__}.{cls.__qualname__}: {error}; types of config keys must be importable at run time"
         ) from error
-    found = []
+    described = []
     for field in dataclasses.fields(cls):
         if not _describable(hints[field.name]):
             raise ConfigError(
@@ -75,18 +75,18 @@ def keys(cls: type) -> tuple[Key, ...]:
         else:
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             plain = UNSET if default is MISSING else to_plain(default)
-        told = field.metadata
-        found.append(
+        metadata = field.metadata
+        described.append(
             Key(
                 field.name,
                 hints[field.name],
                 plain,
-                told.get("doc", ""),
-                told.get("unit", ""),
-                told.get("range", Range()),
+                metadata.get("doc", ""),
+                metadata.get("unit", ""),
+                metadata.get("range", Range()),
             )
         )
-    return tuple(found)
+    return tuple(described)
 
 
 def node(cls: type) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def coerce(hint: Any, value: Any, key: str) -> Any:
             raise KeyProblem(
                 inner, f"{inner} is no known key; choices: none, as {key} is one of {', '.join(sorted(_members(hint)))}"
             )
-        raise KeyProblem(key, f"{key}={show(value)} is no choice; {suggest(show(value), _members(hint))}")
+        raise KeyProblem(key, f"{key}={show(value)} is no choice; {suggest(show(value), _spellings(hint))}")
     if hint is type(None) and value is None:
         return None
     if hint is str and type(value) is str:
@@ -222,9 +222,9 @@ def build_option(group: str, value: dict[str, Any]) -> Any:
 def unset(value: Any, key: str = "") -> list[str]:
     """Dotted keys below `key` that still hold UNSET."""
     if isinstance(value, dict):
-        return [found for name, entry in value.items() for found in unset(entry, f"{key}.{name}" if key else str(name))]
+        return [path for name, entry in value.items() for path in unset(entry, f"{key}.{name}" if key else str(name))]
     if isinstance(value, list):
-        return [found for index, entry in enumerate(value) for found in unset(entry, f"{key}[{index}]")]
+        return [path for index, entry in enumerate(value) for path in unset(entry, f"{key}[{index}]")]
     return [key] if isinstance(value, str) and value == UNSET else []
 
 
@@ -264,7 +264,7 @@ def show(value: Any) -> str:
 
 
 def _fit_node(cls: type, value: Any, key: str) -> dict[str, Any]:
-    known = {each.name: each for each in keys(cls)}
+    known = {field.name: field for field in keys(cls)}
     if not isinstance(value, dict):
         raise KeyProblem(key, f"{key}={show(value)} is no group of keys; {suggest('', known)}")
     for name in value:
@@ -272,10 +272,10 @@ def _fit_node(cls: type, value: Any, key: str) -> dict[str, Any]:
             inner = f"{key}.{name}" if key else show(name)
             raise KeyProblem(inner, f"{inner}={show(value[name])} is no known key; {suggest(str(name), known)}")
     fitted = {}
-    for name, each in known.items():
+    for name, field in known.items():
         inner = f"{key}.{name}" if key else name
-        fitted[name] = coerce(each.hint, value[name], inner) if name in value else _copy(each.default)
-        _check_range(each.range, fitted[name], inner)
+        fitted[name] = coerce(field.hint, value[name], inner) if name in value else _copy(field.default)
+        _check_range(field.range, fitted[name], inner)
     return fitted
 
 
@@ -331,6 +331,12 @@ def _accepts(hint: Any, value: Any) -> bool:
 def _members(hint: type[enum.Enum]) -> dict[str, enum.Enum]:
     """By what a config calls them: a member's name may not be that, as `async` is a word of Python."""
     return {str(member.value): member for member in hint}
+
+
+def _spellings(hint: type[enum.Enum]) -> list[str]:
+    """All that a config may write for a member: values, and names that are more than a value with an underscore."""
+    names = [name for name, member in hint.__members__.items() if name != f"{member.value}_"]
+    return list(dict.fromkeys([*_members(hint), *names]))
 
 
 def _text_key(name: Any, key: str) -> str:

@@ -1,4 +1,4 @@
-"""What a recipe says of a sparse table: rows of numbers by id, far more than any step touches. Torch-free."""
+"""Sparse tables as a recipe declares them: rows of numbers by id, of which a step touches few. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,22 +10,33 @@ NO_NUMBA = "sparse tables need numba, which is not installed: python -m pip inst
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Lives beside the model, which gets rows in place of their ids: (B, F, width) floating for (B, F) int64. Id -1
-    stands for zeros that learn nothing.
+    """The declaration of a sparse table, see `Recipe.tables`.
+
+    A table lies beside the model, in host memory. The model gets the rows (B, F, width), floating, in place of the ids
+    (B, F) int64. Id -1 stands for zeros that learn nothing.
 
     A row is drawn from hash(seed, table, id) when it is first trained: normal, mean 0, standard deviation `scale`.
     """
 
-    width: int
+    width: int  # numbers in a row
     size: int  # ids are 0 to size - 1; 0: any from 0 to 2**63 - 1
-    capacity: int  # rows it may come to hold, over all ranks
-    scale: float
+    capacity: int  # the most rows that all ranks together may hold
+    scale: float  # standard deviation of a new row
 
 
 class Placement(Enum):
-    """Who holds a table's rows."""
+    """Which rank holds which part of a sparse table. Members have TorchRec's names.
 
-    replicated = "replicated"  # every rank all of them
-    rows = "rows"  # each rank those that a hash of their id gives it
-    columns = "columns"  # each rank some columns of all rows
-    tables = "tables"  # each rank whole tables
+    A config may use a member's name or its value (`row_wise` or `rows`). A resolved config holds the value, so that
+    configs of earlier runs stay what they are and both spellings mean the same run.
+    """
+
+    replicated = "replicated"  # every rank holds all rows
+    row_wise = "rows"  # each rank holds the rows whose ids a hash assigns to it
+    column_wise = "columns"  # each rank holds some columns of all rows
+    table_wise = "tables"  # each rank holds whole tables
+
+    # Other names of the same members.
+    rows = "rows"  # noqa: PIE796
+    columns = "columns"  # noqa: PIE796
+    tables = "tables"  # noqa: PIE796

@@ -1,61 +1,36 @@
-"""Checkpoints as a run uses them: every rank writes the boxes it owns, any other set of ranks reads the boxes it wants.
+"""Checkpoints as a run uses them: its options, and how ranks save, find and load checkpoints together. Torch-free.
 
-How files become a checkpoint, and when one may be trusted, is `dtf.checkpoint.storage`. Torch is imported by what
-touches tensors only.
+Tensors are written and read by `dtf.checkpoint.boxes`. How files become a checkpoint, and when one may be trusted, is
+`dtf.checkpoint.storage`.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dtf.api.registry import option, register
 from dtf.api.schema import KeyProblem
 from dtf.checkpoint import storage
+from dtf.checkpoint.boxes import STATE, StoredCheckpoint, write_boxes
 from dtf.checkpoint.manifest import (
-    ITEM_BYTES,
     Manifest,
     Objective,
     StoredBox,
     StoredFile,
     StoredTensor,
     exact_json,
-    intersect,
-    parse_json,
-    volume,
 )
-from dtf.checkpoint.resolve_path import resolve_checkpoint
-from dtf.checkpoint.safetensors_format import Slot, header, slots
+from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.core.errors import BusyError, DataError, DtfError, Exit, SaveError
-from dtf.core.types import Box, State
+from dtf.core.types import State
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
-STATE = "state.json"
-TORCH_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-}
-TORCH_DTYPES |= {
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-}
-TORCH_DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-_STORED_DTYPES = {f"torch.{name}": stored for stored, name in TORCH_DTYPES.items()}
 _ERRORS: dict[int, type[DtfError]] = {cls.exit: cls for cls in (DtfError, DataError, BusyError, SaveError)}
 
 
@@ -91,7 +66,7 @@ class Every:
                 "checkpoint.resume is empty; use auto, never or the path of a checkpoint or run folder",
             )
         if self.resume not in ("auto", "never"):
-            resolve_checkpoint(self.resume, "checkpoint.resume")
+            resolve_checkpoints(self.resume, "checkpoint.resume")
 
 
 class Peers(Protocol):
@@ -155,8 +130,8 @@ class Checkpointer:
 
     def _write(self, draft: Path, state: State) -> list[dict[str, Any]]:
         """What this rank, and others for it, wrote."""
-        own = [write_boxes(draft / f"rank_{self._world.rank}.safetensors", state.boxes)] if state.boxes else []
-        return own + (state.others(draft) if state.others else [])
+        written = [write_boxes(draft / f"rank_{self._world.rank}.safetensors", state.boxes)] if state.boxes else []
+        return written + (state.others(draft) if state.others else [])
 
     def _finish(
         self, draft: Path, step: int, parts: list[dict[str, Any]], scalars: dict[str, Any], value: float | None
@@ -229,17 +204,17 @@ class Checkpointer:
                 self._note(f"checkpoint {path} is skipped: {fault}")
         if not candidates:
             return None
-        mine = candidates[0].parent == self._folder
-        where = self._folder if mine else f"checkpoint.resume={self._options.resume}"
-        cure = "move them away to start anew, or use another run.dir" if mine else "give another"
+        in_run_folder = candidates[0].parent == self._folder
+        where = self._folder if in_run_folder else f"checkpoint.resume={self._options.resume}"
+        cure = "move them away to start anew, or use another run.dir" if in_run_folder else "give another"
         raise DataError(
             f"{where} holds no checkpoint that can be loaded ({newest_fault}); `dtf job=checkpoint job.action=verify` "
             f"says more; {cure}"
         )
 
-    def load(self, path: Path) -> Stored:
+    def load(self, path: Path) -> StoredCheckpoint:
         """A checkpoint to read from. Not collective."""
-        return Stored(path)
+        return StoredCheckpoint(path)
 
     def _candidates(self, attempt: int) -> list[str]:
         """Rank 0's part of `find`: checkpoints of this run folder, or without any those of the path given; newest
@@ -249,23 +224,23 @@ class Checkpointer:
             storage.clean(self._folder)
         except OSError as error:
             self._note(f"leftovers in {self._folder} could not be removed: {error}")
-        resume, own = self._options.resume, storage.checkpoints(self._folder)
-        if own and attempt:
-            return [str(path) for path in own]
-        given = [] if resume in ("auto", "never") else resolve_checkpoint(resume, "checkpoint.resume")
-        if own:
+        resume, existing = self._options.resume, storage.checkpoints(self._folder)
+        if existing and attempt:
+            return [str(path) for path in existing]
+        given = [] if resume in ("auto", "never") else resolve_checkpoints(resume, "checkpoint.resume")
+        if existing:
             if resume == "never":
                 raise BusyError(
-                    f"checkpoint.resume=never, but {self._folder} holds {own[0].name}; a run folder is one run: "
+                    f"checkpoint.resume=never, but {self._folder} holds {existing[0].name}; a run folder is one run: "
                     "use checkpoint.resume=auto to go on, or another run.dir"
                 )
-            if given and given[0].resolve() in [path.resolve() for path in own[1:]]:
+            if given and given[0].resolve() in [path.resolve() for path in existing[1:]]:
                 raise BusyError(
-                    f"checkpoint.resume={resume} is older than {own[0].name} in the same run folder; a run folder is "
+                    f"checkpoint.resume={resume} is older than {existing[0].name} in the same run folder; a run folder is "
                     "one run: "
                     "use another run.dir to start from there"
                 )
-        return [str(path) for path in own or given]
+        return [str(path) for path in existing or given]
 
     # ------------------------------------------------------------ agreement
 
@@ -332,150 +307,3 @@ def _verdict(reports: list[dict[str, Any]]) -> str | None:
         if "error" in report:
             raise DataError(f"rank {rank} cannot read it: {report['error']}; all ranks need the run folder")
     return next((report["result"] for report in reports if report["result"] is not None), None)
-
-
-def write_boxes(path: Path, boxes: list[Box]) -> dict[str, Any]:
-    """A new file of a checkpoint: its name, size, digests and boxes, as JSON has them. Not collective."""
-    counts: dict[str, int] = {}
-    entries: list[tuple[str, str, Box]] = []
-    for box in sorted(boxes, key=lambda box: -box.tensor.element_size()):  # wide formats first keep all of them aligned
-        number = counts[box.name] = counts.get(box.name, -1) + 1
-        dtype = _STORED_DTYPES.get(str(box.tensor.dtype))
-        if dtype is None:
-            raise TypeError(
-                f"{box.name} is {box.tensor.dtype}, which checkpoints cannot hold; use "
-                f"{', '.join(TORCH_DTYPES.values())}"
-            )
-        entries.append((f"{box.name}#{number}" if number else box.name, dtype, box))
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        yield header((key, dtype, tuple(box.tensor.shape)) for key, dtype, box in entries)
-        for _, _, box in entries:
-            yield _bytes(box.tensor)
-
-    stored = storage.write(path, pieces())
-    listed = [[box.name, dtype, box.shape, key, box.offset, tuple(box.tensor.shape)] for key, dtype, box in entries]
-    return {"file": path.name, "size": stored.size, "crc32": stored.crc32, "boxes": listed}
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    import torch
-
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors. Torch-free. DataError when it is damaged."""
-    file = manifest.files.get(STATE)
-    if file is None:
-        raise DataError(f"{STATE} is missing")
-    try:
-        scalars = parse_json(bytes(storage.Blocks(folder, STATE, file).read(0, file.size)))
-    except ValueError as error:
-        raise DataError(f"{STATE} is no JSON: {ascii(str(error))[:120]}") from None
-    if not isinstance(scalars, dict):
-        raise DataError(f"{STATE} is no JSON object")
-    return scalars
-
-
-class Stored:
-    """A checkpoint on disk as programs read it (`strategy.Source`). Bytes are compared with their digests as they are
-    read.
-
-    DataError from any method when they differ. `scalars`: what `save` was given. Reads whole rows of the stored boxes
-    it needs.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.place = folder, f"checkpoint {folder}"
-        try:
-            self.manifest = storage.read_manifest(folder)
-            self.scalars = read_scalars(folder, self.manifest)
-        except (DataError, OSError) as error:
-            raise DataError(f"checkpoint {folder} cannot be loaded: {error}") from None
-        self._blocks: dict[str, storage.Blocks] = {}
-        self._slots: dict[str, dict[str, Slot]] = {}
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self.manifest.tensors)
-
-    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The part at `offset` of `shape` of a global tensor, on CPU.
-
-        Without `offset`: all of it, which must have `shape`, if given.
-        """
-        import torch
-
-        stored = self.manifest.tensors.get(name)
-        if stored is None:
-            near = difflib.get_close_matches(name, self.manifest.tensors, n=1)
-            raise DataError(
-                f"checkpoint {self.folder} has no tensor {name}{f', but {near[0]}' if near else ''}; was it written "
-                "by another model?"
-            )
-        if offset is None:
-            offset = (0,) * len(stored.shape)
-            shape = stored.shape if shape is None else tuple(shape)
-            fits = shape == stored.shape
-        else:
-            shape = (
-                tuple(whole - at for whole, at in zip(stored.shape, offset, strict=True))
-                if shape is None
-                else tuple(shape)
-            )
-            fits = len(offset) == len(shape) == len(stored.shape) and all(
-                min(at, n) >= 0 and at + n <= whole for at, n, whole in zip(offset, shape, stored.shape, strict=True)
-            )
-        if not fits:
-            raise DataError(
-                f"checkpoint {self.folder}: {name} has shape {stored.shape}, wanted is {shape} at {offset}; was it "
-                "written by another model?"
-            )
-        out = torch.empty(shape, dtype=getattr(torch, TORCH_DTYPES[stored.dtype]))
-        for box in stored.boxes:
-            common = intersect(offset, shape, box.offset, box.shape)
-            if common is None:
-                continue
-            at, size = common
-            rows = (at[0] - box.offset[0], size[0]) if at else (0, 1)
-            part = self._rows(box, stored.dtype, *rows)
-            inner = tuple(slice(a - b, a - b + n) for a, b, n in zip(at[1:], box.offset[1:], size[1:], strict=True))
-            where = tuple(slice(a - b, a - b + n) for a, b, n in zip(at, offset, size, strict=True))
-            out[where].copy_(part[(slice(None), *inner)] if at else part)
-        return out
-
-    def _rows(self, box: StoredBox, dtype: str, first: int, count: int) -> Tensor:
-        """Rows [first, first + count) along the first axis of a stored box; a scalar for a scalar."""
-        import torch
-
-        slot = self._slot(box)
-        if (slot.dtype, slot.shape) != (dtype, box.shape):
-            raise DataError(
-                f"checkpoint {self.folder}: {box.file} holds {slot.dtype} {slot.shape} under {box.key!a}, not what "
-                "the manifest says"
-            )
-        row = volume(box.shape[1:]) * ITEM_BYTES[dtype]
-        start = slot.start + first * row
-        try:
-            data = self._blocks[box.file].read(start, start + count * row)
-        except OSError as error:
-            raise DataError(f"checkpoint {self.folder}: {error}") from None
-        except DataError as error:
-            raise DataError(f"checkpoint {self.folder} is damaged: {error}") from None
-        return torch.frombuffer(data, dtype=getattr(torch, TORCH_DTYPES[dtype])).reshape(
-            (count, *box.shape[1:]) if box.shape else ()
-        )
-
-    def _slot(self, box: StoredBox) -> Slot:
-        if box.file not in self._slots:
-            file = self.manifest.files[box.file]
-            reader = self._blocks[box.file] = storage.Blocks(self.folder, box.file, file)
-            try:
-                self._slots[box.file] = slots(reader.read, file.size)
-            except (DataError, OSError) as error:
-                raise DataError(f"checkpoint {self.folder} is damaged: {box.file}: {error}") from None
-        try:
-            return self._slots[box.file][box.key]
-        except KeyError:
-            raise DataError(f"checkpoint {self.folder}: {box.file} has no tensor {box.key!a}") from None

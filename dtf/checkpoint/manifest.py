@@ -278,7 +278,7 @@ def partition_fault(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], t
     """Why boxes (offset, shape) do not cover a tensor exactly once; "" when they do."""
     for offset, size in boxes:
         if not len(offset) == len(size) == len(shape) or any(
-            a + n > whole for a, n, whole in zip(offset, size, shape, strict=True)
+            a + n > length for a, n, length in zip(offset, size, shape, strict=True)
         ):
             return f"box {size} at {offset} does not lie in shape {shape}"
     held = sum(volume(size) for _, size in boxes)

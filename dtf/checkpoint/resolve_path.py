@@ -25,7 +25,7 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() or (path.name == BEST and path.parent.is_dir())
 
 
-def resolve_checkpoint(path: str | Path, key: str) -> list[Path]:
+def resolve_checkpoints(path: str | Path, key: str) -> list[Path]:
     """Checkpoints that `path` means, newest first: itself, those of a run folder, or its best one alone. Looks at names
     only, but for the best.
 
@@ -33,46 +33,46 @@ def resolve_checkpoint(path: str | Path, key: str) -> list[Path]:
     """
     folder = Path(path)
     if folder.name == BEST and not folder.exists():
-        return [_best(resolve_checkpoint(folder.parent, key), f"{key}={path}")]
+        return [_best(resolve_checkpoints(folder.parent, key), f"{key}={path}")]
     if storage.step_of(folder.name) is not None or (folder / storage.MANIFEST).is_file():
-        found = [folder] if folder.is_dir() else []
+        folders = [folder] if folder.is_dir() else []
     else:
-        found = storage.checkpoints(folder / "checkpoints") or storage.checkpoints(folder)
-    if not found:
+        folders = storage.checkpoints(folder / "checkpoints") or storage.checkpoints(folder)
+    if not folders:
         raise DataError(
             f"{key}={path} holds no checkpoint; give a folder like RUN/checkpoints/step_000120, or a run folder that "
             "has one"
         )
-    return found
+    return folders
 
 
-def check_place(place: str, key: str) -> None:
+def check_weights_path(given: str, key: str) -> None:
     """Raise DataError for what can be seen, without reading it, to hold no weights.
 
     `key` gave the place; empty: nothing is to be read.
     """
-    path = Path(place).expanduser()
-    if not place:
+    path = Path(given).expanduser()
+    if not given:
         return
     if is_checkpoint(path):
-        resolve_checkpoint(path, key)
+        resolve_checkpoints(path, key)
     elif not path.exists():
         raise DataError(
-            f"{key}={place} does not exist; give a {', '.join(SUFFIXES)} file, a checkpoint or a run folder"
+            f"{key}={given} does not exist; give a {', '.join(SUFFIXES)} file, a checkpoint or a run folder"
         )
     elif path.suffix not in SUFFIXES:
         raise DataError(
-            f"{key}={place} is no file of weights; give a {', '.join(SUFFIXES)} file, a checkpoint or a run folder"
+            f"{key}={given} is no file of weights; give a {', '.join(SUFFIXES)} file, a checkpoint or a run folder"
         )
     elif not os.access(path, os.R_OK):
-        raise DataError(f"{key}={place} cannot be read: Permission denied")
+        raise DataError(f"{key}={given} cannot be read: Permission denied")
 
 
-def _best(found: list[Path], given: str) -> Path:
+def _best(folders: list[Path], given: str) -> Path:
     """The one with the best value of the objective, the earliest of equals."""
     goals = [
         (folder, goal)
-        for folder in reversed(found)
+        for folder in reversed(folders)
         if (goal := storage.read_manifest(folder).objective) is not None and math.isfinite(goal.value)
     ]
     if not goals:
@@ -80,4 +80,4 @@ def _best(found: list[Path], given: str) -> Path:
             f"{given}: none of these checkpoints was made right after an evaluation, so none is known to be the best; "
             "name one"
         )
-    return max(goals, key=lambda each: each[1].value if each[1].mode == "max" else -each[1].value)[0]
+    return max(goals, key=lambda pair: pair[1].value if pair[1].mode == "max" else -pair[1].value)[0]

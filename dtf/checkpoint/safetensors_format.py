@@ -50,12 +50,12 @@ def slots(read: Callable[[int, int], bytes | memoryview], size: int) -> dict[str
             raise ValueError(f"a header of {length} bytes does not fit")
         entries = json.loads(bytes(read(8, 8 + length)))
         entries.pop("__metadata__", None)
-        found = {key: _slot(entry, 8 + length) for key, entry in entries.items()}
-        if any(slot.stop > size for slot in found.values()):
+        by_key = {key: _slot(entry, 8 + length) for key, entry in entries.items()}
+        if any(slot.stop > size for slot in by_key.values()):
             raise ValueError("a tensor ends behind the end of the file")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"not a safetensors file: {ascii(str(error))[:120]}") from None
-    return found
+    return by_key
 
 
 def _slot(entry: dict, base: int) -> Slot:

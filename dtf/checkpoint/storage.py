@@ -173,8 +173,8 @@ def read_manifest(folder: Path) -> Manifest:
     DataError when it is not complete; OSError when the folder itself cannot be read.
     """
     with os.scandir(folder) as entries:
-        found = {entry.name for entry in entries}
-    if MANIFEST not in found:
+        names = {entry.name for entry in entries}
+    if MANIFEST not in names:
         raise DataError(f"{MANIFEST} is missing; the checkpoint is not complete")
     file, size = _open(folder / MANIFEST)
     try:
@@ -187,7 +187,7 @@ def read_manifest(folder: Path) -> Manifest:
     named = step_of(folder.name)
     if named is not None and named != manifest.step:
         raise DataError(f"the folder is named {folder.name} but holds step {manifest.step}")
-    unknown = sorted(found - manifest.files.keys() - {MANIFEST})
+    unknown = sorted(names - manifest.files.keys() - {MANIFEST})
     if unknown:
         raise DataError(f"unknown file {ascii(unknown[0])[:120]} beside those of the manifest")
     try:
@@ -199,11 +199,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _check_files(folder: Path, files: dict[str, StoredFile]) -> None:
     for name, stored in files.items():
-        found = os.lstat(folder / name)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.lstat(folder / name)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(folder / name))
-        if found.st_size != stored.size:
-            raise OSError(errno.EIO, f"has {found.st_size} bytes instead of {stored.size}", str(folder / name))
+        if status.st_size != stored.size:
+            raise OSError(errno.EIO, f"has {status.st_size} bytes instead of {stored.size}", str(folder / name))
 
 
 def faults(folder: Path, manifest: Manifest, index: int = 0, count: int = 1) -> Iterator[str]:
@@ -214,9 +214,9 @@ def faults(folder: Path, manifest: Manifest, index: int = 0, count: int = 1) -> 
     total = sum(len(file.crc32) for file in manifest.files.values())
     first, last = total * index // count, total * (index + 1) // count
     for name, stored in manifest.files.items():
-        mine = range(max(first, 0), min(last, len(stored.crc32)))
-        if mine:
-            yield from _file_faults(Blocks(folder, name, stored), mine)
+        numbers = range(max(first, 0), min(last, len(stored.crc32)))
+        if numbers:
+            yield from _file_faults(Blocks(folder, name, stored), numbers)
         first, last = first - len(stored.crc32), last - len(stored.crc32)
 
 
@@ -304,11 +304,11 @@ def _open(path: Path) -> tuple[int, int]:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.EIO, errno.EISDIR, errno.ENXIO):
             raise DataError(f"{path.name}: {error.strerror}") from None
         raise
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
         os.close(file)
         raise DataError(f"{path.name}: is no regular file")
-    return file, found.st_size
+    return file, status.st_size
 
 
 def _fill(file: int, data: memoryview, offset: int) -> int:

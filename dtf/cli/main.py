@@ -22,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; the exit code. Everything expected that goes wrong ends in one printed line."""
     _open_streams()
     given = list(sys.argv[1:] if argv is None else argv)
-    leaving = argv is None  # else the caller lives on, and its warm processes with it
+    leaving = argv is None  # else the caller lives on, and its fork server with it
     code = _reported(lambda: _dispatch(given))
     if leaving and code:
-        _cool()
+        _shut_fork_server_down()
     # it was a rank itself: gloo's threads may not outlive the interpreter
     if leaving and "torch.distributed" in sys.modules:
         for stream in (sys.stdout, sys.stderr):
@@ -57,7 +57,8 @@ def will_launch(argv: Sequence[str]) -> bool:
     flags = [word for word in argv if word.startswith("-")]
     if any(flag.split("=")[0] in _ANSWERS for flag in flags):
         return False
-    from dtf.config.settings import is_known, load_parts
+    from dtf.config.command_line import is_known
+    from dtf.config.settings import load_parts
 
     load_parts([])
     elsewhere = any("plugins=" in word or "hydra." in word for word in argv) or any(
@@ -81,9 +82,10 @@ def _dispatch(argv: list[str]) -> int:
 
         print(f"dtf {__version__}")
         return Exit.OK
-    from dtf.config.compose import Composer, arguments
+    from dtf.config.command_line import parse_arguments
+    from dtf.config.compose import Composer
 
-    flags = arguments(argv)
+    flags = parse_arguments(argv)
     composer = Composer(flags.config_dir, flags.config_name)
     if flags.shell_completion:
         return _complete(flags.overrides)
@@ -131,11 +133,11 @@ def _reported(action: Callable[[], int]) -> int:
         return Exit.BUG
 
 
-def _cool() -> None:
-    """End what `prestart` began."""
-    warm = sys.modules.get("dtf.launch.forkserver_cache")
-    if warm is not None:
-        warm.discard()
+def _shut_fork_server_down() -> None:
+    """End the fork server that `prestart` began."""
+    cache = sys.modules.get("dtf.launch.forkserver_cache")
+    if cache is not None:
+        cache.discard()
 
 
 def _help(composer: Composer, overrides: list[str]) -> int:
@@ -176,12 +178,13 @@ def _show(composed: Composed, flags: argparse.Namespace) -> int:
 def _info(composed: Composed, what: str) -> int:
     import logging
 
-    from hydra._internal.hydra import Hydra
+    from dtf.config.hydra_internals import hydra_app
 
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
-        Hydra("dtf", composed.composer.loader).show_info(what, composed.composer.config_name, list(composed.overrides))
+        composer = composed.composer
+        hydra_app(composer.loader).show_info(what, composer.config_name, list(composed.overrides))
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
@@ -194,9 +197,9 @@ def _complete(overrides: list[str]) -> int:
     """
     import shlex
 
-    from hydra._internal.hydra import Hydra
-
-    from dtf.config.compose import Composer, arguments
+    from dtf.config.command_line import parse_arguments
+    from dtf.config.compose import Composer
+    from dtf.config.hydra_internals import hydra_app
 
     if sys.argv[0].endswith(".py") and "query=bash" not in overrides:
         raise ConfigError(
@@ -204,11 +207,11 @@ def _complete(overrides: list[str]) -> int:
         )
     try:
         words = shlex.split(os.environ.get("COMP_LINE", ""))[1:]
-        flags = arguments(words[:-1])
+        flags = parse_arguments(words[:-1])
     except (ValueError, ConfigError):  # a line that is not finished
-        flags = arguments([])
+        flags = parse_arguments([])
     composer = Composer(flags.config_dir, flags.config_name)
-    hydra = Hydra("dtf", composer.loader)
+    hydra = hydra_app(composer.loader)
     try:
         composer.with_plugins(flags.overrides, lambda: hydra.shell_completion(composer.config_name, overrides))
     except ValueError as error:

@@ -15,7 +15,7 @@ import dtf.jobs.rank_export
 import dtf.jobs.rank_predict
 import dtf.launch.rank_process
 import dtf.model.init
-import dtf.model.metrics
+import dtf.model.losses
 import dtf.optim.update
 import dtf.recipes
 import dtf.strategies.dp_program
@@ -23,6 +23,6 @@ import dtf.strategies.spmd
 from dtf.config.settings import load_parts
 
 load_parts([])
-for found in pkgutil.walk_packages(dtf.recipes.__path__, "dtf.recipes."):
+for module in pkgutil.walk_packages(dtf.recipes.__path__, "dtf.recipes."):
     with contextlib.suppress(ModuleNotFoundError):  # of an extra that is not installed; a recipe that needs it says so
-        importlib.import_module(found.name)
+        importlib.import_module(module.name)

@@ -16,22 +16,22 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
-from hydra._internal.callbacks import Callbacks
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import IntervalSweep
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.schema import show
 from dtf.cli.optuna_search import Tuner
+from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
 from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
+from dtf.config.hydra_internals import Callbacks
 from dtf.config.hydra_sources import OPTUNA, Loader, OptunaOptions, Read
-from dtf.config.messages import COMMAND_LINE, parse, shorten
+from dtf.config.messages import parse, shorten
 from dtf.core.errors import INTERRUPTED, BusyError, ConfigError, Exit
 from dtf.core.text import time_text
 from dtf.runs.run_folder import take_lock
@@ -46,42 +46,43 @@ _ENDS = (Exit.PREEMPTED, Exit.BUDGET, INTERRUPTED)
 
 
 @runtime_checkable
-class Kept(Protocol):
+class JobWithFolder(Protocol):
     """A job whose run is kept in a folder; other jobs have an exit code only."""
 
-    folder: Path | None  # where the run is kept; set before `run`: there
-    elsewhere_s: float  # of its budget, what other runs have spent; set before `run`
+    folder: Path | None  # of the run; set before `run`
+    elsewhere_s: float  # seconds of its budget that other runs have spent; set before `run`
     best: tuple[str, float] | None  # the objective and its best value
 
 
-class _Stopped(BaseException):
+class _SweepStopped(BaseException):
     """A trial was asked to stop, and so is the sweep. No Exception: Hydra's launcher would go on to the next trial."""
 
 
-class _Told:
-    """True once SIGINT, SIGTERM or SIGHUP came, whoever handles them: a launcher that has to kill its ranks reports
-    lost ranks, not a request.
+class _StopRequests:
+    """True once SIGINT, SIGTERM or SIGHUP came, whichever code handles them.
+
+    The exit code of a trial does not say it: a launcher that has to kill its ranks reports lost ranks, not a request.
     """
 
     def __enter__(self) -> Self:
-        self._heard, self._waker = socket.socketpair()
-        self._heard.setblocking(False)
-        self._waker.setblocking(False)
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
         self._numbers: set[int] = set()
         self._main = threading.current_thread() is threading.main_thread()
         if self._main:
-            self._before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+            self._before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._main:
             signal.set_wakeup_fd(self._before)
-        self._heard.close()
-        self._waker.close()
+        self._receiver.close()
+        self._sender.close()
 
     def __bool__(self) -> bool:
         with contextlib.suppress(BlockingIOError):
-            self._numbers |= set(self._heard.recv(4096))
+            self._numbers |= set(self._receiver.recv(4096))
         return bool(self._numbers & {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
@@ -106,77 +107,122 @@ class _TrialLoader(Loader):
 
 
 def sweep(composer: Composer, overrides: Sequence[str], run: Callable[[Callable[[], int]], int]) -> int:
-    """Check every trial, then run those that are not finished. `run` calls, reports what is raised and returns an exit
-    code.
+    """Check every trial, then run those that are not finished. `run` calls a function, reports what it raises, and
+    returns an exit code.
 
-    The exit code: that of the trial which stopped the sweep, else the first that is not 0. ConfigError before the first
-    trial starts when one of them cannot be composed.
+    Returns the exit code of the trial which stopped the sweep, else the first that is not 0. ConfigError before the
+    first trial starts when one of them cannot be composed.
     """
+    plan = _make_plan(composer, overrides)
+    trials = _Trials(plan, run)
+    with tempfile.TemporaryDirectory(prefix="dtf-sweep-") as scratch, _LockedFolder(plan.folder), trials.requests:
+        try:
+            _hand_to_hydra(plan, trials, scratch)
+        except _SweepStopped:
+            print("dtf: the sweep stops here", file=sys.stderr)
+    done = trials.done
+    if plan.complete:
+        done += [Trial(title=title_of(trial, plan.shared), code=NOT_STARTED) for trial in plan.trials[len(done) :]]
+    _print_result(done, plan)
+    return trials.stopped or next((trial.code for trial in done if trial.code > 0), 0)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a sweep is to do."""
+
+    composer: Composer
+    overrides: Sequence[str]  # of the command line
+    parsed: list[Override]  # the same, parsed
+    shared: set[str]  # overrides that all trials have
+    trials: list[list[str]]  # the overrides of each
+    complete: bool  # whether these are all; else a sweeper chooses values as it goes, and there is one possible trial
+    first: Composed  # the first trial
+    folder: Path | None  # of the sweep, where runs are kept
+
+    @property
+    def of_all(self) -> str:
+        """` of N`, for counting trials, where N is known and more than 1."""
+        return f" of {len(self.trials)}" if self.complete and len(self.trials) > 1 else ""
+
+
+def _make_plan(composer: Composer, overrides: Sequence[str]) -> _Plan:
+    """The trials of a sweep. ConfigError for one that cannot be composed, or does not agree with the first."""
     parsed = parse(overrides, composer.loader)
-    shared = {
-        _typed(f"{each.get_key_element()}={each.get_value_element_as_str()}")
-        for each in parsed
-        if not each.is_sweep_override()
-    }
-    planned, complete = _combinations(parsed)
-    of = f" of {len(planned)}" if complete and len(planned) > 1 else ""
+    swept = [override for override in parsed if override.is_sweep_override()]
+    fixed = [override for override in parsed if not override.is_sweep_override()]
+    shared = {as_typed(f"{override.get_key_element()}={override.get_value_element_as_str()}") for override in fixed}
+    trials, complete = combinations(parsed)
+    several = complete and len(trials) > 1
     composed = [
-        _composed(composer, trial, f"trial {number}{of} ({_title(trial, shared)}): " if of else "")
-        for number, trial in enumerate(planned, 1)
+        _composed(composer, trial, f"trial {number} of {len(trials)} ({title_of(trial, shared)}): " if several else "")
+        for number, trial in enumerate(trials, 1)
     ]
     first = composed[0]
-    for each in composed:
-        _check_trial(first, each)
-    home = (
-        _home([str(each.input_line) for each in parsed if each.is_sweep_override()], composed)
-        if isinstance(first.job, Kept)
-        else None
-    )
-    loader = _TrialLoader(composer)
-    done: list[Trial] = []
-    stopped = 0
+    for config in composed:
+        _check_trial(first, config)
+    is_kept = isinstance(first.job, JobWithFolder)
+    folder = _sweep_folder([str(override.input_line) for override in swept], composed) if is_kept else None
+    return _Plan(composer, overrides, parsed, shared, trials, complete, first, folder)
 
-    def start(config: DictConfig) -> float:
-        nonlocal stopped
-        hydra = HydraConfig.get()
-        task = [str(text) for text in hydra.overrides.task]
-        trial = Trial(title=_title(task, shared))
-        done.append(trial)
-        print(f"dtf: trial {len(done)}{of}: {trial.title}", flush=True)
+
+class _Trials:
+    """Runs the trials that Hydra's sweeper asks for, one after the other."""
+
+    def __init__(self, plan: _Plan, run: Callable[[Callable[[], int]], int]) -> None:
+        self._plan, self._run = plan, run
+        self.loader = _TrialLoader(plan.composer)
+        self.requests = _StopRequests()
+        self.done: list[Trial] = []  # those that were started
+        self.stopped = 0  # the exit code of the trial that stopped the sweep
+
+    def start(self, config: DictConfig) -> float:
+        """Run one trial, which Hydra composed. Returns its best objective where runs are kept, NaN where there is none;
+        else its exit code.
+        """
+        plan, hydra = self._plan, HydraConfig.get()
+        overrides = [str(text) for text in hydra.overrides.task]
+        trial = Trial(title=title_of(overrides, plan.shared))
+        self.done.append(trial)
+        print(f"dtf: trial {len(self.done)}{plan.of_all}: {trial.title}", flush=True)
 
         def finish() -> int:
             OmegaConf.set_struct(config, False)
             OmegaConf.set_readonly(config, False)
             config.hydra = hydra
-            composed = composer.finish(config, [*hydra.overrides.hydra, *task], loader.reads)
-            _check_trial(first, composed)
-            return _run(composed, trial, home / folder_name(_apart(task, shared)) if home else None)
+            composed = plan.composer.finish(config, [*hydra.overrides.hydra, *overrides], self.loader.reads)
+            _check_trial(plan.first, composed)
+            folder = plan.folder / folder_name(distinct(overrides, plan.shared)) if plan.folder else None
+            return _run_trial(composed, trial, folder)
 
-        trial.code = run(finish)
-        if trial.code in _ENDS or told:
-            stopped = trial.code or Exit.PREEMPTED
-            raise _Stopped
-        return trial.code if home is None else trial.best[1] if trial.code == Exit.OK and trial.best else math.nan
+        trial.code = self._run(finish)
+        if trial.code in _ENDS or self.requests:
+            self.stopped = trial.code or Exit.PREEMPTED
+            raise _SweepStopped
+        if plan.folder is None:
+            return trial.code
+        return trial.best[1] if trial.code == Exit.OK and trial.best else math.nan
 
-    with tempfile.TemporaryDirectory(prefix="dtf-sweep-") as scratch, _Locked(home), _Told() as told:
-        # Hydra insists on a folder for its copy of the config
-        own = [] if first.tree.hydra.sweep.dir else [f"hydra.sweep.dir={scratch}"]
-        # Hydra's own multirun composes without the options swept over, so that keys which only those have would be
-        # unknown.
-        config, _ = composer.load([*planned[0], *own])
-        arguments = [each for each in parsed if not each.is_hydra_override()]
-        config.hydra.overrides.task = [str(each.input_line) for each in arguments]
-        context = HydraContext(config_loader=loader, callbacks=Callbacks())
-        try:
-            composer.with_plugins(overrides, lambda: _drive(config, context, start, arguments, first, home))
-        except _Stopped:
-            print("dtf: the sweep stops here", file=sys.stderr)
-    if complete:
-        done += [Trial(title=_title(trial, shared), code=NOT_STARTED) for trial in planned[len(done) :]]
+
+def _hand_to_hydra(plan: _Plan, trials: _Trials, scratch: str) -> None:
+    """Let Hydra's sweeper start the trials. `scratch`: a folder for the copy of the config that Hydra insists on."""
+    folder = [] if plan.first.tree.hydra.sweep.dir else [f"hydra.sweep.dir={scratch}"]
+    # Hydra's own multirun composes without the options swept over, so that keys which only those have would be unknown.
+    config, _ = plan.composer.load([*plan.trials[0], *folder])
+    arguments = [override for override in plan.parsed if not override.is_hydra_override()]
+    config.hydra.overrides.task = [str(override.input_line) for override in arguments]
+    context = HydraContext(config_loader=trials.loader, callbacks=Callbacks())
+    plan.composer.with_plugins(
+        plan.overrides, lambda: _run_sweeper(config, context, trials.start, arguments, plan.first, plan.folder)
+    )
+
+
+def _print_result(done: Sequence[Trial], plan: _Plan) -> None:
+    """The table of trials, and what became of the sweep."""
     for line in table(done):
         print(line)
-    if home:
-        print(_total(done, first, home))
+    if plan.folder:
+        print(_total(done, plan.first, plan.folder))
     failed = [f"{trial.title} ({trial.outcome})" for trial in done if trial.code > 0 and trial.code not in _ENDS]
     if failed:
         print(
@@ -184,25 +230,24 @@ def sweep(composer: Composer, overrides: Sequence[str], run: Callable[[Callable[
             "them once more",
             file=sys.stderr,
         )
-    return stopped or next((trial.code for trial in done if trial.code > 0), 0)
 
 
-def _drive(
+def _run_sweeper(
     config: DictConfig,
     context: HydraContext,
     start: Callable[[DictConfig], float],
     arguments: list[Override],
     first: Composed,
-    home: Path | None,
+    folder: Path | None,
 ) -> None:
     """Let the chosen sweeper launch trials. Optuna's is ours, any other a plugin of Hydra."""
     plugins = Plugins.instance()
     if first.tree.hydra.runtime.choices.get("hydra/sweeper") != OPTUNA:
         plugins.instantiate_sweeper(config=config, hydra_context=context, task_function=start).sweep(
-            [str(each.input_line) for each in arguments]
+            [str(override.input_line) for override in arguments]
         )
         return
-    if home is None or first.settings.train.eval_every == 0:
+    if folder is None or first.settings.train.eval_every == 0:
         raise ConfigError(
             f"hydra/sweeper={OPTUNA} needs an objective: a job that trains, with evaluations (train.eval_every)"
         )
@@ -212,12 +257,12 @@ def _drive(
     def launch(overrides: Sequence[str], number: int) -> float:
         return launcher.launch([list(overrides)], initial_job_idx=number)[0].return_value  # type: ignore[return-value]
 
-    Tuner(options, arguments, _objective(first)[1], home).run(launch)
+    Tuner(options, arguments, _objective(first)[1], folder).run(launch)
 
 
-def _run(composed: Composed, trial: Trial, folder: Path | None) -> int:
+def _run_trial(composed: Composed, trial: Trial, folder: Path | None) -> int:
     job = composed.job
-    if folder is None or not isinstance(job, Kept):
+    if folder is None or not isinstance(job, JobWithFolder):
         return job.run(composed)
     trial.folder = folder
     record = finished(folder, composed.config)
@@ -235,39 +280,39 @@ def _run(composed: Composed, trial: Trial, folder: Path | None) -> int:
         trial.best = job.best
 
 
-class _Locked:
+class _LockedFolder:
     """A sweep's folder, made and kept to this process; nothing without one."""
 
-    def __init__(self, home: Path | None) -> None:
-        self._home = home
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
 
     def __enter__(self) -> None:
-        if self._home is None:
+        if self._folder is None:
             return
         try:
-            self._home.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if (self._home / "run.json").exists():
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if (self._folder / "run.json").exists():
                 raise BusyError(
-                    f"{self._home} is the folder of one run, a sweep needs one of its own; choose another run.dir"
+                    f"{self._folder} is the folder of one run, a sweep needs one of its own; choose another run.dir"
                 )
-            self._lock = take_lock(self._home)
+            self._lock = take_lock(self._folder)
         except OSError as error:
             raise ConfigError(
-                f"the sweep's folder {self._home} cannot be used: {error.strerror}; choose another run.dir"
+                f"the sweep's folder {self._folder} cannot be used: {error.strerror}; choose another run.dir"
             ) from error
 
     def __exit__(self, *exception: object) -> None:
-        if self._home is not None:
+        if self._folder is not None:
             os.close(self._lock)
 
 
-def _home(swept: list[str], composed: Sequence[Composed]) -> Path:
+def _sweep_folder(swept: list[str], composed: Sequence[Composed]) -> Path:
     """The folder of the sweep: the one that was asked for, or one that the same sweep finds again."""
     config = composed[0].config
     options = OmegaConf.to_container(composed[0].tree.hydra.sweeper)
     assert isinstance(options, dict)
     options.pop("n_trials", None)  # more trials go on
-    same = digest([*swept, str(sorted(options.items(), key=str))], [each.config for each in composed])
+    same = digest([*swept, str(sorted(options.items(), key=str))], [config.config for config in composed])
     return Path(
         config["run"]["dir"] or Path("outputs", config["run"]["name"] or config["recipe"]["name"], f"sweep-{same}")
     ).absolute()
@@ -277,7 +322,7 @@ def _check_trial(first: Composed, other: Composed) -> None:
     """Refuse ranks that cannot be started again, and trials that do not agree on what names or bounds the whole
     sweep.
     """
-    if not isinstance(other.job, Kept):
+    if not isinstance(other.job, JobWithFolder):
         return
     if not other.settings.launcher.starts_ranks:
         name = other.config["launcher"]["name"]
@@ -287,11 +332,11 @@ def _check_trial(first: Composed, other: Composed) -> None:
         )
     for group, names in (("run", ("dir", "name")), ("budget", tuple(first.config["budget"]))):
         for name in names:
-            here, there = first.config[group][name], other.config[group][name]
-            if here != there:
+            value, other_value = first.config[group][name], other.config[group][name]
+            if value != other_value:
                 raise ConfigError(
-                    f"{group}.{name}={show(there)} is {show(here)} in another trial; {group}.{name} belongs to the "
-                    "whole sweep, give one value"
+                    f"{group}.{name}={show(other_value)} is {show(value)} in another trial; {group}.{name} belongs to "
+                    "the whole sweep, give one value"
                 )
 
 
@@ -302,15 +347,15 @@ def _objective(composed: Composed) -> tuple[str, str]:
     return name, settings.recipe.direction(name)
 
 
-def _total(done: Sequence[Trial], first: Composed, home: Path) -> str:
+def _total(done: Sequence[Trial], first: Composed, folder: Path) -> str:
     """The last line: how many, which is best, what it took, where it is."""
     parts = [f"{sum(trial.code == Exit.OK for trial in done)} of {len(done)} trials finished"]
     number = best_of(done, _objective(first)[1])
     if number is not None:
         parts.append(f"the best is trial {number}")
-    spent, price = seconds(home), first.settings.budget.cost_per_hour
+    spent, price = seconds(folder), first.settings.budget.cost_per_hour
     parts.append(f"{time_text(spent)} in all" + (f" at a cost of {spent / 3600 * price:.3g}" if price else ""))
-    return f"dtf: {', '.join(parts)}, in {shorten(home)}"
+    return f"dtf: {', '.join(parts)}, in {shorten(folder)}"
 
 
 def _composed(composer: Composer, overrides: list[str], name: str) -> Composed:
@@ -318,45 +363,3 @@ def _composed(composer: Composer, overrides: list[str], name: str) -> Composed:
         return composer.compose(overrides)
     except ConfigError as error:
         raise ConfigError(f"{name}{error}") from error
-
-
-def _combinations(overrides: Sequence[Override]) -> tuple[list[list[str]], bool]:
-    """The overrides of each trial, and whether these are all: where a sweeper chooses values as it goes, one possible
-    trial.
-    """
-    for each in overrides:
-        if each.is_sweep_override() and each.is_hydra_override():
-            raise ConfigError(
-                f"{show(each.input_line)} sweeps over a setting of Hydra; give it one value; set {COMMAND_LINE}"
-            )
-    fixed = [each for each in overrides if not each.is_sweep_override() or each.is_discrete_sweep()]
-    ends = [
-        f"{each.get_key_element()}={value.start}"
-        for each in overrides
-        if isinstance(value := each.value(), IntervalSweep)
-    ]
-    trials: list[list[Any]] = BasicSweeper.split_arguments(fixed, max_batch_size=None)[0]
-    usual = len(fixed) == len(overrides) and not any(
-        each.key_or_group.startswith("hydra/sweeper") for each in overrides
-    )
-    return [[_typed(text) for text in [*trial, *ends]] for trial in (trials if usual else trials[:1])], usual
-
-
-def _typed(override: str) -> str:
-    """An override as a person types it: Hydra's sweeper writes `~key` as `~key=null`."""
-    return override.removesuffix("=null") if override.startswith("~") else override
-
-
-def _apart(overrides: Sequence[str], shared: set[str]) -> list[str]:
-    """The overrides that set a trial apart. A `+` says nothing: composing adds some of its own."""
-    plain = {text.lstrip("+") for text in shared}
-    return [text for text in (_typed(override).lstrip("+") for override in overrides) if text not in plain]
-
-
-def _title(overrides: Sequence[str], shared: set[str]) -> str:
-    """What sets a trial apart; all of it where nothing does."""
-    return (
-        " ".join(_apart(overrides, shared))
-        or " ".join(_typed(text).lstrip("+") for text in overrides)
-        or "(no overrides)"
-    )

@@ -74,7 +74,7 @@ def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     try:
         record = json.loads((folder / "run.json").read_text())
         saved = yaml.safe_load((folder / "config.yaml").read_text())
-        old, new = (dict(flat(_lasting(each), "")) for each in (saved, redact(config)))
+        old, new = (dict(flat(_lasting(config_node), "")) for config_node in (saved, redact(config)))
         exit = record["exit"]
     except FileNotFoundError:
         return None

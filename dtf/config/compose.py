@@ -6,12 +6,10 @@ Nothing below gets a DictConfig, an interpolation or a key that no class knows.
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from hydra import version
 from hydra.core.default_element import GroupDefault
@@ -24,21 +22,27 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtf.api.job import Job
 from dtf.api.registry import registered
-from dtf.api.schema import RESERVED, KeyProblem, build_option, show, unset
-from dtf.api.strategy import Task
-from dtf.checkpoint.resolve_path import check_place
-from dtf.config.hydra_sources import CONF, Read, loader, recording
+from dtf.api.schema import KeyProblem, build_option, unset
+from dtf.api.task import Task
+from dtf.checkpoint.resolve_path import check_weights_path
+from dtf.config.command_line import parse_arguments
+from dtf.config.hydra_sources import ROOT, Read, loader, recording
 from dtf.config.limits import resolve
-from dtf.config.messages import explain, hinted, key_for_number, origin, parse, typed_in
-from dtf.config.presets import overtaken, reset
-from dtf.config.settings import EXPERIMENT, GROUPS, Settings, build_settings, coerce_config, load_parts
+from dtf.config.messages import explain, hinted, origin, parse, typed_in
+from dtf.config.override_checks import check_override, refuse_shadows, refuse_targets
+from dtf.config.settings import (
+    EXPERIMENT,
+    GROUPS,
+    Settings,
+    build_settings,
+    coerce_config,
+    inactive_keys,
+    load_parts,
+    reset,
+)
 from dtf.core.errors import ConfigError
-from dtf.core.text import suggest
 
 T = TypeVar("T")
-
-ROOT = "config"
-"""Name of dtf's own root config, conf/config.yaml."""
 
 
 def compose(argv: Sequence[str]) -> Composed:
@@ -46,7 +50,7 @@ def compose(argv: Sequence[str]) -> Composed:
 
     ConfigError for anything in it, or in the files it names, that fits no class.
     """
-    flags = arguments(argv)
+    flags = parse_arguments(argv)
     return Composer(flags.config_dir, flags.config_name).compose(flags.overrides)
 
 
@@ -93,7 +97,7 @@ class Composed:
             settings.check()
             if data:
                 settings.recipe.check()
-            check_place(settings.recipe.fine_tuning.weights, "recipe.model.weights")
+            check_weights_path(settings.recipe.fine_tuning.weights, "recipe.model.weights")
             settings.optimizer.check()
             settings.sparse.check()
             settings.lr.check()
@@ -126,23 +130,25 @@ class Composed:
         which spoke of the other one.
         """
         new = parse(overrides, self.composer.loader)
-        chosen = {each.key_or_group: each.value() for each in new if self.composer.is_group(each.key_or_group)}
-        kept = []
-        for text, each in zip(self.overrides, parse(self.overrides, self.composer.loader), strict=True):
-            group = each.key_or_group.split(".")[0]
-            other = group in chosen and chosen[group] != self.choices.get(group)
-            if each.key_or_group not in chosen and not other:
-                kept.append(text)
-        return self.composer.compose([*kept, *overrides])
+        chosen = {
+            override.key_or_group: override.value() for override in new if self.composer.is_group(override.key_or_group)
+        }
+        remaining = []
+        for text, override in zip(self.overrides, parse(self.overrides, self.composer.loader), strict=True):
+            group = override.key_or_group.split(".")[0]
+            is_other_option = group in chosen and chosen[group] != self.choices.get(group)
+            if override.key_or_group not in chosen and not is_other_option:
+                remaining.append(text)
+        return self.composer.compose([*remaining, *overrides])
 
     def chosen(self) -> dict[str, list[str]]:
         """The options that the command line itself chooses, by group."""
         named = [
-            each
-            for each in parse(self.overrides, self.composer.loader)
-            if self.composer.is_group(each.key_or_group) and not each.is_delete()
+            override
+            for override in parse(self.overrides, self.composer.loader)
+            if self.composer.is_group(override.key_or_group) and not override.is_delete()
         ]
-        values = {each.key_or_group: each.value() for each in named}
+        values = {override.key_or_group: override.value() for override in named}
         return {group: value if isinstance(value, list) else [value] for group, value in values.items() if value}  # type: ignore[dict-item]
 
     def origin(self, key: str) -> str:
@@ -171,29 +177,8 @@ class Composer:
     def compose(self, overrides: Sequence[str]) -> Composed:
         """See `compose`; `overrides` are those of one run, not of a sweep."""
         given = list(overrides)
-        for each in parse(given, self.loader):
-            group, _, key = each.key_or_group.partition(".")
-            if not group:
-                raise ConfigError(f"{show(each.input_line)} is no override; write key=value")
-            if each.is_delete() and each.key_or_group in GROUPS:
-                raise ConfigError(
-                    f"{show(each.input_line)} {self._instead_of_deletion(group)}; set on the command line"
-                )
-            chooses = self.is_group(each.key_or_group) and not each.is_delete() and not each.is_sweep_override()
-            if chooses and not _may_choose(each.value()):
-                drop = f", or ~{group} for none" if group == EXPERIMENT else ""
-                choices = key_for_number(each.key_or_group, each.value()) + suggest("", self.options(each.key_or_group))
-                raise ConfigError(f"{show(each.input_line)} is no option; {choices}{drop}; set on the command line")
-            if RESERVED in each.key_or_group:
-                raise ConfigError(
-                    f"{each.key_or_group} is refused, a config names no code; register a class and choose it by name; "
-                    "set on the command line"
-                )
-            if key == "name" and group in GROUPS:
-                raise ConfigError(
-                    f"{each.key_or_group} says which class the other keys belong to; choose with {group}=NAME; set on "
-                    "the command line"
-                )
+        for override in parse(given, self.loader):
+            check_override(override, self.loader)
         config, reads = self.load(given)
         return self.finish(config, given, reads)
 
@@ -203,17 +188,17 @@ class Composer:
         """
         parsed = parse(overrides, self.loader)
         chosen = {
-            each.key_or_group: str(each.value())
-            for each in parsed
-            if not each.is_delete() and not each.is_sweep_override()
+            override.key_or_group: str(override.value())
+            for override in parsed
+            if not override.is_delete() and not override.is_sweep_override()
         }
         first = overrides
         # which run it is must be found without keys that only the run's recipe may have
         if _uses_model(chosen.get("job")):
             first = [
                 text
-                for text, each in zip(overrides, parsed, strict=True)
-                if "." not in each.key_or_group or each.key_or_group.startswith("job.")
+                for text, override in zip(overrides, parsed, strict=True)
+                if "." not in override.key_or_group or override.key_or_group.startswith("job.")
             ]
         config, reads = self.with_plugins(overrides, lambda: self._load(first))
         job = OmegaConf.to_container(config.job) if OmegaConf.is_dict(config.get("job")) else {}
@@ -221,11 +206,11 @@ class Composer:
             return config, reads
         from dtf.config.inherit import inherit
 
-        behind = inherit(str(job.get("model", "")), chosen, self._plugins)
-        config, reads = self.with_plugins(overrides, lambda: self._load([*behind, *overrides]))
+        inherited = inherit(str(job.get("model", "")), chosen, self._plugins)
+        config, reads = self.with_plugins(overrides, lambda: self._load([*inherited, *overrides]))
         with read_write(config.hydra.overrides):
             # what was typed, for titles of trials
-            config.hydra.overrides.task = list(config.hydra.overrides.task)[len(behind) :]
+            config.hydra.overrides.task = list(config.hydra.overrides.task)[len(inherited) :]
         return config, reads
 
     def with_plugins(self, overrides: Sequence[str], action: Callable[[], T]) -> tuple[T, dict[str, Read]]:
@@ -260,15 +245,15 @@ class Composer:
             for group, choice in composed.hydra.runtime.choices.items()
             if group in GROUPS or group == EXPERIMENT
         }
-        self._refuse_shadows(composed, choices)
+        refuse_shadows(composed, choices)
         state = HydraConfig.instance()
         before, state.cfg = state.cfg, None
         with _Located(lambda key: self.origin(key, overrides, reads)):
             try:
                 state.set_config(composed)  # for ${hydra:...}
                 plain = resolve(OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"]))
-                _refuse_targets(plain, "")
-                config = self._without_overtaken(composed, _fit(plain), overrides)
+                refuse_targets(plain)
+                config = self._reset_inactive_keys(composed, _fit(plain), overrides)
             except (ConfigError, KeyboardInterrupt):
                 raise
             except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -283,13 +268,13 @@ class Composer:
         plain: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(choices))  # type: ignore[assignment]
         return Composed(config, plain, tuple(overrides), composed, self, reads)
 
-    def _without_overtaken(
+    def _reset_inactive_keys(
         self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str]
     ) -> dict[str, Any]:
         """The config and, in place, what it was made of, without values of files that the command line made
-        meaningless; see `Recipe.idle`.
+        meaningless; see `Recipe.inactive_keys`.
         """
-        for key in overtaken(config, lambda key: typed_in(key, overrides, self.loader)):
+        for key in inactive_keys(config, lambda key: typed_in(key, overrides, self.loader)):
             reset(config, key)
             with flag_override(composed, ["readonly", "struct"], False):
                 reset(composed, key)
@@ -323,14 +308,6 @@ class Composer:
     def is_group(self, key: str) -> bool:
         return self.loader.repository.group_exists(key)
 
-    def _instead_of_deletion(self, group: str) -> str:
-        if group == "observer":
-            return (
-                "takes no observer away; write observer=[NAME,...], observer=[] for none, or ~observer.NAME; "
-                f"{suggest('', self.options(group))}"
-            )
-        return f"leaves no {group}; choose with {group}=NAME"
-
     def _load(self, overrides: list[str]) -> DictConfig:
         try:
             return self.loader.load_configuration(self.config_name, overrides, RunMode.RUN)
@@ -339,8 +316,8 @@ class Composer:
                 raise
         # An unknown key, or a new entry of a mapping. Let it in, so that it is judged like a key of a file.
         forced = [
-            f"++{text}" if self._is_plain(each) else text
-            for text, each in zip(overrides, parse(overrides, self.loader), strict=True)
+            f"++{text}" if self._is_plain(override) else text
+            for text, override in zip(overrides, parse(overrides, self.loader), strict=True)
         ]
         return self.loader.load_configuration(self.config_name, forced, RunMode.RUN)
 
@@ -352,28 +329,6 @@ class Composer:
             and override.package is None
             and not self.is_group(override.key_or_group)
         )
-
-    def _refuse_shadows(self, composed: DictConfig, choices: dict[str, Any]) -> None:
-        """Hydra takes the first of two options with one name, and a root config before the user's; nobody would
-        notice.
-        """
-        for source in composed.hydra.runtime.config_sources:
-            if source.schema != "file" or source.provider == "main":
-                continue
-            if os.path.isfile(os.path.join(source.path, f"{ROOT}.yaml")):
-                raise ConfigError(
-                    f"{os.path.join(source.path, ROOT)}.yaml has the name of dtf's own root config; rename it and "
-                    "give --config-name=NAME"
-                )
-            for group, choice in choices.items():
-                for name in choice if OmegaConf.is_list(choice) else [choice]:
-                    file = os.path.join(source.path, group, f"{name}.yaml")
-                    if os.path.isfile(file) and (
-                        name in registered(group) or (CONF / group / f"{name}.yaml").is_file()
-                    ):
-                        raise ConfigError(
-                            f"{group}={name} is an option of dtf and also a file, {file}; rename the file"
-                        )
 
 
 class _Located:
@@ -391,52 +346,9 @@ class _Located:
             raise ConfigError(f"{error}; set {where}" if where else str(error)) from error
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; config values are given as key=value; see dtf --help")
-
-
-def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Flags and overrides, in any order. ConfigError for an unknown flag."""
-    parser = _Parser(prog="dtf", add_help=False, allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*")
-    for names in (
-        ["--help", "-h"],
-        ["--version"],
-        ["--run", "-r"],
-        ["--multirun", "-m"],
-        ["--resolve"],
-        ["--shell-completion", "-sc"],
-    ):
-        parser.add_argument(*names, action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--config-name", "-cn")
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument(
-        "--info",
-        "-i",
-        nargs="?",
-        const="all",
-        choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"],
-    )
-    flags = parser.parse_intermixed_args(list(argv))
-    if (flags.resolve or flags.package) and not flags.cfg:
-        parser.error("--resolve and --package go with --cfg")
-    asked = [flags.run, flags.multirun, flags.shell_completion, flags.cfg is not None, flags.info is not None]
-    if sum(asked) > 1:
-        parser.error("only one of --run, --multirun, --cfg, --info and --shell-completion at a time")
-    return flags
-
-
 def _uses_model(job: Any) -> bool:
     known = registered("job").get(str(job))
     return known is not None and known.uses_model  # type: ignore[attr-defined]
-
-
-def _may_choose(value: Any) -> bool:
-    """Whether Hydra can take it for an option, or several."""
-    return isinstance(value, str | dict) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
 
 
 def _fit(plain: dict[Any, Any]) -> dict[str, Any]:
@@ -449,22 +361,13 @@ def _fit(plain: dict[Any, Any]) -> dict[str, Any]:
 def _plugins_in_overrides(overrides: Sequence[str]) -> list[str]:
     named = [text for text in overrides if text.lstrip("+").startswith("plugins=")]
     return [
-        name for each in parse(named) if not each.is_sweep_override() for name in _plugins_in({"plugins": each.value()})
+        name
+        for override in parse(named)
+        if not override.is_sweep_override()
+        for name in _plugins_in({"plugins": override.value()})
     ]
 
 
 def _plugins_in(content: dict[str, Any]) -> list[str]:
     named = content.get("plugins")
     return [str(name) for name in named] if isinstance(named, list) else []
-
-
-def _refuse_targets(value: Any, key: str) -> None:
-    for name, entry in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    ):
-        inner = f"{key}.{name}" if key else str(name)
-        if name == RESERVED:
-            raise KeyProblem(
-                inner, f"{inner} is refused, a config names no code; register a class and choose it by name"
-            )
-        _refuse_targets(entry, inner)

@@ -46,19 +46,20 @@ def catalogue(
         groups[name] = {
             "help": WHAT[name],
             "options": {
-                each: _option(composer, name, each) for each in chosen.get(name) or ([option] if option else known)
+                option_name: _option(composer, name, option_name)
+                for option_name in chosen.get(name) or ([option] if option else known)
             },
         }
     return {**({} if group or chosen else {"root": _keys(Root, to_plain(Root()), "")}), "groups": groups}
 
 
-def as_text(found: dict[str, Any], width: int) -> str:
+def as_text(described: dict[str, Any], width: int) -> str:
     """A catalogue for people."""
     lines: list[str] = []
-    if "root" in found:
-        lines += ["root keys", "", *_key_lines(found["root"], width)]
-    for group, entry in found["groups"].items():
-        if len(found["groups"]) > 1:
+    if "root" in described:
+        lines += ["root keys", "", *_key_lines(described["root"], width)]
+    for group, entry in described["groups"].items():
+        if len(described["groups"]) > 1:
             lines += ["", f"{group}: {entry['help']}", ""]
         for name, option in entry["options"].items():
             choice = f"{group}=[{name}]" if group == "observer" else f"{group}={name}"
@@ -74,9 +75,9 @@ def as_text(found: dict[str, Any], width: int) -> str:
     return "\n".join(lines).rstrip()
 
 
-def as_json(found: dict[str, Any]) -> str:
+def as_json(described: dict[str, Any]) -> str:
     """A catalogue for programs."""
-    return json.dumps(found, indent=2)
+    return json.dumps(described, indent=2)
 
 
 def help_text(composer: Composer, width: int) -> str:
@@ -114,30 +115,32 @@ def _option(composer: Composer, group: str, name: str) -> dict[str, Any]:
         return {"help": text, "keys": [], "sets": _chosen(read.defaults) | _flat(read.content, "")}
     node = next(iter(composed.config[group].values())) if group == "observer" else composed.config[group]
     cls = classes[node["name"]]
-    own = read.content if "package" in read.header and read.header["package"] == "_global_" else {}
-    sets = _chosen(read.defaults) | {key: value for key, value in _flat(own, "").items() if key.split(".")[0] != group}
+    outside = read.content if "package" in read.header and read.header["package"] == "_global_" else {}
+    sets = _chosen(read.defaults) | {
+        key: value for key, value in _flat(outside, "").items() if key.split(".")[0] != group
+    }
     return {"help": text or _summary(cls), "keys": _keys(cls, node, _prefix(group, name)), "sets": sets}
 
 
 def _keys(cls: type, values: dict[str, Any], prefix: str) -> list[dict[str, Any]]:
-    found = []
+    described = []
     for key in keys(cls):
         name, value = f"{prefix}{key.name}", values[key.name]
         if is_node(key.hint) and isinstance(value, dict):
-            found += _keys(key.hint, value, f"{name}.")
+            described += _keys(key.hint, value, f"{name}.")
         else:
             nested = [arm for arm in get_args(key.hint) if is_node(arm)]
-            told = {
+            facts = {
                 "type": type_text(key.hint),
                 "range": str(key.range),
                 "default": value,
                 "unit": key.unit,
                 "help": " ".join(key.doc.split()),
             }
-            found.append({"key": name, **told})
+            described.append({"key": name, **facts})
             if len(nested) == 1 and not isinstance(value, dict):  # an optional group of keys
-                found += _keys(nested[0], {each.name: each.default for each in keys(nested[0])}, f"{name}.")
-    return found
+                described += _keys(nested[0], {inner.name: inner.default for inner in keys(nested[0])}, f"{name}.")
+    return described
 
 
 def _prefix(group: str, name: str) -> str:
@@ -150,13 +153,13 @@ def _summary(cls: type) -> str:
 
 def _header(text: str) -> list[str]:
     """The comment lines that a file starts with, but for the package line."""
-    found = []
+    comments = []
     for line in text.splitlines():
         if not line.startswith("#"):
             break
         if not line.lstrip("# ").startswith("@package"):
-            found.append(line)
-    return found
+            comments.append(line)
+    return comments
 
 
 def _chosen(defaults: list[Any]) -> dict[str, Any]:
@@ -175,9 +178,9 @@ def _flat(value: Any, key: str) -> dict[str, Any]:
     return {key: value} if key else {}
 
 
-def _key_lines(found: list[dict[str, Any]], width: int) -> list[str]:
+def _key_lines(described: list[dict[str, Any]], width: int) -> list[str]:
     lines = []
-    for key in found:
+    for key in described:
         unit = f" {key['unit']}" if key["unit"] else ""
         accepted = ", ".join(filter(None, (key["type"], key["range"])))
         lines += _wrapped(f"{key['key']}={show(key['default'])}{unit}   ({accepted})", width, "  ", "      ")

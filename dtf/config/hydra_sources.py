@@ -15,10 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
@@ -29,11 +25,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.registry import registered
 from dtf.api.schema import option_node, to_plain
+from dtf.config.hydra_internals import ConfigLoaderImpl, ConfigSearchPathImpl, FileConfigSource, SourcesRegistry
 from dtf.config.limits import check_hydra, one_line, scan
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf"
+ROOT = "config"
+"""Name of dtf's own root config, conf/config.yaml."""
+
 SCHEMA = "schema"
 
 
@@ -76,10 +76,10 @@ class PartsSource(ConfigSource):
         return "dtf"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        found = self._find(config_path)
-        if found is None:
+        option = self._find(config_path)
+        if option is None:
             raise ConfigLoadError(f"{config_path} is not registered")
-        group, name = found
+        group, name = option
         if group == "":
             node, package = to_plain(Root()), "_global_"
         else:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from dtf.api.schema import show
-from dtf.checkpoint.resolve_path import is_checkpoint, resolve_checkpoint
+from dtf.checkpoint.resolve_path import is_checkpoint, resolve_checkpoints
 from dtf.config.limits import scan
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
@@ -40,7 +40,7 @@ def inherit(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -> 
             f"job.model={model} holds an interpolation, and a config cannot be read from there; write the path"
         )
     path = Path(model).expanduser()
-    file = config_of(resolve_checkpoint(path, "job.model")[0]) if model and is_checkpoint(path) else None
+    file = config_of(resolve_checkpoints(path, "job.model")[0]) if model and is_checkpoint(path) else None
     if file is None:
         return []
     return _overrides(saved_config(file, f"job.model={model}", plugins), chosen)
@@ -77,19 +77,19 @@ def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:
     """What a saved config says of the keys in KEYS, as overrides, but for groups that the command line chooses
     otherwise.
     """
-    found = []
+    overrides = []
     for key in KEYS:
         value = saved.get(key)
         if value is None or (key in chosen and not (isinstance(value, dict) and value.get("name") == chosen[key])):
             continue
         if not isinstance(value, dict):
-            found.append(f"{key}={_written(value)}")
+            overrides.append(f"{key}={_written(value)}")
             continue
         rest = dict(value)
         if "name" in rest:
-            found.append(f"{key}={rest.pop('name')}")
-        found += [f"{name}={_written(leaf)}" for name, leaf in _leaves(rest, key) if name != "recipe.model.weights"]
-    return found
+            overrides.append(f"{key}={rest.pop('name')}")
+        overrides += [f"{name}={_written(leaf)}" for name, leaf in _leaves(rest, key) if name != "recipe.model.weights"]
+    return overrides
 
 
 def _leaves(node: dict[str, Any], key: str) -> list[tuple[str, Any]]:

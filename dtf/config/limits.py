@@ -91,27 +91,31 @@ def resolve(config: DictConfig) -> dict[Any, Any]:
     work = config.copy()
     OmegaConf.set_struct(work, False)
     OmegaConf.set_readonly(work, False)
-    room = MAX_NODES
+    nodes_left = MAX_NODES
 
-    def settle(name: tuple[str, ...], waiting: int) -> None:
-        nonlocal room
+    def resolve_one(name: tuple[str, ...], depth: int) -> None:
+        nonlocal nodes_left
         path, text = pending.pop(name)
         for target in _targets(name, text):
-            for other in [each for each in pending if each[: len(target)] == target or target[: len(each)] == each]:
-                if waiting == _CHAIN:
+            for other in [
+                path_name
+                for path_name in pending
+                if path_name[: len(target)] == target or target[: len(path_name)] == path_name
+            ]:
+                if depth == _CHAIN:
                     raise KeyProblem(
                         ".".join(name),
                         f"{'.'.join(name)}: a chain of more than {_CHAIN} interpolations; write the value",
                     )
                 if other in pending:
-                    settle(other, waiting + 1)
+                    resolve_one(other, depth + 1)
         parent, out = work, plain
         for part in path[:-1]:
             parent, out = parent[part], out[part]
         value = parent[path[-1]]
         value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        room -= _weight(value)
-        if room < 0:
+        nodes_left -= _weight(value)
+        if nodes_left < 0:
             key = ".".join(name)
             raise KeyProblem(key, f"{key}: interpolation makes more than {MAX_NODES} values or {MAX_TEXT} characters")
         out[path[-1]] = value
@@ -120,7 +124,7 @@ def resolve(config: DictConfig) -> dict[Any, Any]:
 
     for name in [*(name for name in pending if name not in unclear), *unclear]:
         if name in pending:
-            settle(name, 0)
+            resolve_one(name, 0)
     return plain
 
 
@@ -160,17 +164,23 @@ def _count(path: Path, events: Any) -> None:
 
 def _interpolations(value: Any, path: tuple) -> list[tuple[tuple, str]]:
     if isinstance(value, dict):
-        return [found for name, entry in value.items() for found in _interpolations(entry, (*path, name))]
+        return [
+            interpolation for name, entry in value.items() for interpolation in _interpolations(entry, (*path, name))
+        ]
     if isinstance(value, list):
-        return [found for index, entry in enumerate(value) for found in _interpolations(entry, (*path, index))]
+        return [
+            interpolation
+            for index, entry in enumerate(value)
+            for interpolation in _interpolations(entry, (*path, index))
+        ]
     return [(path, value)] if isinstance(value, str) and "${" in value else []
 
 
 def _targets_in(value: Any) -> set[str]:
     """What is named by `_target_` anywhere below; an interpolation in its place counts as a name no plugin has."""
     if isinstance(value, dict):
-        own = {str(value[RESERVED])} if RESERVED in value else set()
-        return own.union(*map(_targets_in, value.values()))
+        targets = {str(value[RESERVED])} if RESERVED in value else set()
+        return targets.union(*map(_targets_in, value.values()))
     if isinstance(value, list):
         return set().union(*map(_targets_in, value))
     return (
@@ -195,11 +205,11 @@ def _registered_targets() -> set[str]:
 
 def _targets(name: tuple[str, ...], text: str) -> list[tuple[str, ...]]:
     """Keys that the plain references in `text`, which stands at `name`, point to."""
-    found = []
+    targets = []
     for dots, key in _REFERENCE.findall(text):
         parts = tuple(re.findall(r"[^.\[\]]+", key))
-        found.append((*name[: len(name) - len(dots)], *parts) if dots else parts)
-    return found
+        targets.append((*name[: len(name) - len(dots)], *parts) if dots else parts)
+    return targets
 
 
 def _weight(value: Any) -> int:

@@ -161,8 +161,8 @@ def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader,
 
 def shorten(path: Path) -> str:
     """A path as a person in the current directory would name it."""
-    absolute, here = os.path.abspath(path), os.getcwd()
-    return os.path.relpath(absolute, here) if absolute.startswith(f"{here}{os.sep}") else absolute
+    absolute, current = os.path.abspath(path), os.getcwd()
+    return os.path.relpath(absolute, current) if absolute.startswith(f"{current}{os.sep}") else absolute
 
 
 def _known_keys(config: dict[Any, Any]) -> Iterator[str]:

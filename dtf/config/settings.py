@@ -11,6 +11,7 @@ import os
 import pkgutil
 import re
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ from dtf.api.recipe import Recipe
 from dtf.api.registry import brings, groups, lookup, option, registered
 from dtf.api.row_optimizer import DEFAULT
 from dtf.api.sampler import Tail
-from dtf.api.schema import KeyProblem, build, build_option, coerce, coerce_option, is_node, keys, show, unset
+from dtf.api.schema import KeyProblem, build, build_option, coerce, coerce_option, option_node, show, unset
 from dtf.api.sparse_table import NO_NUMBA
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
@@ -57,8 +58,9 @@ EXPERIMENT = "experiment"
 """The group of complete named runs: YAML files only, no node of its own."""
 
 _PARTS = {
-    "api": "lr precision sampler",
+    "api": "lr precision",
     "checkpoint": "checkpointer",
+    "data": "samplers",
     "optim": "optimizers",
     "sparse": "row_optimizers",
     "strategies": "ddp dp fsdp tensor pipeline.strategy",
@@ -107,7 +109,9 @@ class Settings(Root):
 
     def check(self) -> None:
         """Raise KeyProblem for root keys that make no run."""
-        _check_root(self)
+        _check_steps(self)
+        _check_evaluations(self)
+        _check_run(self)
 
     def check_tables(self) -> None:
         """Raise ConfigError for sparse tables that cannot be trained so, and for a say in how rows learn where there
@@ -115,7 +119,7 @@ class Settings(Root):
         """
         if not self.recipe.table_widths():
             if self.job.trains and self.sparse != lookup("sparse", DEFAULT)():
-                name, because = type(self.recipe).__name__, self.recipe.idle().get("sparse")
+                name, because = type(self.recipe).__name__, self.recipe.inactive_keys().get("sparse")
                 raise KeyProblem(
                     "sparse",
                     f"sparse says how rows of sparse tables learn, and {name} has "
@@ -179,16 +183,46 @@ def build_settings(config: dict[str, Any]) -> Settings:
     return Settings(**root, **parts, observer=observers)
 
 
+def inactive_keys(config: Mapping[str, Any], on_command_line: Callable[[str], bool]) -> list[str]:
+    """Keys that have no effect because of what the command line set. Their values come from files or are defaults.
+
+    `on_command_line`: whether the command line set a key. A key that it set itself is left out: whoever reads the key
+    refuses it.
+    """
+    node = config["recipe"]
+    if lookup("recipe", node["name"]).inactive_keys is Recipe.inactive_keys or unset(node):  # type: ignore[attr-defined]
+        return []
+    inactive = build_option("recipe", node).inactive_keys()
+    return [key for key, reason in inactive.items() if on_command_line(reason) and not on_command_line(key)]
+
+
+def reset(tree: Any, key: str) -> None:
+    """Set a key, or a whole group, of a config to its default; remove an entry of a mapping."""
+    group, *path = key.split(".")
+    default = option_node(group, tree[group]["name"] if path else DEFAULT)
+    if not path:
+        tree[group] = default
+        return
+    node = tree[group]
+    *parents, name = path
+    for parent in parents:
+        node, default = node[parent], default[parent]
+    if name in default:
+        node[name] = default[name]
+    else:
+        node.pop(name, None)
+
+
 def load_parts(plugins: list[str]) -> None:
     """Import every module that registers classes: dtf's own, those of installed packages (entry points), and
     `plugins`.
     """
-    found = [f"dtf.{package}.{module}" for package, modules in _PARTS.items() for module in modules.split()]
+    modules = [f"dtf.{package}.{module}" for package, names in _PARTS.items() for module in names.split()]
     recipes = importlib.import_module("dtf.recipes")
     for family in pkgutil.iter_modules(recipes.__path__):
         files = {file.stem for path in recipes.__path__ for file in Path(path, family.name).glob("*recipe.py")}
-        found += [f"dtf.recipes.{family.name}.{module}" for module in sorted(files)]
-    for name in found:
+        modules += [f"dtf.recipes.{family.name}.{module}" for module in sorted(files)]
+    for name in modules:
         importlib.import_module(name)
     for name in _entry_point_modules():
         load_plugin(name)
@@ -209,11 +243,13 @@ def load_parts(plugins: list[str]) -> None:
 
 def _brings(plugin: str) -> bool:
     """Whether a loaded module holds registered classes: its own, or those of what it imports."""
-    told = vars(sys.modules[plugin]).values()
-    homes = {plugin, *(value.__name__ for value in told if isinstance(value, ModuleType))}
+    members = vars(sys.modules[plugin]).values()
+    sources = {plugin, *(value.__name__ for value in members if isinstance(value, ModuleType))}
     classes = [cls for group in groups() for cls in registered(group).values()]
-    known = any(cls in told or cls.__module__ in homes or cls.__module__.startswith(f"{plugin}.") for cls in classes)
-    return known or any(brings(home) for home in homes)
+    known = any(
+        cls in members or cls.__module__ in sources or cls.__module__.startswith(f"{plugin}.") for cls in classes
+    )
+    return known or any(brings(home) for home in sources)
 
 
 def load_plugin(name: str) -> None:
@@ -238,33 +274,6 @@ def load_plugin(name: str) -> None:
         ) from error
 
 
-def is_known(override: str) -> bool:
-    """Whether a `key=value` names a key, or an option, that dtf's own parts have.
-
-    Says nothing about other people's, nor about values.
-    """
-    name, equals, value = override.partition("=")
-    head, *rest = name.lstrip("+~").split(".")
-    if not equals or (head not in GROUPS and head != EXPERIMENT and head not in {field.name for field in fields(Root)}):
-        return False
-    if head not in GROUPS:
-        return not rest or head == EXPERIMENT or _has(get_type_hints(Root)[head], rest)
-    if not rest:
-        options = [option for option in value.strip("[]").split(",") if option]
-        return all(
-            option in registered(head) or Path(__file__).parents[1].joinpath("conf", head, f"{option}.yaml").is_file()
-            for option in options
-        )
-    return head == "observer" or any(_has(cls, rest) for cls in registered(head).values())
-
-
-def _has(hint: Any, path: list[str]) -> bool:
-    """Whether a type has a key by this path; anything may stand below a key that is no dataclass."""
-    if not path or not is_node(hint):
-        return True
-    return any(key.name == path[0] and _has(key.hint, path[1:]) for key in keys(hint))
-
-
 def _fit_observers(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
@@ -275,8 +284,9 @@ def _fit_observers(value: Any) -> dict[str, Any]:
     return {str(name): coerce_option("observer", part, f"observer.{name}") for name, part in value.items()}
 
 
-def _check_root(settings: Settings) -> None:
-    step, train, run = settings.step, settings.train, settings.run
+def _check_steps(settings: Settings) -> None:
+    """Raise KeyProblem for a run without a length, and for an optimizer step that does not fit the recipe."""
+    step, train = settings.step, settings.train
     if settings.job.trains and train.steps is None and train.epochs is None:
         raise KeyProblem(
             "train.steps",
@@ -309,6 +319,11 @@ def _check_root(settings: Settings) -> None:
             f"step.remat={step.remat.value} needs blocks to compute again, and {name} has no layout() that names "
             "them; use step.remat=none",
         )
+
+
+def _check_evaluations(settings: Settings) -> None:
+    """Raise KeyProblem for options that need evaluations where there are none."""
+    train = settings.train
     if train.early_stop and train.eval_every == 0:
         raise KeyProblem(
             "train.early_stop",
@@ -321,7 +336,11 @@ def _check_root(settings: Settings) -> None:
             "lr=plateau falls when evaluations find no new best, train.eval_every=0 turns them off; use null or a "
             "number of steps",
         )
-    budget = settings.budget
+
+
+def _check_run(settings: Settings) -> None:
+    """Raise KeyProblem for a budget, a name or an objective that cannot be."""
+    budget, run, metrics = settings.budget, settings.run, settings.recipe.metrics
     if budget.cost is not None and budget.cost_per_hour is None:
         raise KeyProblem(
             "budget.cost",
@@ -331,7 +350,6 @@ def _check_root(settings: Settings) -> None:
         raise KeyProblem(
             "run.name", f"run.name={show(run.name)} is no folder name; at most 128 letters, digits, '.', '_' and '-'"
         )
-    metrics = settings.recipe.metrics
     if run.objective and run.objective not in metrics:
         raise KeyProblem(
             "run.objective",

@@ -1,6 +1,4 @@
-"""Entries of lists that name a strategy with options behind it, such as `tensor degree=2`: read, and refused before
-anything runs.
-"""
+"""Reads lists of strategies with their options, such as `tensor degree=2`, and checks them before anything runs."""
 
 from __future__ import annotations
 
@@ -18,25 +16,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """`own`: what belongs to the list itself."""
+    """One entry of such a list."""
 
-    text: str
+    text: str  # as written
     strategy: str
-    options: dict[str, str]
-    own: dict[str, str]
+    options: dict[str, str]  # of the strategy
+    list_options: dict[str, str]  # that the list defines for its entries
 
     @property
     def overrides(self) -> dict[str, str]:
-        """What chooses this strategy on a command line."""
+        """Overrides, key to value, that choose this strategy with its options."""
         return {"strategy": self.strategy, **{f"strategy.{key}": value for key, value in self.options.items()}}
 
 
 def read_entry(
-    composed: Composed, place: str, text: str, own: tuple[str, ...] = (), elsewhere: Mapping[str, str] | None = None
+    composed: Composed,
+    place: str,
+    text: str,
+    list_options: tuple[str, ...] = (),
+    elsewhere: Mapping[str, str] | None = None,
 ) -> Entry:
-    """An entry of the key `place`.
+    """Read an entry of the key `place`. ConfigError for one that names no strategy, or an option that it does not have.
 
-    `own`: keys that are no options of a strategy; `elsewhere`: what to say of keys that are told otherwise.
+    `list_options`: options that the list adds to those of the strategy. `elsewhere`: advice on keys that are given in
+    another place.
     """
     known = composed.composer.options("strategy")
     has = f"{place} has '{text}'"
@@ -51,7 +54,7 @@ def read_entry(
     if not all("=" in word for word in words):
         raise ConfigError(f"{has}; after the strategy's name come options as key=value, parted by blanks")
     given = {}
-    keys = {*composed.recompose(["job=train", f"strategy={name}"]).config["strategy"].keys() - {"name"}, *own}
+    keys = {*composed.recompose(["job=train", f"strategy={name}"]).config["strategy"].keys() - {"name"}, *list_options}
     for key, _, value in (word.partition("=") for word in words):
         if key in given:
             raise ConfigError(f"{has}, which gives {key} twice; give it once")
@@ -62,8 +65,8 @@ def read_entry(
     entry = Entry(
         text,
         name,
-        {key: value for key, value in given.items() if key not in own},
-        {key: given[key] for key in own if key in given},
+        {key: value for key, value in given.items() if key not in list_options},
+        {key: given[key] for key in list_options if key in given},
     )
     try:
         composed.recompose(["job=train", *(f"{key}={value}" for key, value in entry.overrides.items())])

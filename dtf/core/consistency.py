@@ -34,37 +34,39 @@ and what only the first one does.
 _FIRST = ("observer", "budget")
 
 
-def shared(config: dict[str, Any]) -> dict[str, Any]:
+def shared_keys(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a config that all ranks must have alike, whoever composed it."""
     return {
-        key: shared(value) if isinstance(value, dict) else value for key, value in config.items() if key not in _LOCAL
+        key: shared_keys(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _LOCAL
     }
 
 
-def common(config: dict[str, Any]) -> dict[str, Any]:
+def keys_of_all_commands(config: dict[str, Any]) -> dict[str, Any]:
     """The part of it that commands which each start one process of a run must have alike."""
     return {
         group: {key: value for key, value in node.items() if key not in _OWN.get(group, ())}
         if isinstance(node, dict)
         else node
-        for group, node in shared(config).items()
+        for group, node in shared_keys(config).items()
         if group not in _FIRST
     }
 
 
 def digest(config: dict[str, Any]) -> str:
-    """A short text that differs when `shared` does."""
-    return hashlib.sha256(json.dumps(shared(config), sort_keys=True).encode()).hexdigest()[:16]
+    """A short text that differs when `shared_keys` does."""
+    return hashlib.sha256(json.dumps(shared_keys(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def differences(expected: Any, found: Any, first: str, key: str = "") -> Iterator[str]:
+def differences(expected: Any, actual: Any, first: str, key: str = "") -> Iterator[str]:
     """`key=found, <first> has expected` for every leaf in which two trees of JSON differ; `first`: who expects."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        for name in sorted(expected.keys() | found.keys()):
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        for name in sorted(expected.keys() | actual.keys()):
             inner = f"{key}.{name}" if key else name
-            yield from differences(expected.get(name), found.get(name), first, inner)
-    elif expected != found:
-        yield f"{key.removeprefix('config.')}={json.dumps(found)}, {first} has {json.dumps(expected)}"
+            yield from differences(expected.get(name), actual.get(name), first, inner)
+    elif expected != actual:
+        yield f"{key.removeprefix('config.')}={json.dumps(actual)}, {first} has {json.dumps(expected)}"
 
 
 def refusal(who: str, first: str, how: str) -> ConfigError:
@@ -74,12 +76,12 @@ def refusal(who: str, first: str, how: str) -> ConfigError:
     )
 
 
-def mixture(found: Mapping[str, Any]) -> str:
+def describe_differences(trees: Mapping[str, Any]) -> str:
     """What is wrong with these trees of JSON by their owners' names, in order: all must be like the first.
 
     Empty when nothing is.
     """
-    (first, expected), *others = found.items()
+    (first, expected), *others = trees.items()
     wrong = {who: "; ".join(differences(expected, tree, first)) for who, tree in others}
     named = [f"{who}: {how}" for who, how in wrong.items() if how]
     if not named:
@@ -92,7 +94,7 @@ def mixture(found: Mapping[str, Any]) -> str:
 
 
 class Peers(Protocol):
-    """What `agree` asks of the world, see `world.World`."""
+    """What `check_consistent` asks of the world, see `world.World`."""
 
     rank: int
     size: int
@@ -101,26 +103,28 @@ class Peers(Protocol):
     def broadcast(self, value: Any) -> Any: ...
 
 
-def agree(peers: Peers, found: dict[str, Any]) -> None:
+def check_consistent(peers: Peers, facts: dict[str, Any]) -> None:
     """ConfigError on all ranks, naming those that differ and their hosts, unless all have found the same.
 
     Collective.
     """
-    told = peers.gather([socket.gethostname(), found])
+    gathered = peers.gather([socket.gethostname(), facts])
     wrong = peers.broadcast(
-        mixture({f"rank {rank} on {host}": tree for rank, (host, tree) in enumerate(told)}) if told else ""
+        describe_differences({f"rank {rank} on {host}": tree for rank, (host, tree) in enumerate(gathered)})
+        if gathered
+        else ""
     )
     if wrong:
         raise ConfigError(wrong)
 
 
-def to_answer(error: DtfError) -> dict[str, Any]:
+def error_to_json(error: DtfError) -> dict[str, Any]:
     """A failure before the run began, as JSON for the others."""
     return {"exit": int(error.exit), "message": str(error)}
 
 
-def from_answer(answer: dict[str, Any]) -> DtfError:
-    """Inverse of `to_answer`: the other's failure as one's own."""
+def error_from_json(answer: dict[str, Any]) -> DtfError:
+    """Inverse of `error_to_json`: the other's failure as one's own."""
     classes = {int(cls.exit): cls for cls in DtfError.__subclasses__()}
     return classes.get(answer.get("exit", 0), PeerError)(
         answer.get("message", "the first rank failed before the run began")

@@ -29,7 +29,7 @@ class Exit(IntEnum):
     NO_PROGRESS = 93
 
 
-ORDERLY = (Exit.PREEMPTED, Exit.BUDGET)
+PLANNED_EXITS = (Exit.PREEMPTED, Exit.BUDGET)
 """All ranks end alike with these, after a save: nobody needs to be ended by force."""
 
 

@@ -16,7 +16,7 @@ MODULES = {
     "dtf.launcher": ("dtf.api.launcher", {}),
     "dtf.layout": ("dtf.api.layout", {}),
     "dtf.lr": ("dtf.api.lr", {}),
-    "dtf.metrics": ("dtf.model.metrics", {}),
+    "dtf.metrics": ("dtf.model.losses", {}),
     "dtf.observer": ("dtf.api.observer", {}),
     "dtf.optimizer": ("dtf.api.optimizer", {}),
     "dtf.precision": ("dtf.api.precision", {}),
@@ -25,14 +25,29 @@ MODULES = {
     "dtf.recipe": ("dtf.api.recipe", {"Judge": "Evaluator"}),
     "dtf.registry": ("dtf.api.registry", {}),
     "dtf.row_optimizer": ("dtf.api.row_optimizer", {}),
-    "dtf.sampler": ("dtf.api.sampler", {}),
+    "dtf.sampler": (
+        "dtf.api.sampler",
+        {
+            name: f"dtf.data.samplers:{name}"
+            for name in ("Epochs", "Repeated", "Sequential", "Shuffle", "Weighted", "cut", "share", "within")
+        },
+    ),
     "dtf.spmd": ("dtf.strategies.spmd", {"alone": "single_process", "workload": "microbatch_load"}),
-    "dtf.strategy": ("dtf.api.strategy", {"Errand": "RoleContext", "Standing": "RendezvousContext"}),
+    "dtf.strategy": (
+        "dtf.api.strategy",
+        {
+            "Errand": "RoleContext",
+            "Source": "dtf.api.task:Source",
+            "Standing": "RendezvousContext",
+            "Task": "dtf.api.task:Task",
+            "Weights": "dtf.api.task:Weights",
+        },
+    ),
     "dtf.table": ("dtf.api.sparse_table", {}),
     "dtf.update": ("dtf.optim.update", {"Piece": "ParamShard", "whole": "full_params"}),
     "dtf.values": ("dtf.core.types", {}),
 }
-"""Module as it was called -> where its names are now, and which of them are called otherwise."""
+"""Old module -> the module that has its names now, and the names that changed: `name`, or `module:name` elsewhere."""
 
 
 class OldModules:
@@ -54,8 +69,10 @@ class OldModules:
         def get(name: str) -> object:
             if name.startswith("__"):
                 raise AttributeError(name)
-            value = getattr(importlib.import_module(new), names.get(name, name))
-            _warn(f"{old}.{name} is now {new}.{names.get(name, name)}; import what is public from dtf", 3)
+            where, _, renamed = names.get(name, name).rpartition(":")
+            module = where or new
+            value = getattr(importlib.import_module(module), renamed)
+            _warn(f"{old}.{name} is now {module}.{renamed}; import what is public from dtf", 3)
             return value
 
         vars(module)["__getattr__"] = get

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 
-class Pace:
+class StepRate:
     """Seconds per step over the last measurements; evaluations and saves between them count, since they will come
     again.
     """
@@ -35,7 +35,7 @@ class Pace:
         return max(0.0, steps * (ended - began) / (last - first))
 
 
-class Course:
+class MetricHistory:
     """A metric over a whole run in bounded memory: when full, neighbours are averaged."""
 
     def __init__(self, memory: int = 256) -> None:

@@ -53,11 +53,15 @@ class Poll:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
+    """Evaluate the whole evaluation split, each row once."""
+
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
+    """Write a checkpoint."""
+
     step: int
 
 
@@ -124,7 +128,7 @@ class State(NamedTuple):
     scalars: dict[str, Any]
     others: Callable[[Path], list[dict[str, Any]]] | None = None
     """Has processes that work for this rank write boxes of their own into a checkpoint's folder; what they wrote, see
-    `checkpointer.write_boxes`.
+    `boxes.write_boxes`.
     """
 
 
@@ -162,6 +166,8 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
+    """A checkpoint was written, in so many seconds. `best`: the objective is the best so far."""
+
     step: int
     path: str
     best: bool

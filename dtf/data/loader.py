@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from dtf.api.recipe import Dataset
-from dtf.api.sampler import Epochs, cut, share
 from dtf.core.types import Batch, Shard
+from dtf.data.samplers import Epochs, cut, share
 
 MOST_AHEAD = 64
 """Batches fetched ahead of one, however small they are: each step looks at all of them."""
@@ -142,9 +142,9 @@ class Loader:
         weight = torch.zeros(len(rows)) if padding else torch.ones(len(rows))
         if self._dataset.bad and not padding:
             unread = [row in self._dataset.bad for row in (rows % len(self._dataset)).tolist()]
-            found = set((rows % len(self._dataset))[unread].tolist())
+            unreadable = set((rows % len(self._dataset))[unread].tolist())
             weight[unread] = 0
-            self._unread.setdefault(epoch, set()).update(found)
+            self._unread.setdefault(epoch, set()).update(unreadable)
         if self._pin:
             inputs = {k: v.pin_memory() for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.pin_memory()
             targets = targets.pin_memory()

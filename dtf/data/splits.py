@@ -8,11 +8,12 @@ import numpy as np
 
 from dtf.api.recipe import Recipe
 from dtf.api.registry import name_of
-from dtf.api.sampler import Epochs, Sampler, Sequential
+from dtf.api.sampler import Sampler
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
 from dtf.data.loader import Loader
-from dtf.model.forward import stand_ins
+from dtf.data.samplers import Epochs, Sequential
+from dtf.model.forward import zero_rows_for_tables
 
 
 class Splits:
@@ -58,4 +59,6 @@ class Splits:
     def sample(self, rows: int) -> Any:
         """Inputs of so many training rows, as the model gets them; zeros for rows of sparse tables."""
         recipe = self._recipe
-        return stand_ins(recipe.receive(self.train.fetch(np.arange(rows) % len(self.train), 0)[0]), recipe.tables())
+        return zero_rows_for_tables(
+            recipe.receive(self.train.fetch(np.arange(rows) % len(self.train), 0)[0]), recipe.tables()
+        )

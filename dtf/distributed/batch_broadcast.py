@@ -1,4 +1,4 @@
-"""Rows for ranks that work on them together: one rank of a group reads a batch, the others get it from there."""
+"""Batches for ranks that compute them together: one rank of a group reads, and broadcasts to the others."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _INPUT = "inputs"
 
 
 class BatchBroadcast:
-    """A batch from the first rank of a group to all of it. Bytes: those of the tensors that are sent, and a header.
+    """Broadcasts a batch from the first rank of a group. Bytes: those of the tensors that are sent, and a header.
 
-    `inputs=False`: only the first rank gets the inputs, the others their shapes (on meta), with the rest of the batch.
-    Headers and sample ids go by the CPU channel, tensors by the device's.
+    `inputs=False`: only the first rank gets the inputs. The others get their shapes (on meta) and the rest of the
+    batch. Headers and sample ids go through the CPU channel, tensors through the device backend.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, inputs: bool = True) -> None:
@@ -31,7 +31,11 @@ class BatchBroadcast:
         self.reads = dist.get_rank(group) == 0
 
     def __call__(self, batch: Batch | None) -> Batch:
-        """The reading rank's batch, on the device, on every rank with the same strides. Collective."""
+        """The batch of the reading rank, on the device, with the same strides on every rank of the group. Collective
+        over the group.
+
+        `batch`: None on ranks that do not read. ConfigError for a batch with too many tensors to describe in a header.
+        """
         tensors = _dense(batch) if batch is not None else {}
         header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
         if self.reads:

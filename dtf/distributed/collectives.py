@@ -1,8 +1,8 @@
-"""Collectives inside a model's passes: what forward does, and its counterpart in backward. Gradients of what all ranks
-compute alike are alike.
+"""Collectives inside a model's forward pass, with their counterparts in the backward pass. Where ranks compute alike,
+gradients are alike.
 
-Each is collective over the group, in forward, in backward, or in both. Ring algorithms move 2 (n - 1) / n of a tensor
-per rank for an all-reduce and (n - 1) / n for a reduce-scatter or an all-gather. Source: Shoeybi et al. 2019, section 3
+Each is collective over the group in forward, in backward, or in both. Per rank, ring algorithms send 2 (n - 1) / n of a
+tensor for an all-reduce and (n - 1) / n for a reduce-scatter or an all-gather. Source: Shoeybi et al. 2019, section 3
 (arXiv:1909.08053).
 """
 
@@ -23,7 +23,9 @@ from dtf.distributed.sharding import bounds
 _ops = torch.ops._c10d_functional
 
 PARTIAL: ContextVar[bool] = ContextVar("partial", default=False)
-"""Whether what is computed now is read by nobody but a collective: to keep what that gives is to keep both."""
+"""Whether the result that is computed now is only the input of a collective. Keeping the collective's result then makes
+keeping this one unnecessary.
+"""
 
 
 class _Fan(torch.autograd.Function):
@@ -73,7 +75,7 @@ class _SumScatter(torch.autograd.Function):
 
 @contextmanager
 def partial() -> Iterator[None]:
-    """Around what computes a summand of `total` or `scattered_total`."""
+    """A context for what computes a summand of `total` or `scattered_total`."""
     token = PARTIAL.set(True)
     try:
         yield
@@ -82,17 +84,19 @@ def partial() -> Iterator[None]:
 
 
 def fan(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x`, alike on all ranks, to be used differently by each; the parts of its gradient are summed."""
+    """The identity in forward, an all-reduce in backward: `x`, alike on all ranks, is used differently by each."""
     return _Fan.apply(x, group)  # type: ignore[return-value]
 
 
 def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `x` over ranks, alike on all; what follows is computed alike by all, and so is its gradient."""
+    """An all-reduce in forward, the identity in backward: what follows the sum is computed alike by all ranks."""
     return _Sum.apply(x, group)  # type: ignore[return-value]
 
 
 def scattered_total(x: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice along `axis` of the sum of `x` over ranks; slices are those of `sharding.bounds`."""
+    """A reduce-scatter in forward, an all-gather in backward: this rank's slice along `axis` of the sum of `x` over
+    ranks. Slices are those of `sharding.bounds`.
+    """
     return _SumScatter.apply(x, axis, group)  # type: ignore[return-value]
 
 

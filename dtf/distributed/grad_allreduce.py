@@ -1,5 +1,5 @@
-"""Sums of gradients over ranks that computed different rows of the same parameters, in flat buckets after the backward
-pass.
+"""All-reduce of gradients over ranks that computed other rows with the same parameters: in flat buckets, after the
+backward pass.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET_BYTES = 25 * 2**20
-"""As in torch's DDP: large enough for full bandwidth, small enough that copying out overlaps with the next one's way.
+"""As in torch's DDP: large enough for full bandwidth, small enough that copying one bucket overlaps with sending the
+next.
 """
 
 
 class GradientSum:
-    """Adds up a list of gradients over a group, in place; the same shapes and formats at each call. Collective.
+    """Sums a list of gradients over a group, in place. Shapes and dtypes must be the same at each call. Collective.
 
-    Moves 2 (n - 1) / n of the gradients' bytes per rank.
+    Each rank sends 2 (n - 1) / n of the bytes of the gradients.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -37,14 +38,14 @@ class GradientSum:
 
 
 def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of one format, up to the size of a bucket."""
-    found: list[list[Tensor]] = []
+    """Consecutive tensors of one dtype, in lists up to the size of a bucket."""
+    lists: list[list[Tensor]] = []
     held = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if not found or held + size > BUCKET_BYTES or found[-1][0].dtype is not tensor.dtype:
-            found.append([])
+        if not lists or held + size > BUCKET_BYTES or lists[-1][0].dtype is not tensor.dtype:
+            lists.append([])
             held = 0
-        found[-1].append(tensor)
+        lists[-1].append(tensor)
         held += size
-    return found
+    return lists

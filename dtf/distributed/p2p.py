@@ -19,7 +19,7 @@ HEADER_BYTES = 65536
 
 
 class TensorMeta(NamedTuple):
-    """What one tensor of a message looks like."""
+    """The shape, memory layout and dtype of one tensor of a message."""
 
     shape: list[int]
     order: list[int]  # of its axes in memory
@@ -32,31 +32,32 @@ class TensorMeta(NamedTuple):
 
 
 class P2PChannel:
-    """One way from a rank to another, with a communicator of its own: messages of other ways cannot come between. Built
-    by all ranks of the world alike.
+    """A one-way channel between two ranks with a communicator of its own, so that messages of other channels cannot
+    come between. Constructed by all ranks of the world alike.
 
-    Tensors arrive in the order in which they were sent. What a message looks like travels once for each `key`, by the
-    CPU channel.
+    Tensors arrive in the order in which they were sent. What the messages of a `key` look like (TensorMeta) is sent
+    once, through the CPU channel.
     """
 
     def __init__(self, source: int, target: int, tag: int, device: torch.device) -> None:
         self.source, self.target, self._tag, self._device = source, target, tag, device
         self._group: Any = dist.new_group([source, target])
-        self._forms: dict[Any, list[TensorMeta]] = {}
+        self._metas: dict[Any, list[TensorMeta]] = {}
         # a message each, from the first; the memory must stay until it is sent
         self._under_way: deque[list[tuple[dist.Work | None, Tensor]]] = deque()
         self._freed = 0  # messages
         self.byte_count = 0  # of the last message
 
     def send(self, key: Any, tensors: Sequence[Tensor]) -> None:
-        """Send tensors without gaps in memory, and do not wait; tell the form of messages of this key when it is new.
+        """Send tensors that have no gaps in memory, without waiting. Before the first message of a key, send its
+        metadata.
 
-        `key=None`: the receiver knows.
+        `key=None`: the receiver knows the metadata. ConfigError for more tensors than a header describes.
         """
         parts = []
-        if key is not None and key not in self._forms:
-            self._forms[key] = [TensorMeta.of(tensor) for tensor in tensors]
-            text = json.dumps(self._forms[key]).encode()
+        if key is not None and key not in self._metas:
+            self._metas[key] = [TensorMeta.of(tensor) for tensor in tensors]
+            text = json.dumps(self._metas[key]).encode()
             if len(text) > HEADER_BYTES:
                 raise ConfigError(
                     f"{len(tensors)} tensors cross a cut of the pipeline, more than a message describes; cut "
@@ -71,28 +72,29 @@ class P2PChannel:
         self._under_way.append(parts)
         self.byte_count = byte_count(tensors)
 
-    def knows(self, key: Any) -> bool:
-        """Whether messages of this key can be received without waiting for a header."""
-        return key in self._forms
+    def has_meta(self, key: Any) -> bool:
+        """Whether the receiver can take messages of this key without waiting for their metadata."""
+        return key in self._metas
 
-    def form(self, key: Any) -> list[TensorMeta]:
-        """What messages of this key look like; waits for the first one's header."""
-        if key not in self._forms:
+    def meta(self, key: Any) -> list[TensorMeta]:
+        """The metadata of messages of this key. Waits for the header of the first one."""
+        if key not in self._metas:
             header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             dist.recv(header, self.source, tag=self._tag)
-            self._forms[key] = [TensorMeta(*found) for found in json.loads(header.numpy().tobytes().rstrip(b"\0"))]
-        return self._forms[key]
+            self._metas[key] = [TensorMeta(*fields) for fields in json.loads(header.numpy().tobytes().rstrip(b"\0"))]
+        return self._metas[key]
 
-    def receive(self, forms: list[TensorMeta]) -> PendingRecv:
-        """Begin to receive a message of these forms."""
-        tensors = tuple(empty(form.shape, form.order, getattr(torch, form.dtype), self._device) for form in forms)
+    def receive(self, metas: list[TensorMeta]) -> PendingRecv:
+        """Begin to receive a message with this metadata."""
+        tensors = tuple(empty(meta.shape, meta.order, getattr(torch, meta.dtype), self._device) for meta in metas)
         self.byte_count = byte_count(tensors)
         return PendingRecv(tensors, [dist.irecv(message(tensor), self.source, group=self._group) for tensor in tensors])
 
     def free(self, count: int) -> None:
-        """Let go of the first `count` messages since all was settled, which the receiver has shown to have.
+        """Release the memory of the first `count` messages since the last `flush`. The receiver must be known to have
+        them.
 
-        Gloo tells nobody but who waits.
+        Gloo completes a send only for a sender that waits for it.
         """
         while self._freed < count:
             for work, _ in self._under_way.popleft():
@@ -100,20 +102,20 @@ class P2PChannel:
                 work.wait()
             self._freed += 1
 
-    def settle(self) -> None:
-        """Wait until all that was sent has left."""
+    def flush(self) -> None:
+        """Wait until all messages have been sent."""
         self.free(self._freed + len(self._under_way))
         self._freed = 0
 
 
 class PendingRecv:
-    """A message on its way."""
+    """A message that is being received."""
 
     def __init__(self, tensors: tuple[Tensor, ...], works: list[dist.Work | None]) -> None:
         self._tensors, self._works = tensors, works
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors. On CUDA the current stream waits, the host does not."""
+        """The tensors of the message. On CUDA the current stream waits, the host does not."""
         for work in self._works:
             assert work is not None
             work.wait()

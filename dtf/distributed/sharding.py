@@ -1,6 +1,6 @@
-"""Where this rank's part of a tensor lies in the whole.
+"""Which part of a tensor a rank holds.
 
-Works without importing DTensor, which would delay the first step of those who use none.
+Works without importing DTensor, which would delay the first step of runs that use none.
 """
 
 from __future__ import annotations
@@ -12,28 +12,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def is_slice(tensor: Tensor) -> bool:
-    """Whether it is a DTensor: a global tensor of which this rank holds a part."""
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor: a global tensor of which this rank holds a part."""
     return hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, the same memory; a plain tensor as it is."""
-    return tensor.to_local() if is_slice(tensor) else tensor  # type: ignore[attr-defined]
+    """This rank's part of a DTensor, in the same memory. A plain tensor is returned as it is."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def bounds(width: int, size: int, rank: int) -> tuple[int, int]:
-    """First and last + 1 of a rank's slice of `width` elements: `torch.chunk`'s rule, which is DTensor's; the last
-    slices may be smaller or empty.
+    """First and last + 1 of a rank's slice of `width` elements, cut as `torch.chunk` and DTensor do. The last slices
+    may be smaller or empty.
     """
     chunk = -(-width // size)
     return min(width, rank * chunk), min(width, (rank + 1) * chunk)
 
 
 def offset(tensor: Tensor) -> tuple[int, ...]:
-    """Where this rank's part begins. A DTensor is cut along one axis of its mesh at most."""
+    """Where this rank's part begins in the global tensor. Each axis of a DTensor is cut along one axis of its mesh at
+    most.
+    """
     start = [0] * tensor.dim()
-    if is_slice(tensor):
+    if is_dtensor(tensor):
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
         for axis, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
             if placement.is_shard():
@@ -44,7 +46,9 @@ def offset(tensor: Tensor) -> tuple[int, ...]:
 
 
 def greedy_balance(sizes: dict[str, int], count: int) -> list[frozenset[str]]:
-    """Names dealt to `count` owners, the largest first to the one with least so far; the same on every rank."""
+    """Assign names to `count` owners: the largest first, each to the owner with least so far. The same on every rank.
+    Returns the names of each owner.
+    """
     shares: list[set[str]] = [set() for _ in range(count)]
     loads = [0] * count
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):

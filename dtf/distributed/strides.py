@@ -1,5 +1,5 @@
-"""Tensors as messages that arrive with the strides they left with: kernels choose by strides, and the last bits with
-them.
+"""Messages of tensors that keep their strides. Kernels are chosen by strides, and results may differ in the last
+bits.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from torch import Tensor
 
 
 def axes(tensor: Tensor) -> list[int]:
-    """The axes from the one with the widest stride to the one with the smallest."""
+    """The axes from the largest stride to the smallest."""
     return sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
 
 
 def dense(tensor: Tensor, order: Sequence[int] | None = None) -> Tensor:
-    """The tensor itself if it has no gaps in memory, and its axes there are in this `order` (default: any); else a copy
-    of which that is true.
+    """The tensor itself if it has no gaps in memory and its axes lie in this `order` (default: any), else a copy for
+    which that is true.
     """
-    own = axes(tensor) if order is None else [*order]
-    view = tensor.permute(own)
+    order_in_memory = axes(tensor) if order is None else [*order]
+    view = tensor.permute(order_in_memory)
     return (
         tensor
         if view.is_contiguous()
         else empty(
-            tensor.shape, own if order is not None else [*range(tensor.dim())], tensor.dtype, tensor.device
+            tensor.shape, order_in_memory if order is not None else [*range(tensor.dim())], tensor.dtype, tensor.device
         ).copy_(tensor)
     )
 
 
 def message(tensor: Tensor) -> Tensor:
-    """The same memory as one contiguous tensor; for a tensor without gaps."""
+    """The same memory as one contiguous tensor. For a tensor without gaps."""
     return tensor.permute(axes(tensor))
 
 

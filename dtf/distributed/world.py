@@ -1,5 +1,5 @@
-"""The processes of a run as one rank sees them: who am I, who else is there, and a CPU channel to agree on small
-things.
+"""The processes of a run, as one rank sees them: its own rank, the number of ranks, and a CPU channel for small
+values.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ to free what they sent."""
 
 
 class World:
-    """A group of ranks. Built by `join`, which is collective; without peers nothing here communicates.
+    """The ranks of a run. Made by `join`, which is collective. With one rank nothing here communicates.
 
-    The control channel carries CPU tensors (gloo, or mpi); gradients go through the same group's device backend.
+    Collective methods must be called by all ranks in the same order. The control channel carries CPU tensors (gloo, or
+    mpi); gradients go through the device backend of the same group.
     """
 
     def __init__(self, place: Place) -> None:
@@ -40,7 +41,11 @@ class World:
 
     @classmethod
     def join(cls, place: Place, backend: str | None, timeout_s: float = 1800) -> World:
-        """Meet the other ranks at `place.store`. `backend` as Strategy.communication says. Collective."""
+        """Meet the other ranks at the TCPStore `place.store`. Collective.
+
+        `backend`: see `Strategy.communication`; None: ranks never communicate. `timeout_s`: for the meeting and for
+        every collective. ConfigError where the backend is not built into torch, or numbers its ranks otherwise.
+        """
         if place.device.startswith("cuda"):
             torch.cuda.set_device(place.device)
         if place.size > 1 and backend is not None:
@@ -66,19 +71,21 @@ class World:
         return cls(place)
 
     def leave(self) -> None:
-        """Close the group. Collective."""
+        """Close the process group. Collective."""
         if self.size > 1 and dist.is_initialized():
             _left.append(dist.group.WORLD)
             dist.destroy_process_group()
 
     def mesh(self, axes: dict[str, int]) -> DeviceMesh:
-        """The ranks as a grid; sizes by name of the axis, the last one runs fastest. Collective."""
+        """The ranks as a device mesh: `axes` maps the names of the axes to their sizes. Along the last axis ranks are
+        neighbours. Collective.
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sum a CPU tensor over ranks, in place, the same bits on every rank. Collective."""
+        """Sum a CPU tensor over ranks, in place, and return it; the same bits on every rank. Collective."""
         if self.size > 1:
             dist.all_reduce(sums)
         return sums
@@ -90,11 +97,11 @@ class World:
             flat.div_(self.size)
 
     def barrier(self) -> None:
-        """Wait for all ranks. Collective."""
+        """Wait until all ranks are here. Collective."""
         self.reduce(torch.zeros(1))
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's JSON value on every rank. Collective."""
+        """The JSON value of rank 0, on every rank. Collective."""
         if self.size == 1:
             return value
         data = _encode(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
@@ -106,7 +113,7 @@ class World:
         return _decode(data)
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Every rank's JSON value, in order of rank, on rank 0; None elsewhere. Collective."""
+        """The JSON values of all ranks in order of rank, on rank 0; None on other ranks. Collective."""
         if self.size == 1:
             return [value]
         data = _encode(value)
@@ -125,9 +132,8 @@ class World:
         )
 
     def collect(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """The rows of all ranks, CPU tensors (R, ...) of any R each, in order of rank on rank 0; None elsewhere.
-
-        Collective.
+        """The rows of all ranks in order of rank, on rank 0; None on other ranks. `rows`: a CPU tensor (R, ...), with
+        any R on each rank. Collective.
         """
         if self.size == 1:
             return rows

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from dtf.api.lr import Schedule
-from dtf.api.sampler import Epochs
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 from dtf.core.types import Evaluate, Log, Poll, Save, Stop, Ticket, Train
+from dtf.data.samplers import Epochs
 
 
 class Clock(ABC):

@@ -19,18 +19,19 @@ from dtf.api.options import Remat
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import lookup
-from dtf.api.sampler import Epochs, Sequential
-from dtf.api.strategy import Program, Task
+from dtf.api.strategy import Program
+from dtf.api.task import Task
 from dtf.config.settings import Settings
 from dtf.core.errors import DataError, DtfError, Preempted
 from dtf.core.types import Batch, Evaluated, Event, Measured, Place
 from dtf.data.loader import Loader
-from dtf.distributed.sharding import is_slice
+from dtf.data.samplers import Epochs, Sequential
+from dtf.distributed.sharding import is_dtensor
 from dtf.distributed.world import World
 from dtf.engine.predictions import Prediction
-from dtf.model.forward import stand_ins
+from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import build_on_meta
-from dtf.model.pretrained import Weights, fitted, open_weights
+from dtf.model.pretrained import Weights, match_weights, open_weights
 
 REPORT_S = 5.0
 """Seconds between two reports of how far it is."""
@@ -70,7 +71,7 @@ class _Record:
     rows: list[list[Any]]
 
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
-        whole = tree_map(lambda t: t.full_tensor() if isinstance(t, Tensor) and is_slice(t) else t, outputs)  # type: ignore[attr-defined]
+        whole = tree_map(lambda t: t.full_tensor() if isinstance(t, Tensor) and is_dtensor(t) else t, outputs)  # type: ignore[attr-defined]
         chances = self.recipe.probabilities(whole)
         if chances.dim() == 1:
             best, order = chances[:, None], torch.zeros_like(chances[:, None], dtype=torch.int64)
@@ -171,7 +172,7 @@ class Inference:
         return [found[id] for id in expected]
 
     def _sample(self, rows: int) -> Any:
-        return stand_ins(
+        return zero_rows_for_tables(
             self.recipe.receive(self.rows.fetch(np.arange(rows) % len(self.rows), 0)[0]), self.recipe.tables()
         )
 
@@ -179,7 +180,7 @@ class Inference:
 def weights_of(settings: Settings, model: str) -> Weights:
     """All numbers of the recipe's model: those at the place that `job.model` names, else recipe.model.weights."""
     place, key = (model, "job.model") if model else (settings.recipe.fine_tuning.weights, "recipe.model.weights")
-    return fitted(open_weights(place, key), settings.recipe, build_on_meta(settings.recipe), key, whole=True)[0]
+    return match_weights(open_weights(place, key), settings.recipe, build_on_meta(settings.recipe), key, whole=True)[0]
 
 
 def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:

@@ -28,16 +28,18 @@ class Prediction(NamedTuple):
     id: int
     label: float | None  # what it is, where that is one number
     classes: list[int]  # the most probable first
-    chances: list[float]  # of these; of the one event where there are no classes
+    probabilities: list[float]  # of these; of the one event where there are no classes
     width: int  # number of classes; 0: there is one event, which happens or not
 
     def pairs(self) -> list[tuple[int, float]]:
         """Classes with their probabilities, which have as many digits as fp32."""
-        return [(c, float(f"{chance:.8g}")) for c, chance in zip(self.classes, self.chances, strict=True)]
+        return [
+            (c, float(f"{probability:.8g}")) for c, probability in zip(self.classes, self.probabilities, strict=True)
+        ]
 
     def guess(self) -> int:
         """The class it is taken for."""
-        return self.classes[0] if self.width else int(self.chances[0] >= 0.5)
+        return self.classes[0] if self.width else int(self.probabilities[0] >= 0.5)
 
 
 def named(names: Sequence[str], index: int) -> str:
@@ -147,7 +149,7 @@ class JsonLines(Predictions):
             told |= {"class": named(self._names, row.classes[0])}
         told |= {"probability": row.pairs()[0][1]}
         if row.width:
-            told |= {"top": [[named(self._names, c), chance] for c, chance in row.pairs()]}
+            told |= {"top": [[named(self._names, c), probability] for c, probability in row.pairs()]}
         return json.dumps(told) + "\n"
 
     def _row(self, line: str) -> int:
@@ -167,7 +169,9 @@ class Csv(Predictions):
         return _csv(["row", "input", "class", "probability", *later])
 
     def _line(self, row: Prediction, name: str | None) -> str:
-        pairs = [x for c, chance in row.pairs() for x in (named(self._names, c) if row.width else "", repr(chance))]
+        pairs = [
+            x for c, probability in row.pairs() for x in (named(self._names, c) if row.width else "", repr(probability))
+        ]
         return _csv([str(row.id), name or "", *pairs])
 
     def _row(self, line: str) -> int:

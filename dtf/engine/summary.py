@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from dtf.api.precision import Cast, Format
-from dtf.api.sampler import cut
 from dtf.api.schema import show, to_plain
 from dtf.api.strategy import Program
 from dtf.config.settings import Settings
 from dtf.core.text import bytes_text, count_text
 from dtf.core.types import Memory
 from dtf.core.version import __version__
+from dtf.data.samplers import cut
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan
 from dtf.model.memory import table_row

@@ -20,10 +20,11 @@ from dtf.api.name_patterns import check_used
 from dtf.api.observer import Probes
 from dtf.api.precision import set_switches
 from dtf.api.recipe import Dataset, Recipe
-from dtf.api.strategy import Program, RendezvousContext, RoleContext, Task
+from dtf.api.strategy import Program, RendezvousContext, RoleContext
+from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer
 from dtf.config.settings import Settings
-from dtf.core.consistency import agree, common, digest
+from dtf.core.consistency import check_consistent, digest, keys_of_all_commands
 from dtf.core.errors import BudgetError, ConfigError, DataError, Preempted
 from dtf.core.files import flat
 from dtf.core.types import Ended, Event, Measured, Memory, Note, Place, Saved, Started
@@ -34,10 +35,10 @@ from dtf.engine.clock import Plan, PlannedClock
 from dtf.engine.loop import RECENT, Loop, fit
 from dtf.engine.rank import Rank, nobody, run_rank
 from dtf.engine.summary import startup_table
-from dtf.model.ema import averaged
+from dtf.model.ema import with_ema
 from dtf.model.init import build_on_meta
 from dtf.model.memory import MemoryMeter
-from dtf.model.pretrained import Fit, Weights, fitted, open_weights
+from dtf.model.pretrained import WeightMatch, Weights, match_weights, open_weights
 from dtf.runs import budget
 from dtf.runs.record import Record
 from dtf.runs.run_folder import redact
@@ -66,7 +67,9 @@ def _train(rank: Rank) -> None:
     alone = strategy.external_process() is not None
     # Who composed a config of its own is told in which key it differs; ranks of one launching process have the same
     # one.
-    config_facts = {"config": redact(common(config))} if alone else {"digest of the config": digest(config)}
+    config_facts = (
+        {"config": redact(keys_of_all_commands(config))} if alone else {"digest of the config": digest(config)}
+    )
     if leads:
 
         def wait() -> None:
@@ -89,7 +92,7 @@ def _train(rank: Rank) -> None:
     batch = settings.step.batch_size
     if leads:
         world.facts, world.folder = facts, folder
-        agree(world, facts | {"finds the run folder": _finds(folder, run_id)})
+        check_consistent(world, facts | {"finds the run folder": _finds(folder, run_id)})
     epochs = rows.cut()
     model = build_on_meta(recipe)
     parameters = dict(model.named_parameters())
@@ -98,7 +101,7 @@ def _train(rank: Rank) -> None:
     check_used("optimizer.lr_factors", settings.optimizer.lr_factors, parameters, frozen)
     check_used("optimizer.weight_decays", settings.optimizer.weight_decays, parameters, frozen)
     weights, weights_digest, found = _weights(recipe, model, world)
-    optimizer = averaged(settings.optimizer, settings.step.ema)
+    optimizer = with_ema(settings.optimizer, settings.step.ema)
     task = Task(
         recipe, optimizer, settings.precision, settings.step, settings.seed, rows.sample, weights, settings.sparse
     )
@@ -233,7 +236,7 @@ def _train(rank: Rank) -> None:
         raise Preempted(f"asked to stop after step {ended.step}; {kept}; start again with the same run.dir to go on")
 
 
-def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | None, str, Fit | None]:
+def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | None, str, WeightMatch | None]:
     """The numbers to start from, if any, and their digest; the same on all hosts, else DataError on all ranks alike.
 
     Collective.
@@ -241,7 +244,7 @@ def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | 
     place, key = recipe.fine_tuning.weights, "recipe.model.weights"
     if not place:
         return None, "", None
-    weights, found = fitted(open_weights(place, key), recipe, model, key)
+    weights, found = match_weights(open_weights(place, key), recipe, model, key)
     digests = world.gather(weights.digest() if world.place.local_rank == 0 else "") or []  # once for each host
     other = next((rank for rank, digest in enumerate(digests) if digest not in ("", digests[0])), None)
     digest, other = world.broadcast([*digests[:1], other])

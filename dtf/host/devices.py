@@ -123,8 +123,8 @@ def _torch_has_cuda() -> bool:
         text = Path(spec.origin).with_name("version.py").read_text()
     except OSError:
         return True
-    found = re.search(r"^cuda\b[^=]*=\s*(.+)$", text, re.MULTILINE)
-    return found is None or found[1].strip() != "None"
+    version = re.search(r"^cuda\b[^=]*=\s*(.+)$", text, re.MULTILINE)
+    return version is None or version[1].strip() != "None"
 
 
 def _nvml_count() -> int:

@@ -21,12 +21,12 @@ def endpoint(text: str, key: str, least: int = 1) -> tuple[str, int]:
 
     `least`: 0 where a port may be left to the kernel.
     """
-    found = re.fullmatch(r"(?:\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]|([^:\[\]\s]+)):([0-9]{1,5})", text)
-    if not found or not least <= int(found[3]) < 65536:
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]|([^:\[\]\s]+)):([0-9]{1,5})", text)
+    if not match or not least <= int(match[3]) < 65536:
         raise ConfigError(
             f"{key}={text} must be HOST:PORT, such as 10.0.0.1:29500, or [ADDRESS]:PORT with an IPv6 address"
         )
-    return found[1] or found[2], int(found[3])
+    return match[1] or match[2], int(match[3])
 
 
 def endpoint_text(host: str, port: int) -> str:
@@ -36,7 +36,7 @@ def endpoint_text(host: str, port: int) -> str:
 
 def check_interface(name: str) -> None:
     """ConfigError unless `launcher.interface` is one of this host, or empty."""
-    known = [each for _, each in socket.if_nameindex()]
+    known = [interface for _, interface in socket.if_nameindex()]
     if name and name not in known:
         raise ConfigError(f"launcher.interface={name} is no network interface of this host; {suggest(name, known)}")
 
@@ -53,10 +53,10 @@ def socket_variables(interface: str, towards: tuple[str, int], environment: Mapp
     if _GLOO in environment:
         return {}
     try:
-        found = interface_of(own_address(*towards))
+        interface_name = interface_of(own_address(*towards))
     except OSError:
         return {}
-    return {_GLOO: found} if found else {}
+    return {_GLOO: interface_name} if interface_name else {}
 
 
 def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -85,10 +85,10 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                record = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # it has none
                 continue
-            if socket.inet_ntoa(found[20:24]) == address:
+            if socket.inet_ntoa(record[20:24]) == address:
                 return name
     return ""
 

@@ -44,13 +44,13 @@ def process_tree(root: int) -> dict[int, Process]:
     children: dict[int, list[int]] = {}
     for number, process in known.items():
         children.setdefault(process.parent, []).append(number)
-    found, waiting = {}, [root]
+    tree, waiting = {}, [root]
     while waiting:
         number = waiting.pop()
         if number in known:
-            found[number] = known[number]
+            tree[number] = known[number]
             waiting += children.get(number, [])
-    return found
+    return tree
 
 
 def cpu_load(before: dict[int, Process], now: dict[int, Process], seconds: float, cores: int) -> Load:
@@ -91,13 +91,13 @@ class Gpus:
             self._handles.append((index, handle))
 
     def loads(self) -> list[Load]:
-        found = []
+        loads = []
         for index, handle in self._handles:
             rates, memory = _Rates(), _Memory()
             self._call("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(rates))
             self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-            found.append(Load(f"cuda:{index}", float(rates.gpu), int(memory.used)))
-        return found
+            loads.append(Load(f"cuda:{index}", float(rates.gpu), int(memory.used)))
+        return loads
 
     def close(self) -> None:
         self._call("nvmlShutdown")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.job import Job
 from dtf.api.registry import option, register
 from dtf.checkpoint import storage
-from dtf.checkpoint.checkpointer import STATE, read_scalars
+from dtf.checkpoint.boxes import STATE, read_scalars
 from dtf.checkpoint.manifest import ITEM_BYTES, Manifest, volume
-from dtf.checkpoint.resolve_path import resolve_checkpoint
+from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.checkpoint.safetensors_format import slots
 from dtf.core.errors import ConfigError, DataError, Exit
 
@@ -46,7 +46,7 @@ class Checkpoint(Job):
     def run(self, composed: Composed) -> int:
         if not self.path:
             raise ConfigError("job.path is empty; give a checkpoint like RUN/checkpoints/step_000120, or a run folder")
-        folder = resolve_checkpoint(self.path, "job.path")[0]
+        folder = resolve_checkpoints(self.path, "job.path")[0]
         return self._inspect(folder) if self.action is Action.inspect else self._verify(folder)
 
     def _inspect(self, folder: Path) -> int:
@@ -106,12 +106,14 @@ def _faults(folder: Path) -> list[str]:
     readers = {name: storage.Blocks(folder, name, file) for name, file in manifest.files.items()}
     try:
         read_scalars(folder, manifest)
-        found = {name: slots(readers[name].read, manifest.files[name].size) for name in manifest.files if name != STATE}
+        stored = {
+            name: slots(readers[name].read, manifest.files[name].size) for name in manifest.files if name != STATE
+        }
     except (DataError, OSError) as error:
         return [str(error)]
     for name, tensor in manifest.tensors.items():
         for box in tensor.boxes:
-            slot = found.get(box.file, {}).get(box.key)
+            slot = stored.get(box.file, {}).get(box.key)
             if slot is None or (slot.dtype, slot.shape) != (tensor.dtype, box.shape):
                 faults.append(f"{box.file}: {box.key!a} is not the box of {name} that the manifest lists")
     return faults

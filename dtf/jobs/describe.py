@@ -41,6 +41,10 @@ class Describe(Job):
 
         group = self.group
         chosen = {name: options for name, options in composed.chosen().items() if name != "job" and group in ("", name)}
-        found = catalogue(composed.composer, group, self.option, {} if self.option else chosen)
-        print(as_json(found) if self.format is Output.json else as_text(found, shutil.get_terminal_size().columns - 1))
+        described = catalogue(composed.composer, group, self.option, {} if self.option else chosen)
+        print(
+            as_json(described)
+            if self.format is Output.json
+            else as_text(described, shutil.get_terminal_size().columns - 1)
+        )
         return Exit.OK

@@ -70,7 +70,7 @@ class Doctor(Job):
             run = launcher.open(composed.config, make, composed.command)
             try:
                 code = launcher.launch(run, lambda event: None, "dtf.jobs.rank_doctor:examine")
-                found = json.loads((run.folder / _RESULT).read_text()) if run.leader and not code else None
+                measured = json.loads((run.folder / _RESULT).read_text()) if run.leader and not code else None
             finally:
                 if run.leader:
                     shutil.rmtree(run.folder, ignore_errors=True)
@@ -79,38 +79,38 @@ class Doctor(Job):
                 print(error_line(error.exit, str(error)), file=sys.stderr)
                 return error.exit
             raise
-        if found is None:
+        if measured is None:
             return code
-        for line in _table(found):
+        for line in _table(measured):
             print(line)
-        wrong += self._judge(found)
+        wrong += self._judge(measured)
         for text in wrong:
             print(f"wrong: {text}")
         print(f"{len(wrong)} thing(s) wrong" if wrong else "nothing is wrong")
         return Exit.CONFIG if wrong else Exit.OK
 
-    def _judge(self, found: dict[str, Any]) -> Iterator[str]:
-        ranks = found["ranks"]
-        hosts = {each["host"] for each in ranks}
-        if found["missing"]:
-            names = ", ".join(sorted({f"{ranks[rank]['host']} (rank {rank})" for rank in found["missing"]}))
+    def _judge(self, measured: dict[str, Any]) -> Iterator[str]:
+        ranks = measured["ranks"]
+        hosts = {facts["host"] for facts in ranks}
+        if measured["missing"]:
+            names = ", ".join(sorted({f"{ranks[rank]['host']} (rank {rank})" for rank in measured["missing"]}))
             yield f"{names} cannot write where run folders go; put run.dir on storage that all hosts share"
         if len(hosts) > 1:
-            for rank, each in enumerate(ranks):
-                if each["interface"] == "lo":
+            for rank, facts in enumerate(ranks):
+                if facts["interface"] == "lo":
                     yield (
-                        f"rank {rank} on {each['host']} talks on loopback, which no other host hears; give "
+                        f"rank {rank} on {facts['host']} talks on loopback, which no other host hears; give "
                         "launcher.interface"
                     )
-        for clock in found["clocks"]:
+        for clock in measured["clocks"]:
             if abs(clock["ahead_s"]) > self.clock_s + clock["round_trip_s"]:
                 yield (
                     f"the clock of {ranks[clock['rank']]['host']} is {abs(clock['ahead_s']):.2f} s "
                     f"{'ahead of' if clock['ahead_s'] > 0 else 'behind'} that of "
                     f"{ranks[0]['host']}; run chrony or another NTP service on both"
                 )
-        fastest = max((link["mb_s"] for link in found["links"]), default=0.0)
-        for link in found["links"]:
+        fastest = max((link["mb_s"] for link in measured["links"]), default=0.0)
+        for link in measured["links"]:
             pair = f"{ranks[link['from']]['host']} to {ranks[link['to']]['host']}"
             if link["mb_s"] < self.slow_mb_s:
                 yield (
@@ -176,21 +176,22 @@ def _before(point: tuple[str, int, bool] | None) -> Iterator[str]:
         )
 
 
-def _table(found: dict[str, Any]) -> Iterator[str]:
-    ranks = found["ranks"]
+def _table(measured: dict[str, Any]) -> Iterator[str]:
+    ranks = measured["ranks"]
     yield (
         f"{'rank':>4}  {'host':<20} {'device':<24} {'cores':>5} {'threads':>7} {'interface':<12} {'backend':<8} "
         f"{'clock':>12} {'round trip':>11}"
     )
-    clocks = {clock["rank"]: clock for clock in found["clocks"]}
-    for rank, each in enumerate(ranks):
+    clocks = {clock["rank"]: clock for clock in measured["clocks"]}
+    for rank, facts in enumerate(ranks):
         clock = clocks.get(rank)
         times = f"{clock['ahead_s'] * 1000:+9.1f} ms {clock['round_trip_s'] * 1e6:8.0f} us" if clock else ""
         yield (
-            f"{rank:>4}  {each['host'][:20]:<20} {each['device'][:24]:<24} {each['cores']:>5} {each['threads']:>7} "
-            f"{each['interface']:<12} {each['backend'][:8]:<8} {times}"
+            f"{rank:>4}  {facts['host'][:20]:<20} {facts['device'][:24]:<24} {facts['cores']:>5} {facts['threads']:>7} "
+            f"{facts['interface']:<12} {facts['backend'][:8]:<8} {times}"
         ).rstrip()
-    for link in found["links"]:
+    for link in measured["links"]:
         yield f"rank {link['from']} to rank {link['to']}: {link['mb_s']:,.0f} MB/s"
     if len(ranks) > 1:
-        yield f"all-reduce of {found['megabytes']} MB over {len(ranks)} ranks: {found['all_reduce_mb_s']:,.0f} MB/s"
+        rate = f"{measured['all_reduce_mb_s']:,.0f} MB/s"
+        yield f"all-reduce of {measured['megabytes']} MB over {len(ranks)} ranks: {rate}"

@@ -62,26 +62,24 @@ class EvaluateJob(Job):
         return Exit.OK
 
 
-def _text(found: dict[str, Any]) -> str:
+def _text(result: dict[str, Any]) -> str:
     """For people."""
-    values = " ".join(f"{name}={number_text(value)}" for name, value in found["metrics"].items())
-    unread = f" of which {found['unread']:,} cannot be read" if found["unread"] else ""
-    lines = [found["model"], f"{found['split']} split, {found['rows']:,} rows{unread}: {values}"]
-    classes = found["classes"]
+    values = " ".join(f"{name}={number_text(value)}" for name, value in result["metrics"].items())
+    unread = f" of which {result['unread']:,} cannot be read" if result["unread"] else ""
+    lines = [result["model"], f"{result['split']} split, {result['rows']:,} rows{unread}: {values}"]
+    classes = result["classes"]
     if classes:
         worst = (
-            sorted(classes, key=lambda each: (each["recall"] is None, each["recall"]))[:SHOWN]
+            sorted(classes, key=lambda row: (row["recall"] is None, row["recall"]))[:SHOWN]
             if len(classes) > SHOWN
             else classes
         )
-        names = [plain_text(each["class"], 40) for each in worst]
+        names = [plain_text(row["class"], 40) for row in worst]
         width = max(map(len, [*names, "class"]))
         lines += ["", f"{'class':<{width}}  {'rows':>8}  {'predicted':>9}  {'recall':>7}  {'precision':>9}"]
-        for name, each in zip(names, worst, strict=True):
-            recall, precision = (
-                f"{each[key]:.4f}" if each[key] is not None else "-" for key in ("recall", "precision")
-            )
-            lines.append(f"{name:<{width}}  {each['rows']:>8,}  {each['predicted']:>9,}  {recall:>7}  {precision:>9}")
+        for name, row in zip(names, worst, strict=True):
+            recall, precision = (f"{row[key]:.4f}" if row[key] is not None else "-" for key in ("recall", "precision"))
+            lines.append(f"{name:<{width}}  {row['rows']:>8,}  {row['predicted']:>9,}  {recall:>7}  {precision:>9}")
         if len(classes) > SHOWN:
             lines.append(f"the {SHOWN} of {len(classes)} classes with the lowest recall")
     return "\n".join(lines)

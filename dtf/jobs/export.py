@@ -53,11 +53,14 @@ class ExportJob(Job):
             return ended.exit
         if folder is None:
             return Exit.OK
-        told = json.loads((folder / "model.json").read_text())
-        for name, difference in told["largest_difference"].items():
-            print(f"{folder / name}  differs by at most {difference:.1e} on {told['tried_rows']} rows")
+        metadata = json.loads((folder / "model.json").read_text())
+        for name, difference in metadata["largest_difference"].items():
+            print(f"{folder / name}  differs by at most {difference:.1e} on {metadata['tried_rows']} rows")
         print(
-            *(folder / name for name in [*([told["arrays"]["file"]] if "arrays" in told else []), "model.json"]),
+            *(
+                folder / name
+                for name in [*([metadata["arrays"]["file"]] if "arrays" in metadata else []), "model.json"]
+            ),
             sep="\n",
         )
         return Exit.OK

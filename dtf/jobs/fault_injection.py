@@ -1,4 +1,4 @@
-"""Killing a run in the middle, as a machine might, and seeing from where it goes on."""
+"""Kills a process of a run by SIGKILL, and finds out from which step the run goes on."""
 
 from __future__ import annotations
 
@@ -18,26 +18,24 @@ from dtf.core.types import Event, Measured, Note, Started
 
 
 @dataclass
-class Killed:
-    """Who was, after how many reported steps, and from which step on the run was done again: `at`, where nothing
-    was.
-    """
+class KillRecord:
+    """A process that was killed."""
 
     who: str
-    at: int
-    again: int
+    at: int  # steps that were reported before
+    again: int  # the step from which the run was repeated; `at` where no step was
 
 
-class Witness:
-    """Hears the events of a run.
+class KillTrigger:
+    """Watches the events of a run, and calls `kill` once, when `after` steps were reported.
 
-    Calls `kill` once, when `after` steps were reported; with `at` somebody was killed already, after that step.
+    `at`: the step after which a process was killed already; then nothing is called. -1: none was.
     """
 
     def __init__(self, after: int = 0, kill: Callable[[], None] = lambda: None, at: int = -1) -> None:
         self._after, self._kill, self._at = after, kill, at
         self._again = -1
-        self._missed = False
+        self._noticed = False
 
     def see(self, event: Event) -> None:
         match event:
@@ -45,20 +43,20 @@ class Witness:
                 if step >= self._after:
                     self._at = step
                     self._kill()
-            case Measured(split="train", step=step) if not self._missed:  # reported before it was noticed
+            case Measured(split="train", step=step) if not self._noticed:  # reported before the kill was noticed
                 self._at = max(self._at, step)
             case Note(level="warning") if self._at >= 0:
-                self._missed = True
+                self._noticed = True
             case Started(step=step) if self._at >= 0:
-                self._missed, self._again = True, step
+                self._noticed, self._again = True, step
             case _:
                 pass
 
-    def killed(self, who: str) -> Killed | None:
-        """None when the run was over before it was noticed."""
-        if not self._missed:
+    def record(self, who: str) -> KillRecord | None:
+        """None when the run ended before the kill was noticed."""
+        if not self._noticed:
             return None
-        return Killed(who, self._at, self._again if self._again >= 0 else self._at)
+        return KillRecord(who, self._at, self._again if self._again >= 0 else self._at)
 
 
 _CHILD = (
@@ -69,10 +67,9 @@ _CHILD = (
 
 
 def kill_launcher(command: Sequence[str], folder: Path, after: int) -> int:
-    """Run a dtf command in a process of its own, and kill that when `after` steps were reported in the run folder;
-    returns how many were.
+    """Run a dtf command in a process of its own, and kill the process once the run folder reports `after` steps.
 
-    DtfError when it ended before.
+    Returns the number of reported steps. DtfError when the process ended before.
     """
     log = folder.with_name("launcher.log")
     order = json.dumps(
@@ -95,7 +92,7 @@ def kill_launcher(command: Sequence[str], folder: Path, after: int) -> int:
 
 
 def _reported(folder: Path) -> int:
-    """Steps that metrics.jsonl tells of."""
+    """The number of steps in metrics.jsonl."""
     steps = [0]
     with contextlib.suppress(FileNotFoundError):
         for line in (folder / "metrics.jsonl").read_text().splitlines():

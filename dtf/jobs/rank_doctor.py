@@ -38,7 +38,7 @@ def examine(config: dict[str, Any], folder: str, run_id: str, place: Place, send
     with suppress(OSError):
         seen.touch()
     world.barrier()
-    mine = {
+    facts = {
         "host": socket.gethostname(),
         "local_rank": place.local_rank,
         "device": torch.cuda.get_device_name(place.device) if kind == "cuda" else "cpu",
@@ -47,13 +47,13 @@ def examine(config: dict[str, Any], folder: str, run_id: str, place: Place, send
         "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
         "backend": str(dist.get_backend()) if world.size > 1 else "",
     }
-    ranks = world.broadcast(world.gather(mine))
-    one_each = [rank for rank, each in enumerate(ranks) if each["local_rank"] == 0]
-    chosen = one_each if len(one_each) > 1 else list(range(world.size))
+    ranks = world.broadcast(world.gather(facts))
+    first_ranks = [rank for rank, rank_facts in enumerate(ranks) if rank_facts["local_rank"] == 0]
+    chosen = first_ranks if len(first_ranks) > 1 else list(range(world.size))
     pairs = list(itertools.pairwise(chosen))
     if len(chosen) > 2:
         pairs.append((chosen[-1], chosen[0]))
-    found = {
+    result = {
         "ranks": ranks,
         "missing": [rank for rank in range(world.size) if not Path(folder, _RUN_FOLDER.format(rank)).exists()],
         "clocks": [_clock(world, rank) for rank in chosen[1:]],
@@ -61,11 +61,13 @@ def examine(config: dict[str, Any], folder: str, run_id: str, place: Place, send
         "all_reduce_mb_s": _all_reduce(world, megabytes),
         "megabytes": megabytes,
     }
-    told = world.gather({"clocks": found["clocks"], "links": found["links"]})
-    if told is not None:
+    measured = world.gather({"clocks": result["clocks"], "links": result["links"]})
+    if measured is not None:
         for name in ("clocks", "links"):  # each was measured by one rank of its pair
-            found[name] = [next(part[name][at] for part in told if part[name][at]) for at in range(len(found[name]))]
-        Path(folder, RESULT).write_text(json.dumps(found))
+            result[name] = [
+                next(part[name][at] for part in measured if part[name][at]) for at in range(len(result[name]))
+            ]
+        Path(folder, RESULT).write_text(json.dumps(result))
     world.barrier()
     world.leave()
     return 0

@@ -26,7 +26,7 @@ def _evaluate(rank: Rank) -> None:
     """Write evaluation.json: metrics over a split, each row once, and a table of classes."""
     settings = rank.settings
     job: EvaluateJob = settings.job  # type: ignore[assignment]
-    used = Inference(
+    inference = Inference(
         settings,
         rank.place,
         job.model,
@@ -34,26 +34,30 @@ def _evaluate(rank: Rank) -> None:
         top=1,
         whole=False,
     )
-    pace, total, table = Pace(rank.report, "rows", len(used.rows)), None, ConfusionTable(used.names)
-    judge = used.recipe.evaluator(len(used.rows))
-    for done, (sums, judged), rows in used.batches(0, rank.beat, rank.stop_requested):
+    pace, total, table = Pace(rank.report, "rows", len(inference.rows)), None, ConfusionTable(inference.names)
+    evaluator = inference.recipe.evaluator(len(inference.rows))
+    for done, (sums, outputs), rows in inference.batches(0, rank.beat, rank.stop_requested):
         total = sums if total is None else total + sums
-        if judge is not None and judged is not None:
-            judge.add(judged)
+        if evaluator is not None and outputs is not None:
+            evaluator.add(outputs)
         table.add(rows)
         pace.tell(done)
     assert total is not None
-    unread = int(used.world.reduce(torch.tensor([used.unread], dtype=torch.float64)).item())
-    values = counted(used.world, total, used.recipe, len(used.rows), used.unread, used.rows.allowed)
-    values |= judge.values(used.world) if judge is not None else {}
-    if used.world.rank == 0:
-        found = {
-            "model": used.weights.about,
-            "digest": used.digest,
+    unread = int(inference.world.reduce(torch.tensor([inference.unread], dtype=torch.float64)).item())
+    values = counted(
+        inference.world, total, inference.recipe, len(inference.rows), inference.unread, inference.rows.allowed
+    )
+    values |= evaluator.values(inference.world) if evaluator is not None else {}
+    if inference.world.rank == 0:
+        result = {
+            "model": inference.weights.about,
+            "digest": inference.digest,
             "split": job.split.value,
-            "rows": len(used.rows),
+            "rows": len(inference.rows),
             "unread": unread,
             "metrics": values,
         }
-        replace_text(rank.folder / "evaluation.json", json.dumps(found | {"classes": table.classes()}, indent=1) + "\n")
-    used.world.leave()
+        replace_text(
+            rank.folder / "evaluation.json", json.dumps(result | {"classes": table.classes()}, indent=1) + "\n"
+        )
+    inference.world.leave()

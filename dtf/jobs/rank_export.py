@@ -1,5 +1,5 @@
-"""What the rank does that writes a trained model for use without dtf, and checks that the files say what the model
-says.
+"""What the rank of `job=export` does: write a trained model for use without dtf, and check that the files give its
+outputs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.api.precision import set_switches
-from dtf.api.recipe import Recipe
+from dtf.api.recipe import Dataset, Recipe
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.config.settings import Settings
 from dtf.core.errors import ConfigError, DataError, DtfError
 from dtf.core.files import replace_text
@@ -30,6 +30,7 @@ from dtf.engine.inference import names_of, weights_of
 from dtf.engine.rank import Rank, run_rank
 from dtf.model.forward import cast_floating
 from dtf.model.init import cast, init_model
+from dtf.model.pretrained import Weights
 from dtf.sparse.placement import tables_of
 
 if TYPE_CHECKING:
@@ -56,29 +57,71 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
 def _export(rank: Rank) -> None:
     """Write the files into the run folder.
 
-    DtfError when what is read back from one says something else than the model.
+    DtfError when a file that is read back gives other outputs than the model.
     """
-    settings, folder, place = rank.settings, rank.folder, rank.place
+    settings, folder = rank.settings, rank.folder
     job: ExportJob = settings.job  # type: ignore[assignment]
-    recipe = settings.recipe
-    torch.set_num_threads(place.threads)
+    torch.set_num_threads(rank.place.threads)
     set_switches(settings.precision)
-    device = torch.device("cpu")
+    rows = _trial_rows(settings, job)
+    weights = weights_of(settings, job.model)
+    model = _load_model(settings, weights, rank.place)
+    inputs = _trial_inputs(settings.recipe, rows, model)
+    with torch.no_grad():
+        expected = model(inputs)
+    metadata = _metadata(settings.recipe, weights, inputs, expected)
+    if arrays := settings.recipe.preprocessing_arrays():
+        from safetensors.numpy import save_file
+
+        save_file(arrays, folder / ARRAYS)
+        metadata["arrays"] = {"file": ARRAYS, "sha256": hashlib.sha256((folder / ARRAYS).read_bytes()).hexdigest()}
+    text = json.dumps(metadata, indent=1)
+    differences = {}
+    for form in job.forms:
+        rank.beat("start", 0)
+        name = f"model.{form.value}"
+        write = _write_pt2 if form.value == "pt2" else _write_safetensors
+        reread = write(folder / f".{name}.new", model, inputs, text, lambda: _bare(settings, model))
+        differences[name] = max(
+            _difference(expected, reread(inputs)), _difference(_first(expected), reread(_first(inputs)))
+        )
+        if not differences[name] <= BOUND:
+            raise DtfError(
+                f"{name} says something else than the model, by {differences[name]:.1e} relative to the largest "
+                "output; please report this"
+            )
+        os.replace(folder / f".{name}.new", folder / name)
+    metadata |= {"largest_difference": differences, "tried_rows": ROWS}
+    replace_text(folder / "model.json", json.dumps(metadata, indent=1) + "\n")
+
+
+def _trial_rows(settings: Settings, job: ExportJob) -> Dataset:
+    """The rows to try the model on: those of `job.input`, else the evaluation split. DataError when there are none."""
+    recipe = settings.recipe
     rows = recipe.open_inputs(Path(job.input).expanduser())[1] if job.input else recipe.open_data("eval", settings.seed)
     if not len(rows):
         raise DataError("there are no rows to try the exported model on")
-    weights = weights_of(settings, job.model)
+    return rows
+
+
+def _load_model(settings: Settings, weights: Weights, place: Place) -> nn.Module:
+    """The trained model on the CPU, in evaluation mode, with its sparse tables inside."""
+    recipe = settings.recipe
     model = init_model(recipe, settings.seed, weights)
-    cast(model, settings.precision, device)
+    cast(model, settings.precision, torch.device("cpu"))
     task = Task(
         recipe, settings.optimizer, settings.precision, settings.step, settings.seed, None, weights, settings.sparse
     )
     tables = tables_of(task, World(place), Placement.replicated)
     if tables is not None:
-        from dtf.sparse.inference_module import Served
+        from dtf.sparse.inference_module import InferenceModule
 
-        model = Served.of(model, tables)
-    model.eval()
+        model = InferenceModule.of(model, tables)
+    return model.eval()
+
+
+def _trial_inputs(recipe: Recipe, rows: Dataset, model: nn.Module) -> Any:
+    """A batch of ROWS rows, in the number format of the model. DataError when one of them is bad."""
     dtype = next(t.dtype for t in model.parameters() if t.dtype.is_floating_point)
     inputs = cast_floating(recipe.receive(rows.fetch(np.arange(ROWS) % len(rows), 0)[0]), dtype)
     if rows.bad:
@@ -86,49 +129,31 @@ def _export(rank: Rank) -> None:
             f"no trial without all of its rows: {next(iter(rows.bad.values()))}; repair it, or give others with "
             "job.input"
         )
-    inputs = tree_map(lambda t: t.contiguous(), inputs)
-    with torch.no_grad():
-        expected = model(inputs)
-    metadata: dict[str, Any] = {
+    return tree_map(lambda t: t.contiguous(), inputs)
+
+
+def _metadata(recipe: Recipe, weights: Weights, inputs: Any, outputs: Any) -> dict[str, Any]:
+    """What model.json says of a model and of how it is called."""
+    described = _described(outputs)
+    if isinstance(outputs, Tensor):
+        described |= _meaning(recipe, outputs)
+    return {
         "recipe": type(recipe).__name__,
         "classes": list(names_of(recipe, weights)),
         "preprocessing": recipe.preprocessing(),
         "call": _call(inputs),
         "inputs": _described(inputs),
-        "outputs": _described(expected) | _meaning(recipe, expected)
-        if isinstance(expected, Tensor)
-        else _described(expected),
+        "outputs": described,
         "weights": {"from": weights.about, "digest": weights.digest()},
         "versions": {"dtf": __version__, "torch": torch.__version__},
     }
-    if arrays := recipe.preprocessing_arrays():
-        from safetensors.numpy import save_file
-
-        save_file(arrays, folder / ARRAYS)
-        metadata["arrays"] = {"file": ARRAYS, "sha256": hashlib.sha256((folder / ARRAYS).read_bytes()).hexdigest()}
-    text = json.dumps(metadata, indent=1)
-    found = {}
-    for form in job.forms:
-        rank.beat("start", 0)
-        name = f"model.{form.value}"
-        work = _pt2 if form.value == "pt2" else _safetensors
-        again = work(folder / f".{name}.new", model, inputs, text, lambda: _bare(settings, model))
-        found[name] = max(_difference(expected, again(inputs)), _difference(_first(expected), again(_first(inputs))))
-        if not found[name] <= BOUND:
-            raise DtfError(
-                f"{name} says something else than the model, by {found[name]:.1e} relative to the largest output; "
-                "please report this"
-            )
-        os.replace(folder / f".{name}.new", folder / name)
-    metadata |= {"largest_difference": found, "tried_rows": ROWS}
-    replace_text(folder / "model.json", json.dumps(metadata, indent=1) + "\n")
 
 
 Call = Callable[[Any], Any]
 
 
-def _pt2(path: Path, model: nn.Module, inputs: Any, metadata: str, bare: Callable[[], nn.Module]) -> Call:
-    """Write the program; what it says once it is read again."""
+def _write_pt2(path: Path, model: nn.Module, inputs: Any, metadata: str, bare: Callable[[], nn.Module]) -> Call:
+    """Write the program of torch.export; returns the program as it is read back."""
     batch = torch.export.Dim("batch")
     shapes = tree_map(lambda _: {0: batch}, inputs)
     try:
@@ -142,19 +167,19 @@ def _pt2(path: Path, model: nn.Module, inputs: Any, metadata: str, bare: Callabl
         return _quiet(torch.export.load(file).module())
 
 
-def _safetensors(path: Path, model: nn.Module, inputs: Any, metadata: str, bare: Callable[[], nn.Module]) -> Call:
-    """Write the tensors; what a model says that has nothing but them."""
+def _write_safetensors(path: Path, model: nn.Module, inputs: Any, metadata: str, bare: Callable[[], nn.Module]) -> Call:
+    """Write the tensors; returns a model that has no others."""
     from safetensors.torch import load_file, save_file
 
     tensors = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
     save_file(tensors, path, metadata={"format": "pt", METADATA: metadata})
-    again = bare()
-    again.load_state_dict(load_file(path), assign=True)
-    return _quiet(again.eval())
+    reread = bare()
+    reread.load_state_dict(load_file(path), assign=True)
+    return _quiet(reread.eval())
 
 
 def _bare(settings: Settings, model: nn.Module) -> nn.Module:
-    """A model like `model` with other numbers, but for what no file holds."""
+    """A model like `model` with other numbers. What no file holds is that of `model`."""
     other = init_model(settings.recipe, settings.seed + 1)
     return model.bare(other) if hasattr(model, "bare") else other  # type: ignore[operator]
 
@@ -188,13 +213,15 @@ def _call(inputs: Any) -> str:
 
 
 def _meaning(recipe: Recipe, outputs: Tensor) -> dict[str, str]:
-    """What probabilities the recipe makes of outputs, told by trying; nothing where it is none of the usual
-    functions.
-    """
+    """Which function makes probabilities of outputs, found by trying; empty where it is none of the usual ones."""
     usual = {"sigmoid": Tensor.sigmoid, "softmax over the last axis": lambda values: values.softmax(-1)}
     trial = torch.linspace(-2, 3, outputs.numel(), dtype=torch.float64).view(outputs.shape)
-    found = recipe.probabilities(trial)
-    names = [name for name, of in usual.items() if found.shape == trial.shape and torch.allclose(found, of(trial))]
+    probabilities = recipe.probabilities(trial)
+    names = [
+        name
+        for name, function in usual.items()
+        if probabilities.shape == trial.shape and torch.allclose(probabilities, function(trial))
+    ]
     return {"are": "logits", "probabilities": names[0]} if names else {}
 
 

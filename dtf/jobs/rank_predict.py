@@ -37,35 +37,37 @@ def _predict(rank: Rank) -> None:
         inputs, rows = recipe.open_inputs(Path(job.input).expanduser())
         return rows
 
-    used = Inference(settings, rank.place, job.model, data, job.top, whole=True)
-    file = Kind[job.format.name].file(folder, used.names, job.top)
-    rank_0 = used.world.rank == 0
-    begun = {"model": used.digest, "rows": len(used.rows), "inputs": used.rows.fingerprint()}
-    first, other = used.world.broadcast(_begin(folder / "predictions.json", file, begun) if rank_0 else None)
-    if other:
-        raise BusyError(f"{folder} holds predictions of {other}; choose another run.dir")
-    pace = Pace(rank.report, "rows", len(used.rows))
-    if first < len(used.rows):
-        for done, _, rows in used.batches(first, rank.beat, rank.stop_requested):
+    inference = Inference(settings, rank.place, job.model, data, job.top, whole=True)
+    file = Kind[job.format.name].file(folder, inference.names, job.top)
+    rank_0 = inference.world.rank == 0
+    identity = {"model": inference.digest, "rows": len(inference.rows), "inputs": inference.rows.fingerprint()}
+    first, difference = inference.world.broadcast(
+        _begin(folder / "predictions.json", file, identity) if rank_0 else None
+    )
+    if difference:
+        raise BusyError(f"{folder} holds predictions of {difference}; choose another run.dir")
+    pace = Pace(rank.report, "rows", len(inference.rows))
+    if first < len(inference.rows):
+        for done, _, rows in inference.batches(first, rank.beat, rank.stop_requested):
             if rank_0:
                 file.append(rows, inputs)
             pace.tell(done)
-    used.world.leave()
+    inference.world.leave()
 
 
-def _begin(path: Path, file: Any, begun: dict[str, Any]) -> tuple[int, str]:
+def _begin(path: Path, file: Any, identity: dict[str, Any]) -> tuple[int, str]:
     """Rank 0's part: the first row to predict, or what else the folder holds predictions of."""
     if path.exists():
         try:
-            before = dict(json.loads(path.read_text()))
+            earlier = dict(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise DataError(
                 f"{path} cannot be read, so what {file.path.name} answers is not known; move both away, or choose "
                 "another run.dir"
             ) from error
-        other = [key for key in begun if before.get(key) != begun[key]]
-        if other:
-            return 0, f"other {' and '.join(other)}"
+        different = [key for key in identity if earlier.get(key) != identity[key]]
+        if different:
+            return 0, f"other {' and '.join(different)}"
     else:
-        replace_text(path, json.dumps(begun, indent=1) + "\n")
+        replace_text(path, json.dumps(identity, indent=1) + "\n")
     return file.open(), ""

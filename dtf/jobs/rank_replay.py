@@ -1,5 +1,5 @@
-"""What the rank of `job=verify job.replay=RUN` does: a recorded run of parameter servers once more, and how far it ends
-from the original.
+"""What the rank of `job=verify job.replay=RUN` does: apply the recorded updates of a run with parameter servers again,
+and compare the result with the original.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 
 from dtf.api.precision import Format, set_switches
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Source, Task
-from dtf.checkpoint.checkpointer import Checkpointer, Every, Stored
-from dtf.checkpoint.resolve_path import resolve_checkpoint
+from dtf.api.task import Source, Task
+from dtf.checkpoint.boxes import StoredCheckpoint
+from dtf.checkpoint.checkpointer import Checkpointer, Every
+from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.config.settings import parse_settings
 from dtf.core.errors import ConfigError, DataError, Exit, Preempted
 from dtf.core.text import count_text
@@ -25,9 +26,9 @@ from dtf.data.splits import Splits
 from dtf.engine.inference import Pace
 from dtf.engine.rank import stop_signals
 from dtf.host.heartbeat import beat
-from dtf.model.ema import averaged
+from dtf.model.ema import with_ema
 from dtf.model.init import build_on_meta
-from dtf.model.pretrained import Weights, fitted, open_weights
+from dtf.model.pretrained import Weights, match_weights, open_weights
 from dtf.pserver.record.recorder import read
 from dtf.pserver.record.replay import Replay
 from dtf.pserver.strategy import Pserver
@@ -42,9 +43,9 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
 
     Writes RESULT into `folder`.
     """
-    with stop_signals() as told:
+    with stop_signals() as signals:
         try:
-            _replay(config, Path(folder), place, send, lambda: bool(told))
+            _replay(config, Path(folder), place, send, lambda: bool(signals))
         except Preempted as stopped:
             send(Failed(place.rank, 0, int(stopped.exit), str(stopped), ""))
             return stopped.exit
@@ -54,19 +55,22 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
 def _replay(
     config: dict[str, Any], folder: Path, place: Place, send: Callable[[Event], None], stop: Callable[[], bool]
 ) -> None:
+    """Apply the recorded updates in their order, in this process, and write into `folder` how far the result is from
+    the run's last checkpoint.
+    """
     run, settings = Path(config["run"]["dir"]), parse_settings(config)
     strategy = settings.strategy
     if not isinstance(strategy, Pserver) or not strategy.record:
         raise ConfigError(f"job.replay={run} is no run with strategy=pserver and strategy.record=PATH")
     torch.set_num_threads(place.threads)
     set_switches(settings.precision)
-    final = resolve_checkpoint(str(run), "job.replay")[0]
+    final = resolve_checkpoints(str(run), "job.replay")[0]
     start, recorded, events = read(run / strategy.record, strategy.count())
     rows = Splits(settings.recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=False)
     rows.cut()
     task = Task(
         settings.recipe,
-        averaged(settings.optimizer, settings.step.ema),
+        with_ema(settings.optimizer, settings.step.ema),
         settings.precision,
         settings.step,
         settings.seed,
@@ -75,7 +79,7 @@ def _replay(
         settings.sparse,
     )
     trainers = strategy.count_trainers(json.loads((run / "run.json").read_text())["world"]["processes"])
-    replay = Replay(task, strategy, strategy.sync_mode(), trainers, rows.loader, _began(run, start))
+    replay = Replay(task, strategy, strategy.sync_mode(), trainers, rows.loader, _start_checkpoint(run, start))
     pace, total = Pace(send, "updates", min(recorded)), max(recorded)
     send(
         Note(
@@ -85,7 +89,7 @@ def _replay(
         )
     )
 
-    def under_way(updates: int) -> None:
+    def report(updates: int) -> None:
         beat("step", updates)
         if stop():
             raise Preempted(
@@ -94,47 +98,57 @@ def _replay(
             )
         pace.tell(updates)
 
-    replay.run(events, under_way)
-    expected, found = checkpoint_tensors(final), _together(replay.boxes())
-    if expected.keys() != found.keys():
+    replay.run(events, report)
+    updates = [state.applied for state in replay.server_state]
+    result = {"checkpoint": str(final), "start": start, "updates": updates}
+    result |= _compare(final, _merged(replay.boxes()), exact=settings.precision.param is Format.fp64)
+    (folder / RESULT).write_text(json.dumps(result | {"losses": _first_and_last_loss(run, config)}))
+
+
+def _compare(final: Path, replayed: dict[str, np.ndarray], exact: bool) -> dict[str, Any]:
+    """How far the replayed tensors are from those of the checkpoint `final`: the largest relative difference, which
+    tensor has it, and how many are beyond the bound. DataError when the tensors are not the same ones.
+    """
+    expected = checkpoint_tensors(final)
+    if expected.keys() != replayed.keys():
         raise DataError(
-            f"{final} and its replay hold other tensors: {', '.join(sorted(expected.keys() ^ found.keys())[:5])}"
+            f"{final} and its replay hold other tensors: {', '.join(sorted(expected.keys() ^ replayed.keys())[:5])}"
         )
-    apart = {name: relative(expected[name], found[name]) for name in expected}
-    worst = max(sorted(apart), key=lambda name: apart[name])
-    updates = [server_state.applied for server_state in replay.server_state]
-    bound = FP64_BOUND if settings.precision.param is Format.fp64 else FP32_BOUND
-    beyond = sum(not value <= bound for value in apart.values())
-    metrics = lines(
-        run / Path(config["observer"].get("jsonl", {}).get("path", "metrics.jsonl")).name, ("split", "step")
-    )
-    losses = [row["loss"] for row in metrics if row["split"] == "train" and row.get("loss") is not None]
-    found = {
-        "checkpoint": str(final),
-        "start": start,
-        "updates": updates,
-        "tensor": apart[worst],
+    differences = {name: relative(expected[name], replayed[name]) for name in expected}
+    worst = max(sorted(differences), key=lambda name: differences[name])
+    bound = FP64_BOUND if exact else FP32_BOUND
+    beyond = sum(not value <= bound for value in differences.values())
+    return {
+        "tensor": differences[worst],
         "worst": worst,
         "beyond": beyond,
-        "tensors": len(apart),
+        "tensors": len(differences),
+        "bound": bound,
+        "ok": not beyond,
     }
-    found |= {"bound": bound, "ok": not beyond, "losses": [losses[0], losses[-1]] if losses else []}
-    (folder / RESULT).write_text(json.dumps(found))
+
+
+def _first_and_last_loss(run: Path, config: dict[str, Any]) -> list[float]:
+    """Training losses that the recorded run reported; empty where it reported none."""
+    file = run / Path(config["observer"].get("jsonl", {}).get("path", "metrics.jsonl")).name
+    metrics = lines(file, ("split", "step"))
+    losses = [row["loss"] for row in metrics if row["split"] == "train" and row.get("loss") is not None]
+    return [losses[0], losses[-1]] if losses else []
 
 
 def _weights(recipe: Recipe, final: Path) -> Weights | None:
-    """What the run started from, if not from drawn numbers. DataError when it is not there any more as it was."""
+    """The weights that the run started from; None where it drew them. DataError when their files have changed."""
     place, key = recipe.fine_tuning.weights, "recipe.model.weights"
     if not place:
         return None
-    weights = fitted(open_weights(place, key), recipe, build_on_meta(recipe), key)[0]
-    if weights.digest() != Stored(final).scalars.get(key):
+    weights = match_weights(open_weights(place, key), recipe, build_on_meta(recipe), key)[0]
+    if weights.digest() != StoredCheckpoint(final).scalars.get(key):
         raise DataError(f"{key}={place} has changed since the run started from it, so that nothing can be replayed")
     return weights
 
 
-def _began(run: Path, start: int) -> Source | None:
-    """The checkpoint that the recorded attempt went on from."""
+def _start_checkpoint(run: Path, start: int) -> Source | None:
+    """The checkpoint that the recorded attempt started from; None at step 0. DataError when it is gone."""
     if not start:
         return None
     path = run / "checkpoints" / f"step_{start:06d}"
@@ -142,13 +156,13 @@ def _began(run: Path, start: int) -> Source | None:
         raise DataError(
             f"the recorded attempt began with {path}, which is gone; keep more of them with checkpoint.keep_last"
         )
-    reader = Checkpointer(run / "checkpoints", Every(), _Nobody(), "", ("loss", "min"), "pserver").load(path)
+    reader = Checkpointer(run / "checkpoints", Every(), _NoPeers(), "", ("loss", "min"), "pserver").load(path)
     reader.scalars = reader.scalars["program"]
     return reader
 
 
-class _Nobody:
-    """Peers of a process that has none."""
+class _NoPeers:
+    """The peers of a process that runs alone."""
 
     rank, size = 0, 1
 
@@ -159,21 +173,21 @@ class _Nobody:
         return value
 
 
-def _together(boxes: list[Box]) -> dict[str, np.ndarray]:
-    """Tensors by name; rows of tables of several servers one after the other, then in order of ids."""
+def _merged(boxes: list[Box]) -> dict[str, np.ndarray]:
+    """Whole tensors by name. Rows of a table that several servers hold are in order of ids."""
     tables: dict[str, list[np.ndarray]] = {}
-    found: dict[str, np.ndarray] = {}
+    merged: dict[str, np.ndarray] = {}
     for box in boxes:
         values = box.tensor.detach().cpu()
         array = values.numpy() if values.dtype is torch.int64 and box.name.endswith("/ids") else values.double().numpy()
         if box.name.startswith("table/"):
             tables.setdefault(box.name, []).append(array)
             continue
-        whole = found.setdefault(box.name, np.full(box.shape, np.nan))
+        whole = merged.setdefault(box.name, np.full(box.shape, np.nan))
         whole[tuple(slice(at, at + n) for at, n in zip(box.offset, array.shape, strict=True))] = array
     for name, parts in tables.items():
-        found[name] = np.concatenate(parts) if parts[0].ndim else parts[0]
-    # the first server told its own
-    for name in [name for name in found if name.startswith("table/") and name.endswith("/count")]:
-        found[name] = np.asarray(float(len(found[name.removesuffix("count") + "ids"])))
-    return in_order(found)
+        merged[name] = np.concatenate(parts) if parts[0].ndim else parts[0]
+    # each server counts its own rows only
+    for name in [name for name in merged if name.startswith("table/") and name.endswith("/count")]:
+        merged[name] = np.asarray(float(len(merged[name.removesuffix("count") + "ids"])))
+    return in_order(merged)

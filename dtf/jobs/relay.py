@@ -25,7 +25,7 @@ from dtf.config.strategy_spec import Entry, read_entry
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
 from dtf.core.text import count_text, suggest
 from dtf.host.signals import preempting
-from dtf.jobs.fault_injection import Killed, Witness, kill_launcher
+from dtf.jobs.fault_injection import KillRecord, KillTrigger, kill_launcher
 from dtf.runs.run_folder import unique_id
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ LEGS = "job.legs"
 RELAY, REFERENCE = "relay", "reference"
 """Run folders."""
 ANY, LAUNCHER = "rank", "launcher"
-ASKED = (
+STOP_REQUESTED = (
     "asked to stop in the middle of a relay, which says nothing of what it has not done, and cannot go on; start "
     "it again with another run.dir"
 )
 LATEST = 2
-"""Steps before the end of a leg after which nobody is killed: the ranks are ahead of what they have reported."""
+"""Steps before the end of a segment after which nobody is killed: the ranks are ahead of what they have reported."""
 
 
 @runtime_checkable
@@ -68,16 +68,16 @@ class Watchable(Protocol):
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL once `after` steps were reported. `rank`: which one, of those who `who` means."""
+    """A planned SIGKILL."""
 
-    who: str
-    after: int
-    rank: int
+    who: str  # `rank`, `launcher` or a role
+    after: int  # reported steps
+    rank: int  # of the process to kill, for all but the launcher
 
 
 @dataclass(frozen=True)
-class Leg:
-    """Steps [first, last) of the run. `composed`: its config."""
+class Segment:
+    """Steps [first, last) of the run, under one strategy. `composed`: its config."""
 
     entry: Entry
     processes: int
@@ -89,14 +89,14 @@ class Leg:
 
     @property
     def world(self) -> str:
-        """Its processes, as a person reads them."""
+        """Its processes in words: `2 servers, 1 trainer` or `3 processes`."""
         if len(self.roles) > 1:
             return ", ".join(count_text(number, role) for role, number in self.roles.items())
         world = sum(self.roles.values())
         return count_text(world, "process") + (f", {self.processes} replicas" if world != self.processes else "")
 
     def called(self, rank: int) -> str:
-        """`rank 2`, or by its number within its role where there are several."""
+        """`rank 2`; where there are several roles, the role and the number within it: `server 0`."""
         roles = _roles(self.roles)
         return f"{roles[rank]} {roles[:rank].count(roles[rank])}" if len(self.roles) > 1 else f"rank {rank}"
 
@@ -111,16 +111,18 @@ class Relay(Job):
 
     legs: list[str] = option(
         factory=lambda: list(STANDARD),
-        doc="strategies in their order, with options after a blank, and of the leg: `processes` (1), `steps` "
-        "(job.steps), and `kill`: `rank` (any one), "
-        "`launcher` or a role such as `server`, killed by SIGKILL in the middle",
+        doc="strategies, each for one segment of the run, in order, with options after a blank; options of the segment "
+        "are `processes` (1), `steps` (job.steps) and `kill`: `rank` (any one), `launcher` or a role such as `server`, "
+        "killed by SIGKILL in the middle",
     )
     reference: str = option(
         default="ddp processes=1",
-        doc="the strategy of the undisturbed run, written as a leg without `steps` and `kill`",
+        doc="the strategy of the undisturbed run, written as in job.legs, without `steps` and `kill`",
     )
-    steps: int = option(default=30, least=2, doc="length of a leg that gives none", unit="steps")
-    save_every: int = option(default=8, least=1, doc="save so often, and at the end of each leg", unit="steps")
+    steps: int = option(default=30, least=2, doc="length of a segment without `steps`", unit="steps")
+    save_every: int = option(
+        default=8, least=1, doc="steps between two saves; each segment also saves at its end", unit="steps"
+    )
     precision: Format = option(
         default=Format.fp64, doc="fp64: every tensor within 1e-10; fp32: all parameters together within 1e-5"
     )
@@ -129,30 +131,30 @@ class Relay(Job):
     def run(self, composed: Composed) -> int:
         run = composed.config["run"]
         folder = Path(run["dir"] or Path("outputs", run["name"] or "relay", unique_id())).absolute()
-        legs, reference = self._legs(composed, folder)
+        segments, reference = self._segments(composed, folder)
         folder.mkdir(parents=True, mode=0o700, exist_ok=bool(run["dir"]))
         if any(folder.iterdir()):
             raise ConfigError(
                 f"run.dir={folder} is not empty, and a relay is run from its start; remove the folder or choose another"
             )
-        with preempting(ASKED):
+        with preempting(STOP_REQUESTED):
             try:
-                return self._compare(composed, folder, legs, reference)
+                return self._compare(composed, folder, segments, reference)
             finally:
                 if not self.keep:
                     for name in (RELAY, REFERENCE):
                         shutil.rmtree(folder / name, ignore_errors=True)
 
-    def _compare(self, composed: Composed, folder: Path, legs: list[Leg], reference: Leg) -> int:
+    def _compare(self, composed: Composed, folder: Path, segments: list[Segment], reference: Segment) -> int:
         from dtf.runs.compare import RecordedRun, compare
 
         print(f"{'steps':<9} {'strategy':<24} {'world':<22} {'seconds':>7}  killed", flush=True)
         rows = []
-        for leg in [*legs, reference]:
+        for segment in [*segments, reference]:
             began = time.monotonic()
-            killed = _go(leg, folder / RELAY)
-            rows.append(_row(leg, killed, time.monotonic() - began))
-            print(_line(rows[-1], "nobody: the reference" if leg is reference else ""), flush=True)
+            killed = _run_segment(segment, folder / RELAY)
+            rows.append(_row(segment, killed, time.monotonic() - began))
+            print(_line(rows[-1], "nobody: the reference" if segment is reference else ""), flush=True)
         calm = rows.pop()
         a, b = RecordedRun.read(folder / REFERENCE), RecordedRun.read(folder / RELAY)
         verdict = compare(a, b, exact=self.precision is Format.fp64)
@@ -181,8 +183,8 @@ class Relay(Job):
 
     # ------------------------------------------------------------ what is to be done
 
-    def _legs(self, composed: Composed, folder: Path) -> tuple[list[Leg], Leg]:
-        """All legs, and the reference as one. ConfigError for what cannot run."""
+    def _segments(self, composed: Composed, folder: Path) -> tuple[list[Segment], Segment]:
+        """All segments, and the reference run as one more. ConfigError for what cannot run."""
         config = composed.config
         if config["launcher"]["name"] != "local":
             raise ConfigError(
@@ -197,7 +199,7 @@ class Relay(Job):
         bounds = [0, *accumulate(_number(LEGS, entry, "steps", self.steps) for entry in entries)]
         micro = config["step"]["micro_batch_rows"] or -(-config["step"]["batch_size"] // max(widths))
         shared = {"train.steps": bounds[-1], "step.micro_batch_rows": micro}
-        legs = []
+        segments = []
         for number, (entry, width, (first, last)) in enumerate(zip(entries, widths, pairwise(bounds), strict=True)):
             more = {
                 **shared,
@@ -205,18 +207,18 @@ class Relay(Job):
                 "checkpoint.resume": "auto",
                 "run.dir": f"'{folder / RELAY}'",
             }
-            leg = self._leg(composed, LEGS, entry, width, first, last, more)
-            legs.append(replace(leg, kill=self._kill(leg, random.Random(f"{config['seed']} {number}"))))
+            segment = self._segment(composed, LEGS, entry, width, first, last, more)
+            segments.append(replace(segment, kill=self._kill(segment, random.Random(f"{config['seed']} {number}"))))
         entry = self._entry(composed, "job.reference", self.reference, ("processes",))
         width, more = (
             _number("job.reference", entry, "processes", 1),
             {**shared, "checkpoint.every_steps": bounds[-1], "run.dir": f"'{folder / REFERENCE}'"},
         )
-        return legs, self._leg(composed, "job.reference", entry, width, 0, bounds[-1], more)
+        return segments, self._segment(composed, "job.reference", entry, width, 0, bounds[-1], more)
 
-    def _leg(
+    def _segment(
         self, composed: Composed, place: str, entry: Entry, processes: int, first: int, last: int, more: dict[str, Any]
-    ) -> Leg:
+    ) -> Segment:
         overrides = {
             "job": "train",
             **entry.overrides,
@@ -240,101 +242,103 @@ class Relay(Job):
             settings.launcher.check(settings.strategy)
         except ConfigError as refusal:
             raise ConfigError(f"{place} has '{entry.text}': {refusal}") from refusal
-        return Leg(entry, processes, first, last, again, settings.strategy.roles(processes))
+        return Segment(entry, processes, first, last, again, settings.strategy.roles(processes))
 
-    def _entry(self, composed: Composed, place: str, text: str, own: tuple[str, ...]) -> Entry:
-        return read_entry(composed, place, text, own, {"launcher.processes": "write processes=N"})
+    def _entry(self, composed: Composed, place: str, text: str, list_options: tuple[str, ...]) -> Entry:
+        return read_entry(composed, place, text, list_options, {"launcher.processes": "write processes=N"})
 
-    def _kill(self, leg: Leg, chance: random.Random) -> Kill | None:
-        """Whom and when: late between two saves, so that as many steps as half of job.save_every are lost, or more."""
-        who, has = leg.entry.own.get("kill"), f"job.legs has '{leg.entry.text}'"
+    def _kill(self, segment: Segment, chance: random.Random) -> Kill | None:
+        """Which process to kill, and when: so late between two saves that at least half of job.save_every is lost."""
+        who, has = segment.entry.list_options.get("kill"), f"job.legs has '{segment.entry.text}'"
         if who is None:
             return None
-        if who not in (ANY, LAUNCHER, *leg.roles):
-            raise ConfigError(f"{has}, but kill={who} names nobody; {suggest(who, (ANY, LAUNCHER, *leg.roles))}")
+        if who not in (ANY, LAUNCHER, *segment.roles):
+            raise ConfigError(f"{has}, but kill={who} names nobody; {suggest(who, (ANY, LAUNCHER, *segment.roles))}")
         every, lost = self.save_every, max(1, self.save_every // 2)
         moments = [
             step
-            for step in range(leg.first + 1, leg.last - LATEST)
-            if step - max(leg.first, step - step % every) >= lost
+            for step in range(segment.first + 1, segment.last - LATEST)
+            if step - max(segment.first, step - step % every) >= lost
         ]
         if not moments:
             raise ConfigError(
                 f"{has}, but no step between two saves to kill somebody at; use more steps, or a larger job.save_every"
             )
-        ranks = [rank for rank, role in enumerate(_roles(leg.roles)) if who in (role, ANY, LAUNCHER)]
+        ranks = [rank for rank, role in enumerate(_roles(segment.roles)) if who in (role, ANY, LAUNCHER)]
         return Kill(who, chance.choice(moments), chance.choice(ranks))
 
 
-def _go(leg: Leg, folder: Path) -> Killed | None:
-    """One leg to its end."""
-    if leg.kill is None:
-        _train(leg)
+def _run_segment(segment: Segment, folder: Path) -> KillRecord | None:
+    """Train one segment to its end. DtfError when it ends before a kill is noticed, or fails."""
+    if segment.kill is None:
+        _train(segment)
         return None
-    if leg.kill.who == LAUNCHER:
-        who, witness = "the launcher", Witness(at=kill_launcher(leg.composed.command, folder, leg.kill.after))
+    if segment.kill.who == LAUNCHER:
+        who = "the launcher"
+        trigger = KillTrigger(at=kill_launcher(segment.composed.command, folder, segment.kill.after))
     else:
         from dtf.launch.forkserver_cache import warm
 
-        server, rank = warm(leg.composed.config["launcher"]["env"]), leg.kill.rank
-        who, witness = leg.called(rank), Witness(leg.kill.after, lambda: server.signal(rank, signal.SIGKILL))
-    _train(leg, witness)
-    killed = witness.killed(who)
+        server, rank = warm(segment.composed.config["launcher"]["env"]), segment.kill.rank
+        who = segment.called(rank)
+        trigger = KillTrigger(segment.kill.after, lambda: server.signal(rank, signal.SIGKILL))
+    _train(segment, trigger)
+    killed = trigger.record(who)
     if killed is None:
         raise DtfError(
-            f"the leg '{leg.entry.text}' was over before {who} was missed, killed at step {leg.kill.after}; give it "
-            "more steps"
+            f"the leg '{segment.entry.text}' was over before {who} was missed, killed at step {segment.kill.after}; "
+            "give it more steps"
         )
     return killed
 
 
-def _train(leg: Leg, witness: Witness | None = None) -> None:
-    job = leg.composed.job
-    if witness is not None and isinstance(job, Watchable):
-        job.watch = witness.see
-    code = job.run(leg.composed)
+def _train(segment: Segment, trigger: KillTrigger | None = None) -> None:
+    job = segment.composed.job
+    if trigger is not None and isinstance(job, Watchable):
+        job.watch = trigger.see
+    code = job.run(segment.composed)
     if code == Exit.PREEMPTED:
-        raise Preempted(ASKED)
+        raise Preempted(STOP_REQUESTED)
     if code:
-        raise DtfError(f"the leg '{leg.entry.text}' ended with exit code {code}; its own error line says why")
+        raise DtfError(f"the leg '{segment.entry.text}' ended with exit code {code}; its own error line says why")
 
 
 def _roles(roles: dict[str, int]) -> list[str]:
-    """Of each rank: they are numbered role by role."""
+    """The role of each rank. Ranks are numbered role by role."""
     return [role for role, number in roles.items() for _ in range(number)]
 
 
 def _number(place: str, entry: Entry, key: str, default: int) -> int:
-    text = entry.own.get(key, str(default))
+    text = entry.list_options.get(key, str(default))
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{place} has '{entry.text}'; {key}={text} must be a whole number from 1 on")
     return int(text)
 
 
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- what is printed
 
 
-def _row(leg: Leg, killed: Killed | None, seconds: float) -> dict[str, Any]:
+def _row(segment: Segment, killed: KillRecord | None, seconds: float) -> dict[str, Any]:
     options = " ".join(
         f"{key}={value}"
-        for key, value in leg.entry.options.items()
-        if not (key in ("servers", "trainers") and len(leg.roles) > 1)
+        for key, value in segment.entry.options.items()
+        if not (key in ("servers", "trainers") and len(segment.roles) > 1)
     )
     row = {
-        "strategy": f"{leg.entry.strategy} {options}".strip(),
-        "world": leg.world,
-        "first": leg.first,
-        "last": leg.last,
+        "strategy": f"{segment.entry.strategy} {options}".strip(),
+        "world": segment.world,
+        "first": segment.first,
+        "last": segment.last,
         "seconds": round(seconds, 1),
     }
     return row | ({"killed": asdict(killed)} if killed else {})
 
 
-def _line(row: dict[str, Any], told: str) -> str:
+def _line(row: dict[str, Any], remark: str) -> str:
     if killed := row.get("killed"):
-        told = f"{killed['who']} at step {killed['at']}, done again from {killed['again']}"
+        remark = f"{killed['who']} at step {killed['at']}, done again from {killed['again']}"
     steps = f"{row['first']}-{row['last']}"
-    return f"{steps:<9} {row['strategy']:<24} {row['world']:<22} {row['seconds']:7.1f}  {told}".rstrip()
+    return f"{steps:<9} {row['strategy']:<24} {row['world']:<22} {row['seconds']:7.1f}  {remark}".rstrip()
 
 
 def _steps(a: RecordedRun, b: RecordedRun) -> list[dict[str, Any]]:
@@ -347,26 +351,28 @@ def _steps(a: RecordedRun, b: RecordedRun) -> list[dict[str, Any]]:
 
 def _title(report: dict[str, Any]) -> str:
     """What a picture says in one line."""
-    legs = report["legs"]
-    killed = count_text(sum("killed" in leg for leg in legs), "kill")
+    segments = report["legs"]
+    killed = count_text(sum("killed" in segment for segment in segments), "kill")
     near = (
         f"every tensor within {report['tensor']:.0e}"
         if report["precision"] == Format.fp64.value
         else f"all parameters within {report['parameters']:.0e}"
     )
     end = f"{near} of the undisturbed run" if report["ok"] else f"broken: {report['first']}"
-    return f"One run, {count_text(len(legs), 'leg')}, {killed}, the same {report['samples']:,} samples: {end}"
+    return f"One run, {count_text(len(segments), 'leg')}, {killed}, the same {report['samples']:,} samples: {end}"
 
 
 def _summary(report: dict[str, Any], verdict: Comparison) -> str:
-    legs = report["legs"]
-    killed = [leg["killed"] for leg in legs if "killed" in leg]
-    done = f"{legs[-1]['last']} steps in {count_text(len(legs), 'leg')}, {count_text(len(killed), 'kill')}"
+    segments = report["legs"]
+    killed = [segment["killed"] for segment in segments if "killed" in segment]
+    done = f"{segments[-1]['last']} steps in {count_text(len(segments), 'leg')}, {count_text(len(killed), 'kill')}"
     done += f", {count_text(sum(kill['at'] - kill['again'] for kill in killed), 'step')} done again" if killed else ""
     if not verdict.ok:
         step = re.search(r" at step (\d+)", verdict.first)
-        leg = next((leg for leg in legs if step and leg["first"] <= int(step[1]) < leg["last"]), None)
-        where = f", under {leg['strategy']} ({leg['world']})" if leg else ""
+        segment = next(
+            (segment for segment in segments if step and segment["first"] <= int(step[1]) < segment["last"]), None
+        )
+        where = f", under {segment['strategy']} ({segment['world']})" if segment else ""
         return f"{done}\nBREAK{where}: {verdict.first}"
     return (
         f"{done}; {report['samples']:,} samples, the same ones in the same order as the reference\n"

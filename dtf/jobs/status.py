@@ -55,11 +55,11 @@ class Status(Job):
         live = find(Path(self.run_folder)) if self.run_folder else self._by_endpoint(composed)
         before = ask(live)
         time.sleep(self.seconds)
-        found = ask(live)
-        for server, earlier in zip(found, before, strict=True):
+        servers = ask(live)
+        for server, earlier in zip(servers, before, strict=True):
             pushes, passed = (server[key] - earlier[key] for key in ("pushes", "uptime_s"))
             server["pushes_per_s"] = round(pushes / passed, 2) if passed > 0 else None  # it was started again meanwhile
-        print(json.dumps({"servers": found}, indent=2) if self.format is Output.json else "\n".join(lines(found)))
+        print(json.dumps({"servers": servers}, indent=2) if self.format is Output.json else "\n".join(lines(servers)))
         return Exit.OK
 
     def _by_endpoint(self, composed: Composed) -> EndpointFile:
@@ -83,15 +83,15 @@ def ask(live: EndpointFile) -> list[dict[str, Any]]:
     from dtf.pserver.net.rpc import Client, Tls
 
     tls = Tls(**{name: Path(path) for name, path in live.tls.items()}, mutual=live.mutual) if live.tls else None
-    found = []
+    answers = []
     for endpoint in live.endpoints:
         client = Client(endpoint, live.token, "none", tls=tls)
         try:
             answer = client.call(STATUS, encode(status_schemas()[0], {}, {}), _DEADLINE_S)
         finally:
             client.close()
-        found.append(json.loads(decode(status_schemas()[1], answer).arrays["status"].tobytes()))
-    return found
+        answers.append(json.loads(decode(status_schemas()[1], answer).arrays["status"].tobytes()))
+    return answers
 
 
 def lines(servers: list[dict[str, Any]]) -> Iterator[str]:

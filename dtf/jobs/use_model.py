@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from dtf.api.recipe import Recipe, Split
-from dtf.checkpoint.resolve_path import check_place
+from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.compose import Composed
 from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.types import Event, Failed, Measured, Note
@@ -22,7 +22,7 @@ def launch(composed: Composed, entry: str, data: bool = True, alone: bool = Fals
     model, weights = composed.config["job"]["model"], composed.settings.recipe.fine_tuning.weights
     if not model and not weights:
         raise ConfigError("job.model is not set; give a run folder, a checkpoint or a file of weights: job.model=PATH")
-    check_place(model, "job.model")
+    check_weights_path(model, "job.model")
     if alone:
         if composed.config["launcher"].get("processes", 1) not in ("auto", 1):
             raise ConfigError(
@@ -72,7 +72,7 @@ def _check_one_role(composed: Composed) -> None:
             f"strategy={name} has {' and '.join(f'{role}s' for role in roles)}, who train, and "
             f"job={config['job']['name']} uses a model that exists, in "
             "processes that are all alike; whatever trained it, use "
-            f"{', '.join(each for each in choices if each != name)}"
+            f"{', '.join(choice for choice in choices if choice != name)}"
         )
 
 
@@ -95,7 +95,7 @@ def check_split(recipe: Recipe, split: Split) -> None:
     if split not in recipe.splits:
         raise ConfigError(
             f"job.split={split.value}: {type(recipe).__name__} has no such rows; use "
-            f"{' or '.join(each.value for each in recipe.splits)}"
+            f"{' or '.join(known.value for known in recipe.splits)}"
         )
 
 

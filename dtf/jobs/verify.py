@@ -121,9 +121,9 @@ class Verify(Job):
         elif self.format is Output.markdown:
             print(_markdown(rows))
         else:
-            also = f", {len(refused)} {'was' if len(refused) == 1 else 'were'} refused" if refused else ""
+            refusals = f", {len(refused)} {'was' if len(refused) == 1 else 'were'} refused" if refused else ""
             print(
-                f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers{also}; "
+                f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers{refusals}; "
                 f"{folder / 'verify.json'}"
             )
         return Exit.BUG if broken else Exit.OK
@@ -153,11 +153,11 @@ class Verify(Job):
         return strategies
 
     def _replay(self, composed: Composed) -> int:
-        plain, used = Verify(), ("format", "replay")
+        default, accepted = Verify(), ("format", "replay")
         others = [
-            each.name
-            for each in fields(self)
-            if each.name not in used and getattr(self, each.name) != getattr(plain, each.name)
+            field.name
+            for field in fields(self)
+            if field.name not in accepted and getattr(self, field.name) != getattr(default, field.name)
         ]
         if others:
             raise ConfigError(
@@ -166,30 +166,30 @@ class Verify(Job):
         from dtf.jobs.use_model import tell
 
         folder = Path(self.replay).absolute()
-        saved = saved_config(folder / "config.yaml", f"job.replay={self.replay}", composed.config["plugins"])
-        saved["run"]["dir"] = str(folder)
+        recorded = saved_config(folder / "config.yaml", f"job.replay={self.replay}", composed.config["plugins"])
+        recorded["run"]["dir"] = str(folder)
         # As many threads as its trainers had: sums in the same order, so that replays of runs that diverged end with
         # the same numbers too.
         trainers = json.loads((folder / "run.json").read_text())["world"].get("roles", {}).get("trainer", 1)
         threads = (
             composed.config["launcher"].get("threads")
-            or saved["launcher"].get("threads")
+            or recorded["launcher"].get("threads")
             or max(1, cores() // trainers)
         )
-        alone = composed.recompose(
+        single = composed.recompose(
             ["job=verify", "strategy=ddp", "launcher=local", "launcher.processes=1", f"launcher.threads={threads}"]
         )
-        with tempfile.TemporaryDirectory(prefix="dtf-replay-") as aside:
-            run = Run(Path(aside), unique_id(), saved, alone.settings)
-            code = alone.settings.launcher.launch(run, tell, "dtf.jobs.rank_replay:work")
+        with tempfile.TemporaryDirectory(prefix="dtf-replay-") as scratch:
+            run = Run(Path(scratch), unique_id(), recorded, single.settings)
+            code = single.settings.launcher.launch(run, tell, "dtf.jobs.rank_replay:work")
             if code:
                 return code
-            found = json.loads(Path(aside, "replay.json").read_text())
+            result = json.loads(Path(scratch, "replay.json").read_text())
         if self.format is Output.json:
-            print(json.dumps(found, indent=1))
+            print(json.dumps(result, indent=1))
         else:
-            print(_replayed(found, saved["precision"]["param"], threads))
-        return Exit.OK if found["ok"] else Exit.BUG
+            print(_replayed(result, recorded["precision"]["param"], threads))
+        return Exit.OK if result["ok"] else Exit.BUG
 
     def _check_any(self, composed: Composed, strategies: list[str]) -> None:
         """Raise ConfigError when no strategy runs on any number of processes, as far as can be told without
@@ -299,19 +299,21 @@ class RunFailed(DtfError):
     """One of the runs to compare did not end well; its own error line says why."""
 
 
-def _replayed(found: dict[str, Any], precision: str, threads: int) -> str:
+def _replayed(result: dict[str, Any], precision: str, threads: int) -> str:
     """What came of a replay, and of one that breaks the bound what may be the cause."""
-    head = f"replay of {' and '.join(f'{count:,}' for count in found['updates'])} updates from step {found['start']}: "
-    apart = f"within {found['tensor']:.1e}, the bound of {precision} is {found['bound']:.0e}"
-    if found["ok"]:
-        return f"{head}has the run's numbers, {apart} ({found['worst']}); {found['checkpoint']}"
+    head = (
+        f"replay of {' and '.join(f'{count:,}' for count in result['updates'])} updates from step {result['start']}: "
+    )
+    apart = f"within {result['tensor']:.1e}, the bound of {precision} is {result['bound']:.0e}"
+    if result["ok"]:
+        return f"{head}has the run's numbers, {apart} ({result['worst']}); {result['checkpoint']}"
     lines = [
-        f"{head}BREAK, {apart}: {found['beyond']} of {count_text(found['tensors'], 'tensor')} after the last update "
-        f"beyond it, most of all {found['worst']}; "
-        f"{found['checkpoint']}"
+        f"{head}BREAK, {apart}: {result['beyond']} of {count_text(result['tensors'], 'tensor')} after the last update "
+        f"beyond it, most of all {result['worst']}; "
+        f"{result['checkpoint']}"
     ]
-    if found["losses"] and not found["losses"][-1] <= found["losses"][0]:
-        first, last = map(number_text, found["losses"])
+    if result["losses"] and not result["losses"][-1] <= result["losses"][0]:
+        first, last = map(number_text, result["losses"])
         lines.append(
             f"the run's loss grew from {first} to {last}: while it does, rounding is amplified, and a small "
             "difference need not be of the order"
@@ -364,14 +366,16 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
     ):
         cells = []
         for n in columns:
-            mine = [
+            cell_rows = [
                 row for row in rows if (row["strategy"], row["precision"], row["processes"]) == (strategy, precision, n)
             ]
-            if not mine:  # refused
+            if not cell_rows:  # refused
                 cells.append("")
                 continue
-            worst = max(row.get(measures[precision], math.inf) for row in mine)
-            cells.append(("0" if worst == 0 else f"{worst:.0e}") if all(row["ok"] for row in mine) else "**broken**")
+            worst = max(row.get(measures[precision], math.inf) for row in cell_rows)
+            cells.append(
+                ("0" if worst == 0 else f"{worst:.0e}") if all(row["ok"] for row in cell_rows) else "**broken**"
+            )
         lines.append(f"| `{strategy}` | {precision} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -384,9 +388,9 @@ def _line(row: dict[str, Any], first: bool) -> str:
     numbers = " ".join(f"{row.get(key, math.nan):8.1e}" for key in ("loss", "grad_norm", "parameters", "tensor"))
     if "refused" in row:
         numbers = ""
-    said = row["worst"] if row["ok"] else f"BREAK: {row['first']}"
+    verdict = row["worst"] if row["ok"] else f"BREAK: {row['first']}"
     text = (
         f"{row['strategy']:<17} {row['processes']:>5} {row['precision']:<6} {row['micro_batch_rows']:>5} {numbers} "
-        f" {said}"
+        f" {verdict}"
     )
     return f"{head}\n{text}" if first else text

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.api.launcher import LONGEST_S, WORK, Launcher, check_environment, check_one_role, report
 from dtf.api.registry import option, register
-from dtf.core.consistency import differences, from_answer, refusal, shared, to_answer
+from dtf.core.consistency import differences, error_from_json, error_to_json, refusal, shared_keys
 from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
 from dtf.core.types import Event, Failed, Place
 from dtf.host import devices, network
@@ -98,7 +98,7 @@ class Env(Launcher):
         os.environ |= network.socket_variables(self.interface, (self._me.address, self._me.port), os.environ) | self.env
         store = self._meet()
         mine = {
-            "config": shared(config),
+            "config": shared_keys(config),
             "versions": versions(),
             "world size": self._me.size,
             "devices": self.devices_kind(),
@@ -111,7 +111,7 @@ class Env(Launcher):
         answer = json.loads(self._get(store, "run", 0, _MARGIN_S))
         store.set(f"heard/{self._me.rank}", "")
         if "folder" not in answer:
-            raise from_answer(answer)
+            raise error_from_json(answer)
         if wrong:  # rank 0 was told to expect fewer ranks than this one, and did not listen
             raise refusal(self._name(), "rank 0", wrong)
         return Run(Path(answer["folder"]), answer["id"], config, parse_settings(config), leader=False)
@@ -138,7 +138,7 @@ class Env(Launcher):
             answer = {"folder": str(run.folder), "id": run.id}
             return run
         except DtfError as error:
-            answer = to_answer(error)
+            answer = error_to_json(error)
             raise
         finally:
             store.set("run", json.dumps(answer))

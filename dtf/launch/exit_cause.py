@@ -7,7 +7,7 @@ import signal
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dtf.core.errors import ORDERLY, ConfigError, DtfError, Exit
+from dtf.core.errors import PLANNED_EXITS, ConfigError, DtfError, Exit
 from dtf.core.types import Failed
 
 _LAST_LINES = 20
@@ -88,18 +88,18 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int, elsew
     earliest counts that is not about a lost peer.
     """
     leading = [ending for ending in endings if not ending.replaceable]
-    if leading and all(not ending.signal and ending.code in (Exit.OK, *ORDERLY) for ending in leading):
+    if leading and all(not ending.signal and ending.code in (Exit.OK, *PLANNED_EXITS) for ending in leading):
         endings = [
             *leading,
             *(
                 ending
                 for ending in endings
-                if ending.replaceable and ending.failed and ending.failed.exit not in (Exit.PEER, *ORDERLY)
+                if ending.replaceable and ending.failed and ending.failed.exit not in (Exit.PEER, *PLANNED_EXITS)
             ),
         ]
-    own = [ending for ending in endings if not ending.killed and ending.status and ending.code not in ORDERLY]
+    own = [ending for ending in endings if not ending.killed and ending.status and ending.code not in PLANNED_EXITS]
     deaths = [ending for ending in own if ending.signal and not (stop_signals and ending.signal == signal.SIGTERM)]
-    spoke = [ending for ending in endings if ending.failed and ending.failed.exit not in ORDERLY]
+    spoke = [ending for ending in endings if ending.failed and ending.failed.exit not in PLANNED_EXITS]
     words = sorted(spoke, key=lambda ending: (ending.failed is not None and ending.failed.exit == Exit.PEER, ending.at))
     if any(ending.signal != signal.SIGABRT for ending in deaths) or (deaths and not words):
         return _death(next((ending for ending in deaths if ending.signal != signal.SIGABRT), deaths[0]))
@@ -127,7 +127,7 @@ def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int, elsew
         return Outcome(Exit.PREEMPTED, Failed(first.rank, first.step, int(Exit.PREEMPTED), text, ""))
     if any(ending.killed for ending in endings):
         return _lost(endings, "asked to stop, but not done within launcher.grace_s")
-    orderly = [ending for ending in endings if ending.code in ORDERLY]
+    orderly = [ending for ending in endings if ending.code in PLANNED_EXITS]
     if orderly:
         first = min(orderly, key=lambda ending: ending.rank)
         return Outcome(

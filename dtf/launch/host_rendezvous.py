@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from dtf.core.consistency import differences, digest, from_answer, refusal, to_answer
+from dtf.core.consistency import differences, digest, error_from_json, error_to_json, refusal
 from dtf.core.errors import LONGEST, ConfigError, DtfError, Exit, PeerError, Preempted
 from dtf.core.text import plain_text
 from dtf.core.types import Failed
@@ -145,10 +145,10 @@ class Hosts:
             self.complete(timeout_s)
             self._answer = make()
         except DtfError as error:
-            self._answer = to_answer(error)
+            self._answer = error_to_json(error)
             raise
         finally:
-            self.tell(self._answer or to_answer(PeerError("node 0 was stopped before the run began")))
+            self.tell(self._answer or error_to_json(PeerError("node 0 was stopped before the run began")))
 
     def complete(self, timeout_s: float, stopped: Callable[[], bool] = lambda: False) -> None:
         """Node 0: wait for each host that is not here, at first or because it was lost.
@@ -208,7 +208,7 @@ class Hosts:
         if before and before.name == line.name:  # started again, and host 0 has not noticed yet that it was gone
             with contextlib.suppress(OSError):
                 before.send(
-                    to_answer(
+                    error_to_json(
                         ConfigError(
                             f"host {line.name} was started once more with launcher.node_rank={node}, which takes the "
                             "place of this one"
@@ -233,7 +233,7 @@ class Hosts:
         Raises it for all while the run has not begun, if `fatal`; else the wrong host harms itself alone.
         """
         why = plain_text(why, LONGEST)
-        line.send(to_answer(ConfigError(plain_text(told or why, LONGEST))))
+        line.send(error_to_json(ConfigError(plain_text(told or why, LONGEST))))
         if fatal and not self._answer:
             self._lose(line, "")
             raise ConfigError(why)
@@ -291,7 +291,7 @@ class Hosts:
                 line.send({"task": task})
                 said = line.next(deadline)
             if "exit" in said:
-                raise from_answer(said)
+                raise error_from_json(said)
             stack.pop_all()
         line.node = 0
         self._selector.register(line.socket, selectors.EVENT_READ, line)
@@ -346,7 +346,7 @@ class Hosts:
             self.listen()
         said = self._inbox.popleft()
         if "exit" in said:
-            raise from_answer(said)
+            raise error_from_json(said)
         return said
 
     def listen(self) -> None:

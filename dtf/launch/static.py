@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.api.launcher import LONGEST_S, WORK, report
 from dtf.api.registry import option, register
-from dtf.core.consistency import shared
+from dtf.core.consistency import shared_keys
 from dtf.core.errors import ConfigError, DtfError, Preempted
 from dtf.core.types import Event, Failed
 from dtf.host import network
@@ -79,7 +79,7 @@ class Static(Watched):
         host, port = network.endpoint(self.address, "launcher.address")
         ranks = self.count() // self.nodes
         world = {"launcher.nodes": self.nodes, "launcher.processes": ranks, "devices": self.devices_kind()}
-        task = {"config": shared(config), "versions": versions(), **world}
+        task = {"config": shared_keys(config), "versions": versions(), **world}
         self._hosts = Hosts(
             self.node_rank, self.nodes, ranks, (host, port), self.hang_timeout_s, _say, os.environ.get("DTF_TOKEN", "")
         )

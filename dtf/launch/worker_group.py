@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from dtf.core.errors import ORDERLY, Exit, PeerError
+from dtf.core.errors import PLANNED_EXITS, Exit, PeerError
 from dtf.core.types import Event, Failed, Note, Place, Saved, Started, event_from_json
 from dtf.host.heartbeat import Beat, Board
 from dtf.host.signals import Stop
@@ -397,7 +397,7 @@ class Attempt:
         while self._on_event(rank):  # its last words may still be on the way
             pass
         rank.status = status
-        if not status or os.waitstatus_to_exitcode(status) in ORDERLY or rank.killed or self._failing_since:
+        if not status or os.waitstatus_to_exitcode(status) in PLANNED_EXITS or rank.killed or self._failing_since:
             return
         alone = outcome([self._ending(rank)], None, 0)
         if rank.place.role in self.replaceable and alone.external and alone.cause:
@@ -429,7 +429,7 @@ class Attempt:
                 rank.failed, rank.at = event, at
                 # it may have lost one that is about to be missed
                 alone = event.exit == Exit.PEER and rank.place.role in self.replaceable
-                if event.exit not in ORDERLY and not alone and not self._failing_since:
+                if event.exit not in PLANNED_EXITS and not alone and not self._failing_since:
                     self._failing_since = time.monotonic()
         else:
             self.saved = self.saved or isinstance(event, Saved)

@@ -22,7 +22,7 @@ from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.distributed.collectives import PARTIAL
 from dtf.model.init import build_on_meta, layout_of
-from dtf.model.microbatch import SeededDropout
+from dtf.model.seeded_dropout import SeededDropout
 
 _aten = torch.ops.aten
 _DEAR = {

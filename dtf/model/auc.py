@@ -115,19 +115,19 @@ class AucEvaluator(Evaluator):
                 "auc": won / pairs if pairs and not lost else float("nan"),
                 "auc_error": tied / 2 / pairs if pairs else float("nan"),
             }
-        mine = (
+        local_rows = (
             torch.cat(self._rows).cpu().double()
             if self._rows
             else torch.empty(0, 3 + self._grouped, dtype=torch.float64)
         )
-        rows = peers.collect(mine[mine[:, 2] > 0])
-        found = None
+        rows = peers.collect(local_rows[local_rows[:, 2] > 0])
+        values = None
         if rows is not None:
             scores, clicked, _, *groups = rows.numpy().T
-            found = {"auc": auc(scores, clicked)} | (
+            values = {"auc": auc(scores, clicked)} | (
                 {"group_auc": grouped_auc(scores, clicked, groups[0])} if groups else {}
             )
-        return peers.broadcast(found)
+        return peers.broadcast(values)
 
 
 def _bin(scores: Tensor) -> Tensor:

@@ -26,12 +26,12 @@ def decay_at(decay: float, steps: Tensor) -> Tensor:
     return ((1 + steps) / (10 + steps)).clamp(max=decay)
 
 
-def averaged(optimizer: Optimizer, decay: float) -> Optimizer:
+def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
     """An optimizer that also averages what it steps; with a decay of 0, the optimizer itself."""
-    return Averaged(optimizer, decay) if decay else optimizer
+    return EmaOptimizer(optimizer, decay) if decay else optimizer
 
 
-class Averaged(Optimizer):
+class EmaOptimizer(Optimizer):
     """Another optimizer, and after each of its steps: average = decay * average + (1 - decay) * parameter."""
 
     def __init__(self, optimizer: Optimizer, decay: float) -> None:
@@ -61,7 +61,7 @@ class Averaged(Optimizer):
         torch._foreach_add_(steps, done)
 
 
-AVERAGED = "ema/"
+EMA_PREFIX = "ema/"
 """Tensors under it are running statistics averaged as `step.ema` says; averages of parameters are optimizer state, see
 `dtf.model.ema`.
 """

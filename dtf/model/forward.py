@@ -1,6 +1,6 @@
-"""The arithmetic of one pass of a model over one micro-batch: formats, row losses, what is differentiated.
+"""The forward pass and loss of one micro-batch: dtypes, losses per row, what is differentiated.
 
-Knows no other pass and no rank.
+Knows no other micro-batch and no rank. B: rows of the micro-batch; M: numbers of the metric state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from dtf.api.precision import Cast
 from dtf.api.sparse_table import Table
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated
 from dtf.model.init import DTYPES
@@ -23,8 +23,8 @@ from dtf.model.init import DTYPES
 HALF = (torch.bfloat16, torch.float16)
 
 
-class Passes:
-    """What every strategy does alike with a micro-batch, on one device."""
+class ForwardPass:
+    """What all strategies do alike with a micro-batch, on one device."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._recipe, self._device = task.recipe, device
@@ -33,8 +33,8 @@ class Passes:
         self._input = None if self._autocast else compute
 
     def forward(self, model: Callable[..., Any], *inputs: Any, cast: bool = True) -> Any:
-        """`model(*inputs)` in the run's formats; a model's own inputs are cast where its parameters are, what a part of
-        it hands on is not.
+        """`model(*inputs)` in the dtypes of the run. `cast`: convert floating inputs to the dtype of the parameters;
+        False for a part of a model that gets the outputs of another part.
         """
         if self._autocast is None:
             return model(*(cast_floating(value, self._input if cast else None) for value in inputs))
@@ -42,7 +42,9 @@ class Passes:
             return model(*inputs)
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
-        """The model's outputs as the recipe gets them, and its loss per row, (B,)."""
+        """The model's outputs, in fp32 at least, and the recipe's loss per row (B,). ConfigError for a loss of another
+        shape.
+        """
         # a loss in half precision loses the small differences it is made of
         outputs = cast_floating(outputs, torch.float32, HALF)
         loss = self._recipe.loss(outputs, batch.targets)
@@ -54,8 +56,8 @@ class Passes:
         return outputs, loss
 
     def total(self, loss: Tensor, batch: Batch, factor: Tensor) -> tuple[Tensor, Tensor]:
-        """What to differentiate, and with which seed: the gradient is that of `factor` x (sum of loss over rows), and
-        NaN where the loss is not finite.
+        """The tensor () to differentiate, and the gradient () to start from. The resulting gradient is that of `factor`
+        x (sum of the loss over rows), and NaN where the loss is not finite.
         """
         total = (loss * batch.weight).sum()
         # 0 x a non-finite loss is NaN: it reaches every gradient here and, summed, every rank, before anything is
@@ -64,17 +66,17 @@ class Passes:
 
     @torch.no_grad()
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
-        """Metric sums (M,)."""
+        """Metric sums (M,), see `Recipe.measure`."""
         return self._recipe.measure(_detach(outputs), batch, loss.detach())
 
     @torch.no_grad()
     def evaluated(self, outputs: Any, batch: Batch, loss: Tensor) -> Evaluated:
-        """All that an evaluation asks of a micro-batch."""
+        """What an evaluation needs of a micro-batch."""
         return Evaluated(self.measure(outputs, batch, loss), self._recipe.eval_outputs(_detach(outputs), batch))
 
 
-def evaluated_together(parts: Sequence[Evaluated], device: torch.device) -> Evaluated:
-    """What several micro-batches left behind, on one device."""
+def merge_evaluated(parts: Sequence[Evaluated], device: torch.device) -> Evaluated:
+    """The results of several micro-batches as one, on one device."""
     sums, rows = ([part.to(device) for part in column if part is not None] for column in zip(*parts, strict=True))
     return Evaluated(functools.reduce(torch.add, sums), torch.cat(rows) if rows else None)
 
@@ -87,7 +89,7 @@ def rows_of(batch: Batch, first: int, last: int) -> Batch:
 
 
 def with_leaves(batch: Batch, names: Iterable[str]) -> Batch:
-    """The batch with inputs of these names as leaves of a graph of their own, which get gradients."""
+    """The batch with the inputs of these names as leaves of a new graph, so that they get gradients."""
     inputs = batch.inputs
     return (
         batch._replace(inputs=inputs | {name: inputs[name].detach().requires_grad_() for name in names})
@@ -97,19 +99,20 @@ def with_leaves(batch: Batch, names: Iterable[str]) -> Batch:
 
 
 def leaf_gradients(parts: Sequence[Batch], names: Iterable[str]) -> dict[str, Tensor]:
-    """Gradients of the leaves of parts of a batch, as one tensor by name; zeros where the model did not use one.
+    """The gradients of the leaves of several parts of a batch, one tensor by name; zeros where the model did not use a
+    leaf.
 
-    None of no parts.
+    Empty without parts.
     """
     leaves = {name: [part.inputs[name] for part in parts] for name in names if parts}
     return {
-        name: torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in found])
-        for name, found in leaves.items()
+        name: torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in parts_of_input])
+        for name, parts_of_input in leaves.items()
     }
 
 
-def stand_ins(inputs: Any, tables: Mapping[str, Table]) -> Any:
-    """Inputs as the model gets them, with zeros for rows of sparse tables."""
+def zero_rows_for_tables(inputs: Any, tables: Mapping[str, Table]) -> Any:
+    """Inputs as the model gets them, with zeros in place of rows of sparse tables."""
     if not tables:
         return inputs
     return inputs | {
@@ -119,34 +122,36 @@ def stand_ins(inputs: Any, tables: Mapping[str, Table]) -> Any:
 
 
 def to_device(batch: Batch, device: torch.device, task: Task) -> Batch:
-    """The batch on the device, `weight` in the format of the loss. Copies from pinned memory do not wait.
+    """The batch on the device, with `weight` in the dtype of the loss. Copies from pinned memory are asynchronous.
 
-    `received` comes next.
+    `apply_receive` comes next.
     """
     weights = batch.weight.to(device, loss_dtype(task), non_blocking=True)
-    return Batch(moved(batch.inputs, device), batch.targets.to(device, non_blocking=True), weights, batch.ids)
+    return Batch(
+        inputs_to_device(batch.inputs, device), batch.targets.to(device, non_blocking=True), weights, batch.ids
+    )
 
 
-def received(batch: Batch, task: Task) -> Batch:
-    """The batch with its inputs as the model gets them."""
+def apply_receive(batch: Batch, task: Task) -> Batch:
+    """The batch with its inputs as `Recipe.receive` makes them."""
     return batch._replace(inputs=task.recipe.receive(batch.inputs))
 
 
-def moved(inputs: Any, device: torch.device) -> Any:
-    """Inputs, a tensor or a dict of them, on the device."""
+def inputs_to_device(inputs: Any, device: torch.device) -> Any:
+    """Inputs, a tensor or a dict of tensors, on the device."""
     if isinstance(inputs, dict):
         return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
     return inputs.to(device, non_blocking=True)
 
 
 def loss_dtype(task: Task) -> torch.dtype:
-    """Format in which row losses are weighted and summed."""
+    """The dtype in which losses of rows are weighted and summed."""
     return torch.float64 if DTYPES[task.precision.compute] is torch.float64 else torch.float32
 
 
 def batch_norm_error(error: ValueError, rows: int) -> Exception:
-    """What to raise for an error of a pass: a ConfigError for batch normalisation over a single value, else the error
-    itself.
+    """The exception to raise for an error of a pass: a ConfigError for batch normalisation over a single value, else
+    the error itself.
     """
     if "more than 1 value per channel" not in str(error):
         return error
@@ -157,7 +162,9 @@ def batch_norm_error(error: ValueError, rows: int) -> Exception:
 
 
 def refuse_global_rng(strategy: str, why: str) -> ConfigError:
-    """The refusal of a model that draws from the global generator, `why` it cannot be right under a strategy."""
+    """The ConfigError for a model that draws from the global generator. `why`: why a strategy cannot run it
+    correctly.
+    """
     return ConfigError(
         f"strategy={strategy}: the model draws random numbers in its forward pass (functional dropout, torch.rand), "
         f"{why}; "
@@ -166,8 +173,8 @@ def refuse_global_rng(strategy: str, why: str) -> ConfigError:
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None, only: tuple[torch.dtype, ...] | None = None) -> Any:
-    """Floating tensors in `value` (a tensor, or a structure of them) as `dtype`; `only`: those that now have one of
-    these.
+    """Floating tensors in `value` (a tensor, or a structure of tensors) as `dtype`. `only`: the dtypes to convert;
+    None: all floating ones.
     """
 
     def cast(tensor: Any) -> Any:

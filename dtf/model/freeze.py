@@ -24,9 +24,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad_(False)
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
-            own = list(module.parameters(recurse=False))
-            if covered(patterns, name) or (own and not any(parameter.requires_grad for parameter in own)):
-                # The class changes, the module and its name stay, as with seeded dropout in `microbatch`.
+            parameters = list(module.parameters(recurse=False))
+            if covered(patterns, name) or (parameters and not any(parameter.requires_grad for parameter in parameters)):
+                # The class changes, the module and its name stay, as with seeded dropout in `dtf.model.seeded_dropout`.
                 kind: Any = type(
                     f"Frozen{type(module).__name__}", (_Frozen, type(module)), {"__module__": type(module).__module__}
                 )

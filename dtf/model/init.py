@@ -1,4 +1,4 @@
-"""From a recipe to a model with drawn parameters: every layout starts from the same numbers, with no broadcast."""
+"""From a recipe to an initialised model. Every strategy starts from the same numbers, without a broadcast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dtf.api.layout import Layout, Split
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Weights
+from dtf.api.task import Weights
 from dtf.core.errors import ConfigError
 from dtf.core.seeding import seed_of
 from dtf.core.text import suggest
@@ -26,22 +26,23 @@ DTYPES = {
 
 
 def init_model(recipe: Recipe, seed: int, weights: Weights | None = None) -> nn.Module:
-    """The recipe's model on CPU in fp32, with all its numbers; see `init_modules`.
+    """The recipe's model on CPU in fp32, with all values; see `init_modules`. Not collective.
 
-    Those that `weights` has are taken from there, in their format.
+    Tensors that `weights` has are taken from there, in their format. ConfigError for a parameter that is never
+    initialised, DataError for weights that cannot be read.
     """
     model = build_on_meta(recipe)
-    for _, found in init_modules(recipe, seed, model):
-        for name, tensor in found.items():
+    for _, tensors in init_modules(recipe, seed, model):
+        for name, tensor in tensors.items():
             if weights is not None and name in weights:
                 tensor.data = weights.read(name)
     return model
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:
-    """The recipe's model without memory (on meta), frozen where it says so.
+    """The recipe's model on meta, without memory, with frozen parameters where the recipe says so.
 
-    ConfigError for parameters that would not stay what they are.
+    ConfigError for parameters of dtypes that cannot be kept: parameters that are not floating, or of several dtypes.
     """
     with torch.device("meta"):
         model = recipe.build_model()
@@ -66,9 +67,9 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
 
 
 def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
-    """The recipe's layout of its model.
+    """The recipe's layout of its model, checked.
 
-    ConfigError when it names what is not there or a module twice, or is no layout.
+    ConfigError when it names a module that does not exist, names one twice, or is no Layout.
     """
     who = f"{type(recipe).__name__}.layout()"
     try:
@@ -96,17 +97,18 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
     for name, split in layout.splits.items():
         if not isinstance(split, Split):
             raise ConfigError(
-                f"{who} splits {name} as {split!r}; use one of Split.{', Split.'.join(each.name for each in Split)}"
+                f"{who} splits {name} as {split!r}; use one of Split.{', Split.'.join(kind.name for kind in Split)}"
             )
     return layout
 
 
 def init_modules(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
-    """Draw a sketched model module by module, each under a generator seeded by hash(seed, module name), on CPU in fp32.
+    """Initialise a model that is on meta, module by module, each under a generator seeded with hash(seed, module name).
+    On CPU, in fp32 whatever the precision, so that runs of different precision start alike.
 
-    Always in fp32, so that runs of different precision start alike. Yields each module and what it now owns, parameters
-    and buffers by their full names, a shared tensor under its first one; whoever keeps only parts of them may drop them
-    then. Raises ConfigError when a parameter or buffer was never drawn.
+    Yields each module and the parameters and buffers that it now owns, by full name; a shared tensor under its first
+    name. A caller that keeps only parts of them may drop the rest then. ConfigError when a parameter or buffer was
+    never drawn.
     """
     names = {id(p): name for name, p in model.named_parameters()}  # the first name of a tied parameter
     # and its last owner, by when it must be drawn
@@ -114,7 +116,7 @@ def init_modules(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[
     made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     for prefix, module in model.named_modules():
         unfinished: set[str] = set()
-        found: dict[str, Tensor] = {}
+        owned: dict[str, Tensor] = {}
         # not named_parameters: that leaves out a second name of the same tensor
         for key, parameter in module._parameters.items():
             if parameter is None:
@@ -128,13 +130,13 @@ def init_modules(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[
             if last[key_of] is not module:
                 made[key_of] = drawing
                 unfinished.add(name)
-            module._parameters[key] = found[name] = drawing
+            module._parameters[key] = owned[name] = drawing
         for key, buffer in module.named_buffers(recurse=False):
             floating = buffer.dtype.is_floating_point
             empty = torch.full(
                 buffer.shape, torch.nan if floating else 0, dtype=torch.float32 if floating else buffer.dtype
             )
-            module._buffers[key] = found[f"{prefix}.{key}" if prefix else key] = empty
+            module._buffers[key] = owned[f"{prefix}.{key}" if prefix else key] = empty
         buffers = {key: (buffer, buffer._version) for key, buffer in module.named_buffers(recurse=False)}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(seed_of(seed, "initialise", prefix))
@@ -143,10 +145,10 @@ def init_modules(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[
             if module._buffers[key] is buffer and buffer._version == version and key != "num_batches_tracked":
                 name = f"{prefix}.{key}" if prefix else key
                 _never_drawn(recipe, name, "what its constructor put there is lost, the model is built without memory")
-        for name, tensor in found.items():
+        for name, tensor in owned.items():
             if name not in unfinished and tensor.dtype.is_floating_point and bool(tensor.detach().isnan().any()):
                 _never_drawn(recipe, name, "or only in part")
-        yield module, found
+        yield module, owned
 
 
 def _never_drawn(recipe: Recipe, name: str, why: str) -> NoReturn:
@@ -157,20 +159,20 @@ def _never_drawn(recipe: Recipe, name: str, why: str) -> NoReturn:
 
 
 def is_statistics(module: nn.Module) -> bool:
-    """Whether it keeps fp32 (or `param`, when that is fp64) in half formats: running averages in bf16 lose most of
-    their updates.
+    """Whether a module stays in fp32 (in fp64 where `param` is) in half precision runs: running averages in bf16 lose
+    most of their updates.
     """
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def formats(model: nn.Module, precision: Precision) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """Name of each floating parameter and buffer -> the formats in which it is kept and computes.
+    """Name of each floating parameter and buffer -> the dtypes in which it is kept and computes.
 
-    They differ only with `cast=module` and another `compute` than `param`; those of buffers never do.
+    They differ only with `cast=module` and another `compute` than `param`. Those of a buffer never differ.
     """
     param = DTYPES[precision.param]
     compute = param if precision.cast is Cast.autocast else DTYPES[precision.compute]
-    found = {}
+    dtypes = {}
     for prefix, module in model.named_modules():
         wide = torch.float32 if is_statistics(module) else None
         kept, computing = (wide if wide and to.itemsize < wide.itemsize else to for to in (param, compute))
@@ -178,17 +180,18 @@ def formats(model: nn.Module, precision: Precision) -> dict[str, tuple[torch.dty
             (module.named_parameters(recurse=False), (kept, computing)),
             (module.named_buffers(recurse=False), (computing, computing)),
         ):
-            found |= {
+            dtypes |= {
                 f"{prefix}.{key}" if prefix else key: pair for key, tensor in tensors if tensor.dtype.is_floating_point
             }
-    return found
+    return dtypes
 
 
 def cast(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, torch.Tensor]:
-    """Move the model to its device and formats; returns the tensors the optimizer updates, by parameter name.
+    """Move the model to its device and dtypes, in place. Returns the tensors that the optimizer updates, by parameter
+    name. Not collective.
 
-    These are the module's own parameters unless they compute in another format than the one they are kept in: then they
-    are master copies.
+    They are the module's own parameters, except where a parameter computes in another dtype than it is kept in: there
+    they are master copies.
     """
     model.to(device)
     pairs, masters = formats(model, precision), {}

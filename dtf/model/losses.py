@@ -1,5 +1,5 @@
 """Losses and metrics of class scores, whole or divided by classes over ranks (a DTensor): recipes that use these run
-under any split.
+under any split. And `weighted_sums`, the additive state of any metric.
 
 Scores have shape (B, C). Divided, each call is collective over the ranks that hold the slices: it moves a few numbers
 per row, never the scores.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dtf.distributed.sharding import is_slice, local, offset
+from dtf.distributed.sharding import is_dtensor, local, offset
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,9 +43,9 @@ def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0)
     sums = [shifted.exp().sum(dim=1), slices.at(shifted, targets)]
     if label_smoothing:
         sums.append(shifted.sum(dim=1))
-    whole, right, *rest = total(torch.stack(sums), group).unbind()
+    denominator, right, *rest = total(torch.stack(sums), group).unbind()
     spread = label_smoothing / scores.shape[1] * rest[0] if rest else 0.0
-    loss = whole.log() - (1 - label_smoothing) * right - spread
+    loss = denominator.log() - (1 - label_smoothing) * right - spread
     return loss.masked_fill(_beyond(scores, targets), torch.nan).masked_fill(targets == IGNORED, 0.0)
 
 
@@ -86,14 +86,22 @@ class _Slices(NamedTuple):
     def at(self, columns: Tensor, targets: Tensor) -> Tensor:
         """The element of each row at its target, 0 where another rank has it, (B,)."""
         index = targets - self.first
-        mine = (index >= 0) & (index < columns.shape[1])
+        in_slice = (index >= 0) & (index < columns.shape[1])
         if not columns.shape[1]:
             return columns.new_zeros(len(columns)) + 0 * columns.sum(dim=1)
-        found = columns.gather(1, index.clamp(0, columns.shape[1] - 1)[:, None])[:, 0]
-        return torch.where(mine, found, torch.zeros_like(found))
+        chosen = columns.gather(1, index.clamp(0, columns.shape[1] - 1)[:, None])[:, 0]
+        return torch.where(in_slice, chosen, torch.zeros_like(chosen))
 
 
 def _slices(scores: Tensor) -> _Slices | None:
-    if not is_slice(scores):
+    if not is_dtensor(scores):
         return None
     return _Slices(local(scores), offset(scores)[1], scores.device_mesh.get_group())  # type: ignore[attr-defined]
+
+
+def weighted_sums(weight: Tensor, *values: Tensor) -> Tensor:
+    """[sum(weight), sum(weight * value), ...] of per-row values, each (B,): shape (1 + len(values),), float64 for an
+    exact count.
+    """
+    rows = torch.stack([torch.ones_like(weight), *(value.to(weight.dtype) for value in values)])
+    return (rows * weight).sum(dim=1, dtype=torch.float64)

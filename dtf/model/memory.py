@@ -19,17 +19,18 @@ from dtf.core.types import Memory
 
 
 class Footprint(TorchDispatchMode):
-    """Watches a forward and backward pass. It sees tensors, not what a kernel takes for itself.
+    """Counts the memory of tensors in a forward and backward pass. Memory that a kernel takes for itself is not seen.
 
-    `kept`: bytes that forward makes, backward finds and nobody holds in the end: not the gradients. `again`: the most
-    that was there at once of what backward computed again. Most memory is in use when both are there.
+    `saved_bytes`: bytes that forward allocates, that are still there when backward starts, and that nobody holds in the
+    end: without gradients. `recomputed_bytes`: the most at one time of what backward computes again (activation
+    checkpointing). The peak is their sum.
     """
 
     supports_higher_order_operators = True  # torch refuses to run them otherwise
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = self.again = 0
+        self.saved_bytes = self.recomputed_bytes = 0
         self._count = 0
         self._known: dict[int, weakref.ref] = {}  # storages by id
         self._made: dict[int, int] = {}  # number of the allocation -> bytes, while it is there
@@ -57,7 +58,7 @@ class Footprint(TorchDispatchMode):
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self._known.clear()  # and with it all calls of `_lose`
-        self.kept = sum(size for number, size in self._found.items() if number not in self._made)
+        self.saved_bytes = sum(size for number, size in self._found.items() if number not in self._made)
 
     def _meet(self, storage: torch.UntypedStorage, made: bool, again: bool) -> None:
         key, size = id(storage), storage.nbytes()
@@ -69,7 +70,7 @@ class Footprint(TorchDispatchMode):
             self._made[self._count] = size
         if again:
             self._recomputed += size
-            self.again = max(self.again, self._recomputed)
+            self.recomputed_bytes = max(self.recomputed_bytes, self._recomputed)
 
     def _lose(self, key: int, number: int, again: int, reference: weakref.ref) -> None:
         self._known.pop(key, None)
@@ -96,7 +97,9 @@ def activations(trials: Sequence[tuple[int, Footprint]], rows: int, under_way: f
     def line(a: int, b: int) -> float:
         return a + (b - a) * (rows - few) / (more - few) if few < more else a * rows / few
 
-    return round(under_way * line(first.kept, second.kept) + line(first.again, second.again))
+    return round(
+        under_way * line(first.saved_bytes, second.saved_bytes) + line(first.recomputed_bytes, second.recomputed_bytes)
+    )
 
 
 def table_row(ranks: Sequence[Memory], who: str = "process") -> dict[str, str]:
@@ -115,7 +118,7 @@ class MemoryMeter:
     """
 
     def __init__(self, device: str) -> None:
-        self.word = "allocated" if device == "cuda" else "resident"  # what the peak is of
+        self.measure = "allocated" if device == "cuda" else "resident"  # what the peak is of
         self._cuda = device == "cuda"
         if self._cuda:
             # by an earlier run in this process
@@ -135,7 +138,7 @@ class MemoryMeter:
     def summary(self, planned: Sequence[Memory], peaks: Sequence[int]) -> dict[str, int]:
         """`Ended.memory`, from those of all ranks; `planned` may be empty."""
         rank = max(range(len(peaks)), key=peaks.__getitem__)
-        return ({"planned": sum(planned[rank])} if planned else {}) | {self.word: peaks[rank], "rank": rank}
+        return ({"planned": sum(planned[rank])} if planned else {}) | {self.measure: peaks[rank], "rank": rank}
 
 
 def _resident(key: str) -> int:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from dtf.api.layout import Split
 from dtf.api.recipe import Recipe
 from dtf.checkpoint import storage
-from dtf.checkpoint.checkpointer import TORCH_DTYPES, Stored
-from dtf.checkpoint.resolve_path import check_place, is_checkpoint, resolve_checkpoint
+from dtf.checkpoint.boxes import TORCH_DTYPES, StoredCheckpoint
+from dtf.checkpoint.resolve_path import check_weights_path, is_checkpoint, resolve_checkpoints
 from dtf.core.errors import ConfigError, DataError
-from dtf.model.ema import AVERAGED, EMA
+from dtf.model.ema import EMA, EMA_PREFIX
 from dtf.model.init import layout_of
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]
@@ -46,14 +46,14 @@ class Weights:
     part: Read = field(repr=False)
     file: Path = field(repr=False)  # it stands for every byte of them
     about: str
-    stored: Stored | None = field(default=None, repr=False)  # the checkpoint, if they come from one
+    stored: StoredCheckpoint | None = field(default=None, repr=False)  # the checkpoint, if they come from one
 
     @property
     def scalars(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors."""
         return self.stored.scalars if self.stored else {}
 
-    def source(self) -> Stored | None:
+    def source(self) -> StoredCheckpoint | None:
         return self.stored
 
     def digest(self) -> str:
@@ -65,14 +65,14 @@ class Weights:
         return name in self.shapes
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        whole = self.shapes[name]
-        begin = offset or (0,) * len(whole)
-        size = whole if shape is None else shape
+        full_shape = self.shapes[name]
+        begin = offset or (0,) * len(full_shape)
+        size = full_shape if shape is None else shape
         return self.part(name, tuple(slice(at, at + n) for at, n in zip(begin, size, strict=True)))
 
 
 @dataclass(frozen=True)
-class Fit:
+class WeightMatch:
     """How weights and a model go together."""
 
     kept: tuple[str, ...]  # tensors of the model that are in the file
@@ -90,89 +90,96 @@ class Fit:
         return "; ".join(parts)
 
 
-def open_weights(place: str, key: str) -> Weights:
+def open_weights(given: str, key: str) -> Weights:
     """Weights at a path, which the config key `key` gave; nothing but names and shapes is read.
 
     DataError when it holds none.
     """
-    check_place(place, key)
-    path = Path(place).expanduser()
+    check_weights_path(given, key)
+    path = Path(given).expanduser()
     if is_checkpoint(path):
-        return _checkpoint(resolve_checkpoint(path, key)[0], place)
+        return _checkpoint(resolve_checkpoints(path, key)[0], given)
     try:
         if path.suffix == ".safetensors":
             shapes, formats, part = _safetensors(path)
         else:
-            shapes, formats, part = _torch_file(path, f"{key}={place}")
+            shapes, formats, part = _torch_file(path, f"{key}={given}")
     except OSError as error:
-        raise DataError(f"{key}={place} cannot be read: {error.strerror or error}") from error
-    return Weights(place, shapes, formats, part, path, place)
+        raise DataError(f"{key}={given} cannot be read: {error.strerror or error}") from error
+    return Weights(given, shapes, formats, part, path, given)
 
 
-def fitted(weights: Weights, recipe: Recipe, model: nn.Module, key: str, whole: bool = False) -> tuple[Weights, Fit]:
+def match_weights(
+    weights: Weights, recipe: Recipe, model: nn.Module, key: str, whole: bool = False
+) -> tuple[Weights, WeightMatch]:
     """Those of the weights that a model takes, and what is to be drawn. `model` may be on meta. `whole`: nothing may
     be.
 
     A head (what the recipe's layout splits by `classes`) whose number of classes differs is drawn anew as a whole, as
     is one the file lacks. ConfigError for any other tensor that does not fit.
     """
-    own = set(model.state_dict())
-    weights = _unwrapped(weights, own)
+    model_names = set(model.state_dict())
+    weights = _unwrapped(weights, model_names)
     tensors = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if name in own and not _counts(name)
+        if name in model_names and not _counts(name)
     }
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     heads = [name for name, split in layout_of(recipe, model).splits.items() if split is Split.classes]
-    found = {name: shape for name, shape in weights.shapes.items() if not _counts(name)}
+    in_file = {name: shape for name, shape in weights.shapes.items() if not _counts(name)}
     other: list[str] = []  # of a head for another number of classes
     missing: list[str] = []
     for head in heads:
         members = [name for name in wanted if name.rpartition(".")[0] == head]
-        absent = [name for name in members if name not in found]
+        absent = [name for name in members if name not in in_file]
         if absent:
             missing += members if len(absent) == len(members) else []
-        elif any(found[name] != wanted[name] for name in members) and all(
-            found[name][1:] == wanted[name][1:] for name in members
+        elif any(in_file[name] != wanted[name] for name in members) and all(
+            in_file[name][1:] == wanted[name][1:] for name in members
         ):
             other += members
     drawn = () if whole else (*other, *missing)
     problems = [
-        f"{name} is {_sizes(found[name])} in the file and {_sizes(shape)} in the model"
-        if name in found
+        f"{name} is {_sizes(in_file[name])} in the file and {_sizes(shape)} in the model"
+        if name in in_file
         else f"{name} is not in the file"
         for name, shape in wanted.items()
-        if found.get(name) != shape and name not in drawn
+        if in_file.get(name) != shape and name not in drawn
     ]
     problems += [
         f"{name} is {str(weights.formats[name]).removeprefix('torch.')} in the file, and the model has real numbers "
         "there"
         for name, tensor in tensors.items()
-        if name in found and name not in drawn and tensor.dtype in _REAL and weights.formats[name] not in _REAL
+        if name in in_file and name not in drawn and tensor.dtype in _REAL and weights.formats[name] not in _REAL
     ]
-    problems += [f"{name} ({_sizes(found[name])}) is not in the model" for name in sorted(found.keys() - own)]
+    problems += [
+        f"{name} ({_sizes(in_file[name])}) is not in the model" for name in sorted(in_file.keys() - model_names)
+    ]
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         classes = (
-            {found[name][0] for name in other if found[name] != wanted[name]} if len(problems) <= len(other) else set()
+            {in_file[name][0] for name in other if in_file[name] != wanted[name]}
+            if len(problems) <= len(other)
+            else set()
         )
         if whole and len(classes) == 1 and hasattr(getattr(recipe, "model", None), "classes"):
             advice = f"the model in it has {min(classes)} classes: set recipe.model.classes={min(classes)}"
         else:
             advice = "choose the recipe.model that it was made with"
         raise ConfigError(f"{key}={weights.place} does not fit the model: {'; '.join(problems[:3])}{more}; {advice}")
-    kept = tuple(name for name in wanted if name in found and name not in drawn)
-    told = tuple(f"{name} ({_sizes(found[name])} there, {_sizes(wanted[name])} here)" for name in other)
-    return replace(weights, shapes={name: wanted[name] for name in kept}), Fit(kept, told, tuple(missing))
+    kept = tuple(name for name in wanted if name in in_file and name not in drawn)
+    redrawn = tuple(f"{name} ({_sizes(in_file[name])} there, {_sizes(wanted[name])} here)" for name in other)
+    return replace(weights, shapes={name: wanted[name] for name in kept}), WeightMatch(kept, redrawn, tuple(missing))
 
 
-def _unwrapped(weights: Weights, own: Collection[str]) -> Weights:
+def _unwrapped(weights: Weights, model_names: Collection[str]) -> Weights:
     """The weights without what wrappers put before all names, where they are the model's own names without it."""
     prefix = ""
-    while weights.shapes and not any(name.removeprefix(prefix) in own for name in weights.shapes):
+    while weights.shapes and not any(name.removeprefix(prefix) in model_names for name in weights.shapes):
         more = next(
-            (each for each in _WRAPPERS if all(name.startswith(prefix + each) for name in weights.shapes)), None
+            (wrapper for wrapper in _WRAPPERS if all(name.startswith(prefix + wrapper) for name in weights.shapes)),
+            None,
         )
         if more is None:
             return weights
@@ -201,15 +208,15 @@ def _sizes(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape)) or "a single number"
 
 
-def _checkpoint(folder: Path, place: str) -> Weights:
+def _checkpoint(folder: Path, given: str) -> Weights:
     """The model in a checkpoint of dtf: averages of the weights (`step.ema`) where there are some, since it was judged
     by them.
     """
-    stored = Stored(folder)
+    stored = StoredCheckpoint(folder)
     places: dict[str, str] = {}
     for name in sorted(stored.names(), key=lambda name: not name.startswith("model/")):  # averages last: they win
         kind, _, rest = name.partition("/")
-        if kind == "model" or f"{kind}/" == AVERAGED:
+        if kind == "model" or f"{kind}/" == EMA_PREFIX:
             places[rest] = name
         elif kind == "optimizer" and rest.endswith(f"/{EMA}"):
             places[rest.removesuffix(f"/{EMA}")] = name
@@ -221,7 +228,7 @@ def _checkpoint(folder: Path, place: str) -> Weights:
     formats = {name: _format(stored.manifest.tensors[at].dtype) for name, at in places.items()}
     averaged = ", averaged weights" if any(not at.startswith("model/") for at in places.values()) else ""
     return Weights(
-        place,
+        given,
         shapes,
         formats,
         part,
@@ -242,8 +249,8 @@ def _safetensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, torc
     try:
         file = safe_open(path, framework="pt")
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        shapes = {name: tuple(each.get_shape()) for name, each in slices.items()}
-        formats = {name: _format(each.get_dtype()) for name, each in slices.items()}
+        shapes = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
+        formats = {name: _format(tensor.get_dtype()) for name, tensor in slices.items()}
     except SafetensorError as error:
         raise DataError(f"{path} is no safetensors file: {error}") from error
     # of the mapped file
@@ -265,11 +272,11 @@ def _torch_file(path: Path, what: str) -> tuple[dict[str, tuple[int, ...]], dict
     except OSError:
         raise
     except Exception as error:  # its parser meets whatever the file holds
-        found = re.search(r"GLOBAL (\S+)", str(error))
+        match = re.search(r"GLOBAL (\S+)", str(error))
         anew = "in the program that made it, torch.save(model.state_dict(), 'weights.pth')"
-        if found:
+        if match:
             raise DataError(
-                f"{what} holds {found[1]} beside tensors, and dtf runs no code from files; save the tensors alone: "
+                f"{what} holds {match[1]} beside tensors, and dtf runs no code from files; save the tensors alone: "
                 f"{anew}"
             ) from error
         raise DataError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
-from dtf.core.text import Pace, memory_text, number_text, plain_text, setting_text, time_text
+from dtf.core.text import StepRate, memory_text, number_text, plain_text, setting_text, time_text
 from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Lines:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._total, self._pace, self._opened = 0, Pace(), time.monotonic()
+        self._total, self._pace, self._opened = 0, StepRate(), time.monotonic()
 
     def see(self, event: Event) -> None:
         match event:

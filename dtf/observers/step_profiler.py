@@ -75,21 +75,21 @@ class StepProfiler(Probe):
         # the end of the name is what TensorBoard's plugin looks for
         path = self._folder / f"rank_{self._rank}.pt.trace.json"
         profiler.export_chrome_trace(str(path))
-        found = shares(json.loads(path.read_text())["traceEvents"])
-        if found is None:
+        window = shares(json.loads(path.read_text())["traceEvents"])
+        if window is None:
             return
-        kept = {"rank": self._rank, "first_step": self._first, **found._asdict()}
+        kept = {"rank": self._rank, "first_step": self._first, **window._asdict()}
         summary = self._folder / f"rank_{self._rank}.json"
         (new := summary.with_suffix(".new")).write_text(json.dumps(kept, indent=1) + "\n")
         os.replace(new, summary)
         self._say(
-            f"profile of rank {self._rank}, steps {self._first} to {self._first + found.steps - 1}: "
-            f"{sentence(found)}; {path.name}"
+            f"profile of rank {self._rank}, steps {self._first} to {self._first + window.steps - 1}: "
+            f"{sentence(window)}; {path.name}"
         )
 
 
-def sentence(found: Shares) -> str:
+def sentence(window: Shares) -> str:
     """`12.3 ms a step: data 2 %, forward 31 %, ...`."""
-    parts = ", ".join(f"{name} {share:.0%}".replace("%", " %") for name, share in found.parts.items())
-    beside = f" ({found.hidden:.0%}".replace("%", " %") + " more beside computation)" if found.hidden >= 0.005 else ""
-    return f"{1000 * found.step_s:.1f} ms a step: {parts.replace(', optimizer', f'{beside}, optimizer')}"
+    parts = ", ".join(f"{name} {share:.0%}".replace("%", " %") for name, share in window.parts.items())
+    beside = f" ({window.hidden:.0%}".replace("%", " %") + " more beside computation)" if window.hidden >= 0.005 else ""
+    return f"{1000 * window.step_s:.1f} ms a step: {parts.replace(', optimizer', f'{beside}, optimizer')}"

@@ -15,7 +15,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dtf.core.text import Course, Pace, count_text, memory_text, number_text, plain_text, setting_text, time_text
+from dtf.core.text import (
+    MetricHistory,
+    StepRate,
+    count_text,
+    memory_text,
+    number_text,
+    plain_text,
+    setting_text,
+    time_text,
+)
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
 
 _REDRAWS_PER_SECOND = 10  # at most, however fast measurements come
@@ -165,7 +174,7 @@ class Bar:
         self.state = "starting"
         self.start_step = self.step = self.total = 0
         self._values: dict[str, float] = {}
-        self._pace, self._loss = Pace(), Course()
+        self._pace, self._loss = StepRate(), MetricHistory()
         self._epoch, self._left, self._measured = 0.0, None, time.monotonic()
         self._speeds: tuple[float, float] = (0.0, 0.0)  # steps, and seconds of training they took for one row
 

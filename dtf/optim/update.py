@@ -1,4 +1,6 @@
-"""Gradient updates on this rank: scale, clip, step, skip. Says nothing about how gradients were produced or summed."""
+"""Updates of parameters on this rank: unscale, clip, step or skip. How gradients were computed and summed is not known
+here.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 
 from dtf.api.optimizer import Combine, Optimizer
 from dtf.api.precision import Precision
-from dtf.api.strategy import Source, Update
+from dtf.api.strategy import Update
+from dtf.api.task import Source
 from dtf.core.errors import ConfigError
 from dtf.core.types import Box, State
 from dtf.distributed.sharding import byte_count, local
@@ -34,11 +37,11 @@ class ParamShard(NamedTuple):
     shape: tuple[int, ...]  # of the global tensor
     offset: tuple[int, ...]  # of the local part in it
     # False: held in whole by several ranks that together hold the model, and another of them counts for it
-    counts: bool = True
+    is_primary: bool = True
 
 
 def full_params(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, ParamShard]:
-    """The pieces of a model that is all here. `masters`: see `init.cast_model`."""
+    """A ParamShard for each parameter of a model that is fully on this rank. `masters`: see `dtf.cast`."""
     return {
         name: ParamShard(
             p,
@@ -52,12 +55,14 @@ def full_params(model: nn.Module, masters: Mapping[str, Tensor]) -> dict[str, Pa
 
 
 def update_applied(norm: Tensor) -> Tensor:
-    """Whether there was an update, shape (), by what `Update.apply` returned."""
+    """Whether there was an update, bool (), from what `Update.apply` returned. Stays on the device."""
     return torch.isfinite(norm[0]) & (norm[1] > 0)
 
 
 def state_bytes(model: nn.Module, optimizer: Optimizer, precision: Precision) -> int:
-    """Bytes of a model's parameters, gradients and optimizer state in a run, by its shapes alone."""
+    """Bytes of a model's parameters, gradients and optimizer state in a run, computed from shapes. The model may be on
+    meta.
+    """
     total, pairs = 0, formats(model, precision)
     for name, parameter in model.named_parameters():
         kept, computing = pairs.get(name, (parameter.dtype, parameter.dtype))
@@ -91,16 +96,21 @@ def warmup_bytes(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], Non
 
 
 class LocalUpdate(Update):
-    """The optimizer lives in this process, over the pieces that are here or over those of them that it owns.
+    """The optimizer runs in this process, over the parameters that are here, or over those that this rank owns.
 
-    `owned`: names whose optimizer state lives here (default all); `after`: called when the owned parameters have
-    changed, to fetch the others. `writes`: whether this rank writes its pieces, which other ranks may hold too. What
-    several ranks do together, all in place and collective: `reduce` adds up gradients that arrived on this rank alone;
-    `combine` adds up sums per parameter, the last axis, over the ranks that hold the other slices of the same
-    parameters; `gather` makes the norms (n,) of these parameters those of the whole model's (N,). `like`: has the
-    device and the format of the model's parameters, where this rank may hold none of them. `tables`: the task's sparse
-    tables, whose gradients are there before `apply`; of several updates of the same tables only one `leads`, and steps
-    them.
+    `pieces`: parameter name -> ParamShard. `clip_norm`: the largest gradient norm, 0 for no clipping. `loss_scale`: the
+    first dynamic loss scale, 0 for none.
+
+    `owned`: names whose optimizer state is here (default: all). `after`: called when owned parameters have changed, to
+    fetch the others. `writes`: whether this rank writes its parameters to checkpoints, which other ranks may hold too.
+
+    Three collective operations over several ranks, the first two in place: `reduce` sums gradients over the ranks that
+    computed other rows. `combine` sums numbers per parameter, the last axis, over the ranks that hold other slices of
+    the same parameters. `gather` turns the norms (n,) of these parameters into those (N,) of the whole model.
+
+    `like`: a tensor with the device and dtype of the model's parameters, where this rank may hold none of them.
+    `tables`: the task's sparse tables; their gradients must be there before `apply`. Of several updates of the same
+    tables only one `leads` and steps them.
     """
 
     def __init__(
@@ -127,11 +137,12 @@ class LocalUpdate(Update):
         self._frozen = {name: piece for name, piece in pieces.items() if not piece.parameter.requires_grad}
         if not self._pieces and gather is None:  # else other ranks have some
             raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
-        own = [name for name in self._pieces if owned is None or name in owned]
-        self._own, self._divided = own, owned is not None
+        owned_names = [name for name in self._pieces if owned is None or name in owned]
+        self._own, self._divided = owned_names, owned is not None
         self._own_index = [i for i, name in enumerate(self._pieces) if owned is None or name in owned]
-        masters = {name: self._pieces[name].master for name in own}
-        shapes, counts = ({name: getattr(self._pieces[name], key) for name in own} for key in ("shape", "counts"))
+        masters = {name: self._pieces[name].master for name in owned_names}
+        shapes = {name: self._pieces[name].shape for name in owned_names}
+        counts = {name: self._pieces[name].is_primary for name in owned_names}
         self._bound = optimizer.bind(masters, shapes, combine, counts)
         self._trained = list(self._pieces.values())
         # weights of a narrower format than their averages, while these stand in for them
@@ -146,15 +157,15 @@ class LocalUpdate(Update):
         self._host, self._none = device.type == "cpu", torch.zeros(0, dtype=self._norm_dtype, device=device)
         self._counts = (
             None
-            if all(piece.counts for piece in self._trained)
-            else torch.tensor([float(p.counts) for p in self._trained], device=device)
+            if all(piece.is_primary for piece in self._trained)
+            else torch.tensor([float(p.is_primary) for p in self._trained], device=device)
         )
         self._scale = torch.full((), loss_scale, dtype=torch.float32, device=device) if loss_scale else None
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped: int | Tensor = 0 if self._host else torch.zeros((), device=device)
 
     def begin(self) -> None:
-        """Parameters are here already."""
+        """Does nothing: parameters are here."""
 
     def scale(self, factor: Tensor) -> Tensor:
         return factor if self._scale is None else factor * self._scale
@@ -211,14 +222,14 @@ class LocalUpdate(Update):
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor)
         self._bound.apply(gradients, lr, skip)
-        for here, master in self._copies:
-            here.copy_(master)
+        for computing, master in self._copies:
+            computing.copy_(master)
         if self._after is not None:
             self._after()
 
     def _step_tables(self, factor: Tensor | None, lr: float) -> None:
         if self._tables is not None and self._leads:
-            self._tables.step(1.0 if factor is None else factor.item(), lr, self.table_steps)
+            self._tables.apply(1.0 if factor is None else factor.item(), lr, self.table_steps)
             self.table_steps += 1
 
     def _count(self, skipped: bool) -> None:
@@ -252,8 +263,8 @@ class LocalUpdate(Update):
                 master.copy_(average)
             else:
                 master.copy_(self._aside.pop(name))
-        for here, master in self._copies:
-            here.copy_(master)
+        for computing, master in self._copies:
+            computing.copy_(master)
         if self._after is not None:
             self._after()
 
@@ -278,25 +289,27 @@ class LocalUpdate(Update):
         }
 
     def kept(self, name: str) -> dict[str, Tensor]:
-        """What is kept of a parameter that learns: the numbers that are stepped, under an empty key, and the
+        """The numbers that are kept of a trained parameter: those that are stepped, under an empty key, and the
         optimizer's state.
         """
         return {"": self._pieces[name].master, **self._bound.states[name]}
 
     @torch.no_grad()
     def refresh(self, steps: int) -> None:
-        """What `kept` gave was changed, as by so many steps."""
-        for here, master in self._copies:
-            here.copy_(master)
+        """Follow a change to the tensors of `kept`, as if by so many steps."""
+        for computing, master in self._copies:
+            computing.copy_(master)
         self.table_steps += steps
 
     def state(self) -> State:
         boxes: list[Box] = []
         if self._writes:
-            boxes += [box for name, piece in self._frozen.items() if piece.counts for box in _boxes(name, piece, {})]
+            boxes += [
+                box for name, piece in self._frozen.items() if piece.is_primary for box in _boxes(name, piece, {})
+            ]
         if self._writes or self._divided:
             kept = ((name, self._pieces[name], state) for name, state in self._bound.states.items())
-            boxes += [box for name, piece, state in kept if piece.counts for box in _boxes(name, piece, state)]
+            boxes += [box for name, piece, state in kept if piece.is_primary for box in _boxes(name, piece, state)]
         if self._tables is not None and self._leads:
             boxes += self._tables.boxes()
         boxes = [box for box in boxes if box.tensor.numel()]
@@ -343,5 +356,7 @@ def _boxes(name: str, piece: ParamShard, state: Mapping[str, Tensor]) -> Iterato
 
 
 def _norm_dtype(gradients: list[Tensor]) -> torch.dtype:
-    """Norms of half-format gradients are taken in fp32: squares overflow fp16 and drown in bf16."""
+    """The dtype of norms. Gradients in half precision have fp32 norms: squares overflow in fp16 and lose their digits
+    in bf16.
+    """
     return torch.float64 if gradients and gradients[0].dtype is torch.float64 else torch.float32

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore
 
-from dtf.api.strategy import Program, RoleContext, Source, Task
+from dtf.api.strategy import Program, RoleContext
+from dtf.api.task import Source, Task
 from dtf.core.types import Place, Shard
 from dtf.distributed.world import World
 from dtf.pserver import connections

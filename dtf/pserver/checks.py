@@ -18,7 +18,7 @@ from dtf.pserver.options import Device, Mode, TlsMode, Wire
 from dtf.pserver.placement import check_placement
 
 if TYPE_CHECKING:
-    from dtf.api.strategy import Task
+    from dtf.api.task import Task
     from dtf.pserver.options import PserverOptions
 
 _FOLDER, _TAKEN = re.compile(r"[A-Za-z0-9_-]{1,128}"), ("checkpoints", "profile", "seconds")
@@ -206,7 +206,7 @@ def _check_hogwild(strategy: PserverOptions, devices: str) -> None:
 def _check_rows_alone(strategy: PserverOptions, task: Task, trainers: int) -> None:
     option, plain = "strategy.dense=allreduce", type(strategy)()
     if not task.recipe.table_widths():
-        because, name = task.recipe.idle().get("sparse"), name_of("recipe", task.recipe)
+        because, name = task.recipe.inactive_keys().get("sparse"), name_of("recipe", task.recipe)
         none = (
             f"this recipe has none as {because} is set; use {because}=sparse"
             if because

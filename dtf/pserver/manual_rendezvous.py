@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.distributed import TCPStore
 
-from dtf.api.strategy import RendezvousContext, RoleContext, Task
+from dtf.api.strategy import RendezvousContext, RoleContext
+from dtf.api.task import Task
 from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
 from dtf.core.types import Shard
 from dtf.host import network

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
-from dtf.sparse.sharded_tables import RowWiseTable, ShardedTables, boxes_of, full, owner_of
+from dtf.sparse.sharded_tables import ShardedTables, boxes_of, full
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
+from dtf.sparse.table_layouts import RowWiseTable, owner_of
 
 
 class RowGradients(NamedTuple):
@@ -69,7 +70,7 @@ class ServerShards(ShardedTables):
         return self._shards[name].store.lookup(ids, create)
 
     def merge(self, pushes: Mapping[str, Sequence[RowGradients]], collective: bool) -> float:
-        """Merge gradients for the next `step`; returns the sum of squares of the result.
+        """Merge gradients for the next `apply`; returns the sum of squares of the result.
 
         `collective`: all servers merge parts of the same gradient at once, whose norm is then known.
         """

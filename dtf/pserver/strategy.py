@@ -6,7 +6,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from dtf.api.registry import register
-from dtf.api.strategy import Program, RendezvousContext, RoleContext, Strategy, Task, check_divides
+from dtf.api.strategy import Program, RendezvousContext, RoleContext, Strategy, check_divides
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.pserver.checks import check
 from dtf.pserver.options import Device, PserverOptions
@@ -105,10 +106,10 @@ class Pserver(PserverOptions, Strategy):
 
     def run_helper(self, task: Task, context: RoleContext) -> None:
         if self.rows_alone:
-            from dtf.checkpoint.checkpointer import Stored, write_boxes
+            from dtf.checkpoint.boxes import StoredCheckpoint, write_boxes
             from dtf.pserver.bootstrap import serve_rows
 
-            serve_rows(task, context, self, self.count_trainers(context.place.slots), Stored, write_boxes)
+            serve_rows(task, context, self, self.count_trainers(context.place.slots), StoredCheckpoint, write_boxes)
         else:
             from dtf.pserver.bootstrap import train
 

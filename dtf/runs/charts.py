@@ -164,11 +164,11 @@ def _style(colours: Mapping[str, str]) -> dict[Any, Any]:
 
 def _lines(place: Any, axes: Axes, colours: Mapping[str, str]) -> None:
     for line in axes.lines:
-        look: dict[str, Any] = {"alpha": 0.4, "linewidth": 1.1} if line.pale else {"linewidth": 1.8}
+        style: dict[str, Any] = {"alpha": 0.4, "linewidth": 1.1} if line.pale else {"linewidth": 1.8}
         if len(line.points) == 1:
-            look["marker"] = "o"
+            style["marker"] = "o"
         place.plot(
-            *zip(*line.points, strict=True), color=colours[f"run{line.run % 8}"], linestyle=_dash(line.run), **look
+            *zip(*line.points, strict=True), color=colours[f"run{line.run % 8}"], linestyle=_dash(line.run), **style
         )
     place.grid(axis="y", color=colours["line"], linewidth=0.6)
     place.set_xlabel(axes.x)
@@ -207,79 +207,86 @@ def _dash(run: int) -> Any:
 
 
 def relay(report: Mapping[str, Any], path: Path) -> None:
-    """A relay, as its relay.json tells it: the loss of both runs over the legs, and below it how far they are apart.
-
-    PNG on white.
+    """Draw what relay.json holds: the loss of the relay and of its reference over the segments of the run, and below it
+    their relative difference. A PNG on white.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    legs, steps, last, calm_run = report["legs"], report["steps"], report["legs"][-1]["last"], report["reference"]
     with rc_context(_style(_LIGHT)):
         figure = Figure(figsize=(10, 5.2), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.6])
-        for number, leg in enumerate(legs):
-            for place in (above, below):
-                place.axvspan(leg["first"], leg["last"], color=PALETTE[number % len(PALETTE)], alpha=0.07, linewidth=0)
-            _write(above, leg, 1.0, -6, leg["strategy"], PALETTE[number % len(PALETTE)], weight="bold", fontsize=10.5)
-            _write(above, leg, 1.0, -21, leg["world"].replace(", ", "\n"), _LIGHT["muted"], fontsize=8)
-        done = [row["step"] for row in steps]
-        calm, passed = ([row["loss"][side] for row in steps] for side in (0, 1))
-        most = 1.35 * max(calm)
-        above.plot(
-            done,
-            calm,
-            color=_LIGHT["pale"],
-            linewidth=5,
-            solid_capstyle="round",
-            label=f"undisturbed: {calm_run['strategy']}, {calm_run['world']}",
-        )
-        above.plot(done, passed, color=_LIGHT["ink"], linewidth=1.2, label="relay")
-        for leg in legs:
-            if killed := leg.get("killed"):
-                at, again, height = (
-                    killed["at"],
-                    killed["again"],
-                    dict(zip(done, passed, strict=True)).get(killed["at"], 0.0),
-                )
-                above.axvspan(again, at, 0.3, 0.78, color=_STRUCK, alpha=0.2, linewidth=0)
-                above.plot([at, at], [0.3 * most, height], color=_STRUCK, linewidth=0.8)
-                above.plot([at], [height], "x", color=_STRUCK, markersize=9, markeredgewidth=2.2, zorder=5)
-                told = f"kill -9 at step {at}:\n{killed['who']}" + (f",\nagain from {again}" if again < at else "")
-                _write(above, leg, 0.29, 0, told, _STRUCK, fontsize=8)
-        above.set(ylabel="loss", xlim=(0, last), ylim=(0, most))
-        above.legend(loc="lower left", frameon=False)
-        least = report["bound"] / 1e7
-        for key, label, colour in (("loss", "loss", _LIGHT["ink"]), ("grad_norm", "gradient norm", PALETTE[0])):
-            apart = [max(least, abs(a - b) / (abs(a) or 1)) for a, b in (row[key] for row in steps)]
-            below.plot(done, apart, ".", color=colour, markersize=3.5, label=label, clip_on=False)
-        below.axhline(report["bound"], color=_STRUCK, linewidth=1.2, linestyle=_DASHES[1])
-        below.set(yscale="log", ylim=(least / 3, report["bound"] * 1e2), xlabel="step", ylabel="relative difference")
-        below.annotate(
-            "bound", (last, report["bound"]), xytext=(-4, 3), textcoords="offset points", ha="right", color=_STRUCK
-        )
-        ticks = [report["bound"] / 10**power for power in (6, 4, 2, 0)]
-        below.set_yticks([least, *ticks], ["0", *(f"{tick:.0e}" for tick in ticks)])
-        below.minorticks_off()
-        below.legend(loc="upper left", frameon=False, ncols=2, markerscale=2, handletextpad=0.1)
+        _draw_segments(above, below, report["legs"])
+        _draw_losses(above, report)
+        _draw_differences(below, report)
         for place in (above, below):
             place.tick_params(length=0)
         figure.suptitle(report["title"], x=0.01, ha="left", weight="bold", fontsize=10.5)
         figure.savefig(path, dpi=180, facecolor="white")
 
 
+def _draw_segments(above: Any, below: Any, segments: Sequence[Mapping[str, Any]]) -> None:
+    """Coloured grounds of the segments on both axes, with the strategy and its processes in words."""
+    for number, segment in enumerate(segments):
+        colour = PALETTE[number % len(PALETTE)]
+        for place in (above, below):
+            place.axvspan(segment["first"], segment["last"], color=colour, alpha=0.07, linewidth=0)
+        _write(above, segment, 1.0, -6, segment["strategy"], colour, weight="bold", fontsize=10.5)
+        _write(above, segment, 1.0, -21, segment["world"].replace(", ", "\n"), _LIGHT["muted"], fontsize=8)
+
+
+def _draw_losses(place: Any, report: Mapping[str, Any]) -> None:
+    """The loss of the reference and of the relay, and where a process was killed."""
+    segments, steps, reference = report["legs"], report["steps"], report["reference"]
+    done = [row["step"] for row in steps]
+    undisturbed, relayed = ([row["loss"][side] for row in steps] for side in (0, 1))
+    top = 1.35 * max(undisturbed)
+    label = f"undisturbed: {reference['strategy']}, {reference['world']}"
+    place.plot(done, undisturbed, color=_LIGHT["pale"], linewidth=5, solid_capstyle="round", label=label)
+    place.plot(done, relayed, color=_LIGHT["ink"], linewidth=1.2, label="relay")
+    losses = dict(zip(done, relayed, strict=True))
+    for segment in segments:
+        if killed := segment.get("killed"):
+            at, again = killed["at"], killed["again"]
+            height = losses.get(at, 0.0)
+            place.axvspan(again, at, 0.3, 0.78, color=_STRUCK, alpha=0.2, linewidth=0)
+            place.plot([at, at], [0.3 * top, height], color=_STRUCK, linewidth=0.8)
+            place.plot([at], [height], "x", color=_STRUCK, markersize=9, markeredgewidth=2.2, zorder=5)
+            text = f"kill -9 at step {at}:\n{killed['who']}" + (f",\nagain from {again}" if again < at else "")
+            _write(place, segment, 0.29, 0, text, _STRUCK, fontsize=8)
+    place.set(ylabel="loss", xlim=(0, segments[-1]["last"]), ylim=(0, top))
+    place.legend(loc="lower left", frameon=False)
+
+
+def _draw_differences(place: Any, report: Mapping[str, Any]) -> None:
+    """Relative difference of loss and of gradient norm at each step, on a logarithmic axis, and the bound."""
+    steps, bound = report["steps"], report["bound"]
+    done, least = [row["step"] for row in steps], bound / 1e7
+    for key, label, colour in (("loss", "loss", _LIGHT["ink"]), ("grad_norm", "gradient norm", PALETTE[0])):
+        differences = [max(least, abs(a - b) / (abs(a) or 1)) for a, b in (row[key] for row in steps)]
+        place.plot(done, differences, ".", color=colour, markersize=3.5, label=label, clip_on=False)
+    place.axhline(bound, color=_STRUCK, linewidth=1.2, linestyle=_DASHES[1])
+    place.set(yscale="log", ylim=(least / 3, bound * 1e2), xlabel="step", ylabel="relative difference")
+    end = (report["legs"][-1]["last"], bound)
+    place.annotate("bound", end, xytext=(-4, 3), textcoords="offset points", ha="right", color=_STRUCK)
+    ticks = [bound / 10**power for power in (6, 4, 2, 0)]
+    place.set_yticks([least, *ticks], ["0", *(f"{tick:.0e}" for tick in ticks)])
+    place.minorticks_off()
+    place.legend(loc="upper left", frameon=False, ncols=2, markerscale=2, handletextpad=0.1)
+
+
 def _write(
     place: Any,
-    leg: Mapping[str, Any],
+    segment: Mapping[str, Any],
     height: float,
-    down: float,
+    shift: float,
     text: str,
     colour: str,
     fontsize: float,
     weight: str = "normal",
 ) -> None:
-    """In the middle of a leg, hanging from `height` of the axes."""
-    at, across = ((leg["first"] + leg["last"]) / 2, height), place.get_xaxis_transform()
+    """Write text in the middle of a segment. Its top is at `height`, a share of the axes, plus `shift` points."""
+    at, across = ((segment["first"] + segment["last"]) / 2, height), place.get_xaxis_transform()
     style: dict[str, Any] = {"ha": "center", "va": "top", "color": colour, "fontsize": fontsize, "weight": weight}
-    place.annotate(text, at, xycoords=across, xytext=(0, down), textcoords="offset points", **style)
+    place.annotate(text, at, xycoords=across, xytext=(0, shift), textcoords="offset points", **style)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from dtf.checkpoint.resolve_path import resolve_checkpoint
+from dtf.checkpoint.resolve_path import resolve_checkpoints
 from dtf.checkpoint.storage import read_manifest
 from dtf.core.errors import DataError
 
@@ -66,7 +66,7 @@ class RecordedRun:
             ids=ids,
             # a run that went on with fewer ranks has some of earlier ones
             held=[line["held"] for line in held if line["after"] == last],
-            tensors=checkpoint_tensors(resolve_checkpoint(folder, "run folder")[0]),
+            tensors=checkpoint_tensors(resolve_checkpoints(folder, "run folder")[0]),
         )
 
 
@@ -94,17 +94,17 @@ class Comparison:
 
 def checkpoint_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     """Every tensor of the run in a checkpoint, whole, in fp64. Without torch: the launching process compares."""
-    found = {}
+    tensors = {}
     for name, stored in sorted(read_manifest(checkpoint).tensors.items()):
         if name.startswith("share_"):
             continue  # what one share of the rows has averaged so far: another number of shares has others
-        found[name] = np.full(stored.shape, np.nan) if not name.endswith("/ids") else np.empty(stored.shape, np.int64)
+        tensors[name] = np.full(stored.shape, np.nan) if not name.endswith("/ids") else np.empty(stored.shape, np.int64)
         for box in stored.boxes:
             with safe_open(checkpoint / box.file, framework="numpy") as file:
-                found[name][tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))] = (
+                tensors[name][tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))] = (
                     file.get_tensor(box.key)
                 )
-    return in_order(found)
+    return in_order(tensors)
 
 
 def in_order(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -232,9 +232,9 @@ def _metric(reference: RecordedRun, run: RecordedRun, name: str) -> float:
 
 def _rows(reference: RecordedRun, run: RecordedRun) -> str:
     for step in sorted(reference.ids):
-        expected, found = list(chain(*reference.ids[step])), list(chain(*run.ids[step]))
-        if expected != found:
-            missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+        expected, actual = list(chain(*reference.ids[step])), list(chain(*run.ids[step]))
+        if expected != actual:
+            missing, extra = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
             what = (
                 f"{len(missing)} missing (first {missing[:3]}), {len(extra)} foreign (first {extra[:3]})"
                 if missing or extra

@@ -18,9 +18,9 @@ _HEAD = ("split", "step", "epoch", "seconds")
 
 def charts_of(results: Sequence[Result], published: Mapping[str, float], published_by: str) -> list[Chart]:
     """Those that these runs have data for."""
-    found = [_comparison(results, published, published_by)] if len(results) > 1 or published else []
-    found += [_metric(results, metric) for metric in _metrics(results)]
-    found += [
+    charts = [_comparison(results, published, published_by)] if len(results) > 1 or published else []
+    charts += [_metric(results, metric) for metric in _metrics(results)]
+    charts += [
         _lines(results, "learning_rate", "learning rate", lambda result: result.curve("train", "lr")),
         _lines(results, "gradient_norm", "gradient norm", lambda result: result.curve("train", "grad_norm")),
         _lines(
@@ -29,11 +29,11 @@ def charts_of(results: Sequence[Result], published: Mapping[str, float], publish
         _lines(results, "epoch_time", "seconds per epoch", lambda result: result.epochs, floor=True),
     ]
     for device in dict.fromkeys(device for result in results for device in result.devices):
-        found += [
+        charts += [
             _sampled(results, device, "utilisation", "utilisation, %", 1.0, 105.0),
             _sampled(results, device, "memory", "memory, GB", 1e9, None),
         ]
-    return [chart for chart in found if any(axes.lines or axes.bars for axes in chart.axes)]
+    return [chart for chart in charts if any(axes.lines or axes.bars for axes in chart.axes)]
 
 
 def html(results: Sequence[Result], charts: Sequence[Chart], now: str) -> str:
@@ -86,11 +86,11 @@ def _comparison(results: Sequence[Result], published: Mapping[str, float], publi
             "{:.2f} GB".format,
         ),
     ]
-    axes = [one for one in axes if one.bars]
-    for one in axes[1:]:
-        one.labelled = False
+    axes = [panel for panel in axes if panel.bars]
+    for panel in axes[1:]:
+        panel.labelled = False
     caption = "Solid, these runs: time to train an epoch (median), without evaluating and saving."
-    if any(one.title.startswith("utilisation") for one in axes):
+    if any(panel.title.startswith("utilisation") for panel in axes):
         caption += " Utilisation and memory as sampled meanwhile."
     if published:
         axes.append(
@@ -103,7 +103,7 @@ def _comparison(results: Sequence[Result], published: Mapping[str, float], publi
         caption += (
             f" Hatched, against an axis of their own, what others measured: {published_by or 'published figures'}."
         )
-    return Chart("comparison", caption, axes, [1.15 if one.labelled else 0.85 for one in axes])
+    return Chart("comparison", caption, axes, [1.15 if panel.labelled else 0.85 for panel in axes])
 
 
 def _metric(results: Sequence[Result], metric: str) -> Chart:
@@ -119,7 +119,7 @@ def _metric(results: Sequence[Result], metric: str) -> Chart:
 def _lines(
     results: Sequence[Result], file: str, title: str, points: Callable[[Result], list[Point]], floor: bool = False
 ) -> Chart:
-    lines = [Line(number, found) for number, result in enumerate(results) if (found := points(result))]
+    lines = [Line(number, curve) for number, result in enumerate(results) if (curve := points(result))]
     return Chart(file, "", [Axes(title, "epochs", lines, floor=floor)])
 
 
@@ -200,19 +200,25 @@ def _profiles(results: Sequence[Result]) -> str:
                     f"{100 * shares.hidden:.1f} %",
                 ]
             )
-    told = (
+    explanation = (
         "<p>Communication counts where nothing is computed meanwhile; the rest of it is the last column. Steps "
         "under a profiler are slower.</p>"
     )
     heads = ["run", "share of a step", "step", *WORK, "other", "beside computation"]
-    return page.key((f"part-{name}", name) for name in (*WORK, "other")) + page.table(heads, rows, numbers=2) + told
+    return (
+        page.key((f"part-{name}", name) for name in (*WORK, "other")) + page.table(heads, rows, numbers=2) + explanation
+    )
 
 
 def _differences(results: Sequence[Result]) -> str:
-    found = {"run folder": [result.folder.name for result in results]} | differences(results)
+    keys_that_differ = {"run folder": [result.folder.name for result in results]} | differences(results)
     heads = ["key", *(result.name for result in results)]
     return page.table(
-        heads, ([f"<code>{escape(key)}</code>", *(_value(value) for value in values)] for key, values in found.items())
+        heads,
+        (
+            [f"<code>{escape(key)}</code>", *(_value(value) for value in values)]
+            for key, values in keys_that_differ.items()
+        ),
     )
 
 

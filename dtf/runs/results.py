@@ -90,11 +90,11 @@ class Result:
 
     def samples_of(self, device: str, key: str) -> list[Point]:
         """(minutes of watching, value); the time between a stop and going on is left out."""
-        mine = [sample for sample in self.samples if sample["device"] == device]
-        gaps = [later["time"] - earlier["time"] for earlier, later in pairwise(mine)]
+        samples = [sample for sample in self.samples if sample["device"] == device]
+        gaps = [later["time"] - earlier["time"] for earlier, later in pairwise(samples)]
         usual = median(gaps) if gaps else 0.0
         minutes, points = 0.0, []
-        for number, sample in enumerate(mine):
+        for number, sample in enumerate(samples):
             minutes += min(gaps[number - 1], 3 * usual) / 60 if number else 0.0
             points.append((minutes, sample[key]))
         return points
@@ -208,21 +208,21 @@ def lines(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                found = json.loads(line)
+                row = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(found, dict) and all(key in found for key in keys):
-                yield found
+            if isinstance(row, dict) and all(key in row for key in keys):
+                yield row
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(f"{path} cannot be read: it is no JSON object")
-    return found
+    return content
 
 
 def _between(marks: Sequence[Point], at: float) -> float:

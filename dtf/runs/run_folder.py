@@ -265,13 +265,13 @@ def versions() -> dict[str, str]:
     """Versions of what makes the numbers, read from package metadata: nothing is imported."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"dtf": __version__, "python": platform.python_version()}
+    numbers = {"dtf": __version__, "python": platform.python_version()}
     for package in ("torch", "torchvision", "numpy"):
         try:
-            found[package] = version(package)
+            numbers[package] = version(package)
         except PackageNotFoundError:
-            found[package] = ""
-    return found
+            numbers[package] = ""
+    return numbers
 
 
 def _refuse_foreign(folder: Path) -> None:

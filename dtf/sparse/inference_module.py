@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dtf.sparse.sharded_tables import ShardedTables
 
 
-class Served(nn.Module):
+class InferenceModule(nn.Module):
     """`model`, called with ids (B, F) where it takes rows.
 
     An id that was never trained is zeros, the mean of what it would be drawn from.
@@ -17,17 +17,17 @@ class Served(nn.Module):
     def __init__(self, model: nn.Module, tables: dict[str, tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.model = model
-        self.tables = nn.ModuleDict({name: _Known(*table) for name, table in tables.items()})
+        self.tables = nn.ModuleDict({name: _InferenceTable(*table) for name, table in tables.items()})
 
     @classmethod
-    def of(cls, model: nn.Module, tables: ShardedTables) -> Served:
+    def of(cls, model: nn.Module, tables: ShardedTables) -> InferenceModule:
         """With copies of all rows, in the format that the model computes in."""
         like = next(parameter for parameter in model.parameters())
         return cls(model, {name: (ids, rows.to(like.dtype)) for name, (ids, rows) in tables.learnt().items()})
 
-    def bare(self, model: nn.Module) -> Served:
+    def bare(self, model: nn.Module) -> InferenceModule:
         """The same around another model, with tables of the same sizes that know nothing."""
-        return Served(
+        return InferenceModule(
             model,
             {
                 name: (torch.zeros_like(table.ids), torch.zeros_like(table.rows[:-1]))  # type: ignore[arg-type,index,union-attr]
@@ -41,7 +41,7 @@ class Served(nn.Module):
         )
 
 
-class _Known(nn.Module):
+class _InferenceTable(nn.Module):
     """Rows (n, width) of ascending ids (n,)."""
 
     ids: Tensor

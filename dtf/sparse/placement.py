@@ -8,14 +8,16 @@ import numpy as np
 import torch
 
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Task, check_tables
+from dtf.api.strategy import check_tables
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import bounds, greedy_balance
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
 
 if TYPE_CHECKING:
-    from dtf.sparse.sharded_tables import ShardedTable, ShardedTables
+    from dtf.sparse.sharded_tables import ShardedTables
+    from dtf.sparse.table_layouts import ShardedTable
 
 
 def tables_of(
@@ -34,14 +36,9 @@ def tables_of(
             f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
         )
 
-    from dtf.sparse.sharded_tables import (
-        ColumnWiseTable,
-        DataParallelTable,
-        RowWiseTable,
-        ShardedTables,
-        TableWiseTable,
-    )
+    from dtf.sparse.sharded_tables import ShardedTables
     from dtf.sparse.store import SparseTable
+    from dtf.sparse.table_layouts import ColumnWiseTable, DataParallelTable, RowWiseTable, TableWiseTable
 
     flags = torch.zeros(world.size, dtype=torch.int64)
     flags[world.rank] = int(gives)
@@ -54,18 +51,18 @@ def tables_of(
     )
     spread: dict[str, ShardedTable] = {}
     for name, spec in specs.items():
-        columns = bounds(spec.width, world.size, world.rank) if placement is Placement.columns else (0, spec.width)
+        columns = bounds(spec.width, world.size, world.rank) if placement is Placement.column_wise else (0, spec.width)
         store = SparseTable(spec, task.rows, task.seed, name, kind, columns)
         match placement:
             case Placement.replicated:
                 spread[name] = DataParallelTable(store, world, givers)
-            case Placement.rows:
+            case Placement.row_wise:
                 spread[name] = RowWiseTable(store, world, givers)
-            case Placement.columns:
+            case Placement.column_wise:
                 spread[name] = ColumnWiseTable(store, world, givers)
-            case Placement.tables:
+            case Placement.table_wise:
                 spread[name] = TableWiseTable(
-                    store, world, givers, next(rank for rank, own in enumerate(owners) if name in own)
+                    store, world, givers, next(rank for rank, names in enumerate(owners) if name in names)
                 )
     tables = ShardedTables(spread, world, share)
     if task.weights is not None:

@@ -317,10 +317,10 @@ def unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     them (n,) int32.
     """
     ids = np.ascontiguousarray(ids, np.int64)
-    found, inverse = np.empty(len(ids), np.int64), np.empty(len(ids), np.int32)
+    distinct, inverse = np.empty(len(ids), np.int64), np.empty(len(ids), np.int32)
     slots = np.zeros(2 << max(1, len(ids)).bit_length(), np.int32)
-    count = _kernels().unique(ids, slots, found, inverse)
-    return found[:count], inverse
+    count = _kernels().unique(ids, slots, distinct, inverse)
+    return distinct[:count], inverse
 
 
 def gather(rows: np.ndarray, inverse: np.ndarray, out: np.ndarray) -> np.ndarray:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Strategy, Task, check_tables
+from dtf.api.strategy import Program, Strategy, check_tables
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ class Ddp(Strategy):
     backend: Backend = option(default=Backend.auto, doc="torch.distributed backend; auto: nccl on CUDA, gloo on CPU")  # type: ignore[assignment]
     tables: Placement = option(
         default=Placement.replicated,
-        doc="who holds the rows of sparse tables: every rank all of them, or each some: `rows` by a hash of their id, "
-        "`columns` of all rows, or whole `tables`",
+        doc="how sparse tables are sharded: `replicated`: not at all; `rows` (or `row_wise`): by a hash of the id; "
+        "`columns` (`column_wise`): some columns of all rows each; `tables` (`table_wise`): whole tables each",
     )
     shard_optimizer: bool = option(
         default=False, doc="divide the optimizer's state among ranks (ZeRO stage 1, arXiv:1910.02054)"

@@ -6,7 +6,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from dtf.api.registry import option, register
-from dtf.api.strategy import Program, Strategy, Task
+from dtf.api.strategy import Program, Strategy
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 

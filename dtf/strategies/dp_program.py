@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtf.api.sampler import cut, share
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Source, Task
+from dtf.api.strategy import Program
+from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
+from dtf.data.samplers import cut, share
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
-from dtf.model.forward import evaluated_together, loss_dtype, received, refuse_global_rng, rows_of, to_device
+from dtf.model.forward import apply_receive, loss_dtype, merge_evaluated, refuse_global_rng, rows_of, to_device
 from dtf.model.init import cast, init_model
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.placement import tables_of
@@ -109,7 +110,7 @@ class DataParallelProgram(Program):
                 return None
             return self._replicas[i].evaluate(self._received(batch, first, last, i))
 
-        return evaluated_together([found for found in self._each(part) if found is not None], self._devices[0])
+        return merge_evaluated([found for found in self._each(part) if found is not None], self._devices[0])
 
     def swap_ema(self, on: bool) -> None:
         for update in self._updates:
@@ -123,7 +124,7 @@ class DataParallelProgram(Program):
             return
         tensors = [replica.statistics.tensors() for replica in self._replicas]
         for replica in self._replicas:
-            replica.statistics.hold()
+            replica.statistics.stash()
         for same in zip(*tensors, strict=True):
             mean = torch.stack([t.to(same[0].device) for t in same]).mean(dim=0)
             for t in same:
@@ -152,7 +153,7 @@ class DataParallelProgram(Program):
     def _received(self, batch: Batch, first: int, last: int, i: int) -> Batch:
         """Rows [first, last) as the model of replica i gets them, after `_looked_up`."""
         part = to_device(rows_of(batch, first, last), self._devices[i], self._task)
-        return received(part, self._task) if self._tables is None else part
+        return apply_receive(part, self._task) if self._tables is None else part
 
     def _share_parameters(self) -> None:
         """Give the first replica's parameters to those that do not update their own."""
@@ -171,13 +172,15 @@ class DataParallelProgram(Program):
 
     def _looked_up(self, batch: Batch, train: bool) -> Batch:
         """The batch with rows in place of ids, and then as the model gets it, where there are sparse tables."""
-        return batch if self._tables is None else self._tables.look(received(batch, self._task), train)
+        return batch if self._tables is None else self._tables.lookup(apply_receive(batch, self._task), train)
 
     def _give(self, computed: list[int]) -> None:
         """Gradients of rows of sparse tables, from the replicas that computed some of the batch."""
         if self._tables is not None:
             found = [self._replicas[i].row_gradients for i in computed]
-            self._tables.give({name: torch.cat([gradients[name].cpu() for gradients in found]) for name in found[0]})
+            self._tables.backward(
+                {name: torch.cat([gradients[name].cpu() for gradients in found]) for name in found[0]}
+            )
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:

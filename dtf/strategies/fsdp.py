@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from dtf.api.precision import Cast
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Strategy, Task, check_divides, check_tables
+from dtf.api.strategy import Program, Strategy, check_divides, check_tables
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,9 +62,9 @@ class Fsdp(Strategy):
         default=False, doc="keep parameters, gradients and optimizer state in host memory; the update runs there"
     )
     tables: Placement = option(
-        default=Placement.rows,
-        doc="who holds the rows of sparse tables: each rank some, `rows` by a hash of their id, `columns` of all rows "
-        "or whole `tables`; or every rank all",
+        default=Placement.row_wise,
+        doc="how sparse tables are sharded: `rows` (or `row_wise`): by a hash of the id; `columns` (`column_wise`): "
+        "each rank some columns of all rows; `tables` (`table_wise`): each rank whole tables; `replicated`: not at all",
     )
     prefetch: int = option(
         default=1,

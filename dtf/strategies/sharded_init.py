@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.precision import Precision
-from dtf.api.strategy import Task
-from dtf.distributed.sharding import is_slice, local, offset
+from dtf.api.task import Task
+from dtf.distributed.sharding import is_dtensor, local, offset
 from dtf.model.init import build_on_meta, formats, init_modules
 from dtf.optim.update import ParamShard
 
@@ -61,7 +61,7 @@ def pieces(model: nn.Module, masters: Mapping[str, Tensor] | None = None, first:
             (masters or {}).get(name, here),
             tuple(parameter.shape),
             offset(parameter),
-            first or is_slice(parameter),
+            first or is_dtensor(parameter),
         )
     return found
 

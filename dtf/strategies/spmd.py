@@ -10,24 +10,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dtf.api.sampler import cut, share
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Source, Task, Update
+from dtf.api.strategy import Program, Update
+from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Box, Evaluated, Memory, Shard, State, StepOutput, Train
+from dtf.data.samplers import cut, share
 from dtf.distributed.device_mesh import ParallelDims
-from dtf.distributed.sharding import byte_count, is_slice, local, offset
+from dtf.distributed.sharding import byte_count, is_dtensor, local, offset
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
-from dtf.model.ema import AVERAGED
+from dtf.model.batch_statistics import EMA_SUFFIX, BatchNormStatistics
+from dtf.model.ema import EMA_PREFIX
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
-    Passes,
+    ForwardPass,
+    apply_receive,
     batch_norm_error,
     leaf_gradients,
     loss_dtype,
-    received,
     refuse_global_rng,
     rows_of,
     to_device,
@@ -35,7 +37,7 @@ from dtf.model.forward import (
 )
 from dtf.model.init import cast, init_model
 from dtf.model.memory import Footprint, activations
-from dtf.model.microbatch import SMOOTH, BatchNormStatistics, SeededDropout
+from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.placement import tables_of
 
@@ -63,7 +65,7 @@ class Replica:
         sync: Callable[[bool], None] | None = None,
     ) -> None:
         self.model, self._forward, self._sync, self._device = model, forward or model, sync, device
-        self._passes = Passes(task, device)
+        self._passes = ForwardPass(task, device)
         self.statistics = BatchNormStatistics(model, task.step.ema)
         self.masks = SeededDropout(model, task.seed, device)
         apply_activation_checkpointing(
@@ -105,12 +107,12 @@ class Replica:
             parts = [with_leaves(part, self._looked_up) for part in parts]
             # another rank has one more
             if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):
-                self.statistics.pad()
+                self.statistics.begin_padding()
                 self._pass(parts[0]._replace(weight=torch.zeros_like(parts[0].weight)), factor, False)
             sums = []
             for j, part in enumerate(parts):
-                self.masks.enter(ticket.step, first + j)
-                self.statistics.enter(j)
+                self.masks.begin_micro_batch(ticket.step, first + j)
+                self.statistics.begin_micro_batch(j)
                 sums.append(self._pass(part, factor, j == len(parts) - 1))
         self.statistics.end()
         self.row_gradients = leaf_gradients(parts, self._looked_up)
@@ -158,15 +160,15 @@ class Replica:
         try:
             with buffers_kept(self, spread, "launcher.processes=1"):
                 for part in (with_leaves(rows, self._looked_up) for rows in (rows_of(batch, 0, 2), batch)):
-                    self.masks.enter(0, 0)
-                    state = self.masks.state()
+                    self.masks.begin_micro_batch(0, 0)
+                    state = self.masks.rng_state()
                     with Footprint() as footprint:
                         self._pass(part, torch.ones((), device=self._device), last=True)
                     self._trials.append((len(part.ids), footprint))
                     self.undivided = {
                         name: p.grad.norm()
                         for name, p in self.model.named_parameters()
-                        if p.grad is not None and not is_slice(p)
+                        if p.grad is not None and not is_dtensor(p)
                     }
                     for parameter in self._trained:
                         parameter.grad = None
@@ -178,7 +180,7 @@ class Replica:
             raise ConfigError(
                 "some parameters got no gradient in a step; set strategy.find_unused_parameters=true"
             ) from error
-        return state is not None and not torch.equal(state, self.masks.state())
+        return state is not None and not torch.equal(state, self.masks.rng_state())
 
     def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:
         """With so many micro-batches a step of so many rows each; after `warmup`."""
@@ -203,7 +205,7 @@ class Replica:
 class Spmd(Program):
     """A replica on every rank and an update that makes them agree; the wrapped forward does the talking, if any.
 
-    `seat`: where several ranks are one replica; then gradients come summed over replicas, else averaged over ranks, as
+    `dims`: where several ranks are one replica; then gradients come summed over replicas, else averaged over ranks, as
     torch does. `exchange`: bytes of what is on its way between ranks, see Memory. `tables`: those of the update.
     """
 
@@ -213,41 +215,41 @@ class Spmd(Program):
         update: Update,
         task: Task,
         world: World,
-        seat: ParallelDims | None = None,
+        dims: ParallelDims | None = None,
         exchange: int = 0,
         tables: ShardedTables | None = None,
     ) -> None:
         self._tables = tables
-        self._share = seat.share if seat else Shard(world.rank, world.size)
-        self._reads = seat is None or seat.feed.reads
+        self._share = dims.dp_shard if dims else Shard(world.rank, world.size)
+        self._reads = dims is None or dims.broadcast.reads
         self.shard = self._share if self._reads else None
         self.shares = self._share.count
         self.micro_batch_rows = task.step.rows_each(self.shares)
-        self._replica, self._update, self._task, self._world, self._seat = replica, update, task, world, seat
-        self._average = seat.average if seat else world.average
+        self._replica, self._update, self._task, self._world, self._dims = replica, update, task, world, dims
+        self._average = dims.average if dims else world.average
         self._settled, self._exchange = True, exchange
         self._unsaid = torch.zeros(2, device=world.device)
-        self._factor = torch.full((), 1.0 if seat else world.size, device=world.device, dtype=loss_dtype(task))
+        self._factor = torch.full((), 1.0 if dims else world.size, device=world.device, dtype=loss_dtype(task))
 
     def prepare(self, batch: Batch | None) -> Batch | None:
         if batch is not None:
             batch = to_device(batch, self._world.device, self._task)
-        if self._seat:
-            batch = self._seat.feed(batch)
-        return None if batch is None else received(batch, self._task)
+        if self._dims:
+            batch = self._dims.broadcast(batch)
+        return None if batch is None else apply_receive(batch, self._task)
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
         if self._tables is not None:
-            batch = self._tables.look(batch, train=False)
-        if self._seat is None:
+            batch = self._tables.lookup(batch, train=False)
+        if self._dims is None:
             self._replica.warmup(rows_of(batch, 0, 4), spread=self.shares > 1)
             return
-        with name_failing_module(self._replica.model), self._replica.masks.watched() as seen:
+        with name_failing_module(self._replica.model), self._replica.masks.record_input_norms() as seen:
             drew = self._replica.warmup(rows_of(batch, 0, 4), spread=self.shares > 1)
         if drew:
             raise refuse_global_rng("tensor", "and ranks that divide its channels would draw alike for different ones")
-        self._seat.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
+        self._dims.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
 
     def memory(self) -> Memory:
         return self._replica.memory(self._update, *microbatch_load(self._task, self.shares))._replace(
@@ -260,11 +262,11 @@ class Spmd(Program):
         own = share(len(bounds) - 1, self._share)
         self._update.begin()
         if self._tables is not None:
-            batch = self._tables.look(batch, train=True)
+            batch = self._tables.lookup(batch, train=True)
         factor = self._update.scale(self._factor / ticket.rows)
         sums = self._replica.accumulate(ticket, batch, bounds, own, self._share, factor)
         if self._tables is not None:
-            self._tables.give(self._replica.row_gradients)
+            self._tables.backward(self._replica.row_gradients)
         self._settled = False
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
@@ -275,7 +277,7 @@ class Spmd(Program):
     def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
         if self._tables is not None:
-            batch = self._tables.look(batch, train=False)
+            batch = self._tables.lookup(batch, train=False)
         sums, rows = self._replica.evaluate(batch)
         return Evaluated(self._said(sums), rows if self._reads else None)
 
@@ -351,12 +353,12 @@ def buffers(part: Part, first: bool = True) -> list[Box]:
     kept = part.model.state_dict().keys() - dict(part.model.named_parameters()).keys()
     counters = [(name, torch.tensor(steps)) for name, steps in part.statistics.counters().items()]
     found = [*((name, b) for name, b in part.model.named_buffers() if name in kept), *counters]
-    return [_box(stored(name), b, b) for name, b in found if first or is_slice(b)]
+    return [_box(stored(name), b, b) for name, b in found if first or is_dtensor(b)]
 
 
 def stored(name: str) -> str:
     """What a buffer is called in a checkpoint."""
-    return f"{AVERAGED}{name.removesuffix(SMOOTH)}" if name.endswith(SMOOTH) else f"model/{name}"
+    return f"{EMA_PREFIX}{name.removesuffix(EMA_SUFFIX)}" if name.endswith(EMA_SUFFIX) else f"model/{name}"
 
 
 def own_averages(part: Part, shard: Shard, first: bool = True) -> list[Box]:
@@ -367,8 +369,8 @@ def own_averages(part: Part, shard: Shard, first: bool = True) -> list[Box]:
     if shard.count == 1:  # they are the mean
         return []
     whole = dict(part.model.named_buffers())
-    own = part.statistics.own().items()
-    return [_box(f"{SHARE}{shard.index}/{name}", t, whole[name]) for name, t in own if first or is_slice(whole[name])]
+    own = part.statistics.stashed().items()
+    return [_box(f"{SHARE}{shard.index}/{name}", t, whole[name]) for name, t in own if first or is_dtensor(whole[name])]
 
 
 @torch.no_grad()
@@ -385,8 +387,8 @@ def load_buffers(part: Part, source: Source, shard: Shard) -> None:
     for name in part.statistics.counters():
         part.statistics.restore(int(source.read(f"model/{name}", shape=())))
     if len({name.split("/")[0] for name in source.names() if name.startswith(SHARE)}) == shard.count > 1:
-        part.statistics.hold()
-        for name, held in part.statistics.own().items():
+        part.statistics.stash()
+        for name, held in part.statistics.stashed().items():
             take(f"{SHARE}{shard.index}/{name}", whole[name], held)
 
 

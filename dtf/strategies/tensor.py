@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
+from dtf.api.strategy import Program, Strategy, check_divides, check_layout, check_tables
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ class Tensor(Strategy):
     """
 
     tables: Placement = option(
-        default=Placement.rows,
-        doc="who holds the rows of sparse tables: each rank some, `rows` by a hash of their id, `columns` of all rows "
-        "or whole `tables`; or every rank all",
+        default=Placement.row_wise,
+        doc="how sparse tables are sharded: `rows` (or `row_wise`): by a hash of the id; `columns` (`column_wise`): "
+        "each rank some columns of all rows; `tables` (`table_wise`): each rank whole tables; `replicated`: not at all",
     )
     degree: int = option(
         default=0,
@@ -71,20 +72,20 @@ class Tensor(Strategy):
         from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, pieces
         from dtf.strategies.tensor_modules import divide
 
-        seat = ParallelDims(world, "tp", self.degree or world.size)
+        dims = ParallelDims(world, "tp", self.degree or world.size)
         cast_on_meta(model, task.precision, computing=True)
-        divide(model, splits, seat.mesh)
+        divide(model, splits, dims.mesh)
         masters = lay_out(model, task.precision, world.device)
         draw(model, task, masters)
-        tables = tables_of(task, world, self.tables, gives=seat.feed.reads)
+        tables = tables_of(task, world, self.tables, gives=dims.broadcast.reads)
         update = LocalUpdate(
-            pieces(model, masters, first=seat.feed.reads),
+            pieces(model, masters, first=dims.broadcast.reads),
             task.optimizer,
             task.step.clip_norm,
             task.precision.loss_scale,
-            writes=seat.share.index == 0,
-            combine=seat.total,
-            reduce=seat.reduce,
+            writes=dims.dp_shard.index == 0,
+            combine=dims.total,
+            reduce=dims.reduce,
             tables=tables,
         )
-        return Spmd(Replica(model, task, world.device), update, task, world, seat, tables=tables)
+        return Spmd(Replica(model, task, world.device), update, task, world, dims, tables=tables)

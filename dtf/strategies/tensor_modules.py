@@ -22,7 +22,7 @@ from dtf.api.layout import Split
 from dtf.core.errors import ConfigError
 from dtf.distributed.collectives import fan, partial, scattered_total, total
 from dtf.distributed.sharding import bounds
-from dtf.model.microbatch import DROPOUTS
+from dtf.model.seeded_dropout import DROPOUTS
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

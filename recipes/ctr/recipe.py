@@ -13,7 +13,9 @@ from dtf.api.registry import option, register
 from dtf.api.schema import KeyProblem, show
 from dtf.api.sparse_table import Table
 from dtf.core.errors import ConfigError
-from dtf.recipes.ctr.data import ClicksOptions, DataOptions, LogOptions
+from dtf.recipes.ctr.data import DataOptions
+from dtf.recipes.ctr.generated_data import ClicksOptions
+from dtf.recipes.ctr.log_data import LogOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -199,7 +201,7 @@ class ClickThrough(Recipe):
             )
         return super().direction(metric)
 
-    def idle(self) -> dict[str, str]:
+    def inactive_keys(self) -> dict[str, str]:
         idle = {
             f"recipe.model.{key}": "recipe.model.kind"
             for key, kinds in OF_KINDS.items()
@@ -297,7 +299,7 @@ class ClickThrough(Recipe):
         return binary_cross_entropy_with_logits(outputs, _clicks(targets).to(outputs.dtype), reduction="none")
 
     def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
-        from dtf.model.metrics import weighted_sums
+        from dtf.model.losses import weighted_sums
 
         return weighted_sums(batch.weight, loss, outputs.sigmoid(), _clicks(batch.targets))
 

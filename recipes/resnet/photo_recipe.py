@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError
-from dtf.recipes.resnet.recipe import Arch, Classification, ModelOptions, SourceOptions, Stem
+from dtf.recipes.resnet.options import Arch, ModelOptions, SourceOptions, Stem
+from dtf.recipes.resnet.recipe import Classification
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

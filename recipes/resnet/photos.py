@@ -23,7 +23,7 @@ from dtf.core.errors import DataError
 from dtf.core.seeding import draws
 from dtf.recipes.resnet import augment, jpeg
 from dtf.recipes.resnet.crops import CROP_DRAWS, Part, random_part, shorter_side
-from dtf.recipes.resnet.odd import MOST_PIXELS, decode_any
+from dtf.recipes.resnet.decode_any import MOST_PIXELS, decode_any
 from dtf.recipes.resnet.store import Store
 
 _MARGIN = 2

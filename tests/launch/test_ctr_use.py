@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from dtf.core.errors import DataError
 from dtf.recipes.ctr import avazu
-from dtf.recipes.ctr.data import Format, Ids, Integers, LogOptions
+from dtf.recipes.ctr.log_data import Format, Ids, Integers, LogOptions
 from tests.conftest import Result
 from tests.support.ctr_log import content
 

@@ -95,7 +95,7 @@ def meet(
     launchers = []  # with them goes the store that rank 0 hosts
     import dtf.config.settings
 
-    dtf.config.settings.typed = lambda config: SimpleNamespace(of=config)  # type: ignore[assignment,return-value]
+    dtf.config.settings.parse_settings = lambda config: SimpleNamespace(of=config)  # type: ignore[assignment,return-value]
     for number in range(attempt + 1):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
         launchers.append(Env(devices="cpu", meet_timeout_s=wait_s))
@@ -207,7 +207,7 @@ def agree(rank: int, size: int, differ: bool) -> str:
     if differ and rank == size - 1:
         found = {"versions": {"torch": "2.14", "nccl": ""}, "training data": "90 rows"}
     try:
-        consistency.agree(World(Place(rank=rank, size=size)), found)
+        consistency.check_consistent(World(Place(rank=rank, size=size)), found)
         return ""
     except ConfigError as error:
         return str(error)

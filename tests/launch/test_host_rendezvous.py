@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dtf.core.consistency import digest, mixture
+from dtf.core.consistency import describe_differences, digest
 from dtf.core.errors import BusyError, ConfigError, Exit, PeerError, Preempted
 from dtf.core.types import Failed
 from dtf.launch.exit_cause import Outcome
@@ -360,9 +360,9 @@ def test_outcomes_travel() -> None:
 
 def test_a_mixture_names_who_differs() -> None:
     same = {"versions": {"nccl": "2.27"}, "training data": "100 ab"}
-    assert mixture({"rank 0 on a": same, "rank 1 on b": same}) == ""
+    assert describe_differences({"rank 0 on a": same, "rank 1 on b": same}) == ""
     other = {"versions": {"nccl": "2.26"}, "training data": "90 cd"}
-    text = mixture({"rank 0 on a": same, "rank 1 on a": same, "rank 2 on b": other})
+    text = describe_differences({"rank 0 on a": same, "rank 1 on a": same, "rank 2 on b": other})
     assert text.startswith(
         'ranks differ: rank 2 on b: training data="90 cd", rank 0 on a has "100 ab"; versions.nccl="2.26", rank 0 on '
         'a has "2.27"; give'

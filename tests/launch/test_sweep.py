@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtf.cli.main import main
-from dtf.cli.sweep import _Told
+from dtf.cli.sweep import _StopRequests
 from dtf.cli.trials import NOT_STARTED, Trial, folder_name, table
 from dtf.core.errors import Exit
 
@@ -161,14 +161,14 @@ def test_folders_of_trials_have_names_of_their_own_that_any_system_takes(both: l
     assert folder_name(["lr.peak=0.1", "strategy=dp"]) == "lr.peak=0.1,strategy=dp"
 
 
-def test_a_request_to_stop_is_heard_beside_whoever_handles_it() -> None:
+def test_a_request_to_stop_is_seen_beside_the_handler_of_its_signal() -> None:
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
-        with _Told() as told:
-            assert not told
+        with _StopRequests() as requested:
+            assert not requested
             os.kill(os.getpid(), signal.SIGTERM)
-            assert told and told, "once and for all"
+            assert requested and requested, "once and for all"
     finally:
         signal.signal(signal.SIGTERM, before)
-    with _Told() as told:
-        assert not told
+    with _StopRequests() as requested:
+        assert not requested

@@ -53,15 +53,15 @@ def images(tmp_path: Path) -> Path:
 
 
 def test_the_best_of_a_run_and_a_split_it_does_not_have(trained: Path, tmp_path: Path, run_dtf: Run) -> None:
-    from dtf.checkpoint.resolve_path import resolve_checkpoint
+    from dtf.checkpoint.resolve_path import resolve_checkpoints
     from dtf.core.errors import DataError
 
     evaluations = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     tops = {line["step"]: line["top1"] for line in evaluations if line["split"] == "eval"}
     best = max(tops, key=lambda step: (tops[step], -step))
-    assert [folder.name for folder in resolve_checkpoint(trained / "best", "job.model")] == [f"step_{best:06d}"]
+    assert [folder.name for folder in resolve_checkpoints(trained / "best", "job.model")] == [f"step_{best:06d}"]
     with pytest.raises(DataError, match=r"job\.model=.*/best holds no checkpoint|job\.model=.* holds no checkpoint"):
-        resolve_checkpoint(tmp_path / "best", "job.model")
+        resolve_checkpoints(tmp_path / "best", "job.model")
     result = run_dtf("job=evaluate", f"job.model={trained}/best", "job.split=test")
     assert result.code == 2 and "job.split=test: ResnetShapes has no such rows; use train or eval" in result.err
 

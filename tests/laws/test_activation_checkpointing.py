@@ -18,10 +18,12 @@ from dtf.api.recipe import Recipe
 from dtf.api.registry import register
 from dtf.core.errors import ConfigError, Exit
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
+from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import init_model
 from dtf.model.memory import Footprint
-from dtf.model.microbatch import BatchNormStatistics, SeededDropout
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
+from dtf.model.seeded_dropout import SeededDropout
+from dtf.recipes.resnet.options import Arch, ModelOptions
+from dtf.recipes.resnet.recipe import ResnetShapes
 from tests.conftest import Result
 from tests.support.harness import spread, variants
 from tests.support.ranks import ranks
@@ -88,8 +90,8 @@ def test_micro_batches_may_overlap(remat: Remat) -> None:
         statistics.begin(2, 2, 1)
         sums = []
         for j in range(2):
-            masks.enter(0, j)
-            statistics.enter(j)
+            masks.begin_micro_batch(0, j)
+            statistics.begin_micro_batch(j)
             sums.append(
                 model(torch.full((5, 8), 1.0 + j, dtype=torch.float64) * torch.arange(1, 6)[:, None]).square().sum()
             )
@@ -128,11 +130,11 @@ def test_blocks_forget() -> None:
         assert [name for name, _ in model.named_parameters()] == names
         found[remat] = footprint(model, 4)
     whole = found[Remat.none]
-    assert whole.again == 0
-    assert found[Remat.blocks].kept < 0.33 * whole.kept
-    assert found[Remat.blocks].kept + found[Remat.blocks].again < 0.5 * whole.kept
-    assert found[Remat.selective].kept < 0.8 * whole.kept
-    assert found[Remat.selective].again < found[Remat.blocks].again
+    assert whole.recomputed_bytes == 0
+    assert found[Remat.blocks].saved_bytes < 0.33 * whole.saved_bytes
+    assert found[Remat.blocks].saved_bytes + found[Remat.blocks].recomputed_bytes < 0.5 * whole.saved_bytes
+    assert found[Remat.selective].saved_bytes < 0.8 * whole.saved_bytes
+    assert found[Remat.selective].recomputed_bytes < found[Remat.blocks].recomputed_bytes
 
 
 class _Count(TorchDispatchMode):
@@ -150,7 +152,7 @@ class _Count(TorchDispatchMode):
 def test_selective_multiplies_no_matrix_twice() -> None:
     def products(remat: Remat) -> int:
         model, masks, _ = residual(remat)
-        masks.enter(0, 0)
+        masks.begin_micro_batch(0, 0)
         with _Count(lambda operator: operator.name() in ("aten::mm", "aten::addmm")) as count:
             model(torch.ones(4, 8, dtype=torch.float64).cumsum(0)).sum().backward()
         return count.times

@@ -20,7 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dtf.checkpoint import storage
-from dtf.checkpoint.checkpointer import TORCH_DTYPES, Every
+from dtf.checkpoint.boxes import TORCH_DTYPES
+from dtf.checkpoint.checkpointer import Every
 from dtf.checkpoint.manifest import BLOCK_BYTES, intersect
 from dtf.checkpoint.safetensors_format import header, slots
 from dtf.core.errors import BusyError, ConfigError, DataError

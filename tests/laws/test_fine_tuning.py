@@ -17,9 +17,9 @@ from torch import Tensor
 from dtf.api.name_patterns import check_used, covers, factor
 from dtf.api.options import FineTuning
 from dtf.core.errors import ConfigError, DataError
-from dtf.model.ema import Averaged
+from dtf.model.ema import EmaOptimizer
 from dtf.model.init import build_on_meta, init_model
-from dtf.model.pretrained import fitted, open_weights
+from dtf.model.pretrained import match_weights, open_weights
 from dtf.optim.optimizers import Sgd
 from dtf.optim.update import LocalUpdate, full_params
 from tests.support.harness import difference, reference, spread, variants
@@ -128,7 +128,7 @@ def test_a_factor_is_a_learning_rate_of_its_own() -> None:
 
 def test_averages_are_what_their_definition_says() -> None:
     parameter = torch.nn.Parameter(torch.full((2, 3), 4.0))
-    bound = Averaged(Sgd(momentum=0.0), 0.5).bind({"w": parameter.data})
+    bound = EmaOptimizer(Sgd(momentum=0.0), 0.5).bind({"w": parameter.data})
     average, value = torch.full((2, 3), 4.0), parameter.data
     for step in range(12):
         bound.apply([torch.ones(2, 3)], 0.1, None)
@@ -150,7 +150,7 @@ def test_averages_are_evaluated_and_weights_go_on() -> None:
 
 
 def test_averages_of_bf16_parameters_are_kept_in_fp32() -> None:
-    bound = Averaged(Sgd(momentum=0.0), 0.999).bind({"w": torch.ones(4, dtype=torch.bfloat16)})
+    bound = EmaOptimizer(Sgd(momentum=0.0), 0.999).bind({"w": torch.ones(4, dtype=torch.bfloat16)})
     assert bound.states["w"]["ema"].dtype is torch.float32
 
 
@@ -158,7 +158,7 @@ def test_averages_of_bf16_parameters_are_kept_in_fp32() -> None:
 def test_weights_and_averages_come_back_from_an_evaluation_bit_for_bit(dtype: torch.dtype) -> None:
     model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
     update = LocalUpdate(
-        full_params(model, {"weight": model.weight.data}), Averaged(Sgd(), 0.9), clip_norm=0.0, loss_scale=0.0
+        full_params(model, {"weight": model.weight.data}), EmaOptimizer(Sgd(), 0.9), clip_norm=0.0, loss_scale=0.0
     )
     for step in range(3):
         model.weight.grad = torch.full_like(model.weight, 0.37)
@@ -225,7 +225,7 @@ def made(tmp_path: Path) -> Made:
 
 def take(place: str, whole: bool = False) -> tuple[dict[str, Tensor], Any]:
     recipe = Toy(model=FineTuning(weights=place))
-    weights, fit = fitted(
+    weights, fit = match_weights(
         open_weights(place, "recipe.model.weights"), recipe, build_on_meta(recipe), "recipe.model.weights", whole
     )
     return {name: weights.read(name) for name in fit.kept}, fit
@@ -244,7 +244,7 @@ def test_files_as_training_scripts_write_them(wrap: str, prefix: str, made: Made
     if wrap == "safetensors":
         save_file(tensors, made.folder / "file.safetensors")
     place = str(made.folder / "file.safetensors") if wrap == "safetensors" else made.file("file.ckpt", wrapped[wrap])
-    weights, _ = fitted(open_weights(place, "job.model"), Toy(), build_on_meta(Toy()), "job.model", whole=True)
+    weights, _ = match_weights(open_weights(place, "job.model"), Toy(), build_on_meta(Toy()), "job.model", whole=True)
     assert weights.about == (f"{place} (names without {prefix!r})" if prefix else place)
     found, fit = take(place, whole=True)
     assert set(found) == {name for name in made.tensors if not name.endswith("num_batches_tracked")}

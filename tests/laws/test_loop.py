@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from dtf.api.lr import Constant, Plateau
-from dtf.api.sampler import Epochs, Sequential
-from dtf.api.strategy import Program, Source
+from dtf.api.strategy import Program
+from dtf.api.task import Source
 from dtf.core.errors import DataError, DivergedError, DtfError
 from dtf.core.types import Batch, Evaluate, Evaluated, Log, Poll, Save, Shard, State, StepOutput, Stop, Ticket, Train
+from dtf.data.samplers import Epochs, Sequential
 from dtf.engine import loop as engine
 from dtf.engine.clock import Clock, Plan, PlannedClock
 from dtf.engine.loop import Loop, fit

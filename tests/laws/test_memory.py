@@ -19,20 +19,21 @@ from dtf.api.layout import Layout, Split
 from dtf.api.options import Remat, StepOptions
 from dtf.api.precision import Precision
 from dtf.api.registry import lookup, register
-from dtf.api.sampler import Epochs, Sequential
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.config.settings import load_parts
 from dtf.core.text import bytes_text, memory_text
 from dtf.core.types import Ended, Memory, Place, Started, Train
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Sequential
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
-from dtf.model.ema import averaged
+from dtf.model.ema import with_ema
 from dtf.model.init import init_model
 from dtf.model.memory import Footprint, MemoryMeter, activations, table_row
-from dtf.model.microbatch import SeededDropout
+from dtf.model.seeded_dropout import SeededDropout
 from dtf.observers.terminal import Screen
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
+from dtf.recipes.resnet.options import Arch, ModelOptions
+from dtf.recipes.resnet.recipe import ResnetShapes
 from tests.conftest import Result
 from tests.support.harness import _enums
 from tests.support.ranks import ranks
@@ -62,9 +63,9 @@ def footprint(model: nn.Module, rows: int) -> Footprint:
 def test_a_full_micro_batch_is_told_from_few_rows(remat: Remat) -> None:
     model = resnet(remat)
     few, more, full = (footprint(model, rows) for rows in (2, 4, 32))
-    assert activations([(2, few), (4, more)], 32) == full.kept + full.again
+    assert activations([(2, few), (4, more)], 32) == full.saved_bytes + full.recomputed_bytes
     # one size only: all grows with the rows
-    assert activations([(2, few), (2, few)], 32) == pytest.approx(full.kept + full.again, rel=0.01)
+    assert activations([(2, few), (2, few)], 32) == pytest.approx(full.saved_bytes + full.recomputed_bytes, rel=0.01)
 
 
 def test_what_is_kept_is_what_autograd_saves() -> None:
@@ -80,7 +81,7 @@ def test_what_is_kept_is_what_autograd_saves() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         total = model(x).square().sum()
-    assert abs(footprint(model, 8).kept - sum(saved.values())) <= 64  # the loss itself
+    assert abs(footprint(model, 8).saved_bytes - sum(saved.values())) <= 64  # the loss itself
     total.backward()
 
 
@@ -116,7 +117,7 @@ def made(
     step = StepOptions(batch_size=rows, micro_batch_rows=micro, ema=ema)
     task = Task(
         recipe,
-        averaged(lookup("optimizer", optimizer)(), ema),
+        with_ema(lookup("optimizer", optimizer)(), ema),
         Precision(),
         step,
         0,

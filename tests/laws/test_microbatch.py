@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dtf.api.sampler import share
 from dtf.core.errors import ConfigError
 from dtf.core.types import Shard
-from dtf.model.microbatch import BatchNormStatistics, SeededDropout
+from dtf.data.samplers import share
+from dtf.model.batch_statistics import BatchNormStatistics
+from dtf.model.seeded_dropout import SeededDropout
 
 
 def simulate(
@@ -27,7 +28,7 @@ def simulate(
             if first == last:
                 layer(torch.full((4, 3), 1e6, dtype=torch.float64))  # padding must leave no trace
             for j in range(last - first):
-                running.enter(j)
+                running.begin_micro_batch(j)
                 layer(micro_batches[first + j])
             running.end()
     means, variances = zip(*(running.tensors() for running in statistics), strict=True)
@@ -67,7 +68,7 @@ def test_momentum_returns_to_its_own_after_accumulation() -> None:
     for own in (3, 1):
         running.begin(own, own, 1)
         for j in range(own):
-            running.enter(j)
+            running.begin_micro_batch(j)
         running.end()
     assert layer.momentum == pytest.approx(0.1)
 
@@ -83,7 +84,7 @@ def test_masks_depend_on_seed_step_micro_batch_and_name_only() -> None:
     def draw(seed: int, step: int, k: int, name: str) -> torch.Tensor:
         layer, masks = dropout(name=name, seed=seed)
         torch.rand(int(torch.randint(1, 9, ())))  # whatever else drew before
-        masks.enter(step, k)
+        masks.begin_micro_batch(step, k)
         return layer(x)
 
     base = draw(0, 5, 2, "a")
@@ -103,7 +104,7 @@ def test_masks_depend_on_seed_step_micro_batch_and_name_only() -> None:
 )
 def test_dropout_keeps_its_mean_and_its_share(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
     layer, masks = dropout(kind)
-    masks.enter(0, 0)
+    masks.begin_micro_batch(0, 0)
     out = layer(torch.ones(shape))
     assert {round(v, 5) for v in out.unique().tolist()} == {0.0, round(1 / 0.6, 5)}
     assert out.mean().item() == pytest.approx(1.0, abs=0.05)
@@ -115,9 +116,9 @@ def test_dropout_keeps_its_mean_and_its_share(kind: type[nn.Module], shape: tupl
 
 def test_functional_randomness_follows_the_micro_batch_too() -> None:
     _, masks = dropout()
-    masks.enter(3, 1)
+    masks.begin_micro_batch(3, 1)
     first = torch.rand(5)
-    masks.enter(3, 1)
+    masks.begin_micro_batch(3, 1)
     assert torch.equal(first, torch.rand(5))
 
 
@@ -127,7 +128,7 @@ def test_a_users_own_dropout_keeps_its_forward() -> None:
             return 3 * input
 
     layer, masks = dropout(Tripled)
-    masks.enter(0, 0)
+    masks.begin_micro_batch(0, 0)
     assert torch.equal(layer(torch.ones(3)), 3 * torch.ones(3))
     assert isinstance(dropout()[0], nn.Dropout)
 
@@ -144,7 +145,7 @@ def test_a_frozen_layer_keeps_its_averages_on_uneven_shares() -> None:
     for _ in range(3):
         running.begin(2, 5, 2)
         for j in range(2):
-            running.enter(j)
+            running.begin_micro_batch(j)
             layer(torch.randn(4, 3))
         running.end()
     assert [t.tolist() for t in running.tensors()] == [[0.0] * 3, [1.0] * 3]

@@ -1,7 +1,7 @@
 """Law: a checkpoint that an earlier version wrote goes on, to the numbers that version would have reached.
 
-`data/checkpoints_0.1` holds, for each way to spread a run, the checkpoints of steps 4 and 8 that the commit before dtf's
-modules moved into packages wrote: 24 rows a step, fp64, two processes, the options below.
+`data/checkpoints_0.1` holds, for each way to spread a run, the checkpoints of steps 4 and 8 that the commit before
+dtf's modules moved into packages wrote: 24 rows a step, fp64, two processes, the options below.
 """
 
 from __future__ import annotations

@@ -20,13 +20,14 @@ from dtf.api.options import Remat, StepOptions
 from dtf.api.precision import Precision
 from dtf.api.recipe import Recipe
 from dtf.api.registry import register
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
 from dtf.model.init import build_on_meta
 from dtf.optim.optimizers import AdamW
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions
+from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions
+from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.pipeline import cost_model
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from dtf.strategies.pipeline.partition import Cost

@@ -12,13 +12,13 @@ from torch.nn.functional import cross_entropy
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.recipe import Dataset
-from dtf.api.sampler import Epochs, Shuffle
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
+from dtf.data.samplers import Epochs, Shuffle
 from dtf.distributed.world import World
 from dtf.model.init import init_model
-from dtf.model.metrics import weighted_sums
+from dtf.model.losses import weighted_sums
 from dtf.optim.optimizers import Sgd
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.dp import Dp

@@ -18,7 +18,7 @@ import pytest
 from docs import pictures
 from dtf.core.errors import INTERRUPTED, Exit
 from dtf.core.types import Measured, Note, Started
-from dtf.jobs.fault_injection import Witness
+from dtf.jobs.fault_injection import KillTrigger
 
 SMALL = [
     "job=relay",
@@ -110,7 +110,7 @@ def test_what_cannot_run_is_refused_before_anything_runs(run_dtf: Any, override:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, Exit.PREEMPTED), (signal.SIGINT, INTERRUPTED)])
-@pytest.mark.parametrize("moment", ["dtf.jobs.relay._go", "dtf.runs.compare.Evidence.read"])
+@pytest.mark.parametrize("moment", ["dtf.jobs.relay._run_segment", "dtf.runs.compare.RecordedRun.read"])
 def test_a_signal_while_no_ranks_run_leaves_nothing(
     run_dtf: Any, monkeypatch: pytest.MonkeyPatch, moment: str, number: int, code: int
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_signal_while_no_ranks_run_leaves_nothing(
             go(*arguments)
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr("dtf.jobs.relay._go", go)
+    monkeypatch.setattr("dtf.jobs.relay._run_segment", go)
     monkeypatch.setattr(moment, stop)
     done = run_dtf(*SMALL, legs("ddp"))
     assert done.code == code and folders and not list(done.folder.iterdir())
@@ -140,12 +140,12 @@ def measured(step: int) -> Measured:
     return Measured("train", step, 0.0, 0.0, {"loss": 1.0})
 
 
-def test_a_witness_kills_once_and_notes_from_where_the_run_goes_on() -> None:
+def test_a_trigger_kills_once_and_notes_from_where_the_run_goes_on() -> None:
     kills: list[int] = []
-    witness = Witness(5, lambda: kills.append(1))
+    trigger = KillTrigger(5, lambda: kills.append(1))
     for event in (Started(0, 9, 9, {}), measured(4), measured(5), measured(6)):
-        witness.see(event)
-    assert witness.killed("rank 1") is None, "nobody has missed it"
+        trigger.see(event)
+    assert trigger.record("rank 1") is None, "the run has not noticed it"
     for event in (
         Note("warning", "rank 1: killed by SIGKILL; restart 1 of 3"),
         Started(3, 9, 9, {}),
@@ -154,21 +154,21 @@ def test_a_witness_kills_once_and_notes_from_where_the_run_goes_on() -> None:
         measured(6),
         measured(7),
     ):
-        witness.see(event)
-    killed = witness.killed("rank 1")
+        trigger.see(event)
+    killed = trigger.record("rank 1")
     assert kills == [1] and killed is not None and (killed.at, killed.again) == (6, 3)
 
 
 def test_one_that_is_replaced_alone_costs_no_step() -> None:
-    witness = Witness(2, lambda: None)
+    trigger = KillTrigger(2, lambda: None)
     for event in (
         measured(2),
         Note("warning", "rank 2 (trainer): killed by SIGKILL; it alone is started again, 1 of 3"),
         measured(3),
         measured(4),
     ):
-        witness.see(event)
-    killed = witness.killed("trainer 1")
+        trigger.see(event)
+    killed = trigger.record("trainer 1")
     assert killed is not None and (killed.at, killed.again) == (2, 2)
 
 

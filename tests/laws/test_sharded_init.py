@@ -8,12 +8,13 @@ import pytest
 
 from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.optim.optimizers import AdamW
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes
+from dtf.recipes.resnet.options import Arch, ModelOptions
+from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.fsdp import Fsdp, Unit
 from tests.support.ranks import ranks
 

@@ -17,7 +17,7 @@ import torch
 from dtf.api.options import StepOptions
 from dtf.api.registry import lookup, registered
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import DataError
 from dtf.core.types import Place
 from dtf.distributed.world import World
@@ -138,8 +138,8 @@ TABLED, SINGLE = (
 ROWS = ("strategy=pserver", "strategy.dense=allreduce")
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (
-        (*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=3"),
-        "table who has 2 columns, too few for 3 ranks",
+        (*TABLED, "strategy=ddp", "strategy.tables=column_wise", "launcher.processes=3"),
+        "strategy.tables=column_wise: table who has 2 columns, too few for 3 ranks",
     ),
     (
         (*TABLED, "strategy=fsdp", "strategy.tables=columns", "sparse=rowwise_adagrad", "launcher.processes=2"),
@@ -147,9 +147,9 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         (*SINGLE, "strategy=tensor", "strategy.tables=tables", "launcher.processes=2"),
-        "strategy.tables=tables puts whole tables on ranks, and GeneratedClicks has one",
+        "strategy.tables=table_wise puts whole tables on ranks, and GeneratedClicks has one",
     ),
-    ((*SINGLE, "strategy=pipeline", "strategy.tables=tables", "launcher.processes=2"), "use strategy.tables=rows"),
+    ((*SINGLE, "strategy=pipeline", "strategy.tables=tables", "launcher.processes=2"), "use strategy.tables=row_wise"),
     (
         ("recipe=resnet_shapes", *ROWS),
         "strategy.dense=allreduce leaves sparse tables to servers, and resnet_shapes has none; use "

@@ -17,14 +17,15 @@ from dtf.api.layout import Split
 from dtf.api.options import Remat, StepOptions
 from dtf.api.precision import Precision
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
 from dtf.model.error_context import name_failing_module
 from dtf.model.memory import Footprint
 from dtf.optim.optimizers import AdamW
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, ShapesOptions, Stem
+from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions, Stem
+from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.tensor import Tensor as TensorStrategy
 from tests.support.ranks import ranks
 
@@ -192,7 +193,7 @@ SPLITS |= {"grouped": Split.local, "channels": Split.local, "back": Split.row, "
 def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split]) -> tuple[nn.Module, nn.Module]:
     """A model, whole and divided, with the same numbers and masks."""
     from dtf.distributed.sharding import local, offset
-    from dtf.model.microbatch import SeededDropout
+    from dtf.model.seeded_dropout import SeededDropout
     from dtf.strategies.tensor_modules import divide
 
     torch.manual_seed(0)
@@ -207,7 +208,7 @@ def pair(mesh: Any, build: Callable[[], nn.Module], splits: Mapping[str, Split])
             here = local(tensor)
             here.copy_(state[name][tuple(slice(at, at + n) for at, n in zip(offset(tensor), here.shape, strict=True))])
     for model in (whole, parts):
-        SeededDropout(model, 0, torch.device("cpu")).enter(0, 0)
+        SeededDropout(model, 0, torch.device("cpu")).begin_micro_batch(0, 0)
     return whole, parts
 
 
@@ -299,7 +300,7 @@ def forgetful(rank: int, size: int) -> dict[str, Any]:
     """By kind of rematerialisation: gradients, and bytes that a block with both kinds of sums keeps for a row."""
     from dtf.distributed.sharding import local
     from dtf.model.activation_checkpointing import apply_activation_checkpointing
-    from dtf.model.microbatch import SeededDropout
+    from dtf.model.seeded_dropout import SeededDropout
 
     def build() -> nn.Module:
         scattered = [
@@ -326,7 +327,7 @@ def forgetful(rank: int, size: int) -> dict[str, Any]:
                 parts(torch.arange(400.0, dtype=torch.float64).view(100, 4).cos()).square().sum().backward()
                 for _ in range(4):
                     dist.all_reduce(torch.zeros(1))
-            kept.append(footprint.kept / 100 / 8)
+            kept.append(footprint.saved_bytes / 100 / 8)
         found[kind.value] = [[local(p.grad).tolist() for p in parts.parameters() if p.grad is not None], min(kept)]
     return found
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from dtf.api.options import StepOptions
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.pserver.net.codec import Array, Schema, decode, encode
 from dtf.pserver.net.compression import WIRE_DTYPES, compress, decompress, rounded

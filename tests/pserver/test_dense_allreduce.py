@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dtf.api.registry import lookup, registered
-from dtf.checkpoint.checkpointer import Stored, write_boxes
+from dtf.checkpoint.boxes import StoredCheckpoint, write_boxes
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.pserver.net.codec import Message, decode, encode
@@ -100,7 +100,9 @@ class Asked:
             name: ServerShard(SparseTable(spec, lookup("sparse", "sgd")(), 0, name), world)
             for name, spec in self.recipe.tables().items()
         }
-        self.row_server = RowServer(ServerShards(shards, world), self.recipe, trainers, 3, folder, Stored, write_boxes)
+        self.row_server = RowServer(
+            ServerShards(shards, world), self.recipe, trainers, 3, folder, StoredCheckpoint, write_boxes
+        )
         self.update = {"version": 0, "factor": 0.0, "lr": 0.0, "step": 0}
 
     def __call__(self, method: str, scalars: dict[str, Any], arrays: dict[str, np.ndarray]) -> Message:

@@ -17,7 +17,7 @@ from dtf.pserver.options import Mode
 from dtf.pserver.server import handlers
 from dtf.pserver.server.handlers import Servicer
 from dtf.pserver.server.program import ServerProgram
-from dtf.sparse.sharded_tables import owner_of
+from dtf.sparse.table_layouts import owner_of
 from tests.support.one_server import (
     SOON_S,
     greet,

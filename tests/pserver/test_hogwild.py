@@ -15,7 +15,8 @@ import torch
 
 from dtf.api.options import StepOptions
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import RoleContext, Task
+from dtf.api.strategy import RoleContext
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place
 from dtf.optim.optimizers import Sgd

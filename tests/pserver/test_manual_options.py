@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dtf.api.strategy import Task
-from dtf.core.consistency import common
+from dtf.api.task import Task
+from dtf.core.consistency import keys_of_all_commands
 from dtf.core.errors import ConfigError, PeerError
 from dtf.jobs.status import ask
 from dtf.pserver import manual_start
@@ -152,7 +152,11 @@ def test_what_commands_must_have_alike() -> None:
         "observer": {"x": 1},
         "launcher": {"a": 1},
     }
-    assert common(base) == common(other) == {"seed": 1, "run": {"objective": ""}, "strategy": {"mode": "sync"}}
+    assert (
+        keys_of_all_commands(base)
+        == keys_of_all_commands(other)
+        == {"seed": 1, "run": {"objective": ""}, "strategy": {"mode": "sync"}}
+    )
 
 
 def test_nobody_answers() -> None:

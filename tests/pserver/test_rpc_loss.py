@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import pytest
 
-from dtf.api.strategy import RoleContext, Task
+from dtf.api.strategy import RoleContext
+from dtf.api.task import Task
 from dtf.core.errors import AuthError, PeerError
 from dtf.core.types import Place
 from dtf.pserver import manual_rendezvous

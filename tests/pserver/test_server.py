@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dtf.api.options import StepOptions
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import SaveError
 from dtf.core.types import Place
 from dtf.distributed.world import World

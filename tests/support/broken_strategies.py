@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtf.api.recipe import Dataset
 from dtf.api.registry import option, register
-from dtf.api.strategy import Program, Task
+from dtf.api.strategy import Program
+from dtf.api.task import Task
 from dtf.core.types import Shard
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.fsdp import Fsdp

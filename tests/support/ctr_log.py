@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dtf.api.recipe import Dataset
-from dtf.recipes.ctr.data import Integers, LogOptions
+from dtf.recipes.ctr.log_data import Integers, LogOptions
 
 ROWS = 1000
 

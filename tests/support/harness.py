@@ -20,19 +20,20 @@ from dtf.api.lr import Constant
 from dtf.api.options import FineTuning, Remat, StepOptions
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.registry import lookup, registered
-from dtf.api.sampler import Epochs, Sequential, Shuffle, Tail
-from dtf.api.strategy import Task
+from dtf.api.sampler import Tail
+from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.config.settings import load_parts
 from dtf.core.types import Box, Measured, Place, Saved, Shard, State
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Sequential, Shuffle
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan, PlannedClock
 from dtf.engine.loop import Loop, fit
-from dtf.model.ema import averaged
-from dtf.model.forward import stand_ins
+from dtf.model.ema import with_ema
+from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import build_on_meta
-from dtf.model.pretrained import fitted, open_weights
+from dtf.model.pretrained import match_weights, open_weights
 from dtf.runs.compare import in_order
 from dtf.strategies.pipeline import cost_model
 from dtf.strategies.spmd import SHARE
@@ -105,8 +106,10 @@ def train(
     step = StepOptions(
         batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm, remat=Remat(remat), ema=ema
     )
-    start_from = fitted(open_weights(weights, "weights"), toy, build_on_meta(toy), "weights")[0] if weights else None
-    stepper = averaged(lookup("optimizer", optimizer)(lr_factors=lr_factors or {}), ema)
+    start_from = (
+        match_weights(open_weights(weights, "weights"), toy, build_on_meta(toy), "weights")[0] if weights else None
+    )
+    stepper = with_ema(lookup("optimizer", optimizer)(lr_factors=lr_factors or {}), ema)
     task = Task(
         toy,
         stepper,
@@ -122,7 +125,7 @@ def train(
     chosen = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options))
     world = World(Place(rank=rank, size=size, slots=slots or size))
     training, evaluation = toy.open_data("train", 0), toy.open_data("eval", 0)
-    task = replace(task, sample=lambda rows: stand_ins(training.fetch(np.arange(rows), 0)[0], toy.tables()))
+    task = replace(task, sample=lambda rows: zero_rows_for_tables(training.fetch(np.arange(rows), 0)[0], toy.tables()))
     chosen.check(task, slots or size, "cpu")
     several = len(chosen.roles(1)) > 1
     networks: list[LossyTransport] = []

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtf.api.strategy import Program, RoleContext, Strategy, Task
+from dtf.api.strategy import Program, RoleContext, Strategy
+from dtf.api.task import Task
 from dtf.core.types import Place
 from dtf.pserver.net import shared_memory
 from dtf.pserver.net.codec import WireError

@@ -14,7 +14,7 @@ import torch
 
 from dtf.api.options import StepOptions
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.types import Place, Train
 from dtf.distributed.world import World
 from dtf.optim.optimizers import Sgd

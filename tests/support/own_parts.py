@@ -14,7 +14,7 @@ from dtf.api.job import Job
 from dtf.api.observer import Observer
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import DataError, Preempted
 from dtf.core.types import Event
 from dtf.strategies.dp import Dp

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtf.api.strategy import Program, Strategy, Task
+from dtf.api.strategy import Program, Strategy
+from dtf.api.task import Task
 from dtf.core.errors import Exit, PeerError
 from dtf.core.types import Event, Failed, Place
 from dtf.distributed.world import World

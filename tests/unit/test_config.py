@@ -11,9 +11,12 @@ import pytest
 
 from dtf.api.registry import lookup, registered
 from dtf.api.schema import unset
+from dtf.api.sparse_table import Placement
 from dtf.config.compose import Composed, Composer, compose
 from dtf.config.settings import GROUPS, parse_settings
+from dtf.core.consistency import digest
 from dtf.core.errors import ConfigError, DataError
+from dtf.runs.run_folder import identity
 
 PLUGIN = "plugins=[tests.support.own_parts]"
 Write = Callable[[str, str], Path]
@@ -150,7 +153,7 @@ def test_plugins_named_in_files_bring_the_options_those_files_choose(
     write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "front_late.py").write_text(
-        "from dtf.api.registry import register, option\nfrom dtf.api.sampler import Shuffle\n"
+        "from dtf.api.registry import register, option\nfrom dtf.data.samplers import Shuffle\n"
         "@register('sampler', 'front_late')\nclass Late(Shuffle):\n    twist: int = option(default=1, doc='d')\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -272,3 +275,25 @@ def test_parts_are_asked_before_ranks_start(composer: Composer) -> None:
     ):
         with pytest.raises(ConfigError, match=key):
             composer.compose(overrides).check()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("row_wise", "rows"), ("column_wise", "columns"), ("table_wise", "tables"), ("replicated", "replicated")],
+)
+def test_both_spellings_of_a_placement_are_one_run(composer: Composer, strategy: str, name: str, value: str) -> None:
+    by_name, by_value = (
+        composer.compose([f"strategy={strategy}", f"strategy.tables={word}"]) for word in (name, value)
+    )
+    assert by_name.config == by_value.config
+    assert by_name.config["strategy"]["tables"] == value  # as in the config of a run of an earlier release
+    assert identity(by_name.config) == identity(by_value.config)
+    assert digest(by_name.config) == digest(by_value.config)
+    assert vars(by_name.settings.strategy)["tables"] is Placement(value) is Placement[name]
+
+
+def test_an_unknown_placement_is_answered_with_all_spellings(composer: Composer) -> None:
+    with pytest.raises(ConfigError, match="strategy.tables=row_wize is no choice; did you mean row_wise") as caught:
+        composer.compose(["strategy=fsdp", "strategy.tables=row_wize"])
+    assert all(f" {word}" in str(caught.value) for word in ("rows", "row_wise", "replicated", "table_wise", "tables"))

@@ -94,7 +94,7 @@ def test_fits(hint: Any, value: object, fitted: object, typed: object) -> None:
         (str, None, "key=null is not of type text"),
         (str, 1.5, "key=1.5 is not of type text"),
         (str, [1], "key=[1] is not of type text"),
-        (Color, "rod", "key=rod is no choice; choices: b, r"),
+        (Color, "rod", "key=rod is no choice; did you mean red? choices: b, blue, r, red"),
         (int | None, "x", "key=x is not of type int | null"),
         (Literal["a", 1], True, "type a | 1"),
         (list[int], [1, "x"], "key[1]=x is not of type int"),

@@ -17,7 +17,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console as Terminal
 
-from dtf.core.text import Course, Pace, number_text, plain_text, time_text
+from dtf.core.text import MetricHistory, StepRate, number_text, plain_text, time_text
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
 from dtf.observers.console import Console, Lines
 from dtf.observers.terminal import Bar, Screen
@@ -248,7 +248,7 @@ def test_redirected_errors_stay_redirected(tmp_path, monkeypatch):
 
 
 def test_pace_forgets_what_was_before_a_restart_and_long_ago():
-    pace = Pace(memory=3)
+    pace = StepRate(memory=3)
     pace.restart(0)
     assert pace.seconds_for(10) is None
     for step, seconds in ((10, 100.0), (20, 101.0), (30, 102.0), (40, 103.0)):
@@ -261,7 +261,7 @@ def test_pace_forgets_what_was_before_a_restart_and_long_ago():
 
 
 def test_a_course_keeps_its_shape_in_bounded_memory():
-    course = Course(memory=64)
+    course = MetricHistory(memory=64)
     for step in range(100_000):
         course.add(step, float(step))
         course.add(step, float("nan"))

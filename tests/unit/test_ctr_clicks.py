@@ -18,7 +18,8 @@ import pytest
 
 from dtf.core.errors import ConfigError
 from dtf.recipes.ctr.clicks import BIAS, SHARES, Generated, World, write_criteo
-from dtf.recipes.ctr.data import ClicksOptions, Ids, LogOptions, Mode
+from dtf.recipes.ctr.generated_data import ClicksOptions
+from dtf.recipes.ctr.log_data import Ids, LogOptions, Mode
 
 
 def opened(split: str = "eval", **values: float) -> Generated:

@@ -16,16 +16,17 @@ import pytest
 
 from dtf.api.recipe import Dataset
 from dtf.api.registry import registered
-from dtf.api.sampler import Epochs, Shuffle, Tail
+from dtf.api.sampler import Tail
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
 from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs, Shuffle
 from dtf.recipes.ctr import lines
 from dtf.recipes.ctr import log as log_module
-from dtf.recipes.ctr.data import BadRecords, Format, Ids, Integers, LogOptions, Mode
 from dtf.recipes.ctr.encode import Encoder
 from dtf.recipes.ctr.hashing import key_of
 from dtf.recipes.ctr.log import Parsed
+from dtf.recipes.ctr.log_data import BadRecords, Format, Ids, Integers, LogOptions, Mode
 from dtf.recipes.ctr.vocabulary import Vocabulary, count
 from tests.support.ctr_log import ROWS, content, numbers, options, written
 
@@ -251,7 +252,7 @@ def test_checking_a_recipe_reads_no_log_and_needs_no_torch(tmp_path: Path) -> No
     written(tmp_path, content(0, 9))
     code = (
         "import sys\n"
-        "from dtf.recipes.ctr.data import Ids, LogOptions\n"
+        "from dtf.recipes.ctr.log_data import Ids, LogOptions\n"
         "from dtf.recipes.ctr.recipe import ClickLog, ModelOptions, Place\n"
         f"data = LogOptions(train={str(tmp_path / 'train')!r}, eval={str(tmp_path / 'train')!r}, "
         f"cache={str(tmp_path / 'cache')!r}, ids=Ids.vocabulary)\n"

@@ -18,8 +18,8 @@ import torch
 from dtf.core.errors import DataError
 from dtf.recipes.ctr import cache, files
 from dtf.recipes.ctr import log as log_module
-from dtf.recipes.ctr.data import BadRecords, Format, Ids, Integers, LogOptions, Mode
 from dtf.recipes.ctr.hashing import key_of
+from dtf.recipes.ctr.log_data import BadRecords, Format, Ids, Integers, LogOptions, Mode
 from tests.support.ctr_log import ROWS, content, numbers, options, written
 
 

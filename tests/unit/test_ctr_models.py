@@ -19,8 +19,8 @@ from dtf.config.compose import compose
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
 from dtf.model.init import init_model, layout_of
-from dtf.recipes.ctr.data import Ids, LogOptions
 from dtf.recipes.ctr.grouped import Grouped
+from dtf.recipes.ctr.log_data import Ids, LogOptions
 from dtf.recipes.ctr.model import (
     DCN,
     DLRM,

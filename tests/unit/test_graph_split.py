@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
+from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import build_on_meta, init_model
-from dtf.model.microbatch import BatchNormStatistics, SeededDropout
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetShapes, Stem
+from dtf.model.seeded_dropout import SeededDropout
+from dtf.recipes.resnet.options import Arch, ModelOptions, Stem
+from dtf.recipes.resnet.recipe import ResnetShapes
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from tests.support.toy import Toy
 
@@ -163,7 +165,7 @@ def test_any_cut_computes_the_same(name: str, fine: bool) -> None:
         model.load_state_dict(before)
         model.zero_grad()
         for stage in stages:
-            SeededDropout(stage, 5, torch.device("cpu")).enter(1, 2)
+            SeededDropout(stage, 5, torch.device("cpu")).begin_micro_batch(1, 2)
         return run(stages, sample)
 
     whole = result([model])

@@ -17,7 +17,8 @@ from PIL import Image
 
 from dtf.core.errors import ConfigError, DataError
 from dtf.recipes.resnet import cache, decode, tree
-from dtf.recipes.resnet.recipe import FolderOptions, ModelOptions, ResnetFolder
+from dtf.recipes.resnet.options import FolderOptions, ModelOptions
+from dtf.recipes.resnet.recipe import ResnetFolder
 
 CLASSES = ("ant", "bee", "cow")
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from dtf.core.errors import ConfigError
 from dtf.model.init import init_model
-from dtf.recipes.resnet.recipe import BASIC, SMALL, Arch, ModelOptions, ResnetShapes, Stem
+from dtf.recipes.resnet.options import BASIC, SMALL, Arch, ModelOptions, Stem
+from dtf.recipes.resnet.recipe import ResnetShapes
 
 LARGE = [arch for arch in Arch if arch not in SMALL]
 

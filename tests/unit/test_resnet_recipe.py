@@ -15,7 +15,8 @@ from dtf.config.compose import compose
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Batch
 from dtf.model.init import init_model
-from dtf.recipes.resnet.recipe import Arch, ModelOptions, ResnetFolder, ResnetShapes, ShapesOptions
+from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions
+from dtf.recipes.resnet.recipe import ResnetFolder, ResnetShapes
 
 
 def measured(

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from dtf.api.options import StepOptions
 from dtf.api.registry import registered
-from dtf.api.sampler import Epochs, Repeated, Sampler, Tail, Weighted, cut, share
+from dtf.api.sampler import Sampler, Tail
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
+from dtf.data.samplers import Epochs, Repeated, Weighted, cut, share
 
 NAMES = list(registered("sampler"))
 ONCE = [name for name, cls in registered("sampler").items() if cls.once]

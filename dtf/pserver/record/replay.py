@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.strategy import Source, Task
+from dtf.api.task import Source, Task
 from dtf.core.errors import DataError
 from dtf.core.types import Box, Place, Train
 from dtf.distributed.world import World

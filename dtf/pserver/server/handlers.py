@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtf.api.strategy import Task
-from dtf.core.consistency import mixture
+from dtf.api.task import Task
+from dtf.core.consistency import describe_differences
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.compression import compress, decompress
@@ -51,7 +51,7 @@ class Servicer:
         message = decode(self._hello[0], data)
         trainer, launch_id = int(message.scalars["trainer"]), str(message.scalars.get("starter", ""))
         program = self._program
-        refusal = mixture({"server 0": self._facts, f"trainer {trainer}": messages.facts_of(message)})
+        refusal = describe_differences({"server 0": self._facts, f"trainer {trainer}": messages.facts_of(message)})
         taken = False
         with program.change:
             ready = program.change.wait_for(lambda: program.begun or program.over, LONGEST_WAIT_S)

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtf.api.sampler import cut, share
-from dtf.api.strategy import Program, Source, Task
+from dtf.api.strategy import Program
+from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError, DtfError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
+from dtf.data.samplers import cut, share
 from dtf.distributed.world import World
 from dtf.host import heartbeat
 from dtf.pserver.net.transport import MOST_BYTES

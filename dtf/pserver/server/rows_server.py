@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dtf.api.recipe import Recipe
-from dtf.api.strategy import Source
+from dtf.api.task import Source
 from dtf.core.errors import DtfError
 from dtf.core.types import Box
 from dtf.pserver.net.codec import Message, decode, encode
@@ -133,7 +133,7 @@ class RowServer:
         if version > self._version + 1:
             raise Refused(f"update {version} comes after {self._version}")
         if version == self._version + 1:
-            self._shards.step(
+            self._shards.apply(
                 float(message.scalars["factor"]), float(message.scalars["lr"]), int(message.scalars["step"])
             )
             self._version, self._steps = version, int(message.scalars["step"]) + 1

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtf.api.sampler import cut, share
-from dtf.api.strategy import Source, Task
+from dtf.api.task import Source, Task
 from dtf.core.types import Memory, Shard, State, Train
+from dtf.data.samplers import cut, share
 from dtf.distributed.world import World
+from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import cast, init_model
-from dtf.model.microbatch import BatchNormStatistics
 from dtf.optim.update import LocalUpdate, ParamShard, update_applied
 from dtf.pserver.net.compression import WIRE_DTYPES
 from dtf.pserver.net.messages import ANY, NONE
@@ -29,7 +29,7 @@ from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull, Recorder
 from dtf.pserver.row_routing import RowGradients, server_shards
 from dtf.pserver.server.sync_modes import SyncMode
-from dtf.sparse.sharded_tables import owner_of
+from dtf.sparse.table_layouts import owner_of
 from dtf.strategies.spmd import buffers, load_buffers
 
 if TYPE_CHECKING:

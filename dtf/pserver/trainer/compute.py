@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.sampler import cut, share, within
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
-from dtf.model.forward import loss_dtype, received, refuse_global_rng, rows_of, stand_ins
+from dtf.data.samplers import cut, share, within
+from dtf.model.forward import apply_receive, loss_dtype, refuse_global_rng, rows_of, zero_rows_for_tables
 from dtf.model.init import cast, init_model
 from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
@@ -112,8 +112,8 @@ class TrainerModel:
 
     def warmup(self, batch: Batch) -> None:
         """A pass whose results are dropped: a model that cannot run fails here, before servers are asked."""
-        batch = received(batch, self._task)
-        batch = batch._replace(inputs=stand_ins(batch.inputs, self._task.recipe.tables()))
+        batch = apply_receive(batch, self._task)
+        batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, self._task.recipe.tables()))
         drew = self.replica.warmup(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
         if drew and self._threads > 1:
             raise refuse_global_rng("pserver", "and the threads of strategy.hogwild_threads share one generator")

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.strategy import RoleContext, Task
+from dtf.api.strategy import RoleContext
+from dtf.api.task import Task
 from dtf.core.types import Batch, Evaluated, Train
 from dtf.model.init import DTYPES
 from dtf.pserver.row_routing import RowRequest

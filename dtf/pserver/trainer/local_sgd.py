@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
@@ -19,8 +19,9 @@ from dtf.pserver.param_slices import Field, Layout, state_fields, views
 from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.trainer.compute import ByTable, LeaseResult, TrainerModel
 from dtf.pserver.trainer.prefetch import PreparedBatch
-from dtf.sparse.sharded_tables import DataParallelTable, ShardedTables, owner_of
+from dtf.sparse.sharded_tables import ShardedTables
 from dtf.sparse.store import SparseTable
+from dtf.sparse.table_layouts import DataParallelTable, owner_of
 
 
 class LocalSgd:
@@ -87,11 +88,11 @@ class LocalSgd:
         if first == last:  # the last batch of an epoch may be too small for all shares
             self._statistics.append(np.zeros_like(self._model.statistics_added()))
             return
-        batch = prepared.batch if self._tables is None else self._tables.look(prepared.batch, train=True)
+        batch = prepared.batch if self._tables is None else self._tables.lookup(prepared.batch, train=True)
         self._sums += self._model.forward_backward(prepared, batch, 1.0 / (bounds[last] - bounds[first])).cpu().double()
         added = self._model.statistics_added()
         if self._tables is not None:
-            self._tables.give(self._model.replica.row_gradients)
+            self._tables.backward(self._model.replica.row_gradients)
         if not np.isfinite(added).all():  # then the step is skipped, as everywhere
             for parameter in self._model.parameters.values():
                 parameter.grad = None if parameter.grad is None else torch.full_like(parameter.grad, torch.nan)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from dtf.api.sampler import within
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.types import WHOLE, Batches, Shard, Train
-from dtf.model.forward import received, to_device
+from dtf.data.samplers import within
+from dtf.model.forward import apply_receive, to_device
 from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.server.leases import EVALUATE, Lease
 from dtf.pserver.trainer.prefetch import PreparedBatch
@@ -51,5 +51,5 @@ class BatchReader:
             batch = loader.get(ticket.epoch, ticket.index)
         assert batch is not None
         unread = int(((batch.weight == 0).numpy() & (batch.ids >= 0)).sum())
-        batch = received(to_device(batch, self._device, self._task), self._task)
+        batch = apply_receive(to_device(batch, self._device, self._task), self._task)
         return PreparedBatch(lease, ticket, batch, RowRequest(batch, self._widths, self._servers), unread)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtf.api.strategy import Source, Task
+from dtf.api.task import Source, Task
 from dtf.core.errors import PeerError
 from dtf.core.types import Batch, Box, State
 from dtf.distributed.world import World
@@ -55,7 +55,7 @@ class RemoteTables(ShardedTables):
     def _servers(self) -> Sequence[Transport]:
         return self._connect()
 
-    def look(self, batch: Batch, train: bool) -> Batch:
+    def lookup(self, batch: Batch, train: bool) -> Batch:
         row_request = RowRequest(batch, self._widths, len(self._servers))
         scalars = self._update | {"train": int(train)}
         answers = self._ask(
@@ -71,7 +71,7 @@ class RemoteTables(ShardedTables):
             self._wanted = row_request, {name: filled.inputs[name] for name in self._widths}
         return filled
 
-    def give(self, gradients: Mapping[str, Tensor]) -> None:
+    def backward(self, gradients: Mapping[str, Tensor]) -> None:
         assert self._wanted is not None
         row_request, looked_up = self._wanted
         self._wanted = None
@@ -99,7 +99,7 @@ class RemoteTables(ShardedTables):
             * self._share
         )
 
-    def step(self, factor: float, lr: float, step: int) -> None:
+    def apply(self, factor: float, lr: float, step: int) -> None:
         """Note the update that the next request brings to the servers."""
         self._update = {"version": self._update["version"] + 1, "factor": factor * self._share, "lr": lr, "step": step}
 

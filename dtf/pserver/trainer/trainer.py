@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dtf.api.strategy import RoleContext, Task
+from dtf.api.strategy import RoleContext
+from dtf.api.task import Task
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.types import Shard, Train
 from dtf.model.forward import to_device

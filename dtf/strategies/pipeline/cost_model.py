@@ -179,11 +179,11 @@ class _Trial:
             self.backward(outputs)
         made = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _tensors(outputs)}
         # the outputs are still there
-        kept = footprint.kept + sum(size for storage, size in made.items() if storage not in known)
+        kept = footprint.saved_bytes + sum(size for storage, size in made.items() if storage not in known)
         leaves = tree_map(
             lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, outputs
         )
-        return leaves, kept, footprint.again
+        return leaves, kept, footprint.recomputed_bytes
 
 
 @torch.no_grad()

@@ -9,13 +9,13 @@ from torch import nn
 
 from dtf.api.options import Remat
 from dtf.api.precision import Cast
-from dtf.api.strategy import Task
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
-from dtf.model.forward import batch_norm_error, cast_floating, moved
+from dtf.model.forward import batch_norm_error, cast_floating, inputs_to_device
 from dtf.model.init import DTYPES, layout_of
-from dtf.model.microbatch import SeededDropout
+from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import state_bytes, warmup_bytes
 from dtf.strategies.pipeline import cost_model, partition
 from dtf.strategies.pipeline.graph_split import GraphSplit
@@ -65,7 +65,7 @@ def _look(
     assert task.sample is not None
     compute = DTYPES[task.precision.compute]
     autocast = compute if task.precision.cast is Cast.autocast else None
-    inputs = moved(task.sample(wish.rows), world.device)
+    inputs = inputs_to_device(task.sample(wish.rows), world.device)
     sample = inputs if autocast else cast_floating(inputs, compute)
     forgetful = modules_to_checkpoint(task.recipe, task.step.remat)
 

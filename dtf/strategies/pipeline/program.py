@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtf.api.sampler import cut, share
-from dtf.api.strategy import Program, Source, Task, Update
+from dtf.api.strategy import Program, Update
+from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
+from dtf.data.samplers import cut, share
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.p2p import P2PChannel, PendingRecv, TensorMeta
 from dtf.distributed.sharding import byte_count
@@ -26,20 +27,21 @@ from dtf.distributed.strides import axes, dense
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
+from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.forward import (
-    Passes,
+    ForwardPass,
+    apply_receive,
     batch_norm_error,
-    evaluated_together,
     leaf_gradients,
     loss_dtype,
-    received,
+    merge_evaluated,
     refuse_global_rng,
     rows_of,
     to_device,
     with_leaves,
 )
 from dtf.model.memory import Footprint, activations
-from dtf.model.microbatch import BatchNormStatistics, SeededDropout
+from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import update_applied
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
 from dtf.strategies.spmd import buffers, buffers_kept, load_buffers, microbatch_load, own_averages
@@ -123,17 +125,17 @@ class PipelineProgram(Program):
         update: Update,
         task: Task,
         world: World,
-        seat: ParallelDims,
+        dims: ParallelDims,
         micro_batch_rows: int,
         table: str,
         tables: ShardedTables | None,
     ) -> None:
         self._tables, self._looked_up = tables, tuple(task.recipe.tables())
         self._stages = {stage.index: stage for stage in stages}
-        self._line, self._update, self._task, self._world, self._seat = line, update, task, world, seat
-        self.shard = seat.share if seat.feed.reads else None
-        self.shares, self.micro_batch_rows, self._table = seat.share.count, micro_batch_rows, table
-        self._passes = Passes(task, world.device)
+        self._line, self._update, self._task, self._world, self._dims = line, update, task, world, dims
+        self.shard = dims.dp_shard if dims.broadcast.reads else None
+        self.shares, self.micro_batch_rows, self._table = dims.dp_shard.count, micro_batch_rows, table
+        self._passes = ForwardPass(task, world.device)
         shape = len(line.ranks), line.stages // len(line.ranks)
         self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, line.place, *shape, count))
         # of the rank before
@@ -150,14 +152,15 @@ class PipelineProgram(Program):
         return {"stages": self._table}
 
     def prepare(self, batch: Batch | None) -> Batch | None:
-        return received(
-            self._seat.feed(None if batch is None else to_device(batch, self._world.device, self._task)), self._task
+        return apply_receive(
+            self._dims.broadcast(None if batch is None else to_device(batch, self._world.device, self._task)),
+            self._task,
         )
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
         if self._tables is not None:
-            batch = self._tables.look(batch, train=False)
+            batch = self._tables.lookup(batch, train=False)
         with ExitStack() as stack:
             for stage in self._stages.values():
                 stack.enter_context(buffers_kept(stage, self.shares > 1, "strategy.degree=0"))
@@ -170,9 +173,9 @@ class PipelineProgram(Program):
 
         def enter(stage: Stage, j: int) -> None:
             # by the stage before on this rank
-            drew.extend(not torch.equal(state, stage.masks.state()) for state in seeded)
-            stage.masks.enter(0, 0)
-            seeded[:] = [stage.masks.state()]
+            drew.extend(not torch.equal(state, stage.masks.rng_state()) for state in seeded)
+            stage.masks.begin_micro_batch(0, 0)
+            seeded[:] = [stage.masks.rng_state()]
 
         for part in (self._leaves(rows_of(batch, 0, 2)), self._leaves(rows_of(batch, 0, 4))):
             try:
@@ -182,7 +185,7 @@ class PipelineProgram(Program):
                 raise batch_norm_error(error, len(part.ids)) from error
             gradients = [link for link in self._line.backward if link.target == self._world.rank]
             # there when backward began, but not kept since forward
-            footprint.kept -= sum(link.byte_count for link in gradients[-AHEAD:])
+            footprint.saved_bytes -= sum(link.byte_count for link in gradients[-AHEAD:])
             self._trials.append((len(part.ids), footprint))
             for stage in self._stages.values():
                 for parameter in stage.model.parameters():
@@ -194,7 +197,7 @@ class PipelineProgram(Program):
         self._row_bytes = (AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)) / self._trials[
             -1
         ][0]
-        if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.state()):
+        if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.rng_state()):
             raise refuse_global_rng("pipeline", "the stages before and after do not draw on")
 
     def memory(self) -> Memory:
@@ -211,7 +214,7 @@ class PipelineProgram(Program):
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
         bounds = cut(ticket.rows, self.micro_batch_rows)
-        first, last = share(len(bounds) - 1, self._seat.share)
+        first, last = share(len(bounds) - 1, self._dims.dp_shard)
         at = [bound - bounds[first] for bound in bounds[first : last + 1]]
         self._update.begin()
         factor = self._update.scale(self._one / ticket.rows)
@@ -220,15 +223,15 @@ class PipelineProgram(Program):
             stage.statistics.begin(last - first, len(bounds) - 1, self.shares)
 
         def enter(stage: Stage, j: int) -> None:
-            stage.masks.enter(ticket.step, first + j)
-            stage.statistics.enter(j)
+            stage.masks.begin_micro_batch(ticket.step, first + j)
+            stage.statistics.begin_micro_batch(j)
 
         if self._tables is not None:
-            batch = self._tables.look(batch, train=True)
+            batch = self._tables.lookup(batch, train=True)
         parts = [self._leaves(rows_of(batch, *ends)) for ends in pairwise(at)]
         sums, _ = self._run(parts, factor, enter, train=True)
         if self._tables is not None:
-            self._tables.give(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
+            self._tables.backward(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
         for stage in self._stages.values():
             stage.statistics.end()
         self._settled = False
@@ -247,7 +250,7 @@ class PipelineProgram(Program):
     def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
         if self._tables is not None:
-            batch = self._tables.look(batch, train=False)
+            batch = self._tables.lookup(batch, train=False)
         for stage in self._stages.values():
             stage.train(False)
         # as many parts as there are ranks to work on them
@@ -279,8 +282,8 @@ class PipelineProgram(Program):
                 with section("backward"):
                     self._backward(s, j, held.pop((s, j)), mail)
         for link in (*self._line.forward, *self._line.backward):
-            link.settle()
-        return evaluated_together(found, self._world.device)
+            link.flush()
+        return merge_evaluated(found, self._world.device)
 
     def _forward(
         self, s: int, j: int, batch: Batch, factor: Tensor, mail: _Mail, train: bool
@@ -314,12 +317,12 @@ class PipelineProgram(Program):
     def sync(self) -> None:
         if not self._settled:
             for stage in self._stages.values():
-                stage.statistics.average(self._seat.average)
+                stage.statistics.average(self._dims.average)
             self._settled = True
 
     def state(self) -> State:
         state = self._update.state()
-        share = self._seat.share
+        share = self._dims.dp_shard
         kept = [box for stage in self._stages.values() if share.index == 0 for box in buffers(stage)]
         return State(
             state.boxes + kept + [box for stage in self._stages.values() for box in own_averages(stage, share)],
@@ -329,7 +332,7 @@ class PipelineProgram(Program):
     def load(self, source: Source) -> None:
         self._update.load(source)
         for stage in self._stages.values():
-            load_buffers(stage, source, self._seat.share)
+            load_buffers(stage, source, self._dims.dp_shard)
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [self._update.held()]
@@ -368,7 +371,7 @@ class _Mail:
             forward, s, j = action = self._actions[at]
             link = self._line.forward[s - 1] if forward else self._line.backward[s]
             if forward:
-                forms = link.form(self._keys[j]) if at == number or link.knows(self._keys[j]) else None
+                forms = link.meta(self._keys[j]) if at == number or link.has_meta(self._keys[j]) else None
             else:
                 forms = self._sent.pop((s, j), None)
             if forms is None:
@@ -378,7 +381,7 @@ class _Mail:
 
     def inputs(self, s: int, j: int) -> tuple[Tensor, ...]:
         """What the stage before has sent on; leaves of this stage's graph."""
-        forms = self._line.forward[s - 1].form(self._keys[j])
+        forms = self._line.forward[s - 1].meta(self._keys[j])
         tensors = self._arrivals.pop(Action(True, s, j)).wait()
         self._line.backward[s - 1].free(self._answers.get((s - 1, j), 0))
         return tuple(tensor.requires_grad_(form.gradient) for tensor, form in zip(tensors, forms, strict=True))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Placement
-from dtf.api.strategy import Program, Strategy, Task, check_divides, check_layout, check_tables
+from dtf.api.strategy import Program, Strategy, check_divides, check_layout, check_tables
+from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.strategies.pipeline.schedules import Schedule, bubble, in_flight
 
@@ -41,9 +42,9 @@ class Pipeline(Strategy):
     """
 
     tables: Placement = option(
-        default=Placement.rows,
-        doc="who holds the rows of sparse tables: each rank some, `rows` by a hash of their id, `columns` of all rows "
-        "or whole `tables`; or every rank all",
+        default=Placement.row_wise,
+        doc="how sparse tables are sharded: `rows` (or `row_wise`): by a hash of the id; `columns` (`column_wise`): "
+        "each rank some columns of all rows; `tables` (`table_wise`): each rank whole tables; `replicated`: not at all",
     )
     degree: int = option(
         default=0,
@@ -117,7 +118,7 @@ class Pipeline(Strategy):
         if world.size == 1:
             return single_process(task, world)
 
-        from dtf.api.sampler import cut
+        from dtf.data.samplers import cut
         from dtf.distributed.device_mesh import ParallelDims
         from dtf.optim.update import LocalUpdate
         from dtf.sparse.placement import tables_of
@@ -128,12 +129,12 @@ class Pipeline(Strategy):
         ranks = self.degree or world.size
         virtual = self.virtual if ranks > 1 else 1
         stages = ranks * virtual
-        seat = ParallelDims(world, "pp", ranks, inputs=False)
+        dims = ParallelDims(world, "pp", ranks, inputs=False)
         # batch statistics need two rows
-        count = max(seat.share.count, min(PER_RANK * world.size, task.step.batch_size // 2))
+        count = max(dims.dp_shard.count, min(PER_RANK * world.size, task.step.batch_size // 2))
         rows = task.step.rows_each(count)
         ends = cut(task.step.batch_size, rows)
-        each = -(-(len(ends) - 1) // seat.share.count)  # of a pipeline, at most
+        each = -(-(len(ends) - 1) // dims.dp_shard.count)  # of a pipeline, at most
         held = [in_flight(self.schedule, s, ranks, virtual, each) for s in range(stages)]
         idle = bubble(self.schedule, ranks, virtual, each)
         wish = PipelineSpec(
@@ -154,7 +155,7 @@ class Pipeline(Strategy):
             raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
         cast_on_meta(model, task.precision, computing=True)
         segments, found = {}, {}
-        for s in range(seat.place, stages, ranks):
+        for s in range(dims.axis_rank, stages, ranks):
             segments[s] = chain.segment(bounds[s], bounds[s + 1])
             masters = lay_out(segments[s], task.precision, world.device)
             draw(segments[s], task, masters)
@@ -166,16 +167,25 @@ class Pipeline(Strategy):
             """Norms of all parameters in the model's order, whichever stage has them: the same bits for every cut."""
             every = norms.new_zeros(len(names))
             every[mine] = norms
-            return seat.total(every)
+            return dims.total(every)
 
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
         like = torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)
-        tables = tables_of(task, world, self.tables, gives=seat.feed.reads)
+        tables = tables_of(task, world, self.tables, gives=dims.broadcast.reads)
         update = LocalUpdate(
-            found, *options, writes=seat.share.index == 0, reduce=seat.reduce, gather=gather, like=like, tables=tables
+            found,
+            *options,
+            writes=dims.dp_shard.index == 0,
+            reduce=dims.reduce,
+            gather=gather,
+            like=like,
+            tables=tables,
         )
         line = Line(
-            seat.lines[seat.share.index], seat.place, stages, *links(seat.lines, stages, world.rank, world.device)
+            dims.mesh_rows[dims.dp_shard.index],
+            dims.axis_rank,
+            stages,
+            *links(dims.mesh_rows, stages, world.rank, world.device),
         )
         parts = [Stage(s, segment, task, world.device) for s, segment in segments.items()]
-        return PipelineProgram(parts, line, self.schedule, update, task, world, seat, rows, table, tables)
+        return PipelineProgram(parts, line, self.schedule, update, task, world, dims, rows, table, tables)

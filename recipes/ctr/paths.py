@@ -9,7 +9,7 @@ from pathlib import Path
 from dtf.core.errors import DataError
 
 
-def found_at(place: Path, given: str, root: str = "") -> list[Path]:
+def find_files(place: Path, given: str, root: str = "") -> list[Path]:
     """The files that a place stands for, in the order of their names. DataError when there are none."""
     under = f" in recipe.data.root={root}" if root else ""
     if place.is_dir():

@@ -1,22 +1,15 @@
-"""What makes a micro-batch a unit of its own: batch statistics and dropout masks that do not depend on who computes
-it.
-"""
+"""Running averages of batch normalisation that do not depend on which rank computes which micro-batch."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dtf.core.errors import ConfigError
-from dtf.core.seeding import seed_of
 from dtf.model.ema import decay_at
 
 _KINDS = ("running_mean", "running_var")
-SMOOTH = "_ema"
+EMA_SUFFIX = "_ema"
 """What is appended to a running average's name for its own average over steps."""
 
 _Layer = tuple[str, nn.modules.batchnorm._NormBase, float | None]  # name, module, its own momentum
@@ -65,7 +58,7 @@ class BatchNormStatistics:
                 # name.
                 module.num_batches_tracked = None
                 for kind in _KINDS if ema else ():
-                    module.register_buffer(f"{kind}{SMOOTH}", module._buffers[kind].detach().clone())  # type: ignore[union-attr]
+                    module.register_buffer(f"{kind}{EMA_SUFFIX}", module._buffers[kind].detach().clone())  # type: ignore[union-attr]
         self._ema, self._aside = ema, list[Tensor]()
         self._steps = 0
         self._before: list[Tensor] | None = None
@@ -80,13 +73,13 @@ class BatchNormStatistics:
 
     def tensors(self) -> list[Tensor]:
         """The running averages, then their own averages, in a fixed order."""
-        return _averages(self._layers) + (_averages(self._layers, SMOOTH) if self._ema else [])
+        return _averages(self._layers) + (_averages(self._layers, EMA_SUFFIX) if self._ema else [])
 
     def names(self) -> list[str]:
         """The names of their buffers, in that order."""
         return [
             f"{name}.{kind}{suffix}"
-            for suffix in ("", *([SMOOTH] if self._ema else []))
+            for suffix in ("", *([EMA_SUFFIX] if self._ema else []))
             for name, _, _ in self._layers
             for kind in _KINDS
         ]
@@ -105,7 +98,7 @@ class BatchNormStatistics:
         if self._live and own * ranks != total:
             self._before = [t.clone() for t in _averages(self._live)]
 
-    def enter(self, j: int) -> None:
+    def begin_micro_batch(self, j: int) -> None:
         """Before this rank's micro-batch `j` of the step."""
         plain = self._own == 1 and not self._cumulative
         if plain and not self._changed:
@@ -115,7 +108,7 @@ class BatchNormStatistics:
             layer.momentum = part / (1 - (self._own - 1 - j) * part)
         self._changed = not plain
 
-    def pad(self) -> None:
+    def begin_padding(self) -> None:
         """Before a pass over padding, which is there for the collectives in it: averages do not hear of it."""
         for _, layer, _ in self._live:
             layer.momentum = 0.0
@@ -135,7 +128,7 @@ class BatchNormStatistics:
     def _average_steps(self) -> None:
         if self._ema and self._layers:
             weight = 1 - float(decay_at(self._ema, torch.tensor(self._steps - 1, dtype=torch.float64)))
-            torch._foreach_lerp_(_averages(self._layers, SMOOTH), _averages(self._layers), weight)
+            torch._foreach_lerp_(_averages(self._layers, EMA_SUFFIX), _averages(self._layers), weight)
 
     def forget(self, steps: int) -> None:
         """After so many steps: averages of layers in training become zero, so that after the next step they are what it
@@ -179,7 +172,7 @@ class BatchNormStatistics:
         tensors = _averages(self._layers) if self._ema else []
         if tensors:
             self._aside = [t.clone() for t in tensors] if on else self._aside
-            torch._foreach_copy_(tensors, _averages(self._layers, SMOOTH) if on else self._aside)
+            torch._foreach_copy_(tensors, _averages(self._layers, EMA_SUFFIX) if on else self._aside)
 
     def _correct(self) -> None:
         if self._before is None:
@@ -206,7 +199,7 @@ class BatchNormStatistics:
         tensors = self.tensors()
         if not tensors:
             return
-        self.hold()
+        self.stash()
         flat = self._flat()
         reduce_mean(flat)
         self._set(flat)
@@ -219,13 +212,13 @@ class BatchNormStatistics:
         parts = flat.split([t.numel() for t in tensors])
         torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
-    def hold(self) -> None:
+    def stash(self) -> None:
         """Keep this rank's own averages, to go on from in the next step: evaluating and saving then leave no trace in
         the numbers.
         """
         self._held = [t.clone() for t in self.tensors()]
 
-    def own(self) -> dict[str, Tensor]:
+    def stashed(self) -> dict[str, Tensor]:
         """This rank's own averages by the names of their buffers, while the mean stands in for them; else nothing."""
         return dict(zip(self.names(), self._held, strict=True)) if self._held is not None else {}
 
@@ -239,91 +232,3 @@ class BatchNormStatistics:
 
     def _momentum(self, base: float | None) -> float:
         return 1.0 / self._steps if base is None else base
-
-
-class SeededDropout:
-    """Keys from which the dropout layers of one model replica draw; one key per micro-batch, the same on every rank."""
-
-    def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
-        self._seed, self.key = seed, 0
-        self._seeded: list[Any] = []
-        self._generator = (
-            torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-        )
-        for name, module in model.named_modules():
-            if isinstance(module, DROPOUTS) and type(module).forward in _FORWARDS:  # also one whose class FSDP changed
-                # The class changes, the module and its name stay: parameter names and hooks of the user's model are
-                # untouched. Others that draw (AlphaDropout, functional dropout) follow the global generator, which
-                # `enter` seeds.
-                kind: Any = type(
-                    f"Seeded{type(module).__name__}",
-                    (_Seeded, type(module)),
-                    {"_channels": not isinstance(module, nn.Dropout)},
-                )
-                module.__class__ = kind
-                self._seeded.append(module)
-                module.__dict__ |= {"_masks": self, "_name": name}
-
-    @contextmanager
-    def watched(self) -> Iterator[dict[str, Tensor]]:
-        """Filled with the norms of what dropouts get that draw their mask for all channels: it must be all channels."""
-        seen: dict[str, Tensor] = {}
-
-        def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            seen[f"inputs of {module._name}"] = inputs[0].detach().norm()
-
-        hooks = [module.register_forward_pre_hook(note) for module in self._seeded if not module._slice]
-        try:
-            yield seen
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def state(self) -> Tensor:
-        """Of the generator that everything draws from but the seeded layers."""
-        return self._generator.get_state()
-
-    def enter(self, step: int, micro_batch: int) -> None:
-        """Before a micro-batch: all that draws at random in it draws from (seed, step, micro-batch)."""
-        self.key = seed_of(self._seed, "mask", step, micro_batch)
-        self._generator.manual_seed(self.key)  # for functional dropout and torch.rand in a user's forward
-
-
-class _Seeded:
-    """A dropout layer whose mask is drawn from hash(seed, step, micro-batch, layer name)."""
-
-    _masks: SeededDropout
-    _name: str
-    _channels = True  # whether whole channels are dropped
-    # axis, its whole width, this rank's first and last + 1: the mask is drawn whole, then cut
-    _slice: tuple[int, int, int, int] | None = None
-    p: float
-    training: bool
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or not self.p:
-            return x
-        generator = torch.Generator(x.device).manual_seed(seed_of(self._masks.key, self._name))
-        shape = [*x.shape]
-        if self._slice:
-            axis, width, first, last = self._slice
-            if shape[axis] != last - first:
-                raise ConfigError(
-                    f"the recipe's layout splits {self._name} as local, but axis {axis} of its input has "
-                    f"{shape[axis]} elements and not the {last - first} "
-                    f"that are this rank's of the {width} channels divided before it; put it where channels are as "
-                    "the divided layer makes them"
-                )
-            shape[axis] = width
-        if self._channels:
-            shape[2:] = [1] * len(shape[2:])
-        mask = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p, generator=generator)
-        # else what it drops at once spans all channels
-        if self._slice and mask.shape[self._slice[0]] == self._slice[1]:
-            axis, _, first, last = self._slice
-            mask = mask.narrow(axis, first, last - first)
-        return x * mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
-
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_FORWARDS = [kind.forward for kind in DROPOUTS]

@@ -1,0 +1,85 @@
+"""What to train, as a strategy gets it: the task, and the numbers that it may start or resume from. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from dtf.api.optimizer import Optimizer
+    from dtf.api.options import StepOptions
+    from dtf.api.precision import Precision
+    from dtf.api.recipe import Recipe
+    from dtf.api.row_optimizer import RowOptimizer
+
+
+class Weights(Protocol):
+    """Values of a model's tensors on disk, to start from. See `dtf.model.pretrained`."""
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the file has the parameter or buffer of this full name, in the shape that the model gives it."""
+        ...
+
+    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The part of a tensor at `offset` with shape `shape` (default: all of it). On CPU, in the format in which it
+        is stored, in memory of its own.
+
+        DataError when it cannot be read.
+        """
+        ...
+
+    def source(self) -> Source | None:
+        """The checkpoint that the values come from, which may hold sparse tables too. None for files of other
+        programs.
+        """
+        ...
+
+    @property
+    def place(self) -> str:
+        """The path, as the user gave it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train: all that a strategy needs to know of a run."""
+
+    recipe: Recipe
+    optimizer: Optimizer
+    precision: Precision
+    step: StepOptions
+    seed: int
+    sample: Callable[[int], Any] | None = None
+    """Inputs of so many training rows, for strategies that measure how a model computes before they divide it. Reads
+    data only when it is called.
+    """
+
+    weights: Weights | None = None
+    """Values to start from, in place of initialisation. None: the recipe initialises the model."""
+
+    rows: RowOptimizer | None = None
+    """The optimizer of the rows of sparse tables. Only recipes that have such tables need it."""
+
+
+class Source(Protocol):
+    """A checkpoint, as programs and updates read it. Any rank may read any part of any tensor."""
+
+    scalars: dict
+    place: str  # what errors call it
+    folder: Path  # where it is
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        ...
+
+    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The part of a global tensor at `offset` with shape `shape` (default: all of it), on CPU.
+
+        DataError when the checkpoint has no such tensor, or one of another shape, or a damaged one.
+        """
+        ...

@@ -1,0 +1,190 @@
+"""The tensors of a checkpoint: each rank writes the boxes it owns, any rank reads the boxes it wants.
+
+A box is an axis-aligned part of a global tensor. Torch is imported only by what touches tensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtf.checkpoint import storage
+from dtf.checkpoint.manifest import ITEM_BYTES, Manifest, StoredBox, intersect, parse_json, volume
+from dtf.checkpoint.safetensors_format import Slot, header, slots
+from dtf.core.errors import DataError
+from dtf.core.types import Box
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+STATE = "state.json"
+"""The file of a checkpoint that holds what is no tensor."""
+TORCH_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+"""Number formats: safetensors' name -> torch's name."""
+_STORED_DTYPES = {f"torch.{name}": stored for stored, name in TORCH_DTYPES.items()}
+
+
+def write_boxes(path: Path, boxes: list[Box]) -> dict[str, Any]:
+    """A new file of a checkpoint: its name, size, digests and boxes, as JSON has them. Not collective."""
+    counts: dict[str, int] = {}
+    entries: list[tuple[str, str, Box]] = []
+    for box in sorted(boxes, key=lambda box: -box.tensor.element_size()):  # wide formats first keep all of them aligned
+        number = counts[box.name] = counts.get(box.name, -1) + 1
+        dtype = _STORED_DTYPES.get(str(box.tensor.dtype))
+        if dtype is None:
+            raise TypeError(
+                f"{box.name} is {box.tensor.dtype}, which checkpoints cannot hold; use "
+                f"{', '.join(TORCH_DTYPES.values())}"
+            )
+        entries.append((f"{box.name}#{number}" if number else box.name, dtype, box))
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield header((key, dtype, tuple(box.tensor.shape)) for key, dtype, box in entries)
+        for _, _, box in entries:
+            yield _bytes(box.tensor)
+
+    stored = storage.write(path, pieces())
+    listed = [[box.name, dtype, box.shape, key, box.offset, tuple(box.tensor.shape)] for key, dtype, box in entries]
+    return {"file": path.name, "size": stored.size, "crc32": stored.crc32, "boxes": listed}
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors. Torch-free. DataError when it is damaged."""
+    file = manifest.files.get(STATE)
+    if file is None:
+        raise DataError(f"{STATE} is missing")
+    try:
+        scalars = parse_json(bytes(storage.Blocks(folder, STATE, file).read(0, file.size)))
+    except ValueError as error:
+        raise DataError(f"{STATE} is no JSON: {ascii(str(error))[:120]}") from None
+    if not isinstance(scalars, dict):
+        raise DataError(f"{STATE} is no JSON object")
+    return scalars
+
+
+class StoredCheckpoint:
+    """A checkpoint on disk as programs read it (`strategy.Source`). Bytes are compared with their digests as they are
+    read.
+
+    DataError from any method when they differ. `scalars`: what `save` was given. Reads whole rows of the stored boxes
+    it needs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.place = folder, f"checkpoint {folder}"
+        try:
+            self.manifest = storage.read_manifest(folder)
+            self.scalars = read_scalars(folder, self.manifest)
+        except (DataError, OSError) as error:
+            raise DataError(f"checkpoint {folder} cannot be loaded: {error}") from None
+        self._blocks: dict[str, storage.Blocks] = {}
+        self._slots: dict[str, dict[str, Slot]] = {}
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self.manifest.tensors)
+
+    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The part at `offset` of `shape` of a global tensor, on CPU.
+
+        Without `offset`: all of it, which must have `shape`, if given.
+        """
+        import torch
+
+        stored = self.manifest.tensors.get(name)
+        if stored is None:
+            near = difflib.get_close_matches(name, self.manifest.tensors, n=1)
+            raise DataError(
+                f"checkpoint {self.folder} has no tensor {name}{f', but {near[0]}' if near else ''}; was it written "
+                "by another model?"
+            )
+        if offset is None:
+            offset = (0,) * len(stored.shape)
+            shape = stored.shape if shape is None else tuple(shape)
+            fits = shape == stored.shape
+        else:
+            shape = (
+                tuple(length - at for length, at in zip(stored.shape, offset, strict=True))
+                if shape is None
+                else tuple(shape)
+            )
+            fits = len(offset) == len(shape) == len(stored.shape) and all(
+                min(at, n) >= 0 and at + n <= length for at, n, length in zip(offset, shape, stored.shape, strict=True)
+            )
+        if not fits:
+            raise DataError(
+                f"checkpoint {self.folder}: {name} has shape {stored.shape}, wanted is {shape} at {offset}; was it "
+                "written by another model?"
+            )
+        out = torch.empty(shape, dtype=getattr(torch, TORCH_DTYPES[stored.dtype]))
+        for box in stored.boxes:
+            common = intersect(offset, shape, box.offset, box.shape)
+            if common is None:
+                continue
+            at, size = common
+            rows = (at[0] - box.offset[0], size[0]) if at else (0, 1)
+            part = self._rows(box, stored.dtype, *rows)
+            inner = tuple(slice(a - b, a - b + n) for a, b, n in zip(at[1:], box.offset[1:], size[1:], strict=True))
+            where = tuple(slice(a - b, a - b + n) for a, b, n in zip(at, offset, size, strict=True))
+            out[where].copy_(part[(slice(None), *inner)] if at else part)
+        return out
+
+    def _rows(self, box: StoredBox, dtype: str, first: int, count: int) -> Tensor:
+        """Rows [first, first + count) along the first axis of a stored box; a scalar for a scalar."""
+        import torch
+
+        slot = self._slot(box)
+        if (slot.dtype, slot.shape) != (dtype, box.shape):
+            raise DataError(
+                f"checkpoint {self.folder}: {box.file} holds {slot.dtype} {slot.shape} under {box.key!a}, not what "
+                "the manifest says"
+            )
+        row = volume(box.shape[1:]) * ITEM_BYTES[dtype]
+        start = slot.start + first * row
+        try:
+            data = self._blocks[box.file].read(start, start + count * row)
+        except OSError as error:
+            raise DataError(f"checkpoint {self.folder}: {error}") from None
+        except DataError as error:
+            raise DataError(f"checkpoint {self.folder} is damaged: {error}") from None
+        return torch.frombuffer(data, dtype=getattr(torch, TORCH_DTYPES[dtype])).reshape(
+            (count, *box.shape[1:]) if box.shape else ()
+        )
+
+    def _slot(self, box: StoredBox) -> Slot:
+        if box.file not in self._slots:
+            file = self.manifest.files[box.file]
+            reader = self._blocks[box.file] = storage.Blocks(self.folder, box.file, file)
+            try:
+                self._slots[box.file] = slots(reader.read, file.size)
+            except (DataError, OSError) as error:
+                raise DataError(f"checkpoint {self.folder} is damaged: {box.file}: {error}") from None
+        try:
+            return self._slots[box.file][box.key]
+        except KeyError:
+            raise DataError(f"checkpoint {self.folder}: {box.file} has no tensor {box.key!a}") from None

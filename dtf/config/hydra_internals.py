@@ -1,0 +1,32 @@
+"""All that dtf uses of Hydra's private modules, which a new release of Hydra may change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+
+if TYPE_CHECKING:
+    from hydra._internal.hydra import Hydra
+
+__all__ = [
+    "BasicSweeper",
+    "Callbacks",
+    "ConfigLoaderImpl",
+    "ConfigSearchPathImpl",
+    "FileConfigSource",
+    "SourcesRegistry",
+    "hydra_app",
+]
+
+
+def hydra_app(loader: ConfigLoaderImpl) -> Hydra:
+    """Hydra's application object, for `--info` and tab completion. Imported here: few commands need it."""
+    from hydra._internal.hydra import Hydra
+
+    return Hydra("dtf", loader)

@@ -1,0 +1,92 @@
+"""Checks that Hydra does not make: of overrides, of keys that name code, and of files that hide an option of dtf."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dtf.api.registry import registered
+from dtf.api.schema import RESERVED, KeyProblem, show
+from dtf.config.hydra_sources import CONF, ROOT, Loader
+from dtf.config.messages import key_for_number
+from dtf.config.settings import EXPERIMENT, GROUPS
+from dtf.core.errors import ConfigError
+from dtf.core.text import suggest
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+
+def check_override(override: Override, loader: Loader) -> None:
+    """Raise ConfigError for an override of a single run that chooses no option, or sets what must not be set."""
+    name = override.key_or_group
+    group, _, key = name.partition(".")
+    if not group:
+        raise ConfigError(f"{show(override.input_line)} is no override; write key=value")
+    if override.is_delete() and name in GROUPS:
+        raise ConfigError(f"{show(override.input_line)} {_instead_of_deletion(group, loader)}; set on the command line")
+    chooses = loader.repository.group_exists(name) and not override.is_delete() and not override.is_sweep_override()
+    if chooses and not _may_choose(override.value()):
+        drop = f", or ~{group} for none" if group == EXPERIMENT else ""
+        choices = key_for_number(name, override.value()) + suggest("", loader.get_group_options(name))
+        raise ConfigError(f"{show(override.input_line)} is no option; {choices}{drop}; set on the command line")
+    if RESERVED in name:
+        raise ConfigError(
+            f"{name} is refused, a config names no code; register a class and choose it by name; "
+            "set on the command line"
+        )
+    if key == "name" and group in GROUPS:
+        raise ConfigError(
+            f"{name} says which class the other keys belong to; choose with {group}=NAME; set on the command line"
+        )
+
+
+def refuse_targets(value: Any, key: str = "") -> None:
+    """Raise KeyProblem for a key anywhere in a plain config that names code. `key`: where `value` stands."""
+    if isinstance(value, dict):
+        entries = list(value.items())
+    else:
+        entries = list(enumerate(value)) if isinstance(value, list) else []
+    for name, entry in entries:
+        inner = f"{key}.{name}" if key else str(name)
+        if name == RESERVED:
+            raise KeyProblem(
+                inner, f"{inner} is refused, a config names no code; register a class and choose it by name"
+            )
+        refuse_targets(entry, inner)
+
+
+def refuse_shadows(composed: DictConfig, choices: dict[str, Any]) -> None:
+    """Raise ConfigError for a file of the user's that has the name of an option of dtf, or of its root config.
+
+    Hydra would silently take the first one that it finds.
+    """
+    for source in composed.hydra.runtime.config_sources:
+        if source.schema != "file" or source.provider == "main":
+            continue
+        if os.path.isfile(os.path.join(source.path, f"{ROOT}.yaml")):
+            raise ConfigError(
+                f"{os.path.join(source.path, ROOT)}.yaml has the name of dtf's own root config; rename it and "
+                "give --config-name=NAME"
+            )
+        for group, choice in choices.items():
+            for name in choice if OmegaConf.is_list(choice) else [choice]:
+                file = os.path.join(source.path, group, f"{name}.yaml")
+                if os.path.isfile(file) and (name in registered(group) or (CONF / group / f"{name}.yaml").is_file()):
+                    raise ConfigError(f"{group}={name} is an option of dtf and also a file, {file}; rename the file")
+
+
+def _may_choose(value: Any) -> bool:
+    """Whether Hydra can read the value of a group as the name of an option, or of several."""
+    return isinstance(value, str | dict) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _instead_of_deletion(group: str, loader: Loader) -> str:
+    if group == "observer":
+        return (
+            "takes no observer away; write observer=[NAME,...], observer=[] for none, or ~observer.NAME; "
+            f"{suggest('', loader.get_group_options(group))}"
+        )
+    return f"leaves no {group}; choose with {group}=NAME"

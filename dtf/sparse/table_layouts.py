@@ -1,0 +1,219 @@
+"""One sparse table over the ranks of a run: replicated, row-wise, column-wise or table-wise, in TorchRec's words.
+
+Here ids, rows and gradients travel between ranks; how a table keeps and updates its rows is `dtf.sparse.store`. U
+stands for distinct ids.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dtf.core.seeding import mix
+from dtf.distributed.sharding import bounds
+from dtf.distributed.world import World
+from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
+
+
+class ShardedTable(ABC):
+    """One table over ranks, which hold all of it, other rows, or other columns."""
+
+    by_rows = by_columns = False
+
+    def __init__(self, store: SparseTable, world: World, givers: Sequence[bool]) -> None:
+        self.store, self.width, self._world, self._givers = store, store.spec.width, world, givers
+        # states that have as many columns as rows
+        self.wide = {key: count > 1 for key, (count, _) in store.rule.states(self.width).items()}
+        self._merged: tuple[np.ndarray, np.ndarray] = (
+            np.empty(0, np.int64),
+            np.empty((0, store.spec.width), store.dtype),
+        )
+
+    @abstractmethod
+    def lookup(self, ids: np.ndarray, train: bool) -> np.ndarray:
+        """Rows (U, width) of distinct ids (U,)."""
+
+    @abstractmethod
+    def merge(self, gradients: np.ndarray) -> float:
+        """Take gradients (U, width) of the ids of the last `lookup` for training; the sum of squares of what this rank
+        will apply.
+        """
+
+    @abstractmethod
+    def owns(self, ids: np.ndarray) -> np.ndarray:
+        """Which of the ids (n,) this rank keeps, bool (n,)."""
+
+    def apply(self, factor: float, lr: float, step: int) -> None:
+        ids, gradients = self._merged
+        self.store.update(ids, gradients, lr, factor, step)
+
+
+class DataParallelTable(ShardedTable):
+    """Every rank holds all rows and applies all gradients.
+
+    Ranks tell each other what they have: bytes per rank, for the most distinct ids U of a rank, (n - 1) x U x (8 +
+    width x format); or, for ids of a small range, all rows as one tensor, 2 (n - 1) / n x size x (width + 1) x format,
+    when that is less.
+    """
+
+    _ids = np.empty(0, np.int64)
+
+    def lookup(self, ids: np.ndarray, train: bool) -> np.ndarray:
+        if train:
+            self._ids = ids
+        return self.store.lookup(ids, train)
+
+    def merge(self, gradients: np.ndarray) -> float:
+        ids = self._ids
+        if self._world.size > 1:
+            real = (ids >= 0) & self._givers[self._world.rank]
+            ids, gradients = self._together(ids[real], gradients[real])
+            self.store.lookup(ids, True)  # other ranks have met rows that this one has not
+        self._merged = ids, gradients
+        return squares(gradients)
+
+    def owns(self, ids: np.ndarray) -> np.ndarray:
+        return np.ones(len(ids), bool)
+
+    def _together(self, ids: np.ndarray, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """All ranks' ids, distinct, and the sums of their gradients, the same bits on every rank."""
+        size = self._world.size
+        counts = torch.zeros(size, dtype=torch.int64)
+        counts[self._world.rank] = len(ids)
+        most = int(self._world.reduce(counts).max())
+        item = gradients.itemsize
+        if self.store.spec.size and 2 * self.store.spec.size * (self.width + 1) * item < size * most * (
+            8 + self.width * item
+        ):
+            dense = np.zeros((self.store.spec.size, self.width + 1), gradients.dtype)
+            dense[ids, :-1], dense[ids, -1] = gradients, 1
+            self._world.reduce(torch.from_numpy(dense))
+            met = np.flatnonzero(dense[:, -1])
+            return met, np.ascontiguousarray(dense[met, :-1])
+        padded_ids, padded = np.full(most, -1), np.zeros((most, self.width), gradients.dtype)
+        padded_ids[: len(ids)], padded[: len(ids)] = ids, gradients[: len(ids)]
+        all_ids, everything = np.empty((size, most), np.int64), np.empty((size, most, self.width), gradients.dtype)
+        for local_part, into in ((padded_ids, all_ids), (padded, everything)):
+            dist.all_gather(list(torch.from_numpy(into)), torch.from_numpy(local_part))
+        real = all_ids.reshape(-1) >= 0
+        distinct, inverse = unique(all_ids.reshape(-1)[real])
+        return distinct, segment_sum(everything.reshape(-1, self.width)[real], inverse, len(distinct))
+
+
+class RowWiseTable(ShardedTable):
+    """Each rank holds the rows of the ids that a hash gives it, and the others ask for them.
+
+    Bytes per rank, for U distinct ids of its rows: (n - 1) / n x U x (8 + 2 x width x format).
+    """
+
+    by_rows = True
+
+    def lookup(self, ids: np.ndarray, train: bool) -> np.ndarray:
+        owner = self._owner(ids)
+        order = np.argsort(owner, kind="stable")
+        send = np.bincount(owner, minlength=self._world.size)
+        receive = np.empty_like(send)
+        dist.all_to_all_single(torch.from_numpy(receive), torch.from_numpy(send))
+        asked = _exchange(ids[order], send, receive)
+        distinct, at = unique(asked)
+        stored_rows = self.store.lookup(distinct, train)
+        reply = np.empty((len(asked), self.width), stored_rows.dtype)
+        gather(stored_rows, at, reply)
+        rows = np.empty((len(ids), self.width), stored_rows.dtype)
+        rows[order] = _exchange(reply, receive, send)
+        if train:
+            self._last = order, send, receive, distinct, at
+        return rows
+
+    def merge(self, gradients: np.ndarray) -> float:
+        order, send, receive, distinct, at = self._last
+        gives = np.array(self._givers)
+        received = _exchange(
+            gradients[order] if gives[self._world.rank] else gradients[:0],
+            send * gives[self._world.rank],
+            receive * gives,
+        )
+        summed = segment_sum(received, at[np.repeat(gives, receive)], len(distinct))
+        self._merged = distinct, summed
+        return squares(summed)
+
+    def owns(self, ids: np.ndarray) -> np.ndarray:
+        return self._owner(ids) == self._world.rank
+
+    def _owner(self, ids: np.ndarray) -> np.ndarray:
+        return owner_of(ids, self._world.size)
+
+
+class TableWiseTable(RowWiseTable):
+    """One rank holds the whole table. Bytes as of RowWiseTable, all to and from that rank."""
+
+    def __init__(self, store: SparseTable, world: World, givers: Sequence[bool], rank: int) -> None:
+        super().__init__(store, world, givers)
+        self._rank = rank
+
+    def _owner(self, ids: np.ndarray) -> np.ndarray:
+        return np.full(len(ids), self._rank)
+
+
+class ColumnWiseTable(ShardedTable):
+    """Each rank holds some columns of all rows.
+
+    Bytes per rank, for U distinct ids of its rows: (n - 1) x U x 8 + (n - 1) / n x U x 2 x width x format.
+    """
+
+    by_columns = True
+
+    def lookup(self, ids: np.ndarray, train: bool) -> np.ndarray:
+        size = self._world.size
+        counts = torch.zeros(size, dtype=torch.int64)
+        counts[self._world.rank] = len(ids)
+        asked_by = self._world.reduce(counts).numpy()
+        asked = _exchange(np.tile(ids, size), np.full(size, len(ids)), asked_by)
+        distinct, at = unique(asked)
+        reply = gather(
+            self.store.lookup(distinct, train), at, np.empty((len(asked), self.store.width), self.store.dtype)
+        )
+        widths = np.array([last - first for first, last in self._ends()])
+        flat = _exchange(reply.reshape(-1), asked_by * self.store.width, len(ids) * widths)
+        if train:
+            self._last = asked_by, widths, distinct, at
+        parts = np.split(flat, np.cumsum(len(ids) * widths)[:-1])
+        return np.concatenate(
+            [part.reshape(len(ids), width) for part, width in zip(parts, widths, strict=True)], axis=1
+        )
+
+    def merge(self, gradients: np.ndarray) -> float:
+        asked_by, widths, distinct, at = self._last
+        gives = np.array(self._givers)
+        sent = gradients if gives[self._world.rank] else gradients[:0]
+        parts = np.concatenate([sent[:, first:last].reshape(-1) for first, last in self._ends()])
+        received = _exchange(parts, len(sent) * widths, asked_by * gives * self.store.width).reshape(
+            -1, self.store.width
+        )
+        summed = segment_sum(received, at[np.repeat(gives, asked_by)], len(distinct))
+        self._merged = distinct, summed
+        return squares(summed)
+
+    def owns(self, ids: np.ndarray) -> np.ndarray:
+        return np.ones(len(ids), bool)
+
+    def _ends(self) -> list[tuple[int, int]]:
+        return [bounds(self.width, self._world.size, rank) for rank in range(self._world.size)]
+
+
+def owner_of(ids: np.ndarray, count: int) -> np.ndarray:
+    """Which of `count` owners a hash gives each id to, (n,) int64."""
+    return (mix(ids.astype(np.uint64)) % np.uint64(count)).astype(np.int64)
+
+
+def _exchange(parts: np.ndarray, send: np.ndarray, receive: np.ndarray) -> np.ndarray:
+    """`send[r]` rows of `parts`, in order, to each rank r; what was received, in order of ranks. Collective."""
+    out = np.empty((int(receive.sum()), *parts.shape[1:]), parts.dtype)
+    dist.all_to_all_single(
+        torch.from_numpy(out), torch.from_numpy(np.ascontiguousarray(parts)), receive.tolist(), send.tolist()
+    )
+    return out
