@@ -326,7 +326,7 @@ class Strategy(ABC):
     def setup(self, task: Task, world: World) -> Program:
         """Make the program of this rank. Collective over the processes of the first role. May raise ConfigError."""
 
-    def run_helper(self, task: Task, errand: RoleContext) -> None:
+    def run_helper(self, task: Task, context: RoleContext) -> None:
         """Run a process of another role to the end of the run. PeerError when the processes that it helps are gone."""
         raise AssertionError(f"{type(self).__name__} has one role")
 

@@ -249,15 +249,15 @@ class Place:
     store: str = ""  # "host:port" of the TCPStore, "" when size is 1
     prefix: str = ""  # "<run id>/<attempt>": keys of an earlier attempt are never met
     attempt: int = 0
-    again: int = 0  # how often this process alone was restarted within the attempt
+    retry: int = 0  # how often this process alone was started again within the attempt
     # of the run, a secret: travels through inherited descriptors only; "" where there is one role
     token: str = field(default="", repr=False)
     hang_timeout_s: float = 60.0  # silence that means that another process hangs
     start_timeout_s: float = 600.0  # the same while it starts
 
     @property
-    def starter(self) -> str:
-        """The id of the command that started this process. It is the same in all attempts of its launcher."""
+    def launch_id(self) -> str:
+        """The command that started this process, the same in all attempts of its launcher."""
         return self.prefix.partition("/")[0]
 
 

@@ -18,7 +18,7 @@ from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, Exit
 from dtf.host import network
 from dtf.pserver import manual_start
-from dtf.pserver.endpoint_file import Live, find
+from dtf.pserver.endpoint_file import EndpointFile, find
 from dtf.pserver.strategy import Pserver
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Status(Job):
         print(json.dumps({"servers": servers}, indent=2) if self.format is Output.json else "\n".join(lines(servers)))
         return Exit.OK
 
-    def _by_endpoint(self, composed: Composed) -> Live:
+    def _by_endpoint(self, composed: Composed) -> EndpointFile:
         from dtf.pserver.net.rpc import viewer
 
         network.endpoint(self.endpoint, "job.endpoint")
@@ -70,14 +70,14 @@ class Status(Job):
         if not isinstance(strategy, Pserver):
             strategy = Pserver()
         strategy.tls.check(serves=False, asks=True)
-        live = Live(
+        live = EndpointFile(
             [self.endpoint], viewer(manual_start.token(strategy.token_file)), strategy.tls.files(), strategy.tls.mutual
         )
-        return Live(ask(live)[0]["endpoints"], live.token, live.tls, live.mutual)
+        return EndpointFile(ask(live)[0]["endpoints"], live.token, live.tls, live.mutual)
 
 
-def ask(live: Live) -> list[dict[str, Any]]:
-    """The status of each server. PeerError or AuthError."""
+def ask(live: EndpointFile) -> list[dict[str, Any]]:
+    """What each server says. PeerError or AuthError."""
     from dtf.pserver.net.codec import decode, encode
     from dtf.pserver.net.messages import STATUS, status_schemas
     from dtf.pserver.net.rpc import Client, Tls

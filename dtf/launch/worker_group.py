@@ -109,11 +109,11 @@ class WorkerGroup:
         path = self.folder / f"rank_{place.rank}.log"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        if place.attempt or place.again:
+        if place.attempt or place.retry:
             os.write(
                 log,
                 "---- attempt "
-                f"{place.attempt}{f', started again alone: {place.again}' if place.again else ''}\n".encode(),
+                f"{place.attempt}{f', started again alone: {place.retry}' if place.retry else ''}\n".encode(),
             )
         rank = RankHandle(place, ours, path, os.fstat(log).st_size)
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._on_event(rank))
@@ -301,7 +301,7 @@ class WorkerGroup:
             place, at, before = rank.place, rank.place.rank - self._first, self._replaced(rank)
             step = self._board.read(place.rank).step
             self._board.reset(place.rank)
-            self._ranks[at] = self._start(replace(place, again=place.again + 1), self.pins[at])
+            self._ranks[at] = self._start(replace(place, retry=place.retry + 1), self.pins[at])
             self._ranks[at].replaced = before + 1
             retry = f"it alone is started again, {before + 1} of {self.max_restarts}"
             self.see(Note("warning", f"rank {place.rank} ({place.role} {place.number}) at step {step}: {why}; {retry}"))

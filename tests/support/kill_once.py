@@ -12,11 +12,11 @@ from dtf.core.types import Event, Measured
 from dtf.launch import forkserver_cache
 
 
-@register("observer", "assassin")
-class Assassin(Observer):
-    """Send SIGKILL to the last rank; of all observers the only one that touches."""
+@register("observer", "kill_once")
+class KillOnce(Observer):
+    """Send SIGKILL to the last rank."""
 
-    step: int = option(doc="when it strikes", unit="steps")
+    step: int = option(doc="when to send it", unit="steps")
 
     def see(self, event: Event) -> None:
         if isinstance(event, Measured) and event.step == self.step and not hasattr(self, "done"):
