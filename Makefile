@@ -1,14 +1,18 @@
 # Conveniences; README.md shows the plain commands behind them.
 PYTHON ?= python3
 ARGS ?=
+FAST = --fast tests/unit tests/laws/test_same_numbers.py
 
-.PHONY: run test check test-oldest
+.PHONY: run test test-fast test-oldest check
 
 run: .venv/ready  ## make run ARGS='strategy=ddp precision=bf16'
 	.venv/bin/python -m dtf $(ARGS)
 
 test: .venv/ready  ## make test ARGS='-m slow'
 	.venv/bin/python -m pytest $(ARGS)
+
+test-fast: .venv/ready  ## the quick unit tests, and the law of the same numbers on one and two ranks
+	.venv/bin/python -m pytest $(FAST) $(ARGS)
 
 test-oldest: .venv-oldest/ready  ## the fast tests on the oldest torch that is supported
 	.venv-oldest/bin/python -m pytest $(FAST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,59 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import ranks as pool
+from tests.support.budget import BUDGET_S, Budget
 
-# A busy machine is not a failing property.
-settings.register_profile("dtf", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine is not a failing property; two workers would share a database of examples.
+settings.register_profile("dtf", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dtf")
 
+LONG = {
+    "test_auc",
+    "test_config",
+    "test_config_errors",
+    "test_ctr_clicks",
+    "test_ctr_models",
+    "test_ctr_parsing",
+    "test_describe",
+    "test_resnet_recipe",
+}
+"""Files of tests/unit that `--fast` leaves out."""
+
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--hold-budget", action="store_true", help="fail when a folder takes longer than its budget")
+    parser.addoption(
+        "--fast", action="store_true", help="leave out unit tests of more than seconds, and laws on more than two ranks"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Budget(config.getoption("hold_budget")), "budget")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The folders that take longest first, so that both workers end at the same time."""
+    order = list(BUDGET_S)
+    items.sort(key=lambda item: order.index(name) if (name := item.path.parent.name) in order else len(order))
+    if config.getoption("fast"):
+        config.hook.pytest_deselected(items=[item for item in items if not _is_fast(item)])
+        items[:] = [item for item in items if _is_fast(item)]
+
+
+def _is_fast(item: pytest.Item) -> bool:
+    """Of the laws, those that name their number of processes."""
+    if item.path.parent.name == "unit":
+        return item.path.stem not in LONG
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return parameters.get("processes", 9) <= 2
+
+
+def pytest_collection_finish() -> None:
+    """One thread computes in each worker: more would wait for each other, and for those of the other worker."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from dtf.launch import forkserver_cache, supervised, worker_group
 from dtf.launch.forkserver import ForkServer
 from dtf.launch.rank_handle import Limits
 from dtf.launch.worker_group import WorkerGroup
-from tests.support.launching import Launched, launch
+from tests.support.launching import HANG_S, LONG_S, Launched, launch
 
 Start = Callable[..., Launched]
 
@@ -116,8 +116,8 @@ def test_a_stopped_fork_server_is_continued(start: Start) -> None:
 
 def test_a_stop_signal_reaches_ranks_whose_server_is_stopped(start: Start) -> None:
     begun = time.monotonic()
-    assert start("server_stopped_then_told", processes=1).code == Exit.PREEMPTED
-    assert time.monotonic() - begun < 25, "within the grace"
+    assert start("server_stopped_then_told", processes=1, grace_s=LONG_S).code == Exit.PREEMPTED
+    assert time.monotonic() - begun < HANG_S, "within the grace"
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_a_fork_server_that_cannot_be_continued_does_not_outlast_the_grace(
     monkeypatch.setattr(ForkServer, "wake", lambda server: None)
     begun = time.monotonic()
     done = start("server_stopped_then_told", processes=1, grace_s=0.2)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < HANG_S
     assert done.code == Exit.PEER
     assert "launcher.grace_s" in done.of(Failed)[0].message
 
@@ -173,12 +173,12 @@ def test_a_bug_after_a_checkpoint_is_tried_once_more(start: Start, capsys: pytes
 def test_a_hang_is_noticed_and_explained(
     start: Start, capsys: pytest.CaptureFixture[str], how: str, words: str
 ) -> None:
-    done = start("hangs", config={"how": how}, hang_timeout_s=0.3, max_restarts=0)
+    done = start("hangs", config={"how": how}, hang_timeout_s=0.3, start_timeout_s=LONG_S, max_restarts=0)
     assert done.code == Exit.PEER
     (failed,) = done.of(Failed)
     assert (failed.rank, failed.step) == (1, 1)
     assert re.search(words, failed.message), failed.message
-    assert max(map(float, re.findall(r"silent for ([\d.]+) s", failed.message))) < 0.3 + 2.0
+    assert max(map(float, re.findall(r"silent for ([\d.]+) s", failed.message))) < HANG_S
     assert re.search(r"rank 0: phase step, step 2, silent for .* s, at .*\.py:\d+ in ", failed.message), failed.message
     assert capsys.readouterr().err.count("dtf: error[E_PEER] rank=1 step=1: ") == 1
     assert "most recent call first" in (done.folder / "rank_0.log").read_text()
@@ -187,17 +187,17 @@ def test_a_hang_is_noticed_and_explained(
 @pytest.mark.parametrize("phase", ["start", "save"])
 def test_a_stopped_rank_is_noticed_in_any_phase(start: Start, phase: str) -> None:
     done = start(
-        "hangs", config={"how": "stopped", "phase": phase}, hang_timeout_s=0.3, start_timeout_s=8.0, max_restarts=0
+        "hangs", config={"how": "stopped", "phase": phase}, hang_timeout_s=0.3, start_timeout_s=LONG_S, max_restarts=0
     )
     (failed,) = done.of(Failed)
     assert failed.rank == 1
     silent = re.search(rf"rank 1: phase {phase}, step 2, silent for (.*) s, stopped by a signal", failed.message)
-    assert silent and float(silent[1]) < 0.3 + 2.0, failed.message
+    assert silent and float(silent[1]) < HANG_S, failed.message
 
 
 def test_a_long_evaluation_is_no_hang(start: Start) -> None:
     """Rank 1 evaluates, which has the time of a start: only that limit ends it."""
-    done = start("hangs", config={"how": "evaluating"}, hang_timeout_s=60.0, start_timeout_s=0.6, max_restarts=0)
+    done = start("hangs", config={"how": "evaluating"}, hang_timeout_s=LONG_S, start_timeout_s=0.6, max_restarts=0)
     assert "rank 1: phase evaluate, step 2" in done.of(Failed)[0].message
 
 
@@ -213,15 +213,15 @@ def test_a_stop_signal_reaches_ranks_which_save(start: Start, capsys: pytest.Cap
 @pytest.mark.parametrize("deaf", [False, True])
 def test_a_stop_signal_before_training_ends_the_run_at_once(start: Start, deaf: bool) -> None:
     begun = time.monotonic()
-    done = start("told_before_it_listens", config={"deaf": deaf})
+    done = start("told_before_it_listens", config={"deaf": deaf}, grace_s=LONG_S)
     assert done.code == Exit.PREEMPTED and "while ranks were starting; nothing is lost" in done.of(Failed)[0].message
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < HANG_S
 
 
 def test_a_second_signal_stops_at_once(start: Start) -> None:
     begun = time.monotonic()
-    done = start("stoppable", config={"signals": 2, "deaf": True}, grace_s=60.0)
-    assert time.monotonic() - begun < 10
+    done = start("stoppable", config={"signals": 2, "deaf": True}, grace_s=LONG_S)
+    assert time.monotonic() - begun < HANG_S
     assert done.code == Exit.PEER
     assert "second signal" in done.of(Failed)[0].message
 
@@ -293,10 +293,10 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
                 handles = [os.pidfd_open(pid) for pid in pids]
             finally:
                 launcher.kill()
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + HANG_S
         for handle in handles:
             ready, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, "a process of the run outlives its launcher by more than 1 s"
+            assert ready, "a process of the run outlives its launcher"
             os.close(handle)
         for channel in channels:
             channel.close()

@@ -22,7 +22,7 @@ from dtf.host.devices import Devices
 from dtf.launch import forkserver_cache, worker_group
 from dtf.runs.run_folder import Run
 from dtf.strategies.ddp import Ddp
-from tests.support.launching import Launched, launch
+from tests.support.launching import HANG_S, LONG_S, Launched, launch
 from tests.support.roles import RolesStrategy
 
 Start = Callable[..., Launched]
@@ -129,8 +129,8 @@ def test_without_restarts_nothing_is_replaced(start: Start) -> None:
 )
 def test_a_trainer_that_hangs_is_replaced(start: Start, how: str, words: str) -> None:
     begun = time.monotonic()
-    done = start({"1": {"0.0": how}}, hang_timeout_s=0.3)
-    assert done.code == Exit.OK and time.monotonic() - begun < 10
+    done = start({"1": {"0.0": how}}, hang_timeout_s=0.3, start_timeout_s=LONG_S)
+    assert done.code == Exit.OK and time.monotonic() - begun < HANG_S
     assert processes(done) == {0: ["0.0"], 1: ["0.0", "0.1"], 2: ["0.0"]}
     (told,) = warnings(done)
     assert re.search(
@@ -182,7 +182,7 @@ def test_asked_to_stop_during_a_replacement(start: Start) -> None:
     """The new process dies of the signal; the server saves."""
     begun = time.monotonic()
     done = start({"1": {"0.0": "die", "0.1": "tell the launcher to stop"}, "2": {"0.0": "hang"}}, grace_s=0.5)
-    assert done.code == Exit.PREEMPTED and time.monotonic() - begun < 10
+    assert done.code == Exit.PREEMPTED and time.monotonic() - begun < HANG_S
     assert processes(done) == {0: ["0.0"], 1: ["0.0", "0.1"], 2: ["0.0"]}
     assert len(warnings(done)) == 1
     assert done.of(Failed)[-1].message == "asked to stop; the state is saved"
@@ -191,21 +191,21 @@ def test_asked_to_stop_during_a_replacement(start: Start) -> None:
 @pytest.mark.parametrize("end", ["outlive and die", "outlive and lose", "outlive", "start for ever"])
 def test_trainers_are_of_no_account_once_the_server_has_ended(start: Start, end: str) -> None:
     begun = time.monotonic()
-    done = start({"1": {"0.0": end}}, grace_s=0.3 if end == "outlive" else 60.0)
-    assert done.code == Exit.OK and time.monotonic() - begun < 10
+    done = start({"1": {"0.0": end}}, grace_s=0.3 if end == "outlive" else LONG_S)
+    assert done.code == Exit.OK and time.monotonic() - begun < HANG_S
     assert not warnings(done) and not done.of(Failed)
     assert processes(done) == {rank: ["0.0"] for rank in range(3)}
 
 
 @pytest.mark.parametrize(
-    "limits", [{"grace_s": 60.0, "hang_timeout_s": 0.5}, {"grace_s": 0.5, "hang_timeout_s": 60.0}], ids=str
+    "limits", [{"grace_s": LONG_S, "hang_timeout_s": 0.5}, {"grace_s": 0.5, "hang_timeout_s": LONG_S}], ids=str
 )
 def test_a_trainer_that_stops_near_the_end_keeps_nobody_longer_than_the_smaller_limit(
     start: Start, limits: dict[str, float]
 ) -> None:
     begun = time.monotonic()
     done = start({"1": {"0.0": "stop at the end"}}, **limits)
-    assert done.code == Exit.OK and time.monotonic() - begun < 10
+    assert done.code == Exit.OK and time.monotonic() - begun < HANG_S
     assert not warnings(done) and not done.of(Failed)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -46,15 +47,26 @@ def trained(strategy: str, options: str, processes: int, precision: str, remat: 
     return json.dumps(spread(strategy, processes, remat=remat.value, steps=4, **case), sort_keys=True)
 
 
-@pytest.mark.parametrize("remat", KINDS)
-@pytest.mark.parametrize(
-    "processes", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [*variants(), pytest.param("fsdp", {"unit": "stage", "prefetch": 2}, marks=pytest.mark.slow)],
-    ids=str,
-)
+def cases() -> list[Any]:
+    """By default two processes: a strategy without options with both kinds, one with options with one in turn."""
+    found = []
+    for place, (strategy, options) in enumerate([*variants(), ("fsdp", {"unit": "stage", "prefetch": 2})]):
+        for processes, remat in product((1, 2, 3), KINDS):
+            usual = processes == 2 and (not options or remat is KINDS[place % 2]) and "prefetch" not in options
+            found.append(
+                pytest.param(
+                    strategy,
+                    options,
+                    processes,
+                    remat,
+                    id=f"{strategy}-{options}-{processes}-{remat}",
+                    marks=() if usual else pytest.mark.slow,
+                )
+            )
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "options", "processes", "remat"), cases())
 def test_no_bit_changes(strategy: str, options: dict, processes: int, remat: Remat) -> None:
     """Batch statistics, masks, accumulation, uneven shares, and a functional dropout where the strategy allows it."""
     text = json.dumps(options)

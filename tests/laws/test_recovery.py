@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dtf.checkpoint.manifest import Objective
 from dtf.checkpoint.storage import read_manifest
 from dtf.runs.compare import RecordedRun, compare
 from dtf.runs.record import Record
+from tests.conftest import Result
 
 RUN = [
     "plugins=[tests.support.broken_strategies]", "recipe=mortal", "recipe.rows=100", "step.batch_size=24",
@@ -31,35 +33,52 @@ def measurements(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in ("seconds", "rows_per_s")} for line in lines]
 
 
+@pytest.fixture
+def calm(run_dtf: Any) -> Callable[..., Result]:
+    """The run that nothing happens to, made once in this file for the same words."""
+
+    def run(*words: str) -> Result:
+        if words not in CALM:
+            CALM[words] = run_dtf(*words)
+        return CALM[words]
+
+    return run
+
+
+CALM: dict[tuple[str, ...], Result] = {}
+
+
 @pytest.mark.parametrize(
     ("strategy", "processes"),
     [("ddp", 2), ("ddp", 3), ("zero1", 2), ("dp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow)],
 )
 def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(
-    strategy: str, processes: int, run_dtf: Any, tmp_path: Path
+    strategy: str, processes: int, run_dtf: Any, calm: Callable[..., Result], tmp_path: Path
 ) -> None:
     spread = [f"strategy={strategy}", f"launcher.processes={processes}"]
     marker = tmp_path / "killed"
-    calm = run_dtf(*RUN, *spread)
+    whole = calm(*RUN, *spread)
     killed = run_dtf(*RUN, *spread, f"recipe.marker={marker}")
-    assert calm.code == 0 and killed.code == 0, killed.err
+    assert whole.code == 0 and killed.code == 0, killed.err
     assert marker.exists()
-    a, b = RecordedRun.read(calm.folder), RecordedRun.read(killed.folder)
+    a, b = RecordedRun.read(whole.folder), RecordedRun.read(killed.folder)
     assert {name: t.tobytes() for name, t in a.tensors.items()} == {name: t.tobytes() for name, t in b.tensors.items()}
     assert a.ids == b.ids and a.held == b.held
-    assert measurements(calm.folder) == measurements(killed.folder)
+    assert measurements(whole.folder) == measurements(killed.folder)
     visits = Counter(i for step in b.ids if step < 15 for rank in b.ids[step] for i in rank)
     assert visits == Counter(dict.fromkeys(range(100), 3)), "three epochs, each row once in each"
 
 
 @pytest.mark.parametrize(("strategy", "processes"), [("ddp", 3), ("dp", 2), ("fsdp", 2)])
-def test_a_run_stopped_where_nobody_saves_goes_on_bit_for_bit(strategy: str, processes: int, run_dtf: Any) -> None:
+def test_a_run_stopped_where_nobody_saves_goes_on_bit_for_bit(
+    strategy: str, processes: int, run_dtf: Any, calm: Callable[..., Result]
+) -> None:
     spread = [f"strategy={strategy}", f"launcher.processes={processes}"]
-    calm, cut = run_dtf(*RUN, *spread), run_dtf(*RUN, *spread, "train.until=10")
+    whole, cut = calm(*RUN, *spread), run_dtf(*RUN, *spread, "train.until=10")
     assert run_dtf(*RUN, *spread, folder=cut.folder).code == 0
-    a, b = RecordedRun.read(calm.folder), RecordedRun.read(cut.folder)
+    a, b = RecordedRun.read(whole.folder), RecordedRun.read(cut.folder)
     assert {name: t.tobytes() for name, t in a.tensors.items()} == {name: t.tobytes() for name, t in b.tensors.items()}
-    assert measurements(calm.folder) == measurements(cut.folder)
+    assert measurements(whole.folder) == measurements(cut.folder)
 
 
 def test_a_length_that_lies_behind_is_refused(run_dtf: Any) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tests.support.arrays import crossed
 from tests.support.harness import difference, meshes, reference, spread, variants
 
+SHORT: dict[str, Any] = {"steps": 3, "eval_every": 3}
+"""Enough steps for a state that is used again; the others are those of an epoch and the next."""
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
-@pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
+
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [1, 2, 3, 4], turns=[2, 3, 4]))
 def test_every_strategy_follows_the_reference_in_fp64(strategy: str, options: dict, processes: int) -> None:
     """100 rows, batch 24 and micro-batches of 5: uneven shares, a partial last batch, ranks without rows; batch norm
     and dropout.
@@ -16,8 +21,7 @@ def test_every_strategy_follows_the_reference_in_fp64(strategy: str, options: di
     assert difference(reference(), spread(strategy, processes, options=options)) <= 1e-10
 
 
-@pytest.mark.parametrize("processes", [2, 4, 6])
-@pytest.mark.parametrize(("strategy", "options"), meshes(), ids=str)
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(meshes(), [2, 4, 6], turns=[4, 6]))
 def test_combined_with_data_parallelism(strategy: str, options: dict, processes: int) -> None:
     """Six ranks are three shares of five micro-batches of two ranks each."""
     assert difference(reference(), spread(strategy, processes, options=options)) <= 1e-10
@@ -29,12 +33,12 @@ def test_interleaved_stages(options: dict) -> None:
     assert difference(reference(), spread("pipeline", 2, options={"virtual": 2} | options)) <= 1e-10
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "lars"])
-@pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "options", "optimizer"), crossed(variants(), ["adamw", "adagrad", "lars"], turns=["lars", "adamw"])
+)
 def test_with_every_optimizer(strategy: str, options: dict, optimizer: str) -> None:
-    assert (
-        difference(reference(optimizer=optimizer), spread(strategy, 2, options=options, optimizer=optimizer)) <= 1e-10
-    )
+    case: dict[str, Any] = {"optimizer": optimizer, **SHORT}
+    assert difference(reference(**case), spread(strategy, 2, options=options, **case)) <= 1e-10
 
 
 @pytest.mark.parametrize("tail", ["fill", "drop"])
@@ -43,18 +47,17 @@ def test_with_every_tail(strategy: str, tail: str) -> None:
     assert difference(reference(tail=tail), spread(strategy, 3, tail=tail)) <= 1e-10
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params", "bf16_master", "fp16"])
-@pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "options", "precision"), crossed(variants(), ["fp32", "bf16", "bf16_params", "bf16_master", "fp16"])
+)
 def test_other_precisions_stay_close(strategy: str, options: dict, precision: str) -> None:
     """fp32 within rounding; half formats within theirs: a sum in another order moves the last bits, and may tip a ReLU,
     which a momentum shows.
     """
     bound = {"fp32": 1e-4, "bf16_params": 0.3, "bf16_master": 0.2}.get(precision, 0.05)  # bf16 gradients add up in bf16
     without = () if precision == "fp32" else ("optimizer/",)
-    assert (
-        difference(reference(precision=precision), spread(strategy, 2, options=options, precision=precision), without)
-        <= bound
-    )
+    case: dict[str, Any] = {"precision": precision, **SHORT}
+    assert difference(reference(**case), spread(strategy, 2, options=options, **case), without) <= bound
 
 
 @pytest.mark.parametrize("strategy", sorted({name for name, _ in variants()}))

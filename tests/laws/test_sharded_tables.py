@@ -99,16 +99,17 @@ def test_a_table_that_met_no_id_yet_is_saved(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        ("fsdp", {}),
-        pytest.param("pserver", {"servers": 2, "min_block": 1}, marks=slow),
-        pytest.param("ddp", {}, marks=slow),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("rule", sorted(registered("sparse")))
+def rules() -> list[Any]:
+    """Every rule under all three; by default under one of them, in turn."""
+    two_servers = {"servers": 2, "min_block": 1}
+    return [
+        pytest.param(strategy, options, rule, id=f"{rule}-{strategy}-{options}", marks=() if i % 3 == j else slow)
+        for i, rule in enumerate(sorted(registered("sparse")))
+        for j, (strategy, options) in enumerate([("fsdp", {}), ("pserver", two_servers), ("ddp", {})])
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "options", "rule"), rules())
 def test_with_every_row_optimizer(strategy: str, options: dict, rule: str) -> None:
     assert (
         difference(reference(recipe=ANY, sparse=rule), spread(strategy, 3, options=options, recipe=ANY, sparse=rule))

@@ -14,6 +14,7 @@ import torch
 from dtf.core.types import Box, State
 from dtf.optim.optimizers import Adam
 from dtf.optim.update import LocalUpdate, full_params
+from tests.support.arrays import crossed
 from tests.support.harness import difference, reference, spread, variants
 from tests.support.ranks import ranks
 
@@ -21,10 +22,9 @@ BAD: dict[str, Any] = {"recipe": {"rows": 100, "bad_row": 17, "batch_norm": Fals
 
 
 @pytest.mark.parametrize(
-    "precision",
-    ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "bf16_params")), "bf16_master"],
+    ("strategy", "options", "precision"),
+    crossed(variants(), ["fp32", "bf16", "bf16_params", "bf16_master"], usual=["fp32", "bf16_master"]),
 )
-@pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
 def test_a_non_finite_row_on_one_rank_updates_nobody(strategy: str, options: dict, precision: str) -> None:
     """The step with the bad row is skipped on every rank: the others go on as if it had not been there."""
     result = spread(strategy, 2, options=options, precision=precision, skip_nonfinite=9, steps=5, **BAD)

@@ -197,7 +197,7 @@ def told_before_it_listens(config: dict, folder: str, run_id: str, place: Place,
         signal.signal(signal.SIGTERM, lambda *_: None)
     if place.rank == 0:
         os.kill(config["launcher"], signal.SIGTERM)
-    time.sleep(60)
+    time.sleep(600)
     return 0
 
 

@@ -16,6 +16,11 @@ from dtf.launch.local import Local
 from dtf.runs.run_folder import Run, unique_id
 from dtf.strategies.ddp import Ddp
 
+HANG_S = 60.0
+"""What takes as long hangs; no test judges by less."""
+LONG_S = 600.0
+"""A limit of which a test shows that nobody waits for it."""
+
 
 @dataclass(frozen=True)
 class Launched:

@@ -97,7 +97,7 @@ def _train(action: str, launcher: int, folder: Path, store: Any, place: Place) -
         os.kill(os.getppid(), signal.SIGKILL)
     if action == "tell the launcher to stop":
         os.kill(launcher, signal.SIGTERM)
-        time.sleep(60)
+        time.sleep(600)
     if action == "start for ever":
         store.set(f"done/{place.rank}", "")
         stays_in_python()
