@@ -3,7 +3,8 @@ process, on the same rows in memory.
 
     python bench/pserver.py                          # modes async and sync, both models of bench/ctr.py in fp32
     python bench/pserver.py --only 64-32 --modes async
-    python bench/pserver.py --rows                   # rows that one server thread steps and looks up per second
+    python bench/pserver.py --rows                   # rows that one thread of a server steps and looks up in a second
+    python bench/pserver.py --save --ids 260000      # how long a server takes to save and load so many rows
 
 Server and trainers are processes that talk over gRPC on loopback, as with `launcher=local`; the server runs the engine,
 and the trainer has the threads of the one process. The model, the log and the turns are those of bench/ctr.py:
@@ -37,6 +38,7 @@ from dtf.api.options import StepOptions
 from dtf.api.precision import Precision
 from dtf.api.strategy import RoleContext
 from dtf.api.task import Task
+from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.core.types import Event, Measured, Place, Shard
 from dtf.data.loader import Loader
 from dtf.data.samplers import Epochs, Sequential
@@ -44,6 +46,7 @@ from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
 from dtf.optim.optimizers import Adagrad
 from dtf.pserver.options import Mode
+from dtf.pserver.server.program import ServerProgram
 from dtf.pserver.strategy import Pserver
 from dtf.sparse.row_optimizers import RowAdagrad
 from dtf.sparse.store import SparseTable, unique
@@ -66,23 +69,23 @@ def serve(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
     """
     world = World(replace(place, size=1))
     program = strategy.setup(task, world)
-    clock, heard = Endless(epochs, LR, logs=True), []
+    clock, losses = Endless(epochs, LR, logs=True), []
     loader = Loader(task.recipe.open_data("train", 0), epochs, program.shard, program.micro_batch_rows)
 
     def see(event: Event) -> None:
         if isinstance(event, Measured):
-            heard.append(event.values["loss"])
+            losses.append(event.values["loss"])
 
     loop = Loop(program, clock, loader, loader, 0, task.recipe, world, None, see, {}, epochs.batches)
 
     def run(steps: int) -> float:
         clock.turn(steps)
         fit(loop)
-        return heard[-1]
+        return losses[-1]
 
     for line in sys.stdin:
         if line.strip() == "fill":
-            fill(program.holdings._shelves._shelves["ids"].store)  # type: ignore[attr-defined]
+            fill(program.server_state._shards._shards["ids"].store)  # type: ignore[attr-defined]
             print("full", flush=True)
         else:
             print(*timed(run, int(line)), flush=True)
@@ -96,27 +99,27 @@ def train(task: Task, epochs: Epochs, place: Place, strategy: Pserver) -> None:
     strategy.run_helper(task, RoleContext(place, {}, rows, lambda phase, step: None, lambda: False))
 
 
-def role(given: argparse.Namespace) -> None:
+def role(args: argparse.Namespace) -> None:
     """One process of a pair."""
-    torch.set_num_threads(given.threads)
-    task, epochs = parts(opened(Path(given.log)), given.only)
-    strategy = Pserver(mode=Mode(given.modes[0]), servers=1, trainers=1)
+    torch.set_num_threads(args.threads)
+    task, epochs = parts(opened(Path(args.log)), args.only)
+    strategy = Pserver(mode=Mode(args.modes[0]), servers=1, trainers=1)
     place = Place(
-        int(given.role == "trainer"),
+        int(args.role == "trainer"),
         2,
-        role=given.role,
-        threads=given.threads,
-        store=given.store,
-        prefix=given.modes[0],
+        role=args.role,
+        threads=args.threads,
+        store=args.store,
+        prefix=args.modes[0],
         token="bench",
     )
-    (serve if given.role == "server" else train)(task, epochs, place, strategy)
+    (serve if args.role == "server" else train)(task, epochs, place, strategy)
 
 
 class Pair:
     """A server and its trainer."""
 
-    def __init__(self, name: str, mode: str, log: Path, given: argparse.Namespace) -> None:
+    def __init__(self, name: str, mode: str, log: Path, args: argparse.Namespace) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
         command = [
             sys.executable,
@@ -131,18 +134,18 @@ class Pair:
             f"127.0.0.1:{self._store.port}",
         ]
         self._server = subprocess.Popen(
-            [*command, "--role", "server", "--threads", str(given.server_threads)],
+            [*command, "--role", "server", "--threads", str(args.server_threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._trainer = subprocess.Popen([*command, "--role", "trainer", "--threads", str(given.threads)])
+        self._trainer = subprocess.Popen([*command, "--role", "trainer", "--threads", str(args.threads)])
 
     def turn(self, steps: int) -> tuple[float, float]:
-        seconds, loss = self.say(str(steps)).split()
+        seconds, loss = self.send(str(steps)).split()
         return float(seconds), float(loss)
 
-    def say(self, line: str) -> str:
+    def send(self, line: str) -> str:
         assert self._server.stdin is not None and self._server.stdout is not None
         print(line, file=self._server.stdin, flush=True)
         answer = self._server.stdout.readline()
@@ -155,41 +158,41 @@ class Pair:
         self._trainer.wait()
 
 
-def compare(name: str, log: Rows, saved: Path, given: argparse.Namespace) -> None:
+def compare(name: str, log: Rows, saved: Path, args: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    run, store = engine(log, Case(CASES[name][0], False, given.threads))
+    run, store = engine(log, Case(CASES[name][0], False, args.threads))
     with ExitStack() as stack:
-        pairs = {mode: Pair(name, mode, saved, given) for mode in given.modes}
+        pairs = {mode: Pair(name, mode, saved, args) for mode in args.modes}
         for pair in pairs.values():
             stack.callback(pair.close)
-        run(given.warm)
+        run(args.warm)
         fill(store)
         for pair in pairs.values():
-            pair.turn(given.warm)
-            pair.say("fill")
-        found: dict[str, list[tuple[float, float]]] = {key: [] for key in ("one process", *pairs)}
-        for number in range(given.rounds):
-            for key in found if number % 2 else reversed(found):
+            pair.turn(args.warm)
+            pair.send("fill")
+        turns_of: dict[str, list[tuple[float, float]]] = {key: [] for key in ("one process", *pairs)}
+        for number in range(args.rounds):
+            for key in turns_of if number % 2 else reversed(turns_of):
                 time.sleep(0.5)  # threads of the one before may still spin
-                found[key].append(pairs[key].turn(given.steps) if key in pairs else timed(run, given.steps))
-    say(name, found, given.steps, log.batch)
-    for key, turns in found.items():
-        apart = abs(turns[-1][1] - found["one process"][-1][1])
-        if apart > APART.get(key, 0):
+                turns_of[key].append(pairs[key].turn(args.steps) if key in pairs else timed(run, args.steps))
+    print_table(name, turns_of, args.steps, log.batch)
+    for key, turns in turns_of.items():
+        difference = abs(turns[-1][1] - turns_of["one process"][-1][1])
+        if difference > APART.get(key, 0):
             raise SystemExit(
                 f"{name}: the losses of mode {key} must be those of one process within {APART[key]:g}, they are "
-                f"{apart:.6f} apart"
+                f"{difference:.6f} apart"
             )
 
 
-def say(name: str, found: dict[str, list[tuple[float, float]]], steps: int, batch: int) -> None:
+def print_table(name: str, turns_of: dict[str, list[tuple[float, float]]], steps: int, batch: int) -> None:
     """A table of medians and ranges, of ratios to one process, and of the losses of the last turn."""
     print(
         f"\n{name:14}{'rows/s':>10} {'least to most':>20} {'of one process':>16} {'least to most':>14} "
         f"{'ms a step':>10} {'loss':>10}"
     )
-    one = [seconds for seconds, _ in found["one process"]]
-    for key, turns in found.items():
+    one = [seconds for seconds, _ in turns_of["one process"]]
+    for key, turns in turns_of.items():
         took, loss = [seconds for seconds, _ in turns], turns[-1][1]
         rates, ratios = (
             sorted(steps * batch / seconds for seconds in took),
@@ -225,6 +228,37 @@ def rows_alone(log: Rows, batches: int) -> None:
         )
 
 
+def save_and_load(log: Rows, folder: Path, rounds: int) -> None:
+    """Seconds in which a server writes a checkpoint with all rows of the log, and another one reads it."""
+    task, _ = parts(log, "64-32")
+
+    def server() -> tuple[ServerProgram, World]:
+        world, strategy = World(Place(slots=2)), Pserver()
+        return ServerProgram(task, world, strategy, strategy.sync_mode(), 1), world
+
+    full, world = server()
+    fill(full.server_state._shards._shards["ids"].store)  # type: ignore[union-attr]
+    seconds: dict[str, list[float]] = {"save": [], "load": []}
+    rows = 0
+    for number in range(rounds):
+        checkpointer = Checkpointer(folder / str(number), Every(), world, "bench", ("loss", "min"), "pserver")
+        started = time.perf_counter()
+        state = full.state()
+        checkpointer.save(1, state, {"program": state.scalars})
+        seconds["save"].append(time.perf_counter() - started)
+        empty, checkpoint = server()[0], checkpointer.find(0)
+        assert checkpoint is not None
+        started = time.perf_counter()
+        source = checkpointer.load(checkpoint)
+        source.scalars = source.scalars["program"]
+        empty.load(source)
+        seconds["load"].append(time.perf_counter() - started)
+        rows = empty.server_state.tables()["ids"]["rows"]
+    for name, values in seconds.items():
+        middle = statistics.median(values)
+        print(f"{name:8} {middle:7.2f} s, {min(values):.2f} to {max(values):.2f}; {rows:,} rows with their state")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODELS)
@@ -237,27 +271,31 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--warm", type=int, default=100, help="steps before the first turn")
     parser.add_argument("--rows", action="store_true", help="measure the table of a server alone")
+    parser.add_argument("--save", action="store_true", help="measure saving and loading alone")
     for hidden in ("role", "log", "store"):
         parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.role:
-        role(given)
+    args = parser.parse_args()
+    if args.role:
+        role(args)
         return
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(args.threads)
     print(
-        f"{processor()}, {given.threads} threads, {given.server_threads} of the server, torch {torch.__version__}; "
-        f"{given.ids:,} ids, batches of {given.batch}",
+        f"{processor()}, {args.threads} threads, {args.server_threads} of the server, torch {torch.__version__}; "
+        f"{args.ids:,} ids, batches of {args.batch}",
         flush=True,
     )
     with TemporaryDirectory() as folder:
         saved = Path(folder, "log.npz")
-        log = draw(given.ids, given.batch, given.warm + given.rounds * given.steps)
+        log = draw(args.ids, args.batch, args.warm + args.rounds * args.steps)
         log.save(saved)
-        if given.rows:
-            rows_alone(log, given.rounds * given.steps // 2)
+        if args.rows:
+            rows_alone(log, args.rounds * args.steps // 2)
             return
-        for name in [given.only] if given.only else MODELS:
-            compare(name, log, saved, given)
+        if args.save:
+            save_and_load(log, Path(folder), args.rounds)
+            return
+        for name in [args.only] if args.only else MODELS:
+            compare(name, log, saved, args)
 
 
 if __name__ == "__main__":

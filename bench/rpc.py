@@ -1,15 +1,13 @@
 """Bytes and round trips per second of requests on loopback, and the seconds of CPU that they take.
 
-    python bench/rpc.py
+    python bench/rpc.py                       # plain gRPC, gRPC with kept buffers, dtf's client and service, and
+                                              # messages of arrays over these
     python bench/rpc.py --kinds dtf --clients 2 --threads 4
-    python bench/rpc.py --address '[::1]:0'    # or unix:/tmp/socket, for the first two
-
-Four kinds are measured: gRPC as it comes, gRPC with kept buffers, dtf's client and service, and messages of arrays over
-these.
+    python bench/rpc.py --address '[::1]:0'   # or unix:/tmp/socket, for the first two kinds
 
 The server is a process of its own. `push`: the request is large, `pull`: the response is, `echo`: both are. Each number
 is the median over rounds in which the kinds take turns, so that a busy machine slows all of them alike. `of plain`:
-bytes per second over those of gRPC as it comes.
+bytes per second over those of plain gRPC.
 """
 
 from __future__ import annotations
@@ -61,13 +59,13 @@ class Handlers(grpc.GenericRpcHandler):
 
 def serve(kind: str, address: str) -> None:
     """One kind of server, until standard input ends."""
-    given: dict[int, Any] = {}
+    replies: dict[int, Any] = {}
 
     def pull(data: bytes) -> bytes:
         size = int(data)
         if kind == "message":
-            return encode(SCHEMA, {"step": 1}, {"rows": given.setdefault(size, rows(size))})
-        return given.setdefault(size, bytes(size))
+            return encode(SCHEMA, {"step": 1}, {"rows": replies.setdefault(size, rows(size))})
+        return replies.setdefault(size, bytes(size))
 
     def push(data: bytes) -> bytes:
         return b"" if kind != "message" else encode(SCHEMA, {"step": decode(SCHEMA, data).arrays["rows"].shape[0]}, {})
@@ -82,7 +80,7 @@ def serve(kind: str, address: str) -> None:
         "cpu": lambda _: repr(cpu_s()).encode(),
     }
     if kind in ("dtf", "message"):
-        service = Service(handlers, "token", "epoch", address, most_bytes=MOST)
+        service = Service(handlers, "token", "generation", address, most_bytes=MOST)
         print(service.endpoint, flush=True)
         service.start()
         sys.stdin.read()
@@ -100,7 +98,7 @@ def serve(kind: str, address: str) -> None:
 
 def caller(kind: str, endpoint: str, stack: ExitStack) -> Call:
     if kind in ("dtf", "message"):
-        client = Client(endpoint, "token", "epoch", MOST)
+        client = Client(endpoint, "token", "generation", MOST)
         stack.callback(client.close)
         return lambda method, data: client.call(method, data, 60.0)
     channel = stack.enter_context(grpc.insecure_channel(endpoint, [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]))
@@ -154,8 +152,8 @@ def call(kind: str, args: argparse.Namespace) -> None:
         for line in sys.stdin:
             way, size = line.split()[0], int(line.split()[1])
             data = rows(size) if kind == "message" else bytes(size)
-            for each in callers:
-                once(kind, way, size, each, data)
+            for client in callers:
+                once(kind, way, size, client, data)
             before, start = (cpu_s(), float(callers[0]("cpu", b""))), time.perf_counter()
             end = start + args.seconds
 
@@ -170,9 +168,9 @@ def call(kind: str, args: argparse.Namespace) -> None:
                 return moved, took
 
             done = list(pool.map(work, range(args.threads)))
-            wall, moved = time.perf_counter() - start, sum(each[0] for each in done)
+            wall, moved = time.perf_counter() - start, sum(count for count, _ in done)
             used = cpu_s() - before[0], float(callers[0]("cpu", b"")) - before[1]
-            took = [each for _, some in done for each in some]
+            took = [latency for _, some in done for latency in some]
             print(
                 moved / wall,
                 statistics.median(took),
@@ -208,13 +206,13 @@ def main() -> None:
         )
         for way in args.ways:
             for size in args.sizes:
-                found = {kind: [] for kind in args.kinds}
+                measured = {kind: [] for kind in args.kinds}
                 for _ in range(args.rounds):
                     for kind in args.kinds:
-                        found[kind].append(ask[kind](way, size))
+                        measured[kind].append(ask[kind](way, size))
                 middle = {
                     kind: [statistics.median(column) for column in zip(*some, strict=True)]
-                    for kind, some in found.items()
+                    for kind, some in measured.items()
                 }
                 for kind, (rate, latency, requests, client, server) in middle.items():
                     over = f"{rate / middle['plain'][0]:.2f}" if "plain" in middle else ""

@@ -111,7 +111,9 @@ def _drawn(run: Path, title: str) -> str:
     )
     moment = 0.0
     with mock.patch.multiple(screen, time=SimpleNamespace(monotonic=lambda: moment), Live=_Still):
-        view = screen.Screen(Path(shown), yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")), console)
+        view = screen.TerminalView(
+            Path(shown), yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")), console
+        )
         events = [(line.pop("at"), event_from_json(line)) for line in lines]
         hidden = _hidden([event for _, event in events])
         for number, (at, event) in enumerate(events):

@@ -16,7 +16,7 @@ class Split(Enum):
     column = "column"  # by output channels: all inputs -> a slice of the outputs
     row = "row"  # by input channels: a slice of the inputs -> all outputs, summed over the ranks; an Embedding by ids
     row_scatter = "row_scatter"  # by input channels, the sum divided: a slice of the inputs -> a slice of the outputs
-    local = "local"  # every channel (or group of channels) for itself: normalisation, dropout, grouped convolutions
+    local = "local"  # every channel (or group of channels) by itself: normalisation, dropout, grouped convolutions
     # as column, for the last layer: the recipe's loss and metrics get a DTensor, see `dtf.model.losses`
     classes = "classes"
 

@@ -1,6 +1,6 @@
-"""Config nodes as classes see them: which keys a class has, and from plain values to typed objects.
+"""Config nodes as classes see them: the keys of a class, and typed objects from plain values.
 
-Knows nothing of Hydra, files or command lines: ranks use it to rebuild objects from JSON.
+Knows nothing of Hydra, files or command lines. Ranks use it to rebuild objects from JSON.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 UNSET = "???"
-"""Value of a mandatory key that nobody gave."""
+"""The value of a mandatory key that has none yet."""
 
 RESERVED = "_target_"
-"""Name classes by import path nowhere: a config is data."""
+"""A key that no config may hold: a config is data, and names no class by its import path."""
 
 _EXACT = 2**53  # the whole numbers that a float holds
 _NAMES = {bool: "bool", int: "int", float: "float", str: "text", type(None): "null"}
 
 
 class KeyProblem(ConfigError):
-    """A key or value that fits no class. Whoever knows the files adds where it was set."""
+    """A key or value that fits no class. The code that read the files adds which of them set it."""
 
     def __init__(self, key: str, text: str) -> None:
         super().__init__(text)
@@ -52,7 +52,7 @@ class Key:
 
 @cache
 def keys(cls: type) -> tuple[Key, ...]:
-    """Config keys of a dataclass, in the order they are written.
+    """The config keys of a dataclass, in the order of its fields.
 
     ConfigError for a class that no config can describe.
     """
@@ -114,7 +114,7 @@ def option_node(group: str, name: str) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """A typed value as JSON types: enum members by value, dataclasses as dicts."""
+    """A typed value as JSON types: enum members as their values, dataclasses as dicts."""
     if isinstance(value, enum.Enum):
         return str(value.value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -127,9 +127,10 @@ def to_plain(value: Any) -> Any:
 
 
 def coerce(hint: Any, value: Any, key: str) -> Any:
-    """`value` as plain JSON of type `hint`, UNSET left standing.
+    """`value` as plain JSON of the type `hint`. UNSET stays as it is. A member of an enum may be written as its value
+    or its name; the result is its value.
 
-    KeyProblem when it does not fit, whatever `value` holds.
+    KeyProblem for any `value` that does not fit. `key`: the dotted key, for the message.
     """
     if isinstance(value, str) and value == UNSET:
         return UNSET
@@ -179,7 +180,7 @@ def coerce(hint: Any, value: Any, key: str) -> Any:
 
 
 def build(hint: Any, value: Any) -> Any:
-    """The typed object of a fitted value."""
+    """The typed object of a value that `coerce` returned."""
     if is_node(hint):
         return hint(**{key.name: build(key.hint, value[key.name]) for key in keys(hint)})
     origin, arguments = get_origin(hint), get_args(hint)
@@ -196,7 +197,7 @@ def build(hint: Any, value: Any) -> Any:
 
 
 def coerce_option(group: str, value: Any, key: str) -> dict[str, Any]:
-    """`coerce` for the node of a registered class, which says by `name` what it is."""
+    """`coerce` for the node of a registered class, whose key `name` says which class."""
     if not isinstance(value, dict):
         raise KeyProblem(key, f"{key}={show(value)} is no option's node; choose with {group}=NAME")
     rest = dict(value)
@@ -215,7 +216,7 @@ def coerce_option(group: str, value: Any, key: str) -> dict[str, Any]:
 
 
 def build_option(group: str, value: dict[str, Any]) -> Any:
-    """The typed object of a node fitted by `coerce_option`."""
+    """The typed object of a node that `coerce_option` returned."""
     return build(lookup(group, value["name"]), value)
 
 
@@ -229,7 +230,7 @@ def unset(value: Any, key: str = "") -> list[str]:
 
 
 def type_text(hint: Any) -> str:
-    """A type as a reader of a config knows it: `int | null`, `list of text`, `partial | fill | drop`."""
+    """A type in words of a config: `int | null`, `list of text`, `partial | fill | drop`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return "value"
@@ -249,7 +250,7 @@ def type_text(hint: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as it is typed on the command line, cut at 80 characters; control characters are escaped."""
+    """A value as one types it on the command line, cut at 80 characters, with control characters escaped."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = (
@@ -329,7 +330,7 @@ def _accepts(hint: Any, value: Any) -> bool:
 
 
 def _members(hint: type[enum.Enum]) -> dict[str, enum.Enum]:
-    """By what a config calls them: a member's name may not be that, as `async` is a word of Python."""
+    """The members of an enum by their values. A name may differ from its value, as `async` is a keyword of Python."""
     return {str(member.value): member for member in hint}
 
 

@@ -183,7 +183,7 @@ class ExternalProcess:
     role: str
     rank: int  # among all processes of the run; 0 makes its folder, and reports
     towards: tuple[str, int]  # host and port of rank 0
-    token: str = field(repr=False)  # by which they know each other
+    token: str = field(repr=False)  # the secret that processes of a run share
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ class Strategy(ABC):
     def setup(self, task: Task, world: World) -> Program:
         """Make the program of this rank. Collective over the processes of the first role. May raise ConfigError."""
 
-    def run_helper(self, task: Task, errand: RoleContext) -> None:
+    def run_helper(self, task: Task, context: RoleContext) -> None:
         """Run a process of another role to the end of the run. PeerError when the processes that it helps are gone."""
         raise AssertionError(f"{type(self).__name__} has one role")
 

@@ -69,9 +69,9 @@ class Task:
 class Source(Protocol):
     """A checkpoint, as programs and updates read it. Any rank may read any part of any tensor."""
 
-    scalars: dict
-    place: str  # what errors call it
-    folder: Path  # where it is
+    scalars: dict  # JSON values that the checkpoint holds beside tensors
+    place: str  # its name in errors
+    folder: Path
 
     def names(self) -> set[str]:
         """The names of all tensors."""

@@ -44,7 +44,9 @@ _STORED_DTYPES = {f"torch.{name}": stored for stored, name in TORCH_DTYPES.items
 
 
 def write_boxes(path: Path, boxes: list[Box]) -> dict[str, Any]:
-    """A new file of a checkpoint: its name, size, digests and boxes, as JSON has them. Not collective."""
+    """Write boxes to a new file of a checkpoint. Returns its name, size, digests and boxes as JSON. Not collective.
+    OSError when it cannot be written.
+    """
     counts: dict[str, int] = {}
     entries: list[tuple[str, str, Box]] = []
     for box in sorted(boxes, key=lambda box: -box.tensor.element_size()):  # wide formats first keep all of them aligned
@@ -88,11 +90,10 @@ def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 class StoredCheckpoint:
-    """A checkpoint on disk as programs read it (`strategy.Source`). Bytes are compared with their digests as they are
-    read.
+    """A checkpoint on disk, as programs read it (`dtf.Source`). Bytes are compared with their digests as they are read.
 
-    DataError from any method when they differ. `scalars`: what `save` was given. Reads whole rows of the stored boxes
-    it needs.
+    Not collective. DataError from any method when digests differ. `scalars`: as `Checkpointer.save` got them. Reads
+    whole rows of the stored boxes that it needs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -106,13 +107,14 @@ class StoredCheckpoint:
         self._slots: dict[str, dict[str, Slot]] = {}
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """The names of all tensors."""
         return set(self.manifest.tensors)
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The part at `offset` of `shape` of a global tensor, on CPU.
+        """The part of a global tensor at `offset` with shape `shape`, on CPU.
 
-        Without `offset`: all of it, which must have `shape`, if given.
+        Without `offset`: the whole tensor, which must have `shape` if that is given. DataError for a tensor that is
+        absent or has another shape.
         """
         import torch
 

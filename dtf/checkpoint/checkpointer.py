@@ -36,7 +36,9 @@ _ERRORS: dict[int, type[DtfError]] = {cls.exit: cls for cls in (DtfError, DataEr
 
 @register("checkpoint", "every")
 class Every:
-    """Save so often, keep the newest and the best, and go on from the newest."""
+    """Save regularly, keep the newest and the best checkpoints, and resume from the newest. Config node
+    `checkpoint`.
+    """
 
     every_steps: int | None = option(
         default=None,
@@ -56,7 +58,7 @@ class Every:
     )
 
     def check(self) -> None:
-        """Raise ConfigError for values that make no sense, DataError when there is nothing to resume from.
+        """Raise ConfigError for values that make no sense, DataError when there is no checkpoint to resume from.
 
         Torch-free.
         """
@@ -70,7 +72,7 @@ class Every:
 
 
 class Peers(Protocol):
-    """What a checkpointer asks of the world: two ways to agree on JSON. See `world.World`."""
+    """The collective operations that a checkpointer uses, on JSON values. See `dtf.World`, which has them."""
 
     rank: int
     size: int
@@ -84,11 +86,11 @@ def _warn(text: str) -> None:
 
 
 class Checkpointer:
-    """Saves and finds the checkpoints of one run in `folder`, one object on every rank. A failure on one rank is raised
-    on all.
+    """Saves and finds the checkpoints of one run in `folder`. Every rank has one. A failure on one rank is raised on
+    all.
 
-    `objective`: the metric and `max` or `min` that ranks checkpoints; `strategy`: its name, for readers; `note` hears
-    on rank 0 what a person should know.
+    `objective`: the metric that ranks checkpoints, and `max` or `min`. `strategy`: its name, for people. `note` gets,
+    on rank 0, what a person should know.
     """
 
     def __init__(
@@ -109,12 +111,11 @@ class Checkpointer:
     # ------------------------------------------------------------ save
 
     def save(self, step: int, state: State, scalars: dict[str, Any], value: float | None = None) -> str:
-        """Write the boxes of all ranks and rank 0's `scalars` (JSON) as the checkpoint of `step`; returns its folder.
-        Collective.
+        """Write the boxes of all ranks, and the `scalars` (JSON) of rank 0, as the checkpoint of `step`. Returns its
+        folder. Collective.
 
-        `value`: the objective, if it was evaluated at this very step. SaveError on all ranks alike when any could not
-        write; nothing but the half-written checkpoint is lost then. A complete checkpoint of this step is left as it
-        is.
+        `value`: the objective, if it was evaluated at this step. SaveError on all ranks when any of them could not
+        write; only the unfinished checkpoint is lost then. A complete checkpoint of this step is left as it is.
         """
         name = storage.step_name(step)
         begun = self._lead(
@@ -129,14 +130,14 @@ class Checkpointer:
         )
 
     def _write(self, draft: Path, state: State) -> list[dict[str, Any]]:
-        """What this rank, and others for it, wrote."""
+        """What this rank wrote, and what other processes wrote for it."""
         written = [write_boxes(draft / f"rank_{self._world.rank}.safetensors", state.boxes)] if state.boxes else []
         return written + (state.others(draft) if state.others else [])
 
     def _finish(
         self, draft: Path, step: int, parts: list[dict[str, Any]], scalars: dict[str, Any], value: float | None
     ) -> str:
-        """Rank 0's part: what all ranks wrote becomes one checkpoint, and old ones go."""
+        """The part of rank 0 in `save`: turn what all ranks wrote into one checkpoint, and remove old ones."""
         try:
             failed = [(rank, part["error"], part["exit"]) for rank, part in enumerate(parts) if "error" in part]
             if failed:
@@ -160,14 +161,14 @@ class Checkpointer:
         return str(final)
 
     def owns(self, path: Path) -> bool:
-        """Whether a checkpoint is this run's own."""
+        """Whether a checkpoint belongs to this run."""
         return path.parent == self._folder
 
     def retain(self) -> None:
-        """Remove what the options do not keep, after each save and once a run goes on: a crash may have come between.
-        On rank 0; not collective.
+        """Remove the checkpoints that the options do not keep. Called after each save, and when a run is resumed, since
+        it may have crashed in between. Acts on rank 0. Not collective.
 
-        A failure costs space and nothing else.
+        A failure costs disk space only.
         """
         if self._world.rank:
             return
@@ -182,12 +183,13 @@ class Checkpointer:
     # ------------------------------------------------------------ find and load
 
     def find(self, attempt: int = 0) -> Path | None:
-        """The checkpoint to go on from, every digest compared; None: start at step 0. Collective; called once, before
-        the first save.
+        """The checkpoint to resume from, with every digest compared. None: start at step 0. Collective. Called once,
+        before the first save.
 
-        `attempt`: restarts of this run so far; a restarted run goes on from its own checkpoints whatever `resume` says.
-        What cannot be loaded is noted and skipped. BusyError when `resume` would start a second line of descent in the
-        folder; DataError when there are checkpoints and none can be loaded, or when a rank cannot read what others can.
+        `attempt`: how many restarts this run has had. A restarted run resumes from its own checkpoints whatever
+        `resume` says. A checkpoint that cannot be loaded is noted and skipped. BusyError when `resume` would start a
+        second history in the folder. DataError when there are checkpoints but none can be loaded, or when a rank cannot
+        read what others can.
         """
         newest_fault = ""
         candidates = [Path(path) for path in self._lead(lambda: self._candidates(attempt), DataError, "checkpoints")]
@@ -213,12 +215,12 @@ class Checkpointer:
         )
 
     def load(self, path: Path) -> StoredCheckpoint:
-        """A checkpoint to read from. Not collective."""
+        """Open a checkpoint for reading. Not collective."""
         return StoredCheckpoint(path)
 
     def _candidates(self, attempt: int) -> list[str]:
-        """Rank 0's part of `find`: checkpoints of this run folder, or without any those of the path given; newest
-        first.
+        """The part of rank 0 in `find`: the checkpoints of this run folder, or those of the given path if there are
+        none, newest first.
         """
         try:
             storage.clean(self._folder)
@@ -236,9 +238,8 @@ class Checkpointer:
                 )
             if given and given[0].resolve() in [path.resolve() for path in existing[1:]]:
                 raise BusyError(
-                    f"checkpoint.resume={resume} is older than {existing[0].name} in the same run folder; a run folder is "
-                    "one run: "
-                    "use another run.dir to start from there"
+                    f"checkpoint.resume={resume} is older than {existing[0].name} in the same run folder; "
+                    "a run folder is one run: use another run.dir to start from there"
                 )
         return [str(path) for path in existing or given]
 

@@ -1,6 +1,6 @@
-"""What a checkpoint says about itself: its files, their digests, and which box of which tensor lies where.
+"""The manifest of a checkpoint: its files, their digests, and which box of which tensor is where.
 
-Turns it into text and back, and checks it. Opens no file and knows no torch; see docs/checkpoints.md for the format.
+Turns it into text and back, and checks it. Opens no file and needs no torch. The format: docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_TENSOR_NAME = 1024
 
 
 class StoredBox(NamedTuple):
-    """A part of a global tensor and where it lies."""
+    """A part of a global tensor, and the file that holds it."""
 
     file: str
     key: str  # in that file
@@ -41,6 +41,8 @@ class StoredBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
+    """A global tensor: dtype, shape, and the boxes that cover it."""
+
     dtype: str  # as safetensors names it
     shape: tuple[int, ...]
     boxes: tuple[StoredBox, ...]
@@ -48,13 +50,15 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
+    """The size and the digests of a file."""
+
     size: int  # bytes
     crc32: tuple[int, ...]  # of each block
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The evaluation that ranks this checkpoint among others. `mode`: `max` or `min`."""
+    """The evaluation by which this checkpoint is compared with others. `mode`: `max` or `min`."""
 
     metric: str
     mode: str
@@ -63,6 +67,8 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
+    """All that the manifest of a checkpoint says."""
+
     step: int
     run_id: str
     strategy: str  # that wrote it

@@ -1,6 +1,6 @@
-"""What a path holds that a key gives as numbers to start from: a checkpoint, a run folder, a file of weights.
+"""What a path given by a config key stands for: a checkpoint, a run folder, or a file of weights.
 
-Reads no numbers, needs no torch.
+Reads no tensors. Torch-free.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dtf.checkpoint import storage
 from dtf.core.errors import DataError
 
 SUFFIXES = (".ckpt", ".pth", ".pt", ".safetensors")
-"""Of files of weights: of training scripts, and plain tensors."""
+"""File names of weights: as training scripts write them, and safetensors."""
 
 
 BEST = "best"
-"""After a run folder: its best checkpoint, as in RUN/best."""
+"""RUN/best stands for the best checkpoint of the run folder RUN."""
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path means a checkpoint rather than a file."""
+    """Whether a path stands for a checkpoint, and not for a file of weights."""
     return path.is_dir() or (path.name == BEST and path.parent.is_dir())
 
 
 def resolve_checkpoints(path: str | Path, key: str) -> list[Path]:
-    """Checkpoints that `path` means, newest first: itself, those of a run folder, or its best one alone. Looks at names
-    only, but for the best.
+    """The checkpoints that `path` stands for, newest first: the path itself, those of a run folder, or only the best
+    one of a run. Looks at names only, except for the best.
 
-    DataError when there is none.
+    `key`: the config key that gave the path, for errors. DataError when there is none.
     """
     folder = Path(path)
     if folder.name == BEST and not folder.exists():
@@ -47,9 +47,9 @@ def resolve_checkpoints(path: str | Path, key: str) -> list[Path]:
 
 
 def check_weights_path(given: str, key: str) -> None:
-    """Raise DataError for what can be seen, without reading it, to hold no weights.
+    """Raise DataError when it can be seen, without reading, that a path holds no weights.
 
-    `key` gave the place; empty: nothing is to be read.
+    `key`: the config key that gave the path. An empty path stands for no weights.
     """
     path = Path(given).expanduser()
     if not given:
@@ -69,7 +69,7 @@ def check_weights_path(given: str, key: str) -> None:
 
 
 def _best(folders: list[Path], given: str) -> Path:
-    """The one with the best value of the objective, the earliest of equals."""
+    """The checkpoint with the best objective; of equal ones the earliest."""
     goals = [
         (folder, goal)
         for folder in reversed(folders)

@@ -1,8 +1,8 @@
-"""Checkpoint folders on disk: written so that a crash at any moment leaves the last good one, read only after their
-digests agree.
+"""Checkpoint folders on disk. A crash at any moment leaves the last good checkpoint, and a checkpoint is read only
+after its digests were compared.
 
-Knows files, not tensors, and imports no torch, so that a test can stop it at every system call. One live run per folder
-is the run folder's lock.
+Knows files, not tensors. Imports no torch, so that a test can stop it at every system call. The lock of the run folder
+makes sure that one run writes at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step in a checkpoint's name; None for any other name."""
+    """The step in the name of a checkpoint. None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
@@ -94,12 +94,11 @@ def _in_blocks(pieces: Iterable[bytes | bytearray | memoryview]) -> Iterator[byt
 
 
 def begin(parent: Path, step: int, run_id: str, note: Callable[[str], None]) -> Path | None:
-    """A new empty folder to write the checkpoint of `step` into; None when that checkpoint exists, complete and
-    undamaged.
+    """Make a new empty folder for the checkpoint of `step`. None when that checkpoint exists, complete and undamaged.
 
-    A name is never written over. A checkpoint of the same step that cannot be loaded is moved aside, to
-    `step_000120.bad-<run id>`, for a person to look at. The complete one is kept: a run folder holds one line of
-    descent, so it holds the same training.
+    A checkpoint is never overwritten. One of the same step that cannot be loaded is moved aside, to
+    `step_000120.bad-<run id>`, for a person to look at. A complete one is kept: a run folder holds one history, so it
+    is the same training.
     """
     if not parent.is_dir():
         parent.mkdir()
@@ -126,10 +125,11 @@ def begin(parent: Path, step: int, run_id: str, note: Callable[[str], None]) -> 
 
 
 def commit(draft: Path, manifest: Manifest) -> Path:
-    """Make a written draft the checkpoint of its step, in one rename, and `latest` point to it.
+    """Turn a finished draft into the checkpoint of its step by one rename, and point `latest` to it. Returns its
+    folder.
 
-    ValueError when the manifest contradicts itself; OSError when the files are not there as it says (a folder that
-    ranks do not share).
+    ValueError when the manifest contradicts itself. OSError when files are not there as it says (a folder that ranks do
+    not share).
     """
     data = encode(manifest)
     _check_files(draft, manifest.files)
@@ -331,9 +331,9 @@ def _fill(file: int, data: memoryview, offset: int) -> int:
 
 
 def clean(parent: Path) -> None:
-    """Remove what dead runs left half written or half removed.
+    """Remove what crashed runs left unfinished.
 
-    Only under the run folder's lock, with no save under way.
+    Only under the lock of the run folder, and while no save is in progress.
     """
     if parent.is_dir():
         for name in os.listdir(parent):

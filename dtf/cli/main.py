@@ -19,7 +19,7 @@ _ANSWERS = ("-h", "--help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the exit code. Everything expected that goes wrong ends in one printed line."""
+    """Do what the command line says, and return the exit code. An expected error is printed as one line."""
     _open_streams()
     given = list(sys.argv[1:] if argv is None else argv)
     leaving = argv is None  # else the caller lives on, and its fork server with it
@@ -104,7 +104,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _reported(action: Callable[[], int]) -> int:
-    """What `action` returns, or the exit code of what it raises, which is printed."""
+    """Call `action` and return its exit code; print what it raises, and return the exit code of that."""
     try:
         code = action()
         sys.stdout.flush()
@@ -137,7 +137,7 @@ def _shut_fork_server_down() -> None:
     """End the fork server that `prestart` began."""
     cache = sys.modules.get("dtf.launch.forkserver_cache")
     if cache is not None:
-        cache.discard()
+        cache.shut_down()
 
 
 def _help(composer: Composer, overrides: list[str]) -> int:

@@ -1,8 +1,8 @@
-"""`hydra/sweeper=optuna`: Optuna proposes the values of each trial from what the earlier ones came to. Imports Optuna
-only when it is asked to.
+"""`hydra/sweeper=optuna`: Optuna proposes the values of each trial from the objectives of the earlier ones. Imports
+Optuna only when a search starts.
 
-A proposal depends on the trials before it and on nothing else, and is written down before its trial starts: a sweep
-that was killed goes on as if it had not been.
+A proposal depends only on the trials before it, and is saved before its trial starts. So a sweep that was killed
+continues with the same proposals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGEST_SEED = 2**32 - 1  # of numpy's generators
 _DIGITS = 4  # of a number that is drawn: more would make long names of folders and no better model
 
 
-class Tuner:
+class OptunaSearch:
     """A search over the overrides that hold several values. `direction` (`max`, `min`) is that of the objective;
     `folder` keeps the proposals.
 

@@ -1,8 +1,8 @@
-"""`-m`: one run per combination of values. Hydra's sweeper and launcher decide which and when; each trial starts fresh
-ranks.
+"""`-m`: one run per combination of values. Hydra's sweeper and launcher decide which trials run and in what order. Each
+trial starts new ranks.
 
-This process stays without torch, so any number of trials may follow each other in it. What a sweep has done already it
-sees in the folders of its trials, which are named by what sets them apart.
+This process does not import torch, so it can run any number of trials. Which trials are finished is read from their
+folders, whose names are the overrides that only some trials have.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.schema import show
-from dtf.cli.optuna_search import Tuner
+from dtf.cli.optuna_search import OptunaSearch
 from dtf.cli.sweep_overrides import as_typed, combinations, distinct, title_of
 from dtf.cli.trials import NOT_STARTED, Trial, best_of, digest, finished, folder_name, seconds, table
 from dtf.config.hydra_internals import Callbacks
-from dtf.config.hydra_sources import OPTUNA, Loader, OptunaOptions, Read
-from dtf.config.messages import parse, shorten
+from dtf.config.hydra_sources import OPTUNA, Loader, OptunaOptions, YamlFile
+from dtf.config.messages import display_path, parse
 from dtf.core.errors import INTERRUPTED, BusyError, ConfigError, Exit
 from dtf.core.text import time_text
 from dtf.runs.run_folder import take_lock
@@ -87,12 +87,12 @@ class _StopRequests:
 
 
 class _TrialLoader(Loader):
-    """Composes each trial of Hydra's as a single run is composed."""
+    """Composes each trial that Hydra launches as a single run is composed."""
 
     def __init__(self, composer: Composer) -> None:
         super().__init__(composer.loader.get_search_path())
         self._composer = composer
-        self.reads: dict[str, Read] = {}  # of the latest trial
+        self.reads: dict[str, YamlFile] = {}  # of the latest trial
 
     def load_configuration(
         self,
@@ -257,7 +257,7 @@ def _run_sweeper(
     def launch(overrides: Sequence[str], number: int) -> float:
         return launcher.launch([list(overrides)], initial_job_idx=number)[0].return_value  # type: ignore[return-value]
 
-    Tuner(options, arguments, _objective(first)[1], folder).run(launch)
+    OptunaSearch(options, arguments, _objective(first)[1], folder).run(launch)
 
 
 def _run_trial(composed: Composed, trial: Trial, folder: Path | None) -> int:
@@ -281,7 +281,7 @@ def _run_trial(composed: Composed, trial: Trial, folder: Path | None) -> int:
 
 
 class _LockedFolder:
-    """A sweep's folder, made and kept to this process; nothing without one."""
+    """Makes the folder of a sweep, and locks it for this process. Does nothing where there is no folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -307,7 +307,7 @@ class _LockedFolder:
 
 
 def _sweep_folder(swept: list[str], composed: Sequence[Composed]) -> Path:
-    """The folder of the sweep: the one that was asked for, or one that the same sweep finds again."""
+    """The folder of the sweep: `run.dir`, or one whose name is the same whenever the same sweep is started."""
     config = composed[0].config
     options = OmegaConf.to_container(composed[0].tree.hydra.sweeper)
     assert isinstance(options, dict)
@@ -319,8 +319,8 @@ def _sweep_folder(swept: list[str], composed: Sequence[Composed]) -> Path:
 
 
 def _check_trial(first: Composed, other: Composed) -> None:
-    """Refuse ranks that cannot be started again, and trials that do not agree on what names or bounds the whole
-    sweep.
+    """Raise ConfigError for a launcher that cannot start ranks again, and for a trial with another run folder or budget
+    than the first.
     """
     if not isinstance(other.job, JobWithFolder):
         return
@@ -348,14 +348,14 @@ def _objective(composed: Composed) -> tuple[str, str]:
 
 
 def _total(done: Sequence[Trial], first: Composed, folder: Path) -> str:
-    """The last line: how many, which is best, what it took, where it is."""
+    """The last line: trials that finished, the best of them, time and cost, the folder."""
     parts = [f"{sum(trial.code == Exit.OK for trial in done)} of {len(done)} trials finished"]
     number = best_of(done, _objective(first)[1])
     if number is not None:
         parts.append(f"the best is trial {number}")
     spent, price = seconds(folder), first.settings.budget.cost_per_hour
     parts.append(f"{time_text(spent)} in all" + (f" at a cost of {spent / 3600 * price:.3g}" if price else ""))
-    return f"dtf: {', '.join(parts)}, in {shorten(folder)}"
+    return f"dtf: {', '.join(parts)}, in {display_path(folder)}"
 
 
 def _composed(composer: Composer, overrides: list[str], name: str) -> Composed:

@@ -1,4 +1,4 @@
-"""Trials of a sweep and the folder they share: which of them are finished already, and the table at the end.
+"""Trials of a sweep in the folder that they share: which are finished already, and the table at the end.
 
 Starts nothing.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dtf.api.schema import show
-from dtf.config.messages import shorten
+from dtf.config.messages import display_path
 from dtf.core.errors import BusyError, Exit, code_name
 from dtf.core.files import flat
 from dtf.core.text import number_text
@@ -23,7 +23,7 @@ from dtf.runs.run_folder import redact
 
 NOT_STARTED = -1
 _MAY_CHANGE = ("budget", "launcher", "observer", "plugins", "run")
-"""Keys that do not make another trial of it: what it may cost, where it runs, who watches."""
+"""Groups that may change between two launches of the same trial."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]{0,99}")
 
 
@@ -52,8 +52,9 @@ def digest(swept: Iterable[str], configs: Iterable[dict[str, Any]]) -> str:
 
 
 def folder_name(overrides: Sequence[str]) -> str:
-    """The overrides that set a trial apart as the name of its folder: `lr.peak=0.1,strategy=dp`; a digest stands for
-    what no name can hold.
+    """The name of a trial's folder: the overrides that only some trials have, as in `lr.peak=0.1,strategy=dp`.
+
+    A digest replaces what cannot stand in a name.
     """
     text = ",".join(overrides) or "trial"
     if _NAME.fullmatch(text):
@@ -63,11 +64,10 @@ def folder_name(overrides: Sequence[str]) -> str:
 
 
 def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The record (run.json) of the trial in `folder`, once it has nothing left to do; None for one to start or to go on
-    with.
+    """The record (run.json) of the trial in `folder` when it is finished; None when it is to be started or continued.
 
-    BusyError when the folder holds a trial of another config: only its length may change (train.*), and what makes no
-    other trial of it.
+    BusyError when the folder holds a trial of another config. Only its length (train.*) and the groups in _MAY_CHANGE
+    may differ.
     """
     import yaml
 
@@ -94,7 +94,7 @@ def finished(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def seconds(home: Path, but: Path | None = None) -> float:
-    """What the trials in a sweep's folder have taken, one left out."""
+    """Seconds that the trials in the folder of a sweep have taken, without the one in `but`."""
     return sum(spent_s(folder) for folder in home.iterdir() if folder != but) if home.is_dir() else 0.0
 
 
@@ -107,15 +107,14 @@ def best_of(trials: Sequence[Trial], direction: str) -> int | None:
 
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:
-    """A line for each trial: outcome, best value, run folder.
-
-    The folder's name says what set the trial apart; where it cannot, the overrides follow.
+    """A line for each trial: outcome, best value, run folder, and the overrides where the folder's name is not made of
+    them.
     """
     rows = []
     for number, trial in enumerate(trials, 1):
         best = f"{trial.best[0]}={number_text(trial.best[1])}" if trial.best else ""
         named = trial.folder is not None and trial.folder.name == trial.title.replace(" ", ",")
-        where = [*([shorten(trial.folder)] if trial.folder else []), *([] if named else [trial.title])]
+        where = [*([display_path(trial.folder)] if trial.folder else []), *([] if named else [trial.title])]
         rows.append((f"dtf: trial {number}: {trial.outcome}", best, "  ".join(where)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for *cells, where in rows:

@@ -1,7 +1,6 @@
-"""From a command line to a finished config: Hydra composes, dtf checks every key of it. The only file that drives
-Hydra.
+"""From a command line to a finished config: Hydra composes it, and dtf checks every key.
 
-Nothing below gets a DictConfig, an interpolation or a key that no class knows.
+What comes out holds plain values only: no DictConfig, no interpolation, no key that no class has.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from dtf.api.schema import KeyProblem, build_option, unset
 from dtf.api.task import Task
 from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.command_line import parse_arguments
-from dtf.config.hydra_sources import ROOT, Read, loader, recording
-from dtf.config.limits import resolve
-from dtf.config.messages import explain, hinted, origin, parse, typed_in
+from dtf.config.hydra_sources import ROOT, YamlFile, make_loader, record_files
+from dtf.config.limits import resolve_interpolations
+from dtf.config.messages import is_set_by, origin, parse, suggest_keys, translate_error
 from dtf.config.override_checks import check_override, refuse_shadows, refuse_targets
 from dtf.config.settings import (
     EXPERIMENT,
@@ -38,7 +37,7 @@ from dtf.config.settings import (
     coerce_config,
     inactive_keys,
     load_parts,
-    reset,
+    reset_to_default,
 )
 from dtf.core.errors import ConfigError
 
@@ -64,7 +63,7 @@ class Composed:
     # as Hydra composed it, with its own node and interpolations as written
     tree: DictConfig = field(repr=False, compare=False)
     composer: Composer = field(repr=False, compare=False)
-    reads: dict[str, Read] = field(repr=False, compare=False)
+    reads: dict[str, YamlFile] = field(repr=False, compare=False)
 
     @cached_property
     def settings(self) -> Settings:
@@ -87,10 +86,9 @@ class Composed:
         return [*self.composer.flags, *self.overrides]
 
     def check(self, data: bool = True) -> Settings:
-        """The settings, once every part has agreed to them. For jobs that start ranks, before they do. ConfigError or
-        DataError.
+        """Let every part check the settings, and return them. Jobs that start ranks call it before they do.
 
-        `data=False`: not the recipe, whose data need not be there.
+        `data=False`: the recipe is not checked, as its data need not be there. ConfigError or DataError.
         """
         settings = self.settings
         with self._located():
@@ -118,16 +116,16 @@ class Composed:
             settings.strategy.check(task, processes, devices)
             if settings.strategy.external_process() and self.config["job"]["name"] != "train":
                 raise ConfigError(
-                    "strategy.endpoints is for processes of a run that are started by hand, and this job starts its "
+                    "strategy.endpoints is for processes of a run that are started externally, and this job starts its "
                     "own; leave it out"
                 )
         return settings
 
     def recompose(self, overrides: Sequence[str]) -> Composed:
-        """The same command line with more overrides behind it.
+        """Compose the same command line with more overrides at its end.
 
-        A group chosen anew forgets the earlier choice; when it is another option, also earlier `<group>.key=value`,
-        which spoke of the other one.
+        Where these choose an option of a group, the earlier choice is dropped. Where it is another option than before,
+        earlier overrides `<group>.key=value` are dropped too, as they belong to the earlier option.
         """
         new = parse(overrides, self.composer.loader)
         chosen = {
@@ -160,7 +158,7 @@ class Composed:
 
 
 class Composer:
-    """Composes configs from one set of places: dtf's conf, a folder of the user's, and the registry."""
+    """Composes configs from dtf's conf, a folder of the user's, and the registry."""
 
     def __init__(self, config_dir: str | None = None, config_name: str | None = None) -> None:
         version.setbase("1.3")
@@ -171,7 +169,7 @@ class Composer:
         self.flags = [
             f"--{key}={value}" for key, value in (("config-dir", config_dir), ("config-name", config_name)) if value
         ]
-        self.loader = loader(config_dir)
+        self.loader = make_loader(config_dir)
         self._plugins: list[str] = []
 
     def compose(self, overrides: Sequence[str]) -> Composed:
@@ -182,9 +180,10 @@ class Composer:
         config, reads = self.load(given)
         return self.finish(config, given, reads)
 
-    def load(self, overrides: list[str]) -> tuple[DictConfig, dict[str, Read]]:
-        """What Hydra composes, not yet checked, and the files it read for it: where the job uses a run's model, over
-        what that run's config says.
+    def load(self, overrides: list[str]) -> tuple[DictConfig, dict[str, YamlFile]]:
+        """What Hydra composes, not yet checked, and the YAML files that it read.
+
+        Where the job uses the model of a run, the command line stands over the config of that run.
         """
         parsed = parse(overrides, self.loader)
         chosen = {
@@ -193,7 +192,7 @@ class Composer:
             if not override.is_delete() and not override.is_sweep_override()
         }
         first = overrides
-        # which run it is must be found without keys that only the run's recipe may have
+        # only the run's recipe may have some keys, so which run it is must be found without them
         if _uses_model(chosen.get("job")):
             first = [
                 text
@@ -204,21 +203,20 @@ class Composer:
         job = OmegaConf.to_container(config.job) if OmegaConf.is_dict(config.get("job")) else {}
         if not isinstance(job, dict) or not _uses_model(job.get("name")):
             return config, reads
-        from dtf.config.inherit import inherit
+        from dtf.config.inherit import overrides_from_run
 
-        inherited = inherit(str(job.get("model", "")), chosen, self._plugins)
+        inherited = overrides_from_run(str(job.get("model", "")), chosen, self._plugins)
         config, reads = self.with_plugins(overrides, lambda: self._load([*inherited, *overrides]))
         with read_write(config.hydra.overrides):
             # what was typed, for titles of trials
             config.hydra.overrides.task = list(config.hydra.overrides.task)[len(inherited) :]
         return config, reads
 
-    def with_plugins(self, overrides: Sequence[str], action: Callable[[], T]) -> tuple[T, dict[str, Read]]:
-        """The result of `action` and the files Hydra read for it, once every plugin that they or `overrides` name is
-        imported.
+    def with_plugins(self, overrides: Sequence[str], action: Callable[[], T]) -> tuple[T, dict[str, YamlFile]]:
+        """Import the plugins that `overrides` name, and return the result of `action` and the YAML files it read.
 
-        A file that names a plugin may choose options that exist only after the import, so a failed action may name
-        plugins too.
+        `action` is repeated until every plugin that these files name is imported. It may fail before that: a file that
+        names a plugin may choose an option which exists only after the import.
         """
         named = _plugins_in_overrides(overrides)
         while True:
@@ -227,7 +225,7 @@ class Composer:
                 load_parts([*self._plugins, *new])
                 self._plugins += new
             failure, result = None, None
-            with recording() as reads:
+            with record_files() as reads:
                 try:
                     result = action()
                 except Exception as error:  # noqa: BLE001  explained below, unless a plugin it asks for is missing
@@ -235,10 +233,10 @@ class Composer:
             named = [name for read in reads.values() for name in _plugins_in(read.content)]
             if set(named) <= set(self._plugins):
                 if failure is not None:
-                    raise explain(failure, overrides, self.loader, reads) from failure
+                    raise translate_error(failure, overrides, self.loader, reads) from failure
                 return result, reads  # type: ignore[return-value]
 
-    def finish(self, composed: DictConfig, overrides: Sequence[str], reads: dict[str, Read]) -> Composed:
+    def finish(self, composed: DictConfig, overrides: Sequence[str], reads: dict[str, YamlFile]) -> Composed:
         """Resolve and validate what Hydra composed."""
         choices = {
             group: choice
@@ -251,7 +249,9 @@ class Composer:
         with _Located(lambda key: self.origin(key, overrides, reads)):
             try:
                 state.set_config(composed)  # for ${hydra:...}
-                plain = resolve(OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"]))
+                plain = resolve_interpolations(
+                    OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
+                )
                 refuse_targets(plain)
                 config = self._reset_inactive_keys(composed, _fit(plain), overrides)
             except (ConfigError, KeyboardInterrupt):
@@ -261,7 +261,7 @@ class Composer:
                     str(error.full_key or ""), f"{error.full_key}: {str(error).splitlines()[0]}"
                 ) from error
             except Exception as error:
-                raise explain(error, overrides, self.loader, reads) from error
+                raise translate_error(error, overrides, self.loader, reads) from error
             finally:
                 state.cfg = before
         config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
@@ -271,16 +271,16 @@ class Composer:
     def _reset_inactive_keys(
         self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str]
     ) -> dict[str, Any]:
-        """The config and, in place, what it was made of, without values of files that the command line made
-        meaningless; see `Recipe.inactive_keys`.
+        """Set keys that have no effect because of the command line to their defaults, in both configs in place; see
+        `Recipe.inactive_keys`. Returns `config`.
         """
-        for key in inactive_keys(config, lambda key: typed_in(key, overrides, self.loader)):
-            reset(config, key)
+        for key in inactive_keys(config, lambda key: is_set_by(key, overrides, self.loader)):
+            reset_to_default(config, key)
             with flag_override(composed, ["readonly", "struct"], False):
-                reset(composed, key)
+                reset_to_default(composed, key)
         return config
 
-    def origin(self, key: str, overrides: Sequence[str], reads: dict[str, Read]) -> str:
+    def origin(self, key: str, overrides: Sequence[str], reads: dict[str, YamlFile]) -> str:
         """See `Composed.origin`."""
         return origin(key, self.config_name, overrides, self.loader, reads)
 
@@ -314,7 +314,7 @@ class Composer:
         except ConfigCompositionException as error:
             if not str(error).startswith("Could not override"):
                 raise
-        # An unknown key, or a new entry of a mapping. Let it in, so that it is judged like a key of a file.
+        # An unknown key, or a new entry of a mapping. Let it in, so that it is checked like a key of a file.
         forced = [
             f"++{text}" if self._is_plain(override) else text
             for text, override in zip(overrides, parse(overrides, self.loader), strict=True)
@@ -355,7 +355,7 @@ def _fit(plain: dict[Any, Any]) -> dict[str, Any]:
     try:
         return coerce_config(plain)
     except KeyProblem as problem:
-        raise hinted(problem, plain) from problem
+        raise suggest_keys(problem, plain) from problem
 
 
 def _plugins_in_overrides(overrides: Sequence[str]) -> list[str]:

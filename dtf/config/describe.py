@@ -1,7 +1,4 @@
-"""What exists: every option of every group with its keys, as data and as text for a terminal.
-
-Chooses nothing and runs nothing.
-"""
+"""Lists every option of every group with its keys, as data and as text for a terminal."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from dtf.api.registry import registered
 from dtf.api.schema import option_node, to_plain
 from dtf.config.hydra_internals import ConfigLoaderImpl, ConfigSearchPathImpl, FileConfigSource, SourcesRegistry
-from dtf.config.limits import check_hydra, one_line, scan
+from dtf.config.limits import check_hydra, one_line, read_checked
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
 
@@ -38,7 +38,7 @@ SCHEMA = "schema"
 
 
 @dataclass(frozen=True)
-class Read:
+class YamlFile:
     """A YAML file as it was read."""
 
     file: Path
@@ -47,25 +47,21 @@ class Read:
     header: dict[str, str | None]
 
 
-_reads: ContextVar[dict[str, Read] | None] = ContextVar("reads", default=None)
+_reads: ContextVar[dict[str, YamlFile] | None] = ContextVar("reads", default=None)
 
 
 @contextmanager
-def recording() -> Iterator[dict[str, Read]]:
-    """Note every YAML file that Hydra reads inside, by its path as an option (`recipe/mine`); also what a failed
-    composition read.
+def record_files() -> Iterator[dict[str, YamlFile]]:
+    """Record every YAML file that Hydra reads inside the block, by its path as an option (`recipe/mine`).
+
+    A composition that fails leaves what it has read.
     """
-    reads: dict[str, Read] = {}
+    reads: dict[str, YamlFile] = {}
     token = _reads.set(reads)
     try:
         yield reads
     finally:
         _reads.reset(token)
-
-
-def recorded() -> dict[str, Read]:
-    """What the block of `recording` around the caller has noted so far."""
-    return _reads.get() or {}
 
 
 class PartsSource(ConfigSource):
@@ -116,13 +112,13 @@ class PartsSource(ConfigSource):
 
 
 class GuardedFiles(FileConfigSource):
-    """Hydra's source of YAML files, which notes what it reads and looks at files outside dtf before it parses them."""
+    """Hydra's source of YAML files. It records what it reads, and checks files outside dtf before it parses them."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         file = Path(self.path, self._normalize_file_name(config_path))
         ours = Path(self.path) == CONF
         if not ours:
-            scan(file)
+            read_checked(file)
         try:
             result = super().load_config(config_path)
             content = OmegaConf.to_container(result.config, resolve=False)
@@ -139,7 +135,7 @@ class GuardedFiles(FileConfigSource):
         defaults = content.pop("defaults", None)
         reads = _reads.get()
         if reads is not None:
-            reads[config_path.removesuffix(".yaml")] = Read(
+            reads[config_path.removesuffix(".yaml")] = YamlFile(
                 file, content, defaults if isinstance(defaults, list) else [], result.header
             )
         return result
@@ -166,7 +162,7 @@ class Loader(ConfigLoaderImpl):
         return config
 
 
-def loader(config_dir: str | None) -> Loader:
+def make_loader(config_dir: str | None) -> Loader:
     """A composer that looks in Hydra's own files, dtf's conf, `config_dir`, the registry, then `hydra.searchpath`.
 
     ConfigError when `config_dir` is no folder.

@@ -1,4 +1,4 @@
-"""What the config of a run says to a job that uses the run's model, as overrides. Reads one file; composes nothing."""
+"""Overrides that a job takes from the config of the run whose model it uses. Reads one file; composes nothing."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import yaml
 
 from dtf.api.schema import show
 from dtf.checkpoint.resolve_path import is_checkpoint, resolve_checkpoints
-from dtf.config.limits import scan
+from dtf.config.limits import read_checked
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.files import flat
 
 KEYS = ("seed", "recipe", "precision", "step")
-"""What a run's config says of its model and data; how to spread the work is the job's own business."""
+"""Keys of a run's config that describe its model and data. The job itself decides how to spread the work."""
 
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.*?\[\]-]+")
 
 
-def config_of(checkpoint: Path) -> Path | None:
+def config_beside(checkpoint: Path) -> Path | None:
     """The config that lies beside the folder of checkpoints in a run folder, if it does."""
     file = checkpoint.resolve().parent.parent / "config.yaml"
     return file if file.is_file() else None
 
 
-def inherit(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -> list[str]:
-    """What the config of the run says which `model`, a checkpoint or a run folder, belongs to: overrides to stand
+def overrides_from_run(model: str, chosen: Mapping[str, str], plugins: Collection[str]) -> list[str]:
+    """Overrides from the config of the run that `model`, a checkpoint or a run folder, belongs to. They are to stand
     before those of the command line.
 
-    None for a file of weights, and for a checkpoint away from its run folder. `chosen`: the command line, key to value;
-    `plugins`: those it trusts.
+    Empty for a file of weights, and for a checkpoint outside its run folder. `chosen`: the command line, key to value.
+    `plugins`: those that the command line trusts. ConfigError or DataError.
     """
     if "${" in model:
         raise ConfigError(
             f"job.model={model} holds an interpolation, and a config cannot be read from there; write the path"
         )
     path = Path(model).expanduser()
-    file = config_of(resolve_checkpoints(path, "job.model")[0]) if model and is_checkpoint(path) else None
+    file = config_beside(resolve_checkpoints(path, "job.model")[0]) if model and is_checkpoint(path) else None
     if file is None:
         return []
     return _overrides(saved_config(file, f"job.model={model}", plugins), chosen)
@@ -56,7 +56,7 @@ def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, 
             f"{given} {f'holds no {file.name}' if file.parent.is_dir() else 'does not exist'}; give the folder of a run"
         )
     try:
-        scan(file)
+        read_checked(file)
         saved = yaml.safe_load(file.read_text())
     except OSError as error:
         raise DataError(f"{given}: {file} cannot be read: {error.strerror}") from None
@@ -74,8 +74,8 @@ def saved_config(file: Path, given: str, plugins: Collection[str]) -> dict[str, 
 
 
 def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:
-    """What a saved config says of the keys in KEYS, as overrides, but for groups that the command line chooses
-    otherwise.
+    """The values of KEYS in a saved config, as overrides; without groups of which the command line chooses another
+    option.
     """
     overrides = []
     for key in KEYS:
@@ -93,7 +93,7 @@ def _overrides(saved: dict[str, Any], chosen: Mapping[str, str]) -> list[str]:
 
 
 def _leaves(node: dict[str, Any], key: str) -> list[tuple[str, Any]]:
-    """As `run_folder.flat`, but that an empty mapping, and one whose keys are no names of options, is a value."""
+    """As `core.files.flat`, but an empty mapping, and one whose keys are no names of options, is a value."""
     return [
         pair
         for name, value in node.items()

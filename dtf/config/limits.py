@@ -1,4 +1,4 @@
-"""Config files from elsewhere: limits on what is read and on what interpolation makes of it.
+"""Limits on config files that are not dtf's: on their size, and on the size of what interpolation makes of them.
 
 A YAML file of 220 bytes can hold aliases that unfold into gigabytes; so can interpolations that name each other.
 """
@@ -24,7 +24,7 @@ _READER = re.compile(r"\$\{\s*(?:oc\.env|oc\.decode|now|python_version)\s*:[^${}
 _INTERPOLATIONS, _UNCLEAR, _CHAIN = 1000, 16, 100  # more of them, or longer chains, are no config a person wrote
 
 
-def scan(path: Path) -> str:
+def read_checked(path: Path) -> str:
     """The text of a YAML file once it is known to be small, shallow and free of aliases; ConfigError otherwise."""
     import yaml
 
@@ -70,11 +70,11 @@ def check_hydra(hydra: DictConfig) -> None:
         )
 
 
-def resolve(config: DictConfig) -> dict[Any, Any]:
-    """The config as plain values with every interpolation replaced, each worked out once, so that no chain of them can
-    explode.
+def resolve_interpolations(config: DictConfig) -> dict[Any, Any]:
+    """The config as plain values, with every interpolation replaced by its value.
 
-    OmegaConf's errors pass; KeyProblem for what grows too large.
+    Each is resolved once, so that a chain of them cannot grow without bound. KeyProblem for what grows too large;
+    errors of OmegaConf pass.
     """
     from omegaconf import OmegaConf
 
@@ -129,7 +129,7 @@ def resolve(config: DictConfig) -> dict[Any, Any]:
 
 
 def one_line(error: BaseException | str) -> str:
-    """The message of somebody else's exception in one line of printable characters."""
+    """The message of an exception of another library, in one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
 

@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf refuse, in dtf's words: key=value, the rule, the choices, and where it was set."""
+"""Translates errors of Hydra and OmegaConf: key=value, the rule, the choices, and where the value was set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hydra.core.override_parser.types import Override
 
-    from dtf.config.hydra_sources import Loader, Read
+    from dtf.config.hydra_sources import Loader, YamlFile
 
 _THEIRS = (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError, UserWarning, RecursionError)
 COMMAND_LINE = "on the command line"
@@ -44,7 +44,7 @@ _OPTIONS_ELSEWHERE = {
 
 
 def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Override]:
-    """Overrides as Hydra understands them; ConfigError for what is none."""
+    """Overrides as Hydra parses them. ConfigError for one that cannot be parsed."""
     parser = OverridesParser.create(config_loader=loader)
     parsed: list[Override] = []
     for text in overrides:
@@ -57,10 +57,10 @@ def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Overri
     return parsed
 
 
-def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> Exception:
-    """The ConfigError that says what the person who typed or wrote it has to change; an error of another kind as it
-    is.
-    """
+def translate_error(
+    error: Exception, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]
+) -> Exception:
+    """The ConfigError that says what the user has to change; an error that is not the user's is returned as it is."""
     if isinstance(error, ConfigError) or not isinstance(error, _THEIRS):
         return error
     text = str(error)
@@ -110,8 +110,8 @@ def explain(error: Exception, overrides: Sequence[str], loader: Loader, reads: d
     return ConfigError(one_line(ValueError(text or type(error).__name__)))
 
 
-def hinted(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
-    """The problem; when it is an unknown key whose last part is that of a few known ones, those are named first."""
+def suggest_keys(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
+    """The problem. Where a few known keys have the same last part as an unknown one, it suggests these."""
     head, unknown, choices = str(problem).partition(" is no known key; ")
     if not unknown:
         return problem
@@ -131,7 +131,7 @@ def key_for_number(group: str, value: object) -> str:
     return f"did you mean {_KEYS_ELSEWHERE[group]}={value}? " if number and group in _KEYS_ELSEWHERE else ""
 
 
-def typed_in(key: str, overrides: Sequence[str], loader: Loader) -> bool:
+def is_set_by(key: str, overrides: Sequence[str], loader: Loader) -> bool:
     """Whether the command line gave a key its value, or a part of it."""
 
     def gives(override: Override) -> bool:
@@ -144,9 +144,9 @@ def typed_in(key: str, overrides: Sequence[str], loader: Loader) -> bool:
     return any(gives(override) for override in parse(overrides, loader))
 
 
-def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> str:
+def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]) -> str:
     """Where a key got its value: `on the command line`, `in FILE`, or "" when it is a default."""
-    if typed_in(key, overrides, loader):
+    if is_set_by(key, overrides, loader):
         return COMMAND_LINE
     wanted = re.findall(r"[^.\[\]]+", key)
     for default in reversed(loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults):
@@ -155,18 +155,18 @@ def origin(key: str, config_name: str, overrides: Sequence[str], loader: Loader,
             continue
         package = default.package.split(".") if default.package else []
         if wanted[: len(package)] == package and _holds(read.content, wanted[len(package) :]):
-            return f"in {shorten(read.file)}"
+            return f"in {display_path(read.file)}"
     return ""
 
 
-def shorten(path: Path) -> str:
-    """A path as a person in the current directory would name it."""
+def display_path(path: Path) -> str:
+    """A path as text: relative to the current directory where it lies below that, else absolute."""
     absolute, current = os.path.abspath(path), os.getcwd()
     return os.path.relpath(absolute, current) if absolute.startswith(f"{current}{os.sep}") else absolute
 
 
 def _known_keys(config: dict[Any, Any]) -> Iterator[str]:
-    """Dotted keys of the root and of the options that `config` chose, so far as it can be told."""
+    """Dotted keys of the root and of the options that `config` chose; an option that does not exist has none."""
     yield from _keys_below(Root, "")
     for group in GROUPS:
         chosen = config.get(group)
@@ -231,7 +231,7 @@ def _no_override(text: str) -> str:
     return f"{show(text)} cannot be read; quote a value with special characters: 'key={example}'; set {COMMAND_LINE}"
 
 
-def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[str, Read]) -> ConfigError:
+def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]) -> ConfigError:
     group, _, name = path.rpartition("/")
     if not group:
         return ConfigError(
@@ -244,7 +244,7 @@ def _no_option(path: str, overrides: Sequence[str], loader: Loader, reads: dict[
         choices, what = loader.repository.get_group_options(group), f"{group}={show(name)} is no option"
     files = [read.file for read in reads.values() if any(_chooses(entry, group, name) for entry in read.defaults)]
     typed = any(override.key_or_group == group for override in parse(overrides, loader))
-    where = f"set {COMMAND_LINE}" if typed else f"set in {shorten(files[-1])}" if files else ""
+    where = f"set {COMMAND_LINE}" if typed else f"set in {display_path(files[-1])}" if files else ""
     alias = _OPTIONS_ELSEWHERE.get(name)
     near = f"did you mean {alias}? {suggest('', choices)}" if alias in choices else suggest(name, choices)
     return ConfigError("; ".join(filter(None, (what, near, where))))

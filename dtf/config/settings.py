@@ -114,8 +114,8 @@ class Settings(Root):
         _check_run(self)
 
     def check_tables(self) -> None:
-        """Raise ConfigError for sparse tables that cannot be trained so, and for a say in how rows learn where there
-        are none. After the recipe's check.
+        """Raise ConfigError for sparse tables that cannot be trained with these settings, and for a choice of `sparse`
+        where there are no tables. Called after the recipe's check.
         """
         if not self.recipe.table_widths():
             if self.job.trains and self.sparse != lookup("sparse", DEFAULT)():
@@ -196,7 +196,7 @@ def inactive_keys(config: Mapping[str, Any], on_command_line: Callable[[str], bo
     return [key for key, reason in inactive.items() if on_command_line(reason) and not on_command_line(key)]
 
 
-def reset(tree: Any, key: str) -> None:
+def reset_to_default(tree: Any, key: str) -> None:
     """Set a key, or a whole group, of a config to its default; remove an entry of a mapping."""
     group, *path = key.split(".")
     default = option_node(group, tree[group]["name"] if path else DEFAULT)
@@ -242,7 +242,7 @@ def load_parts(plugins: list[str]) -> None:
 
 
 def _brings(plugin: str) -> bool:
-    """Whether a loaded module holds registered classes: its own, or those of what it imports."""
+    """Whether a loaded module defines registered classes, or imports some."""
     members = vars(sys.modules[plugin]).values()
     sources = {plugin, *(value.__name__ for value in members if isinstance(value, ModuleType))}
     classes = [cls for group in groups() for cls in registered(group).values()]
@@ -253,10 +253,7 @@ def _brings(plugin: str) -> bool:
 
 
 def load_plugin(name: str) -> None:
-    """Import one module of somebody else's. The current directory counts as a place to look.
-
-    ConfigError when it cannot be imported.
-    """
+    """Import a module that is not dtf's, from the current directory too. ConfigError when it cannot be imported."""
     if name in sys.modules:
         return
     if not _MODULE.fullmatch(name):
@@ -363,8 +360,9 @@ def _check_run(settings: Settings) -> None:
 
 
 def _entry_point_modules() -> list[str]:
-    """Modules that installed packages offer. importlib.metadata costs 25 ms to import, so it is only asked when a
-    package says it offers one.
+    """Plugin modules of installed packages.
+
+    importlib.metadata takes 25 ms to import, so it is imported only when a package has an entry point of dtf.
     """
     marker = f"[{_ENTRY_POINTS}]".encode()
     for folder in sys.path:

@@ -1,6 +1,6 @@
-"""What the ranks of a run must have in common, and who is named when they have not.
+"""What the ranks of a run must have in common, and an error that names those which differ.
 
-Values in, values out: how they travel is the launchers' affair.
+How values travel between ranks is the business of the launchers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FIRST = ("observer", "budget")
 
 
 def shared_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config that all ranks must have alike, whoever composed it."""
+    """The part of a config that must be the same on all ranks."""
     return {
         key: shared_keys(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -44,7 +44,7 @@ def shared_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def keys_of_all_commands(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of it that commands which each start one process of a run must have alike."""
+    """The part of a config that must be the same in commands which each start one process of a run."""
     return {
         group: {key: value for key, value in node.items() if key not in _OWN.get(group, ())}
         if isinstance(node, dict)
@@ -60,7 +60,9 @@ def digest(config: dict[str, Any]) -> str:
 
 
 def differences(expected: Any, actual: Any, first: str, key: str = "") -> Iterator[str]:
-    """`key=found, <first> has expected` for every leaf in which two trees of JSON differ; `first`: who expects."""
+    """`key=actual, <first> has expected` for every leaf in which two trees of JSON differ. `first`: the name of the
+    rank that has `expected`.
+    """
     if isinstance(expected, dict) and isinstance(actual, dict):
         for name in sorted(expected.keys() | actual.keys()):
             inner = f"{key}.{name}" if key else name
@@ -70,16 +72,17 @@ def differences(expected: Any, actual: Any, first: str, key: str = "") -> Iterat
 
 
 def refusal(who: str, first: str, how: str) -> ConfigError:
-    """The error for `who`, which differs from `first` in `how`."""
+    """The ConfigError for `who`, which differs from `first`. `how`: the differences."""
     return ConfigError(
         f"{who} differs from {first}: {how}; give all the same command line, the same installation and the same data"
     )
 
 
 def describe_differences(trees: Mapping[str, Any]) -> str:
-    """What is wrong with these trees of JSON by their owners' names, in order: all must be like the first.
+    """How trees of JSON differ from the first one, as one text. Keys are the names of the ranks that have them, in
+    order.
 
-    Empty when nothing is.
+    Empty when all are the same.
     """
     (first, expected), *others = trees.items()
     wrong = {who: "; ".join(differences(expected, tree, first)) for who, tree in others}
@@ -94,7 +97,7 @@ def describe_differences(trees: Mapping[str, Any]) -> str:
 
 
 class Peers(Protocol):
-    """What `check_consistent` asks of the world, see `world.World`."""
+    """The collective operations that `check_consistent` uses. See `dtf.World`, which has them."""
 
     rank: int
     size: int
@@ -104,7 +107,8 @@ class Peers(Protocol):
 
 
 def check_consistent(peers: Peers, facts: dict[str, Any]) -> None:
-    """ConfigError on all ranks, naming those that differ and their hosts, unless all have found the same.
+    """Raise ConfigError on all ranks, with the names and hosts of those that differ, unless all have the same `facts`
+    (JSON).
 
     Collective.
     """
@@ -119,12 +123,12 @@ def check_consistent(peers: Peers, facts: dict[str, Any]) -> None:
 
 
 def error_to_json(error: DtfError) -> dict[str, Any]:
-    """A failure before the run began, as JSON for the others."""
+    """A failure before the run began, as JSON for the other processes."""
     return {"exit": int(error.exit), "message": str(error)}
 
 
 def error_from_json(answer: dict[str, Any]) -> DtfError:
-    """Inverse of `error_to_json`: the other's failure as one's own."""
+    """The inverse of `error_to_json`."""
     classes = {int(cls.exit): cls for cls in DtfError.__subclasses__()}
     return classes.get(answer.get("exit", 0), PeerError)(
         answer.get("message", "the first rank failed before the run began")

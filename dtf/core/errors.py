@@ -1,4 +1,4 @@
-"""Every way a run can fail: one exception class, one exit code and one printed line each."""
+"""How a run can fail: an exception class, an exit code and one printed line for each way."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Exit(IntEnum):
 
 
 PLANNED_EXITS = (Exit.PREEMPTED, Exit.BUDGET)
-"""All ranks end alike with these, after a save: nobody needs to be ended by force."""
+"""Exit codes with which all ranks end in the same way, after a save. No process has to be killed then."""
 
 
 class DtfError(Exception):
-    """Base of all expected failures. The message reads `what; why; what to do`."""
+    """The base class of all expected failures. The message reads `what; why; what to do`."""
 
     exit = Exit.BUG
     patient = False
-    """Whether what it misses was waited for already, so that starting again at once is of no use."""
+    """Whether the process has already waited for what it misses, so that a restart at once is of no use."""
 
 
 class ConfigError(DtfError):
@@ -72,13 +72,13 @@ class SaveError(DtfError):
 
 
 class Preempted(DtfError):
-    """Asked to stop (SIGTERM or SIGINT); the state was saved. Requeue the job."""
+    """The process got a signal to stop (SIGTERM or SIGINT), and the state was saved. Requeue the job."""
 
     exit = Exit.PREEMPTED
 
 
 class AuthError(DtfError):
-    """A peer asked for the token of the run and got another one, or none."""
+    """A peer that should have the token of the run sent another one, or none."""
 
     exit = Exit.AUTH
 

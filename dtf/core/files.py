@@ -18,7 +18,7 @@ def flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, finds the old or the new one."""
+    """Replace a file by `text`, durably. A reader finds the old text or the new one, also after a crash."""
     temporary = path.with_name(f".{path.name}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:

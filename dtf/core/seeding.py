@@ -1,5 +1,5 @@
-"""Randomness as a function of names: no generator state to save, the same draw wherever and whenever it is asked
-for.
+"""Random numbers as a function of names. There is no generator state to save: the same names give the same numbers,
+anywhere and at any time.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ _MASK = (1 << 63) - 1
 
 
 def seed_of(*parts: int | str) -> int:
-    """A seed in [0, 2**63) from any sequence of numbers and names (BLAKE2b)."""
+    """A seed in [0, 2**63) from any sequence of numbers and texts (BLAKE2b)."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & _MASK
 
 
 def draws(seed: int, epoch: int, ids: np.ndarray, count: int) -> np.ndarray:
-    """Uniform draws in [0, 1) for augmentation: float64 (len(ids), count), a function of (seed, epoch, id, column)
+    """Uniform numbers in [0, 1) for augmentation, float64 (len(ids), count). A function of (seed, epoch, id, column)
     alone.
 
-    Source: the output function of SplitMix64 (Steele, Lea & Flood 2014, doi:10.1145/2714064.2660195), applied twice.
+    `ids`: (B,) sample ids. Source: the output function of SplitMix64 (Steele, Lea & Flood 2014,
+    doi:10.1145/2714064.2660195), applied twice.
     """
     import numpy as np
 
@@ -36,7 +37,7 @@ def draws(seed: int, epoch: int, ids: np.ndarray, count: int) -> np.ndarray:
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The bits of uint64 numbers stirred, one to one; source as of `draws`."""
+    """A bijective hash of uint64 numbers. Source: as of `draws`."""
     import numpy as np
 
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

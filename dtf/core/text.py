@@ -1,4 +1,4 @@
-"""Where a run stands, as a person reads it: time left, course of the loss, numbers as short text. Draws nothing."""
+"""Numbers, times and progress as short text for people."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping
 
 
 class StepRate:
-    """Seconds per step over the last measurements; evaluations and saves between them count, since they will come
-    again.
+    """Seconds per step over the last measurements. Evaluations and saves in between count, as there will be more of
+    them.
     """
 
     def __init__(self, memory: int = 16) -> None:
         self._marks: deque[tuple[int, float]] = deque(maxlen=memory)
 
     def restart(self, step: int) -> None:
-        """The ranks start at `step`; what went before says nothing about now."""
+        """The ranks start at `step`. Forget what was measured before."""
         self._marks.clear()
         self._marks.append((step, 0.0))
 
@@ -28,7 +28,7 @@ class StepRate:
             self._marks.append((step, seconds))
 
     def seconds_for(self, steps: int) -> float | None:
-        """How long that many steps will take; None before the first mark."""
+        """How long that many steps will take. None before the first mark."""
         if len(self._marks) < 2:
             return None
         (first, began), (last, ended) = self._marks[0], self._marks[-1]
@@ -36,7 +36,9 @@ class StepRate:
 
 
 class MetricHistory:
-    """A metric over a whole run in bounded memory: when full, neighbours are averaged."""
+    """The values of a metric over a whole run in bounded memory. When memory is full, neighbouring values are
+    averaged.
+    """
 
     def __init__(self, memory: int = 256) -> None:
         self._memory, self._stride = memory, 1
@@ -44,7 +46,7 @@ class MetricHistory:
         self._open: list[float] = []
 
     def add(self, step: int, value: float) -> None:
-        """Values that are not finite are left out."""
+        """Add the value at `step`. Values that are not finite are left out."""
         if not math.isfinite(value):
             return
         self._open.append(value)
@@ -58,6 +60,7 @@ class MetricHistory:
             self._stride *= 2
 
     def forget_after(self, step: int) -> None:
+        """Remove the values after `step`, for a run that goes on from there."""
         self._points = [point for point in self._points if point[0] <= step]
         self._open.clear()
 
@@ -86,7 +89,7 @@ def number_text(value: object) -> str:
     return f"{value:.0f}" if size >= 1000 else f"{value:.4f}" if size >= 0.01 else f"{value:.3g}"
 
 
-def setting_text(value: object) -> str:
+def option_text(value: object) -> str:
     """For a chosen number, such as a learning rate: three digits, no trailing zeros."""
     return f"{value:.3g}" if isinstance(value, float) else number_text(value)
 

@@ -1,4 +1,4 @@
-"""Values that cross a line between two parts: shards, tickets, batches, events. No behaviour, no torch."""
+"""Values that pass between parts: shards, tickets, batches, events. They have no behaviour and need no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """Part `index` of `count` equal shares of a global batch."""
+    """Share `index` of `count` equal shares of a global batch."""
 
     index: int
     count: int
@@ -28,7 +28,9 @@ WHOLE = Shard(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """One optimizer step over one global batch. `step` counts finished steps before it and is the idempotency key."""
+    """One optimizer step over one global batch. `step` is the number of steps finished before it, and the idempotency
+    key.
+    """
 
     step: int
     epoch: int
@@ -39,14 +41,16 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Reduce and report the measurements since the last one. `step`: optimizer steps finished, here and below."""
+    """Reduce and report the metrics since the last Log. `step`: how many optimizer steps are finished, here and
+    below.
+    """
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """Ask all ranks whether any was told to stop, and whether the budget is spent."""
+    """Ask all ranks whether any of them got a signal to stop, and whether the budget is spent."""
 
     step: int
 
@@ -67,7 +71,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """`reason`: `finished`, `stopped` (at train.until), `early_stop`, `preempted` or `budget`."""
+    """End the run. `reason`: `finished`, `stopped` (at train.until), `early_stop`, `preempted` or `budget`."""
 
     step: int
     reason: str
@@ -79,7 +83,7 @@ Ticket = Train | Log | Poll | Evaluate | Save | Stop
 
 
 class Batch(NamedTuple):
-    """Rows that one rank works on. B: rows of this rank, padding included."""
+    """The rows that one rank works on. B: how many there are, with padding."""
 
     inputs: Any  # Tensor (B, ...) or dict[str, Tensor], each with leading axis B
     targets: Tensor  # (B, ...)
@@ -88,14 +92,14 @@ class Batch(NamedTuple):
 
 
 class Names(Protocol):
-    """Texts by number, as those of a list; they may be made when they are asked for."""
+    """Names by number, like those of a list. They may be made when they are asked for."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, row: int, /) -> str: ...
 
 
 class StepOutput(NamedTuple):
-    """What one optimizer step leaves behind, on the device: nothing here was synchronised with the host."""
+    """The result of one optimizer step, on the device, without host synchronisation."""
 
     sums: Tensor  # (M,) additive metric state; zeros on a rank that owns no outputs
     # (2,) [global norm before clipping, 1] on one rank; [0, 0] on the others, and on all when an overflow hid it
@@ -103,15 +107,15 @@ class StepOutput(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """What one batch of an evaluation leaves behind, on the device."""
+    """The result of one batch of an evaluation, on the device."""
 
     sums: Tensor  # (M,) additive metric state; zeros on a rank that owns no outputs
-    # (R, K) as Recipe.eval_outputs gives them, of rows that no other rank tells of; None: there are none, or none here
+    # (R, K) as Recipe.eval_outputs gives them, of rows that no other rank reports; None: there are none
     rows: Tensor | None
 
 
 class Box(NamedTuple):
-    """An axis-aligned part of a named global tensor; what checkpoints are made of."""
+    """An axis-aligned part of a named global tensor. Checkpoints consist of boxes."""
 
     name: str  # "model/conv1.weight", "optimizer/conv1.weight/momentum"
     tensor: Tensor  # the local part
@@ -120,14 +124,14 @@ class Box(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a program contributes to a checkpoint on this rank: only the boxes it owns, and JSON scalars (rank 0's
-    count).
+    """What a program contributes to a checkpoint on this rank: the boxes that it owns, and JSON scalars, of which those
+    of rank 0 are saved.
     """
 
     boxes: list[Box]
     scalars: dict[str, Any]
     others: Callable[[Path], list[dict[str, Any]]] | None = None
-    """Has processes that work for this rank write boxes of their own into a checkpoint's folder; what they wrote, see
+    """Let processes that work for this rank write their boxes into a checkpoint's folder. Returns what they wrote, see
     `boxes.write_boxes`.
     """
 
@@ -137,9 +141,9 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`split`: `train` or `eval`.
+    """Metrics of a stretch of training, or of an evaluation. `split`: `train` or `eval`.
 
-    `values`: metric name -> value over all ranks; train adds `lr`, `grad_norm`, `rows_per_s`, rank 0 its
+    `values`: metric name -> value over all ranks. Training adds `lr`, `grad_norm` and `rows_per_s`; rank 0 adds its
     `Loader.reading`.
     """
 
@@ -153,7 +157,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The ranks are ready. `step`: where they start (0, or the step of the checkpoint they resumed from)."""
+    """The ranks are ready. `step`: where they start, 0 or the step of the checkpoint that they resume from."""
 
     step: int
     total: int  # optimizer steps of the whole run
@@ -176,7 +180,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something a person should read: a restart, a skipped step. `level`: `info` or `warning`."""
+    """Something for people to read, such as a restart or a skipped step. `level`: `info` or `warning`."""
 
     level: str
     text: str
@@ -184,19 +188,19 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A rank's last words."""
+    """A rank failed. `exit`: its exit code."""
 
     rank: int
     step: int
     exit: int
     message: str
     traceback: str
-    patient: bool = False  # it has waited long for what it misses: to start it again would be to wait again
+    patient: bool = False  # it has already waited long for what it misses, so that a restart is of no use
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The ranks are done. `values`: those of the last evaluation, `best_<objective>` and `best_step`."""
+    """The ranks have ended. `values`: those of the last evaluation, `best_<objective>` and `best_step`."""
 
     step: int
     reason: str  # as in Stop
@@ -211,12 +215,14 @@ _EVENTS = {cls.__name__: cls for cls in (Started, Measured, Saved, Note, Failed,
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """JSON object with the class name under `event`; non-finite floats stay floats (Python's json writes NaN)."""
+    """An event as a JSON object, with the class name under `event`. Non-finite floats stay floats (Python's json writes
+    NaN).
+    """
     return {"event": type(event).__name__, **asdict(event)}
 
 
 def event_from_json(data: dict[str, Any]) -> Event:
-    """Inverse of `event_to_json`; KeyError for an unknown event name."""
+    """The inverse of `event_to_json`. KeyError for an unknown event name."""
     fields = dict(data)
     kind = _EVENTS[fields.pop("event")]
     if kind is Started:
@@ -226,14 +232,16 @@ def event_from_json(data: dict[str, Any]) -> Event:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one rank stands. Plain values, so that it travels as JSON."""
+    """Where one rank is: its number, device, role and rendezvous address. Plain values, so that it can be sent as
+    JSON.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
     role: str = "trainer"
-    number: int = 0  # among those of its role
+    number: int = 0  # among the processes of its role
     slots: int = 1  # `launcher.processes`: how far to spread; equals size but for strategies that use threads
     device: str = "cpu"  # "cpu" or "cuda:<index>"
     devices: tuple[str, ...] = ()  # of all slots, for a process that spreads over several
@@ -241,21 +249,21 @@ class Place:
     store: str = ""  # "host:port" of the TCPStore, "" when size is 1
     prefix: str = ""  # "<run id>/<attempt>": keys of an earlier attempt are never met
     attempt: int = 0
-    again: int = 0  # how often this place alone was started again within the attempt
+    retry: int = 0  # how often this process alone was started again within the attempt
     # of the run, a secret: travels through inherited descriptors only; "" where there is one role
     token: str = field(default="", repr=False)
     hang_timeout_s: float = 60.0  # silence that means that another process hangs
     start_timeout_s: float = 600.0  # the same while it starts
 
     @property
-    def starter(self) -> str:
+    def launch_id(self) -> str:
         """The command that started this process, the same in all attempts of its launcher."""
         return self.prefix.partition("/")[0]
 
 
 class Memory(NamedTuple):
-    """Bytes that a rank needs: for as long as it trains, and for a micro-batch, or as many of them as are under way at
-    once.
+    """Bytes that a rank needs. All but `activations` are needed throughout training; `activations` are needed for one
+    micro-batch, or for as many as are in progress at once.
     """
 
     parameters: int  # master copies and buffers included
@@ -269,11 +277,11 @@ class Memory(NamedTuple):
 
 
 TRACE_PREFIX = "dtf:"
-"""Before the names of sections in a trace, so that nobody else's mean the same."""
+"""The prefix of section names in a trace, which tells them from those of other programs."""
 
 
 class Batches(Protocol):
-    """This rank's rows by number of the global batch; see `loader.Loader`."""
+    """The rows of this rank by global batch. See `dtf.data.loader.Loader`."""
 
     batches: int
     prefetch: int

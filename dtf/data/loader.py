@@ -1,7 +1,4 @@
-"""Batches for tickets: which rows this rank reads of a global batch, fetched early where that pays.
-
-Knows no training.
-"""
+"""Batches for tickets: the rows of a global batch that this rank reads, fetched ahead in threads where that pays."""
 
 from __future__ import annotations
 
@@ -16,17 +13,19 @@ from dtf.core.types import Batch, Shard
 from dtf.data.samplers import Epochs, cut, share
 
 MOST_AHEAD = 64
-"""Batches fetched ahead of one, however small they are: each step looks at all of them."""
+"""The most batches that are fetched ahead. Each step looks at all of them."""
 
 
 class Reading:
-    """What came through the queue of a loader."""
+    """Statistics of the queue of a loader."""
 
     def __init__(self) -> None:
         self._rows, self._batches, self._ready, self._waited, self._started = 0, 0, 0, 0.0, 0.0
 
     def got(self, rows: int, ready: int, waited_s: float) -> None:
-        """A batch was asked for: `ready` were there, it among them, and it came after so long."""
+        """Count a batch of so many rows. `ready`: how many batches were ready when it was asked for; `waited_s`: how
+        long it took.
+        """
         self._started = self._started or time.perf_counter() - waited_s  # what comes before the first one is no reading
         self._rows, self._batches, self._ready, self._waited = (
             self._rows + rows,
@@ -36,8 +35,8 @@ class Reading:
         )
 
     def close(self) -> dict[str, float]:
-        """`read_rows_per_s`, `queue_batches` that were ready on average when one was wanted, and `stalled`, the share
-        of time spent waiting for one.
+        """`read_rows_per_s`, `queue_batches` (how many were ready on average when one was asked for), and `stalled`
+        (the share of time spent waiting).
         """
         passed = max(time.perf_counter() - self._started, 1e-9)
         return {
@@ -48,7 +47,7 @@ class Reading:
 
 
 class Loader:
-    """This rank's rows of global batches. `shard=None`: a rank that reads nothing gets None."""
+    """This rank's rows of global batches. `shard=None`: this rank reads nothing and gets None. Not collective."""
 
     def __init__(
         self, dataset: Dataset, epochs: Epochs, shard: Shard | None, micro_batch_rows: int, pin: bool = False
@@ -74,7 +73,9 @@ class Loader:
         self._reading = Reading()
 
     def get(self, epoch: int, index: int) -> Batch | None:
-        """This rank's rows of global batch `index` of `epoch`; padding of weight 0 when it has none."""
+        """This rank's rows of global batch `index` of `epoch`, B of them, on CPU. Padding of weight 0 when it has none.
+        DataError when rows cannot be read.
+        """
         if self._shard is None:
             return None
         future = self._pending.pop((epoch, index), None)
@@ -86,7 +87,9 @@ class Loader:
         return batch
 
     def ahead(self, keys: list[tuple[int, int]]) -> None:
-        """Start fetching the (epoch, index) that are likely to come, and forget what is no longer among them."""
+        """Start to fetch these (epoch, index), which are likely to be asked for next. Drop those fetched ahead that are
+        not among them.
+        """
         if self._pool is None:
             return
         wanted = set(keys)
@@ -98,31 +101,31 @@ class Loader:
                 self._pending[key] = self._pool.submit(self._fetch, self._ids(*key), key[0])
 
     def reading(self) -> dict[str, float]:
-        """How reading went on this rank since it was asked last: see `Reading.close`.
+        """Statistics since the last call: see `Reading.close`.
 
-        Empty without a queue or rows to read.
+        Empty for a data set without a queue, and for a rank that reads nothing.
         """
         reading, self._reading = self._reading, Reading()
         return reading.close() if self._dataset.queue_rows and self._shard is not None else {}
 
     def bad(self, epoch: int) -> int:
-        """Rows of an epoch that this rank could not read so far, each counted once: ranks share out the rows of an
-        epoch, so theirs add up.
+        """How many rows of an epoch this rank could not read so far. Ranks read disjoint rows of an epoch, so their
+        numbers add up.
         """
         return len(self._unread.get(epoch, ()))
 
     @property
     def allowed(self) -> int:
-        """Rows that may be bad, over all ranks."""
+        """How many rows may be unreadable, over all ranks."""
         return self._dataset.allowed
 
     def close(self) -> None:
-        """Stop the fetching thread."""
+        """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
     def _batches_of(self, rows: int) -> int:
-        """Batches to be fetched ahead of one, so that there are `rows` of this rank in all."""
+        """How many batches to fetch ahead, so that this rank has `rows` rows in memory."""
         assert self._shard is not None
         return min(max(1, rows // -(-self._epochs.size(0) // self._shard.count) - 1), MOST_AHEAD)
 

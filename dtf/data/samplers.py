@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @register("sampler", "shuffle")
 class Shuffle(Sampler):
-    """A new permutation each epoch."""
+    """A new random permutation in each epoch."""
 
     tail: Tail = option(
         default=Tail.partial,
@@ -53,9 +53,7 @@ class Sequential(Sampler):
 
 @register("sampler", "weighted")
 class Weighted(Sampler):
-    """As many rows as there are, drawn again and again with probabilities of their own: some several times an epoch,
-    some not at all.
-    """
+    """As many rows as there are, drawn with replacement, each with a probability of its own."""
 
     tail: Tail = option(
         default=Tail.partial,
@@ -123,8 +121,8 @@ class Weighted(Sampler):
 
 @register("sampler", "repeated")
 class Repeated(Sampler):
-    """Each row several times in a batch, each time augmented differently; an epoch is as long as ever and visits a part
-    of the rows.
+    """Each row several times in a batch, each time with another augmentation. An epoch is as long as ever and visits a
+    part of the rows.
 
     Source: Hoffer et al. 2020 (arXiv:1901.09335); the order is that of Touvron et al. 2021 (arXiv:2012.12877).
     """
@@ -150,10 +148,11 @@ class Repeated(Sampler):
 
 
 class Epochs:
-    """The global batches of a split. The order of the current epoch is kept; asking for another epoch draws it anew.
+    """The global batches of a split. The order of the current epoch is kept; asking for another epoch computes it
+    again.
 
-    `groups`: as `Sampler.order`. `runs`: as `Dataset.runs`; the sampler then orders runs, whose rows stay together, and
-    no list of all rows is made.
+    `groups`: as in `Sampler.order`. `runs`: as in `Dataset.runs`. The sampler then orders runs, whose rows stay
+    together, and no list of all rows is made. ConfigError for runs with a sampler that chooses single rows.
     """
 
     def __init__(
@@ -224,10 +223,10 @@ class Epochs:
 
 
 def cut(rows: int, micro_batch_rows: int) -> list[int]:
-    """Bounds of the micro-batches of a global batch: micro-batch k is rows [bounds[k], bounds[k + 1]).
+    """Bounds of the micro-batches of a global batch of `rows` rows: micro-batch k is rows [bounds[k], bounds[k + 1]).
 
-    A smaller last batch has fewer micro-batches, not smaller ones. A last micro-batch of a single row joins the one
-    before it, because batch statistics of one value do not exist; the rule does not depend on who computes it.
+    A smaller last batch has fewer micro-batches, not smaller ones. A last micro-batch of a single row is joined to the
+    one before it, because one value has no batch statistics. The rule does not depend on which rank computes what.
     """
     bounds = [*range(0, rows, micro_batch_rows), rows]
     if micro_batch_rows > 1 and len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
@@ -236,10 +235,10 @@ def cut(rows: int, micro_batch_rows: int) -> list[int]:
 
 
 def within(shard: Shard, part: Shard) -> Shard:
-    """A part of what a shard computes, as a shard: all parts together compute what it does, each micro-batch once."""
+    """A part of a shard, as a shard. All parts together compute each micro-batch of the shard once."""
     return Shard(shard.index * part.count + part.index, shard.count * part.count)
 
 
 def share(micro_batches: int, shard: Shard) -> tuple[int, int]:
-    """The run of micro-batches [first, last) that a shard computes; shares differ by at most one."""
+    """The micro-batches [first, last) that a shard computes. Numbers of micro-batches of shards differ by 1 at most."""
     return micro_batches * shard.index // shard.count, micro_batches * (shard.index + 1) // shard.count

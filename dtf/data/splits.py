@@ -1,4 +1,4 @@
-"""The rows of a run as one process reads them: both splits, and which of them make up which global batch."""
+"""The splits of a run's data, and the global batches that they are cut into."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from dtf.model.forward import zero_rows_for_tables
 
 
 class Splits:
-    """Opens the data. `batch`: rows of a global batch. DataError for a split without rows."""
+    """Opens the data of a recipe. `batch`: rows of a global batch; `pin`: pin the memory of batches. Not collective.
+    DataError for a split without rows.
+    """
 
     def __init__(self, recipe: Recipe, sampler: Sampler, batch: int, seed: int, pin: bool) -> None:
         self._recipe, self._sampler, self._batch, self._seed, self._pin = recipe, sampler, batch, seed, pin
@@ -31,9 +33,9 @@ class Splits:
         self.fingerprint = self.train.fingerprint() + sampler.fingerprint()
 
     def cut(self) -> Epochs:
-        """Into global batches, before `loader`; those of the training split.
+        """Cut the splits into global batches. Called before `loader`. Returns the batches of the training split.
 
-        ConfigError or DataError where the options leave none.
+        ConfigError or DataError where the options leave no batch.
         """
         sampler, batch = self._sampler, self._batch
         if sampler.repeats and not self.train.repeats:
@@ -53,11 +55,11 @@ class Splits:
         return epochs
 
     def loader(self, split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
-        """One share of a split's global batches."""
+        """A loader for one share of a split's global batches."""
         return Loader(*self._splits[split], shard, micro_batch_rows, pin=self._pin)
 
     def sample(self, rows: int) -> Any:
-        """Inputs of so many training rows, as the model gets them; zeros for rows of sparse tables."""
+        """Inputs of so many training rows, as the model gets them, with zeros in place of rows of sparse tables."""
         recipe = self._recipe
         return zero_rows_for_tables(
             recipe.receive(self.train.fetch(np.arange(rows) % len(self.train), 0)[0]), recipe.tables()

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 _left: list[Any] = []
-"""Groups that were closed, kept until the process ends. The last to let go of one waits for gloo's threads; DDP's
-reducer would do so, up to torch 2.11 at least, while it holds the interpreter, for which those threads may be waiting
-to free what they sent."""
+"""Closed process groups, kept until the process ends. Whoever frees one waits for the threads of gloo. Up to torch 2.11
+at least, DDP's reducer would do so while it holds the interpreter lock, and those threads may wait for that lock to
+free what they sent."""
 
 
 class World:
@@ -35,9 +35,9 @@ class World:
     def __init__(self, place: Place) -> None:
         self.place, self.rank, self.size, self.slots = place, place.rank, place.size, place.slots
         self.device = torch.device(place.device)
-        # what all processes of the run must have alike, once known: see `dtf.core.consistency`
+        # what all processes of the run must have in common, once known: see `dtf.core.consistency`
         self.facts: dict[str, Any] = {}
-        self.folder = Path()  # of the run, once known
+        self.folder = Path()  # the run folder, once known
 
     @classmethod
     def join(cls, place: Place, backend: str | None, timeout_s: float = 1800) -> World:

@@ -52,7 +52,7 @@ class Clock(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The fixed course of a run. `*_every` in steps; 0: never."""
+    """The fixed plan of a run. `*_every` in steps; 0: never."""
 
     total: int
     log_every: int
@@ -77,28 +77,28 @@ class Progress:
     best: float | None = None
     best_step: int = 0
     since_best: int = 0
-    fallen: float = 1.0  # what is left of the learning rate after evaluations without a new best
+    fallen: float = 1.0  # factor of the learning rate after evaluations without a new best
 
 
 STOP_REQUESTS, OVER_BUDGET, STEP_SECONDS = "stop_requests", "over_budget", "step_seconds"
-"""Keys of a Poll's values: how many ranks were told to stop, how many know that the budget is spent, and the mean time
+"""Keys of a Poll's values: how many ranks were asked to stop, how many know that the budget is spent, and the mean time
 of a step since the last Poll, infinite where there was none."""
 
 POLL_S = 2.0
-"""Ranks ask each other so often whether to stop: a small part of the grace that schedulers give, and no cost per step.
-"""
+"""Seconds between two polls of all ranks: short beside the time that schedulers give to stop, and no cost per step."""
 
 
 class PlannedClock(Clock):
-    """The clock of collective strategies: a pure function of the plan and of the metrics all ranks agree on, so no rank
-    asks another.
+    """The clock of collective strategies: a pure function of the plan and of the metrics that all ranks agree on.
+
+    Every rank has one, and they need not communicate.
     """
 
     def __init__(self, plan: Plan, epochs: Epochs, schedule: Schedule, state: Mapping | None = None) -> None:
         self._plan, self._epochs, self._schedule = plan, epochs, schedule
         self._at = Progress(**state) if state else Progress()
-        self._told, self._poll_at = "", 0
-        self._tickets = self._course()
+        self._stop_reason, self._poll_at = "", 0
+        self._tickets = self._all_tickets()
 
     def __next__(self) -> Ticket:
         return next(self._tickets)
@@ -112,7 +112,7 @@ class PlannedClock(Clock):
             case Train():
                 self._at.step = ticket.step + 1
             case Poll(step):
-                self._told = "preempted" if values[STOP_REQUESTS] else "budget" if values[OVER_BUDGET] else ""
+                self._stop_reason = "preempted" if values[STOP_REQUESTS] else "budget" if values[OVER_BUDGET] else ""
                 self._poll_at = step + max(1, int(POLL_S / max(values[STEP_SECONDS], 1e-6)))
             case Evaluate(step):
                 name, mode = self._plan.objective
@@ -143,8 +143,8 @@ class PlannedClock(Clock):
             step, epoch, index, self._epochs.size(index), self._schedule(step, self._plan.total) * self._at.fallen
         )
 
-    def _course(self) -> Iterator[Ticket]:
-        """Every rank yields the same: `values` handed to `done` are the same bits on all."""
+    def _all_tickets(self) -> Iterator[Ticket]:
+        """The tickets in order, the same on every rank, as `values` given to `done` are the same bits on all."""
         plan, at = self._plan, self._at
         # it was saved when it stopped early
         if plan.patience and at.since_best >= plan.patience and at.step < plan.end:
@@ -152,8 +152,8 @@ class PlannedClock(Clock):
             return
         if at.step < plan.end:
             yield Poll(at.step)
-            if self._told:  # while it started: what there is was saved before
-                yield Stop(at.step, self._told)
+            if self._stop_reason:  # while it started: its state is the checkpoint it has loaded, if any
+                yield Stop(at.step, self._stop_reason)
                 return
         while at.step < plan.end:
             yield self._train(at.step)
@@ -168,7 +168,7 @@ class PlannedClock(Clock):
             if evaluated:
                 yield Evaluate(step)
             improved = evaluated and at.best_step == step and at.best is not None
-            stopping = self._told or (
+            stopping = self._stop_reason or (
                 "early_stop" if plan.patience and evaluated and at.since_best >= plan.patience else ""
             )
             if plan.save_every and (_due(step, plan.save_every) or last or stopping or (improved and plan.save_best)):

@@ -1,6 +1,4 @@
-"""What a rank does when a model that exists is used: rows in order through any strategy's program, their answers to
-rank 0. Trains nothing.
-"""
+"""Inference with a trained model: rows in order through any strategy's program, their predictions to rank 0."""
 
 from __future__ import annotations
 
@@ -34,11 +32,11 @@ from dtf.model.init import build_on_meta
 from dtf.model.pretrained import Weights, match_weights, open_weights
 
 REPORT_S = 5.0
-"""Seconds between two reports of how far it is."""
+"""Seconds between two reports of progress."""
 
 
 class Rest(Dataset):
-    """The rows of a data set from `first` on. `whole`: one that cannot be read is an error, however many may be."""
+    """The rows of a data set from `first` on. `whole`: a row that cannot be read is an error, whatever is allowed."""
 
     def __init__(self, rows: Dataset, first: int, whole: bool) -> None:
         self._rows, self._first, self._whole = rows, first, whole
@@ -50,20 +48,20 @@ class Rest(Dataset):
         return len(self._rows) - self._first
 
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
-        found = self._rows.fetch(ids + self._first, epoch)
+        rows = self._rows.fetch(ids + self._first, epoch)
         if self._whole and self.bad:
             raise DataError(
                 f"{next(iter(self.bad.values()))}; there is a prediction for every row or none; repair or remove this "
                 "one"
             )
-        return found
+        return rows
 
 
 @dataclass
 class _Record:
-    """The answers of this rank since they were last taken.
+    """The predictions of this rank since they were last taken.
 
-    Its `measure` is the recipe's, and takes down what the model says of each row.
+    Its `measure` is the recipe's, and also records the probabilities of each row.
     """
 
     recipe: Recipe
@@ -72,22 +70,23 @@ class _Record:
 
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
         whole = tree_map(lambda t: t.full_tensor() if isinstance(t, Tensor) and is_dtensor(t) else t, outputs)  # type: ignore[attr-defined]
-        chances = self.recipe.probabilities(whole)
-        if chances.dim() == 1:
-            best, order = chances[:, None], torch.zeros_like(chances[:, None], dtype=torch.int64)
+        probabilities = self.recipe.probabilities(whole)
+        if probabilities.dim() == 1:
+            best, order = probabilities[:, None], torch.zeros_like(probabilities[:, None], dtype=torch.int64)
         else:
-            best, order = chances.topk(min(self.top, chances.shape[1]), dim=1)
+            best, order = probabilities.topk(min(self.top, probabilities.shape[1]), dim=1)
         labels = batch.targets.tolist() if batch.targets.dim() == 1 else [None] * len(batch.ids)
-        width = chances.shape[1] if chances.dim() > 1 else 0
+        width = probabilities.shape[1] if probabilities.dim() > 1 else 0
         for id, weight, label, classes, chance in zip(
             batch.ids.tolist(), batch.weight.tolist(), labels, order.tolist(), best.tolist(), strict=True
         ):
             if id >= 0:
-                # what could not be read has no place in a table
+                # a row that could not be read has no label in a table
                 self.rows.append([id, label if weight else None, classes, chance, width])
         return self.recipe.measure(outputs, batch, loss)
 
     def take(self) -> list[list[Any]]:
+        """The recorded rows, which are then forgotten."""
         taken, self.rows = self.rows, []
         return taken
 
@@ -116,20 +115,19 @@ class Inference:
         recipe = copy.copy(self.recipe)
         vars(recipe)["measure"] = self._record.measure  # type: ignore[index]
         step = replace(settings.step, ema=0.0, micro_batch_rows=0, remat=Remat.none)
-        unmoved = lookup("optimizer", "sgd")(momentum=0.0)  # without state
+        optimizer = lookup("optimizer", "sgd")(momentum=0.0)  # without state
         task = Task(
-            recipe, unmoved, settings.precision, step, settings.seed, self._sample, self.weights, settings.sparse
+            recipe, optimizer, settings.precision, step, settings.seed, self._sample, self.weights, settings.sparse
         )
         self.program: Program = settings.strategy.setup(task, self.world)
 
     def batches(
         self, first: int, beat: Callable[[str, int], None], stop: Callable[[], bool]
     ) -> Iterator[tuple[int, Evaluated, list[Prediction]]]:
-        """Batch by batch from row `first` on: how many rows are done, what this rank measured, and on rank 0 the
-        answers in order. Collective.
+        """For each batch from row `first` on: the rows done so far, what this rank measured, and on rank 0 the
+        predictions in order. Collective.
 
-        Preempted on all ranks alike, after the batch that is under way, when one was asked to stop. DtfError when a row
-        is lost.
+        Preempted on all ranks, after the current batch, when one was asked to stop. DtfError when a row is lost.
         """
         rows = Rest(self.rows, first, self._whole)
         loader = Loader(
@@ -162,14 +160,14 @@ class Inference:
         parts = self.world.gather(self._record.take())
         if parts is None:
             return []
-        # ranks that compute a row together all tell it
-        found = {first + id: Prediction(first + id, *rest) for part in parts for id, *rest in part}
-        if sorted(found) != list(expected):
+        # ranks that compute a row together all record it
+        predictions = {first + id: Prediction(first + id, *rest) for part in parts for id, *rest in part}
+        if sorted(predictions) != list(expected):
             raise DtfError(
-                f"rows {expected.start} to {expected.stop - 1} gave {len(found)} answers; a row was lost or counted "
-                "twice; please report this"
+                f"rows {expected.start} to {expected.stop - 1} gave {len(predictions)} answers; a row was lost or "
+                "counted twice; please report this"
             )
-        return [found[id] for id in expected]
+        return [predictions[id] for id in expected]
 
     def _sample(self, rows: int) -> Any:
         return zero_rows_for_tables(
@@ -189,19 +187,19 @@ def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:
 
 
 class Pace:
-    """Reports of how far it is with `count` of `what`, a few seconds apart."""
+    """Reports of progress through `count` of `what`, `REPORT_S` apart."""
 
     def __init__(self, send: Callable[[Event], None], what: str, count: int) -> None:
         self._send, self._what, self._count, self._started = send, what, count, time.perf_counter()
-        self._told = self._started
+        self._reported_at = self._started
         self._before: int | None = None
 
-    def tell(self, done: int) -> None:
+    def report(self, done: int) -> None:
         now = time.perf_counter()
         if self._before is None:
             self._before, self._started = done, now  # the first batch is slower than those to come
-        elif now - self._told >= REPORT_S:
-            self._told = now
+        elif now - self._reported_at >= REPORT_S:
+            self._reported_at = now
             values = {
                 self._what: float(self._count),
                 f"{self._what}_per_s": (done - self._before) / (now - self._started),

@@ -37,7 +37,7 @@ from dtf.core.types import (
 from dtf.engine.clock import OVER_BUDGET, STEP_SECONDS, STOP_REQUESTS, Clock
 
 RECENT = 256
-"""Measurements that a checkpoint repeats: more than are on their way to the observers at any time."""
+"""Measurements that a checkpoint holds and a resumed run sends again: more than are on their way at any time."""
 
 
 class Saver(Protocol):
@@ -60,10 +60,10 @@ class Window:
 
     def total(self, world: Peers, width: int) -> list[float]:
         """Sums over ranks, [metric sums (M), sum of norms, their number]; waits for the device. Collective."""
-        mine = torch.zeros(width + 2, dtype=torch.float64)
+        local = torch.zeros(width + 2, dtype=torch.float64)
         if self._sums is not None:
-            mine += self._sums.cpu()
-        total = world.reduce(mine)
+            local += self._sums.cpu()
+        total = world.reduce(local)
         if self._carried is not None:
             total += torch.tensor(self._carried, dtype=torch.float64)
         return total.tolist()
@@ -98,8 +98,9 @@ class Loop:
     recent: deque[Measured] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def report(self, measured: Measured) -> None:
-        """To the observers, and into the checkpoints to come: a launcher killed just after a save may not have read it
-        yet.
+        """Send it to the observers, and keep it for the next checkpoints.
+
+        A launching process that is killed just after a save may not have read it yet.
         """
         self.recent.append(measured)
         self.see(measured)
@@ -111,116 +112,164 @@ def fit(loop: Loop) -> tuple[Stop, dict[str, float]]:
     Raises DivergedError on all ranks alike: before a save, when more updates were skipped than allowed; at the end,
     when a loss scale let none be made.
     """
-    program, clock, train = loop.program, loop.clock, loop.train
-    width = 1 + len(loop.recipe.train_metrics)
-    window, seconds, updated = Window(loop.carried), _Stopwatch(), loop.updated
-    ready: tuple[tuple[int, int], Batch | None] | None = None  # prepared one batch ahead, by (epoch, index)
-    evaluated = next((measured.values for measured in reversed(loop.recent) if measured.split == "eval"), {})
-    evaluated_at, lr, epoch = -1, 0.0, 0
-    before = loop.carried[0] if loop.carried else 0.0  # rows in the window that were computed before this process
-    polled, since_poll = time.perf_counter(), 0  # steps, whatever their numbers: a resumed run does not start at 0
-    for ticket in clock:
-        values: dict[str, float] = {}
+    handler = _TicketHandler(loop)
+    for ticket in loop.clock:
         match ticket:
             case Train():
-                key = (ticket.epoch, ticket.index)
-                if ready is None or ready[0] != key:
-                    loop.beat("fetch", ticket.step)
-                    ready = key, program.prepare(train.get(*key))
-                batch = ready[1]
-                loop.beat("step", ticket.step)
-                window.add(program.step(ticket, batch))
-                if loop.record is not None and program.shard is not None and batch is not None:
-                    loop.record(ticket.step, batch.ids)
-                _record_consumed(loop)
-                lr, since_poll, epoch = ticket.lr, since_poll + 1, ticket.epoch
-                clock.done(ticket, values)
-                coming = [(t.epoch, t.index) for t in clock.ahead(1 + train.prefetch)]
-                if train.prefetch:
-                    train.ahead(coming)
-                ready = None
-                if coming:
-                    loop.beat("fetch", ticket.step + 1)
-                    ready = coming[0], program.prepare(train.get(*coming[0]))
-                continue
-            case Log(step):
-                loop.beat("log", step)
-                if not clock.ahead(1):
-                    program.sync()  # the last line tells of all steps
-                _take_rest(loop, window)
-                total = window.total(loop.world, width)
-                updated = updated or total[-1] > 0
-                _refuse_divergence(loop, step)
-                if not total[0]:  # no step has told of a row since the last line: the next one has it all
-                    clock.done(ticket, values)
-                    continue
-                window = Window()
-                values = {**loop.recipe.summarise(total[:width]), "grad_norm": _ratio(total[width], total[width + 1])}
-                shown = {**values, "lr": lr, "rows_per_s": (total[0] - before) / seconds.lap(), **train.reading()}
-                loop.report(Measured("train", step, step / loop.steps_per_epoch, seconds.total(), shown))
-                before = 0.0
-            case Poll(step):
-                loop.beat("log", step)
-                _refuse_divergence(loop, step)
-                now = time.perf_counter()
-                took = (now - polled) / since_poll if since_poll else math.inf
-                bad_rows = train.bad(epoch) + program.unread("train", epoch)
-                told = [loop.stop_requested() or program.told_to_stop(), loop.over_budget(), 1.0, took, bad_rows]
-                polled, since_poll = now, 0
-                stop, over, ranks, pace, bad = loop.world.reduce(torch.tensor(told, dtype=torch.float64)).tolist()
-                _refuse_bad(bad, train.allowed, "training")
-                values = {STOP_REQUESTS: stop, OVER_BUDGET: over, STEP_SECONDS: pace / ranks}
-            case Evaluate(step):
-                _refuse_divergence(loop, step)
-                with seconds.paused():
-                    values = evaluated = evaluate(loop, step)
-                evaluated_at = step
-                clock.done(ticket, values)
-                new = clock.best is not None and clock.best[1] == step
-                loop.report(Measured("eval", step, step / loop.steps_per_epoch, seconds.total(), values, new))
-                continue
-            case Save(step):
-                _refuse_divergence(loop, step)
-                with seconds.paused():
-                    loop.beat("save", step)
-                    started = time.perf_counter()
-                    program.sync()
-                    _take_rest(loop, window)
-                    carried = window.total(loop.world, width)
-                    window, updated = Window(carried), updated or carried[-1] > 0
-                    state = program.state()
-                    best = clock.best
-                    new = best is not None and evaluated_at == step and best[1] == step
-                    if loop.saver is not None:
-                        scalars = {
-                            **loop.scalars,
-                            "program": state.scalars,
-                            "clock": clock.state(),
-                            "window": carried,
-                            "updated": updated,
-                        }
-                        scalars["recent"] = [asdict(measured) for measured in loop.recent]
-                        value = evaluated.get(clock.objective) if evaluated_at == step else None
-                        path = loop.saver.save(step, state, scalars, value)
-                        loop.see(Saved(step, path, new, time.perf_counter() - started))
+                handler.train(ticket)
+            case Log():
+                handler.log(ticket)
+            case Poll():
+                handler.poll(ticket)
+            case Evaluate():
+                handler.evaluate(ticket)
+            case Save():
+                handler.save(ticket)
             case Stop():
-                program.sync()
-                _take_rest(loop, window)
-                _refuse_divergence(loop, ticket.step)
-                if (
-                    ticket.step
-                    and ticket.reason in ("finished", "early_stop")
-                    and not updated
-                    and not window.total(loop.world, width)[-1]
-                ):
-                    raise DivergedError(
-                        f"gradients overflowed in each of the {ticket.step} steps, which halved precision.loss_scale "
-                        "every time, and no update was made; "
-                        "set a smaller precision.loss_scale, train longer or use precision=bf16"
-                    )
-                return ticket, evaluated
-        clock.done(ticket, values)
+                handler.stop(ticket)
+                return ticket, handler.evaluated
     raise AssertionError("a clock ends with a Stop")
+
+
+class _TicketHandler:
+    """What is done for each kind of ticket, and the state that lives between tickets. Every method is collective."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.program, self.clock = loop, loop.program, loop.clock
+        self.width = 1 + len(loop.recipe.train_metrics)
+        self.window, self.stopwatch = Window(loop.carried), _Stopwatch()
+        self.updated = loop.updated  # whether an update was ever made
+        # prepared one batch ahead, by (epoch, index)
+        self.ready: tuple[tuple[int, int], Batch | None] | None = None
+        self.evaluated = next((measured.values for measured in reversed(loop.recent) if measured.split == "eval"), {})
+        self.evaluated_at = -1  # the step of that evaluation, if this process made it
+        self.lr, self.epoch = 0.0, 0  # of the last step
+        # rows in the window that were computed before this process
+        self.rows_before = loop.carried[0] if loop.carried else 0.0
+        # steps since the last poll, whatever their numbers: a resumed run does not start at 0
+        self.polled_at, self.steps_since_poll = time.perf_counter(), 0
+
+    def train(self, ticket: Train) -> None:
+        """One step, without waiting for the device; then the next batch is prepared while the device computes."""
+        loop, program, train = self.loop, self.program, self.loop.train
+        key = (ticket.epoch, ticket.index)
+        if self.ready is None or self.ready[0] != key:
+            loop.beat("fetch", ticket.step)
+            self.ready = key, program.prepare(train.get(*key))
+        batch = self.ready[1]
+        loop.beat("step", ticket.step)
+        self.window.add(program.step(ticket, batch))
+        if loop.record is not None and program.shard is not None and batch is not None:
+            loop.record(ticket.step, batch.ids)
+        _record_consumed(loop)
+        self.lr, self.epoch = ticket.lr, ticket.epoch
+        self.steps_since_poll += 1
+        self.clock.done(ticket, {})
+        coming = [(t.epoch, t.index) for t in self.clock.ahead(1 + train.prefetch)]
+        if train.prefetch:
+            train.ahead(coming)
+        self.ready = None
+        if coming:
+            loop.beat("fetch", ticket.step + 1)
+            self.ready = coming[0], program.prepare(train.get(*coming[0]))
+
+    def log(self, ticket: Log) -> None:
+        """Report the window and open a new one. DivergedError when too many updates were skipped."""
+        loop, step = self.loop, ticket.step
+        loop.beat("log", step)
+        if not self.clock.ahead(1):
+            self.program.sync()  # the last line covers all steps
+        total = self._close_window()
+        _refuse_divergence(loop, step)
+        if not total[0]:  # no step has reported a row since the last line: the next line has them all
+            self.clock.done(ticket, {})
+            return
+        self.window = Window()
+        metrics = loop.recipe.summarise(total[: self.width])
+        values = {**metrics, "grad_norm": _ratio(total[self.width], total[self.width + 1])}
+        rows_per_s = (total[0] - self.rows_before) / self.stopwatch.lap()
+        shown = {**values, "lr": self.lr, "rows_per_s": rows_per_s, **loop.train.reading()}
+        loop.report(Measured("train", step, step / loop.steps_per_epoch, self.stopwatch.total(), shown))
+        self.rows_before = 0.0
+        self.clock.done(ticket, values)
+
+    def poll(self, ticket: Poll) -> None:
+        """Agree on requests to stop, the budget, the pace and unreadable rows.
+
+        DivergedError when too many updates were skipped, DataError when too many rows cannot be read.
+        """
+        loop, program, step = self.loop, self.program, ticket.step
+        loop.beat("log", step)
+        _refuse_divergence(loop, step)
+        now = time.perf_counter()
+        step_s = (now - self.polled_at) / self.steps_since_poll if self.steps_since_poll else math.inf
+        bad_rows = loop.train.bad(self.epoch) + program.unread("train", self.epoch)
+        stop_requested = loop.stop_requested() or program.told_to_stop()
+        local = torch.tensor([stop_requested, loop.over_budget(), 1.0, step_s, bad_rows], dtype=torch.float64)
+        self.polled_at, self.steps_since_poll = now, 0
+        stops, over_budget, ranks, step_s_sum, bad = loop.world.reduce(local).tolist()
+        _refuse_bad(bad, loop.train.allowed, "training")
+        self.clock.done(ticket, {STOP_REQUESTS: stops, OVER_BUDGET: over_budget, STEP_SECONDS: step_s_sum / ranks})
+
+    def evaluate(self, ticket: Evaluate) -> None:
+        """Evaluate and report; the clock hears of it first, as it decides whether this is the best so far."""
+        loop, step = self.loop, ticket.step
+        _refuse_divergence(loop, step)
+        with self.stopwatch.paused():
+            self.evaluated = evaluate(loop, step)
+        self.evaluated_at = step
+        self.clock.done(ticket, self.evaluated)
+        is_best = self.clock.best is not None and self.clock.best[1] == step
+        seconds = self.stopwatch.total()
+        loop.report(Measured("eval", step, step / loop.steps_per_epoch, seconds, self.evaluated, is_best))
+
+    def save(self, ticket: Save) -> None:
+        """Write a checkpoint, with the open window, and report it."""
+        loop, step = self.loop, ticket.step
+        _refuse_divergence(loop, step)
+        with self.stopwatch.paused():
+            loop.beat("save", step)
+            started = time.perf_counter()
+            self.program.sync()
+            carried = self._close_window()
+            self.window = Window(carried)
+            state = self.program.state()
+            best = self.clock.best
+            evaluated_here = self.evaluated_at == step
+            is_best = best is not None and evaluated_here and best[1] == step
+            if loop.saver is not None:
+                scalars = {
+                    **loop.scalars,
+                    "program": state.scalars,
+                    "clock": self.clock.state(),
+                    "window": carried,
+                    "updated": self.updated,
+                }
+                scalars["recent"] = [asdict(measured) for measured in loop.recent]
+                value = self.evaluated.get(self.clock.objective) if evaluated_here else None
+                path = loop.saver.save(step, state, scalars, value)
+                loop.see(Saved(step, path, is_best, time.perf_counter() - started))
+        self.clock.done(ticket, {})
+
+    def stop(self, ticket: Stop) -> None:
+        """Wait for what is under way. DivergedError when too many updates were skipped, or none was ever made."""
+        self.program.sync()
+        _add_rest(self.loop, self.window)
+        _refuse_divergence(self.loop, ticket.step)
+        at_the_end = ticket.step and ticket.reason in ("finished", "early_stop")
+        if at_the_end and not self.updated and not self.window.total(self.loop.world, self.width)[-1]:
+            raise DivergedError(
+                f"gradients overflowed in each of the {ticket.step} steps, which halved precision.loss_scale "
+                "every time, and no update was made; "
+                "set a smaller precision.loss_scale, train longer or use precision=bf16"
+            )
+
+    def _close_window(self) -> list[float]:
+        """The window's sums over ranks, with what the program had not yet reported. Waits for the device."""
+        _add_rest(self.loop, self.window)
+        total = self.window.total(self.loop.world, self.width)
+        self.updated = self.updated or total[-1] > 0
+        return total
 
 
 @torch.no_grad()
@@ -230,21 +279,21 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
     if loop.averages:
         loop.program.swap_ema(True)
     total = torch.zeros(1 + len(loop.recipe.train_metrics), dtype=torch.float64)
-    sums, judge = None, loop.recipe.evaluator(loop.evaluation_rows)
+    sums, evaluator = None, loop.recipe.evaluator(loop.evaluation_rows)
     last = loop.evaluation.batches
     for index in range(last):
         loop.beat("evaluate", step)
         loop.evaluation.ahead([(0, i) for i in range(index, min(index + 1 + loop.evaluation.prefetch, last))])
         batch = loop.program.prepare(loop.evaluation.get(0, index))
-        more, rows = loop.program.eval_step(batch)
-        sums = more if sums is None else sums + more
-        if judge is not None and rows is not None:
-            judge.add(rows)
+        batch_sums, rows = loop.program.eval_step(batch)
+        sums = batch_sums if sums is None else sums + batch_sums
+        if evaluator is not None and rows is not None:
+            evaluator.add(rows)
     rest = loop.program.eval_rest()
     if rest is not None:
         total += rest.sums.cpu()
-        if judge is not None and rest.rows is not None:
-            judge.add(rest.rows)
+        if evaluator is not None and rest.rows is not None:
+            evaluator.add(rest.rows)
     if sums is not None:
         total += sums.cpu()
     if loop.averages:
@@ -257,14 +306,14 @@ def evaluate(loop: Loop, step: int) -> dict[str, float]:
         loop.evaluation.bad(0) + loop.program.unread("eval", 0),
         loop.evaluation.allowed,
     )
-    return values | (judge.values(loop.world) if judge is not None else {})
+    return values | (evaluator.values(loop.world) if evaluator is not None else {})
 
 
 def counted(world: Peers, sums: Tensor, recipe: Recipe, rows: int, bad: int, allowed: int) -> dict[str, float]:
-    """Metric values from this rank's sums (M,), once it is sure that the ranks together saw each of the rows once.
-    Collective.
+    """Metric values over all ranks from this rank's sums, shape (M,). Collective.
 
-    `bad`: rows that this rank could not read; `allowed`: how many all ranks may.
+    `rows`: of the split. `bad`: those that this rank could not read; `allowed`: how many all ranks together may skip.
+    DtfError when the ranks together did not count each row once, DataError when more than `allowed` are unreadable.
     """
     *values, unread = world.reduce(torch.cat([sums.cpu().double(), torch.tensor([bad], dtype=torch.float64)])).tolist()
     _refuse_bad(unread, allowed, "evaluation")
@@ -276,8 +325,8 @@ def counted(world: Peers, sums: Tensor, recipe: Recipe, rows: int, bad: int, all
     return recipe.summarise(values)
 
 
-def _take_rest(loop: Loop, window: Window) -> None:
-    """Add to the window what the program has not yet told."""
+def _add_rest(loop: Loop, window: Window) -> None:
+    """Add to the window the steps that the program has not yet reported."""
     rest = loop.program.rest()
     if rest is not None:
         window.add(rest)
@@ -285,7 +334,7 @@ def _take_rest(loop: Loop, window: Window) -> None:
 
 
 def _record_consumed(loop: Loop) -> None:
-    for step, ids in loop.program.consumed():  # asked in any case: who keeps them until then keeps them no longer
+    for step, ids in loop.program.consumed():  # asked in any case: the program keeps them until then
         if loop.record is not None:
             loop.record(step, ids)
 

@@ -1,4 +1,4 @@
-"""What a model said of rows: files of predictions that grow in order and can be gone on with, and a table of classes.
+"""Predictions of a model: files that grow in the order of rows and can be resumed, and a confusion table.
 
 Torch-free.
 """
@@ -68,17 +68,15 @@ class ConfusionTable:
             self._right[label] += guess == label
 
     def classes(self) -> list[dict[str, Any]]:
-        """For each class: rows, how many were taken for it, recall and precision; None where there is nothing to divide
-        by.
-        """
+        """For each class: its rows, rows predicted as it, recall and precision; None in place of a division by zero."""
 
         def share(part: int, whole: int) -> float | None:
             return part / whole if whole else None
 
-        found = []
+        table = []
         for c in range(self._width):
             rows, guessed, right = self._rows[c], self._guessed[c], self._right[c]
-            found.append(
+            table.append(
                 {
                     "class": named(self._names, c),
                     "rows": rows,
@@ -87,7 +85,7 @@ class ConfusionTable:
                     "precision": share(right, guessed),
                 }
             )
-        return found
+        return table
 
 
 class Predictions(ABC):
@@ -144,13 +142,13 @@ class JsonLines(Predictions):
         return ""
 
     def _line(self, row: Prediction, name: str | None) -> str:
-        told: dict[str, Any] = {"row": row.id} | ({} if name is None else {"input": name})
+        line: dict[str, Any] = {"row": row.id} | ({} if name is None else {"input": name})
         if row.width:
-            told |= {"class": named(self._names, row.classes[0])}
-        told |= {"probability": row.pairs()[0][1]}
+            line |= {"class": named(self._names, row.classes[0])}
+        line |= {"probability": row.pairs()[0][1]}
         if row.width:
-            told |= {"top": [[named(self._names, c), probability] for c, probability in row.pairs()]}
-        return json.dumps(told) + "\n"
+            line |= {"top": [[named(self._names, c), probability] for c, probability in row.pairs()]}
+        return json.dumps(line) + "\n"
 
     def _row(self, line: str) -> int:
         try:

@@ -1,4 +1,4 @@
-"""The outside of a rank's life: typed settings, signals, signs of life, and last words. What it does is given."""
+"""What every rank does around its work: settings, stop signals, signs of life, and a message when it fails."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rank:
     @property
     def report(self) -> Callable[[Event], None]:
         """`send` on rank 0; other ranks report nothing."""
-        return self.send if self.place.rank == 0 else nobody
+        return self.send if self.place.rank == 0 else ignore
 
 
 def run_rank(
@@ -55,7 +55,7 @@ def run_rank(
     place: Place,
     send: Callable[[Event], None],
 ) -> int:
-    """Do `body` as one rank; returns the exit code and never raises: failures are sent as a Failed event."""
+    """Run `body` as one rank. Returns the exit code and never raises: a failure is sent as a Failed event."""
     last = {"step": 0}
 
     def beat(phase: str, step: int) -> None:
@@ -64,10 +64,10 @@ def run_rank(
 
     try:
         beat("start", 0)
-        with stop_signals() as told:
-            body(Rank(parse_settings(config), config, Path(folder), run_id, place, send, beat, lambda: bool(told)))
+        with stop_signals() as received:
+            body(Rank(parse_settings(config), config, Path(folder), run_id, place, send, beat, lambda: bool(received)))
         return Exit.OK
-    except BaseException as error:  # noqa: BLE001 (the last words of a rank)
+    except BaseException as error:  # noqa: BLE001 (it is reported)
         if isinstance(error, SystemExit | KeyboardInterrupt) and not isinstance(error, DtfError):
             error = Preempted(
                 "interrupted; stopped at once, nothing was saved; start again to go on from the last checkpoint"
@@ -92,37 +92,38 @@ def run_rank(
 
 def _peer_is_gone(error: BaseException) -> bool:
     """Whether a collective failed because of another rank. gloo has no exception class of its own."""
-    lost = ("closed by peer", "reset by peer", "Timed out", "Broken pipe")
-    gloo = isinstance(error, RuntimeError) and "gloo" in str(error) and any(words in str(error) for words in lost)
+    phrases = ("closed by peer", "reset by peer", "Timed out", "Broken pipe")
+    gloo = isinstance(error, RuntimeError) and "gloo" in str(error) and any(phrase in str(error) for phrase in phrases)
     return gloo or isinstance(error, torch.distributed.DistError)
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Filled by SIGTERM and SIGINT: the rank then stops with the others within a few seconds, its state saved. A second
-    SIGINT stops at once.
+    """The SIGTERM and SIGINT signals received so far, a list that grows.
 
-    Not a second SIGTERM: a scheduler that signals a whole process group reaches a rank twice, through its launcher too.
+    After the first the rank stops with the others within a few seconds, its state saved. A second SIGINT raises
+    KeyboardInterrupt. A second SIGTERM does not: a scheduler that signals a whole process group reaches a rank twice,
+    directly and through its launcher.
     """
-    told: list[int] = []  # no threading.Event: a second signal inside its `set` would wait for the first for ever
+    received: list[int] = []  # no threading.Event: a second signal inside its `set` would wait for the first for ever
 
-    def heard(number: int, frame: object) -> None:
-        if told and number == signal.SIGINT:
+    def receive(number: int, frame: object) -> None:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        told.append(number)
+        received.append(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield told
+        yield received
         return
-    # A launcher that hears Ctrl-C for its ranks has told them to ignore it, and sends SIGTERM.
+    # A launcher that handles Ctrl-C for its ranks makes them ignore it, and sends SIGTERM.
     numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, heard) for number in numbers}
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
-        yield told
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def nobody(event: Event) -> None:
-    """Ranks other than 0 report nothing."""
+def ignore(event: Event) -> None:
+    """What ranks other than 0 do with an event."""

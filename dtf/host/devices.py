@@ -1,4 +1,4 @@
-"""What this host offers: GPUs, cores and open files. Found without torch."""
+"""The devices of this host: GPUs, cores and open files. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Literal, NamedTuple
 from dtf.core.errors import ConfigError
 
 MOST_PROCESSES = 1024
-"""Ranks, or replicas, of one host: as many as its largest machines have cores."""
+"""The most ranks, or replicas, on one host: as many as the largest machines have cores."""
 MOST_THREADS = 1024
-"""Intra-op threads of one process, likewise."""
+"""The most intra-op threads of one process."""
 
 
 class Devices(NamedTuple):
-    """What ranks run on. `indices`: of the CUDA devices, as torch counts them; empty on CPU."""
+    """The devices of ranks. `indices`: those of CUDA devices, as torch counts them; empty on CPU."""
 
     kind: str  # `cpu` or `cuda`
     indices: tuple[int, ...]
 
 
 def choose(devices: str) -> Devices:
-    """`launcher.devices` as devices of this host. ConfigError when it asks for what is not there."""
+    """The devices of this host that `launcher.devices` stands for. ConfigError for devices that are not there."""
     if devices == "cpu":
         return Devices("cpu", ())
     count = gpus()
@@ -54,9 +54,9 @@ def processes(asked: int | Literal["auto"], devices: Devices) -> int:
 
 
 def device_of(local_rank: int, local_size: int, devices: Devices, key: str = "launcher.processes") -> str:
-    """`cpu` or `cuda:<index>`, one GPU per rank.
+    """`cpu` or `cuda:<index>`: the device of a rank, one GPU per rank.
 
-    ConfigError when ranks, of which `key` says how many, outnumber GPUs.
+    ConfigError when there are more ranks than GPUs. `key`: the config key that says how many ranks there are.
     """
     if devices.kind == "cpu":
         return "cpu"
@@ -69,8 +69,8 @@ def device_of(local_rank: int, local_size: int, devices: Devices, key: str = "la
 
 
 def allow_files(count: int) -> int:
-    """Let this process, and those it starts from now on, open `count` files; returns how many it may, fewer where the
-    host's hard limit says so.
+    """Let this process, and those that it starts from now on, open `count` files. Returns how many they may open, which
+    is less where the hard limit of the host is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < count:  # -1: no limit
@@ -80,8 +80,8 @@ def allow_files(count: int) -> int:
 
 
 def gpus() -> int:
-    """CUDA devices that torch would count: those of CUDA_VISIBLE_DEVICES, or all that NVML knows; 0 for a torch without
-    CUDA.
+    """The number of CUDA devices that torch would find: those in CUDA_VISIBLE_DEVICES, or all that NVML lists. 0 for a
+    torch without CUDA.
     """
     present = _nvml_count() if _torch_has_cuda() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -97,7 +97,7 @@ def gpus() -> int:
 
 
 def cores() -> int:
-    """CPU cores this process may use: its affinity mask, and the quota of its control group where there is one."""
+    """How many CPU cores this process may use, by its affinity mask and the quota of its control group."""
     allowed = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

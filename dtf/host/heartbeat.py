@@ -1,6 +1,6 @@
-"""Signs of life: where a rank is, in memory it shares with the launching process.
+"""Heartbeats: what a rank does now, in memory that it shares with the launching process.
 
-The last beat counts; there is no history.
+Only the last beat is kept.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _cell = memoryview(bytearray(_BYTES)).cast("d")  # of this rank; nobody reads it
 
 
 class Beat(NamedTuple):
-    """What a rank said last. `at`: time.monotonic(), which all processes of a host share.
+    """The last beat of a rank. `at`: time.monotonic(), which all processes of a host share.
 
-    `steps`: steps it began since it was started.
+    `steps`: how many steps it began since it was started.
     """
 
     at: float
@@ -31,7 +31,7 @@ class Beat(NamedTuple):
 
 
 def beat(phase: str, step: int) -> None:
-    """This rank is alive and enters `phase` after `step` finished optimizer steps. Costs less than 1 us."""
+    """This rank is alive and enters `phase` after `step` finished optimizer steps. Takes less than 1 us."""
     cell = _cell
     cell[1] = _NUMBER[phase]
     cell[2] = step
@@ -41,14 +41,14 @@ def beat(phase: str, step: int) -> None:
 
 
 def attach(board: int, rank: int) -> None:
-    """From now on this process beats as `rank` on a Board's file descriptor."""
+    """From now on this process beats as `rank`. `board`: the file descriptor of a Board."""
     global _cell
     view = memoryview(mmap.mmap(board, 0)).cast("d")
     _cell = view[rank * _BYTES // 8 : (rank + 1) * _BYTES // 8]
 
 
 class Board:
-    """The launching process's side: one cell per rank, all in phase `start` as of now."""
+    """The heartbeats of all ranks, in the launching process. All start in phase `start` as of now."""
 
     def __init__(self, ranks: int) -> None:
         self.fd = os.memfd_create("dtf-heartbeat")

@@ -1,4 +1,4 @@
-"""Addresses and network interfaces of this host. Found without torch; sends nothing."""
+"""Addresses and network interfaces of this host. Torch-free. Sends nothing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def endpoint(text: str, key: str, least: int = 1) -> tuple[str, int]:
-    """`host:port` or `[v6]:port`; ConfigError naming the key otherwise.
+    """Host and port from `host:port` or `[v6]:port`. ConfigError that names the key for other texts.
 
-    `least`: 0 where a port may be left to the kernel.
+    `least`: the lowest port; 0 where the kernel may choose one.
     """
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]|([^:\[\]\s]+)):([0-9]{1,5})", text)
     if not match or not least <= int(match[3]) < 65536:
@@ -35,18 +35,18 @@ def endpoint_text(host: str, port: int) -> str:
 
 
 def check_interface(name: str) -> None:
-    """ConfigError unless `launcher.interface` is one of this host, or empty."""
+    """Raise ConfigError unless `launcher.interface` is a network interface of this host, or empty."""
     known = [interface for _, interface in socket.if_nameindex()]
     if name and name not in known:
         raise ConfigError(f"launcher.interface={name} is no network interface of this host; {suggest(name, known)}")
 
 
 def socket_variables(interface: str, towards: tuple[str, int], environment: Mapping[str, str]) -> dict[str, str]:
-    """What tells gloo and NCCL their interface: `launcher.interface`; else, for gloo, the one towards rank 0, unless
-    the environment has another.
+    """Environment variables that select the network interface of gloo and NCCL. With `launcher.interface`, that one for
+    both. Else, for gloo, the interface towards rank 0, unless the environment selects one.
 
-    By itself gloo takes the one of the host's name, which is often loopback or unknown. NCCL looks for the fastest, so
-    it is left alone.
+    By itself gloo takes the interface of the host's name, which is often loopback or unknown. NCCL looks for the
+    fastest, so nothing is selected for it.
     """
     if interface:
         return {_GLOO: interface, _NCCL: interface}
@@ -60,14 +60,14 @@ def socket_variables(interface: str, towards: tuple[str, int], environment: Mapp
 
 
 def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same when all ranks are on this host and no interface is given."""
+    """The same variables for a run on this host alone, without `launcher.interface`."""
     return {name: environment.get(name, "lo") for name in (_GLOO, _NCCL)}
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this host that packets to `host` leave from.
+    """The address of this host from which packets to `host` are sent.
 
-    OSError where there is no way there, or no such name.
+    OSError for an unknown name, and where no route exists.
     """
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -94,6 +94,6 @@ def interface_of(address: str) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket on this address of this host alone; port 0: the kernel chooses. OSError when it cannot be."""
+    """A listening socket on one address of this host. Port 0: the kernel chooses. OSError when that is impossible."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(target[:2], family=family, backlog=1024)

@@ -16,9 +16,9 @@ _ONE_SIGNAL_S = 0.2
 
 
 class Stop:
-    """Counts SIGTERM, SIGINT and SIGHUP while it is open. `socket` becomes readable at each.
+    """Counts SIGTERM, SIGINT and SIGHUP while it is open. `socket` becomes readable at each of them.
 
-    Outside the main thread it hears nothing.
+    Outside the main thread no signal arrives.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class Stop:
 
 @contextlib.contextmanager
 def preempting(message: str) -> Iterator[None]:
-    """SIGTERM and SIGHUP raise Preempted here, as SIGINT raises KeyboardInterrupt, but for the time in which a Stop is
-    open.
+    """A context in which SIGTERM and SIGHUP raise Preempted(message), as SIGINT raises KeyboardInterrupt. While a Stop
+    is open, that one takes them.
     """
 
     def heard(number: int, frame: object) -> NoReturn:

@@ -1,6 +1,6 @@
-"""What this host's devices do at a moment: CPU time and memory of a tree of processes from /proc, GPUs from NVML.
+"""How busy the devices of this host are at a moment: CPU time and memory of a process tree from /proc, GPUs from NVML.
 
-Keeps no history, needs no torch.
+Keeps no history. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Load(NamedTuple):
-    """`utilisation` in per cent of the device, `memory` in bytes."""
+    """How busy a device is. `utilisation`: in per cent; `memory`: in bytes."""
 
     device: str  # cpu, or cuda:<index>
     utilisation: float
@@ -31,7 +31,7 @@ class Process(NamedTuple):
 
 
 def process_tree(root: int) -> dict[int, Process]:
-    """A process and all that descend from it, by number."""
+    """A process and all its descendants, by process id."""
     known: dict[int, Process] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -54,8 +54,8 @@ def process_tree(root: int) -> dict[int, Process]:
 
 
 def cpu_load(before: dict[int, Process], now: dict[int, Process], seconds: float, cores: int) -> Load:
-    """Between two looks at a tree: its CPU time as a share of `cores`, and the memory it has now (what processes share
-    counts for each).
+    """The load between two calls of `process_tree`: CPU time as a share of `cores`, and memory at the second call.
+    Memory that processes share is counted for each of them.
     """
     used = sum(
         max(0.0, process.cpu_s - (before[number].cpu_s if number in before else 0.0)) for number, process in now.items()
@@ -72,9 +72,9 @@ class _Memory(ctypes.Structure):
 
 
 class Gpus:
-    """GPUs by the indices that torch gives them. NVML sees whole cards: what other programs do on them counts too.
+    """GPUs by the indices that torch gives them. NVML sees whole cards, with what other programs do on them.
 
-    OSError where there is no driver, or it knows one of them not.
+    OSError without a driver, and for a GPU that the driver does not know.
     """
 
     def __init__(self, indices: Sequence[int]) -> None:
@@ -91,6 +91,7 @@ class Gpus:
             self._handles.append((index, handle))
 
     def loads(self) -> list[Load]:
+        """The load of each GPU at this moment."""
         loads = []
         for index, handle in self._handles:
             rates, memory = _Rates(), _Memory()

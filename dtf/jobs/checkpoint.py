@@ -95,7 +95,7 @@ class Checkpoint(Job):
 
 
 def _faults(folder: Path) -> list[str]:
-    """Everything wrong with a checkpoint: files, bytes, and tensors that do not lie where the manifest says."""
+    """Everything wrong with a checkpoint: files, bytes, and tensors that are not where the manifest says."""
     try:
         manifest = storage.read_manifest(folder)
     except (DataError, OSError) as error:

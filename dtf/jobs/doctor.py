@@ -1,6 +1,4 @@
-"""`job=doctor`: what stands between these hosts and a run on them: names, addresses, ports, interfaces, storage,
-bandwidth, clocks.
-"""
+"""`job=doctor`: checks hosts before a run on them: names, addresses, ports, interfaces, storage, bandwidth, clocks."""
 
 from __future__ import annotations
 
@@ -83,13 +81,13 @@ class Doctor(Job):
             return code
         for line in _table(measured):
             print(line)
-        wrong += self._judge(measured)
+        wrong += self._problems(measured)
         for text in wrong:
             print(f"wrong: {text}")
         print(f"{len(wrong)} thing(s) wrong" if wrong else "nothing is wrong")
         return Exit.CONFIG if wrong else Exit.OK
 
-    def _judge(self, measured: dict[str, Any]) -> Iterator[str]:
+    def _problems(self, measured: dict[str, Any]) -> Iterator[str]:
         ranks = measured["ranks"]
         hosts = {facts["host"] for facts in ranks}
         if measured["missing"]:
@@ -125,9 +123,9 @@ class Doctor(Job):
 
 
 def _before(point: tuple[str, int, bool] | None) -> Iterator[str]:
-    """What is wrong with the address where ranks meet, as seen from here, before anybody is there.
+    """What is wrong with the rendezvous address, as seen from this host, before any rank has started.
 
-    `point`: host, port, whether it is served here.
+    `point`: host, port, whether this host serves it.
     """
     if point is None:
         return

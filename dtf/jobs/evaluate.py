@@ -46,12 +46,12 @@ class EvaluateJob(Job):
     format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
 
     def run(self, composed: Composed) -> int:
-        from dtf.jobs.use_model import Ended, check_split, launch
+        from dtf.jobs.use_model import RanksEnded, check_split, launch
 
         check_split(composed.settings.recipe, self.split)
         try:
             folder = launch(composed, "dtf.jobs.rank_evaluate:work")
-        except Ended as ended:
+        except RanksEnded as ended:
             return ended.exit
         if folder is None:
             return Exit.OK

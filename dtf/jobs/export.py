@@ -41,15 +41,15 @@ class ExportJob(Job):
     forms: list[Form] = option(factory=lambda: [Form.pt2, Form.safetensors], doc="which files to write")
 
     def run(self, composed: Composed) -> int:
-        from dtf.jobs.use_model import Ended, launch
+        from dtf.jobs.use_model import RanksEnded, launch
 
         if not self.forms:
             raise ConfigError("job.forms=[] must hold at least one; use pt2 or safetensors")
         if self.input and not Path(self.input).expanduser().exists():
             raise DataError(f"job.input={self.input} does not exist")
         try:
-            folder = launch(composed, "dtf.jobs.rank_export:work", data=not self.input, alone=True)
-        except Ended as ended:
+            folder = launch(composed, "dtf.jobs.rank_export:work", data=not self.input, one_rank=True)
+        except RanksEnded as ended:
             return ended.exit
         if folder is None:
             return Exit.OK

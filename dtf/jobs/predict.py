@@ -1,4 +1,4 @@
-"""job=predict: what a model says of each row of a split, or of inputs nobody has labelled."""
+"""`job=predict`: writes the predictions of a model for each row of a split, or for inputs without labels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PredictJob(Job):
     )
     input: str = option(
         default="",
-        doc="rows that nobody need have labelled: a folder of images, files of a click log, or whatever else the "
+        doc="rows that need no labels: a folder of images, files of a click log, or whatever else the "
         "recipe opens; empty: job.split",
     )
     split: Split = option(
@@ -47,7 +47,7 @@ class PredictJob(Job):
     format: Form = option(default=Form.jsonl, doc="`jsonl`: a JSON object a line; `csv`: a table with a line of names")
 
     def run(self, composed: Composed) -> int:
-        from dtf.jobs.use_model import Ended, check_split, launch
+        from dtf.jobs.use_model import RanksEnded, check_split, launch
 
         check_split(composed.settings.recipe, self.split)
         if self.input and self.split is not Split.eval:
@@ -59,7 +59,7 @@ class PredictJob(Job):
             raise DataError(f"job.input={self.input} does not exist")
         try:
             folder = launch(composed, "dtf.jobs.rank_predict:work", data=not self.input)
-        except Ended as ended:
+        except RanksEnded as ended:
             return ended.exit
         if folder is not None:
             print(folder / f"predictions.{self.format.value}")

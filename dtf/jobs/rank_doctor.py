@@ -1,6 +1,6 @@
-"""What the ranks of `job=doctor` do: measure the network between them and their clocks.
+"""What the ranks of `job=doctor` do: measure the network between them, and the differences of their clocks.
 
-Rank 0 writes what all found into the run folder.
+Rank 0 writes the measurements of all into the run folder.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def examine(config: dict[str, Any], folder: str, run_id: str, place: Place, send
 
 
 def _clock(world: World, other: int) -> dict[str, Any]:
-    """How far the clock of `other` is ahead of rank 0's: from the quickest of many exchanges, half of which is the
-    uncertainty. Rank 0 knows.
+    """Seconds by which the clock of `other` is ahead of rank 0's, from the quickest of many round trips. Half of that
+    round trip is the uncertainty. Rank 0 returns the result, other ranks an empty dict.
     """
     best = (float("inf"), 0.0)
     buffer = torch.zeros(1, dtype=torch.float64)
@@ -94,7 +94,7 @@ def _clock(world: World, other: int) -> dict[str, Any]:
 
 
 def _link(world: World, source: int, target: int, megabytes: int) -> dict[str, Any]:
-    """MB/s from one rank to another over the CPU channel, the best of a few times. The source knows."""
+    """MB/s from one rank to another over the CPU backend, the best of a few rounds. Only the source returns it."""
     best, answer = 0.0, torch.zeros(1)
     if world.rank not in (source, target):
         return {}
@@ -112,9 +112,7 @@ def _link(world: World, source: int, target: int, megabytes: int) -> dict[str, A
 
 
 def _all_reduce(world: World, megabytes: int) -> float:
-    """MB/s at which a gradient of this size is summed over all ranks, by the way that gradients take; 0 for one
-    rank.
-    """
+    """MB/s at which an all-reduce sums a gradient of this size over all ranks, on their device; 0 for one rank."""
     if world.size == 1:
         return 0.0
     data = torch.zeros(megabytes * 250_000, device=world.device)

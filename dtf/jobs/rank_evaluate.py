@@ -1,4 +1,4 @@
-"""What the ranks of `job=evaluate` do: metrics over a split, each row once."""
+"""What the ranks of `job=evaluate` do: compute the metrics of a split, with each row once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _evaluate(rank: Rank) -> None:
         if evaluator is not None and outputs is not None:
             evaluator.add(outputs)
         table.add(rows)
-        pace.tell(done)
+        pace.report(done)
     assert total is not None
     unread = int(inference.world.reduce(torch.tensor([inference.unread], dtype=torch.float64)).item())
     values = counted(

@@ -1,4 +1,4 @@
-"""What the ranks of `job=predict` do: what the model says of each row, in order, into a file."""
+"""What the ranks of `job=predict` do: write the predictions for each row into a file, in order."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
 
 
 def _predict(rank: Rank) -> None:
-    """Append what the model says of each row to a file in the run folder, in order, from the first row that is not in
-    it yet.
+    """Append the predictions for each row to a file in the run folder, in order, from the first row that is not in it
+    yet.
     """
     settings, folder = rank.settings, rank.folder
     job: PredictJob = settings.job  # type: ignore[assignment]
@@ -51,12 +51,12 @@ def _predict(rank: Rank) -> None:
         for done, _, rows in inference.batches(first, rank.beat, rank.stop_requested):
             if rank_0:
                 file.append(rows, inputs)
-            pace.tell(done)
+            pace.report(done)
     inference.world.leave()
 
 
 def _begin(path: Path, file: Any, identity: dict[str, Any]) -> tuple[int, str]:
-    """Rank 0's part: the first row to predict, or what else the folder holds predictions of."""
+    """Rank 0's part: the first row to predict, and what differs where the folder holds other predictions."""
     if path.exists():
         try:
             earlier = dict(json.loads(path.read_text()))

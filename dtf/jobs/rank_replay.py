@@ -79,7 +79,7 @@ def _replay(
         settings.sparse,
     )
     trainers = strategy.count_trainers(json.loads((run / "run.json").read_text())["world"]["processes"])
-    replay = Replay(task, strategy, strategy.merging(), trainers, rows.loader, _start_checkpoint(run, start))
+    replay = Replay(task, strategy, strategy.sync_mode(), trainers, rows.loader, _start_checkpoint(run, start))
     pace, total = Pace(send, "updates", min(recorded)), max(recorded)
     send(
         Note(
@@ -96,10 +96,10 @@ def _replay(
                 f"asked to stop after {updates:,} of {total:,} updates; a replay keeps nothing; start again to do all "
                 "of it"
             )
-        pace.tell(updates)
+        pace.report(updates)
 
     replay.run(events, report)
-    updates = [holdings.applied for holdings in replay.holdings]
+    updates = [state.applied for state in replay.server_state]
     result = {"checkpoint": str(final), "start": start, "updates": updates}
     result |= _compare(final, _merged(replay.boxes()), exact=settings.precision.param is Format.fp64)
     (folder / RESULT).write_text(json.dumps(result | {"losses": _first_and_last_loss(run, config)}))

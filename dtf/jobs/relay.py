@@ -155,7 +155,7 @@ class Relay(Job):
             killed = _run_segment(segment, folder / RELAY)
             rows.append(_row(segment, killed, time.monotonic() - began))
             print(_line(rows[-1], "nobody: the reference" if segment is reference else ""), flush=True)
-        calm = rows.pop()
+        reference_row = rows.pop()
         a, b = RecordedRun.read(folder / REFERENCE), RecordedRun.read(folder / RELAY)
         verdict = compare(a, b, exact=self.precision is Format.fp64)
         config = composed.config
@@ -164,7 +164,7 @@ class Relay(Job):
             "optimizer": config["optimizer"]["name"],
             "precision": self.precision.value,
             "legs": rows,
-            "reference": calm,
+            "reference": reference_row,
             **verdict.to_json(),
             "samples": sum(len(ids) for ranks in b.ids.values() for ids in ranks),
             "steps": _steps(a, b),
@@ -277,9 +277,9 @@ def _run_segment(segment: Segment, folder: Path) -> KillRecord | None:
         who = "the launcher"
         trigger = KillTrigger(at=kill_launcher(segment.composed.command, folder, segment.kill.after))
     else:
-        from dtf.launch.forkserver_cache import warm
+        from dtf.launch.forkserver_cache import fork_server
 
-        server, rank = warm(segment.composed.config["launcher"]["env"]), segment.kill.rank
+        server, rank = fork_server(segment.composed.config["launcher"]["env"]), segment.kill.rank
         who = segment.called(rank)
         trigger = KillTrigger(segment.kill.after, lambda: server.signal(rank, signal.SIGKILL))
     _train(segment, trigger)

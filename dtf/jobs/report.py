@@ -43,9 +43,9 @@ class Report(Job):
             )
         from dtf.runs.charts import png
         from dtf.runs.report import charts_of, html
-        from dtf.runs.results import read
+        from dtf.runs.results import read_runs
 
-        results = read(self.runs)
+        results = read_runs(self.runs)
         charts = charts_of(results, self.published, self.published_by)
         text = html(results, charts, f"{datetime.now():%Y-%m-%d %H:%M}")
         run = composed.config["run"]

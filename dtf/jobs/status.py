@@ -1,4 +1,4 @@
-"""`job=status`: how a live run with servers is: who takes part, what is held where, how fast and how stale it learns.
+"""`job=status`: the state of a live run with servers: its processes, what each server holds, its rate and staleness.
 
 Changes nothing.
 """
@@ -18,7 +18,7 @@ from dtf.api.registry import option, register
 from dtf.core.errors import ConfigError, Exit
 from dtf.host import network
 from dtf.pserver import manual_start
-from dtf.pserver.endpoint_file import Live, find
+from dtf.pserver.endpoint_file import EndpointFile, find
 from dtf.pserver.strategy import Pserver
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ class Output(Enum):
 
 @register("job", "status")
 class Status(Job):
-    """Ask the servers of a live run how it is."""
+    """Ask the servers of a live run for its state."""
 
     run_folder: str = option(default="", doc="the run's folder, on a host that sees it and reaches the servers")
     endpoint: str = option(
         default="",
-        doc="HOST:PORT of a server of a run that was started by hand; the secret comes from DTF_TOKEN or "
-        "strategy.token_file, TLS from strategy.tls",
+        doc="HOST:PORT of a server of a run whose processes were started externally; the secret comes from DTF_TOKEN "
+        "or strategy.token_file, TLS from strategy.tls",
     )
     seconds: float = option(default=1.0, above=0, most=3600, doc="over which pushes are counted", unit="s")
     format: Output = option(default=Output.text, doc="what is printed: `text` to read, `json` for programs")
@@ -62,7 +62,7 @@ class Status(Job):
         print(json.dumps({"servers": servers}, indent=2) if self.format is Output.json else "\n".join(lines(servers)))
         return Exit.OK
 
-    def _by_endpoint(self, composed: Composed) -> Live:
+    def _by_endpoint(self, composed: Composed) -> EndpointFile:
         from dtf.pserver.net.rpc import viewer
 
         network.endpoint(self.endpoint, "job.endpoint")
@@ -70,13 +70,13 @@ class Status(Job):
         if not isinstance(strategy, Pserver):
             strategy = Pserver()
         strategy.tls.check(serves=False, asks=True)
-        live = Live(
+        live = EndpointFile(
             [self.endpoint], viewer(manual_start.token(strategy.token_file)), strategy.tls.files(), strategy.tls.mutual
         )
-        return Live(ask(live)[0]["endpoints"], live.token, live.tls, live.mutual)
+        return EndpointFile(ask(live)[0]["endpoints"], live.token, live.tls, live.mutual)
 
 
-def ask(live: Live) -> list[dict[str, Any]]:
+def ask(live: EndpointFile) -> list[dict[str, Any]]:
     """What each server says. PeerError or AuthError."""
     from dtf.pserver.net.codec import decode, encode
     from dtf.pserver.net.messages import STATUS, status_schemas
@@ -95,7 +95,7 @@ def ask(live: Live) -> list[dict[str, Any]]:
 
 
 def lines(servers: list[dict[str, Any]]) -> Iterator[str]:
-    """For people."""
+    """The status of the servers as lines of text."""
     first = servers[0]
     yield (
         f"mode {first['mode']}, {first['state']}, step {first['version']}, up for {first['uptime_s']:,.0f} s, "

@@ -1,4 +1,4 @@
-"""job=train: check, make the run folder, start the ranks, and let observers see what they report."""
+"""`job=train`: checks the settings, makes the run folder, starts the ranks, and passes their reports to observers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtf.api.observer import Observers
 from dtf.api.registry import register
 from dtf.core.errors import BudgetError, DtfError, Exit
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Started
-from dtf.runs.budget import Meter, key, limit_s, spent_s
+from dtf.runs.budget import BudgetMeter, key, limit_s, spent_s
 from dtf.runs.run_folder import Run
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class TrainJob(Job):
     trains = True
 
     def __post_init__(self) -> None:
-        # What a sweep or a relay says before `run`, and finds after it; no fields, which would be config keys.
+        # Set by a sweep or a relay before `run`, or read after it. They are no fields, which would be config keys.
         self.folder: Path | None = None
         self.elsewhere_s = 0.0
         self.best: tuple[str, float] | None = None
@@ -40,26 +40,26 @@ class TrainJob(Job):
         launcher = settings.launcher
         launcher.check(settings.strategy)
         processes, devices = launcher.count(), launcher.devices_kind()
-        known = str(self.folder or "")
+        given_folder = str(self.folder or "")
 
         def make(folder: str) -> Run:
-            run = Run.open(composed.config, settings, processes, devices, folder or known)
+            run = Run.open(composed.config, settings, processes, devices, folder or given_folder)
             if self.elsewhere_s + spent_s(run.folder) >= limit_s(settings.budget):
                 error = BudgetError(f"{key(settings.budget)} was spent before; raise it to go on")
                 run.end(error.exit, str(error))
                 raise error
             return run
 
-        alone = settings.strategy.external_process()
-        if alone and alone.rank:
-            run = Run.guest(composed.config, settings, f"{alone.role}-{alone.rank}")
+        external = settings.strategy.external_process()
+        if external and external.rank:
+            run = Run.guest(composed.config, settings, f"{external.role}-{external.rank}")
         else:
             run = launcher.open(composed.config, make, composed.command)
         self.folder = run.folder
         objective = settings.run.objective or settings.recipe.objective[0]
         observers = Observers(settings.observer if run.leader else {})
         exit, cause = Exit.BUG, "an exception in the launching process"
-        turn = threading.Lock()  # the meter warns from a thread of its own
+        lock = threading.Lock()  # the meter warns from a thread of its own
 
         def see(event: Event) -> None:
             nonlocal cause
@@ -71,14 +71,14 @@ class TrainJob(Job):
                 self.best = (objective, event.values[objective])
             elif isinstance(event, Ended) and f"best_{objective}" in event.values:  # also one from before a resume
                 self.best = (objective, event.values[f"best_{objective}"])
-            with turn:
+            with lock:
                 observers.see(event)
-            if alone and not run.leader and isinstance(event, Note):
+            if external and not run.leader and isinstance(event, Note):
                 print(f"dtf: {event.text}", file=sys.stderr, flush=True)
             self.watch(event)
 
         meter = (
-            Meter(run.folder, settings.budget, self.elsewhere_s, lambda text: see(Note("warning", text)))
+            BudgetMeter(run.folder, settings.budget, self.elsewhere_s, lambda text: see(Note("warning", text)))
             if run.leader
             else None
         )

@@ -1,4 +1,4 @@
-"""Ranks that use a model which exists: started for evaluation, predictions and exports. Torch-free; trains nothing."""
+"""Starts ranks that use a trained model: for evaluation, predictions and exports. Torch-free; trains nothing."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from dtf.core.types import Event, Failed, Measured, Note
 from dtf.runs.run_folder import Run
 
 
-def launch(composed: Composed, entry: str, data: bool = True, alone: bool = False) -> Path | None:
-    """Start ranks of the function `entry` in a run folder; returns it once they have ended well, else raises `Ended`.
+def launch(composed: Composed, entry: str, data: bool = True, one_rank: bool = False) -> Path | None:
+    """Start ranks that run the function `entry`, and wait until they have ended.
 
-    None in a process that another one reports for. `data`: whether the recipe's own data are needed; `alone`: one rank
-    is to do it. ConfigError when there is no model.
+    Returns the run folder; None in a process for which another one reports. `data`: whether the recipe's own data are
+    needed. `one_rank`: only one rank may be started. ConfigError when there is no model; RanksEnded when the ranks
+    fail.
     """
     model, weights = composed.config["job"]["model"], composed.settings.recipe.fine_tuning.weights
     if not model and not weights:
         raise ConfigError("job.model is not set; give a run folder, a checkpoint or a file of weights: job.model=PATH")
     check_weights_path(model, "job.model")
-    if alone:
+    if one_rank:
         if composed.config["launcher"].get("processes", 1) not in ("auto", 1):
             raise ConfigError(
                 f"job={composed.config['job']['name']} is the work of one process; use launcher.processes=1"
@@ -47,7 +48,7 @@ def launch(composed: Composed, entry: str, data: bool = True, alone: bool = Fals
         nonlocal cause
         if isinstance(event, Failed):
             cause = event.message
-        tell(event)
+        print_event(event)
 
     try:
         exit = Exit(launcher.launch(run, see, entry))
@@ -58,12 +59,12 @@ def launch(composed: Composed, entry: str, data: bool = True, alone: bool = Fals
     finally:
         run.end(exit, cause)
     if exit:
-        raise Ended(exit)
+        raise RanksEnded(exit)
     return run.folder if run.leader else None
 
 
 def _check_one_role(composed: Composed) -> None:
-    """Raise ConfigError for a strategy some of whose processes are there to help others train."""
+    """Raise ConfigError for a strategy whose processes have several roles, such as servers and trainers."""
     strategy, config = composed.settings.strategy, composed.config
     roles = strategy.roles(composed.settings.launcher.count())
     if len(roles) > 1:
@@ -76,8 +77,8 @@ def _check_one_role(composed: Composed) -> None:
         )
 
 
-def tell(event: Event) -> None:
-    """Notes and progress, to standard error."""
+def print_event(event: Event) -> None:
+    """Print notes and progress to standard error."""
     match event:
         case Note(level, text):
             print(f"dtf: {level}: {text}", file=sys.stderr, flush=True)
@@ -99,7 +100,7 @@ def check_split(recipe: Recipe, split: Split) -> None:
         )
 
 
-class Ended(Exception):
+class RanksEnded(Exception):
     """The ranks ended with an exit code other than 0; the launcher has printed why."""
 
     def __init__(self, exit: Exit) -> None:

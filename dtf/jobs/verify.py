@@ -1,4 +1,4 @@
-"""`job=verify`: the first law as a command. The same recipe under every strategy and world size against one process."""
+"""`job=verify`: compares the numbers of a recipe under each strategy and world size with those of one process."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Output(Enum):
 
 
 EXACT = "fp64"
-JUDGED = (EXACT, "fp32")
+PRECISIONS = (EXACT, "fp32")
 REFERENCE = "ddp"
-"""In one process; with nothing to divide, the model is the same under every strategy."""
+"""The strategy of the reference, in one process. With nothing to divide, the model is the same under all of them."""
 AMPLIFIED = 0.1
 """Relative difference of all parameters that rounding may grow to within a few steps."""
 
@@ -58,8 +58,8 @@ class Verify(Job):
     steps: int = option(default=8, least=1, doc="length of each run", unit="steps")
     strategies: list[str] = option(
         factory=list,
-        doc="strategies to hold against the reference, with options after a blank: ddp, 'tensor degree=2'; empty: all "
-        "there are",
+        doc="strategies to compare with the reference, with options after a blank: ddp, 'tensor degree=2'; empty: all "
+        "of them",
     )
     processes: list[int] = option(
         factory=lambda: [1, 2, 4], least=1, doc="numbers of processes (replicas, for strategies in one process)"
@@ -76,8 +76,7 @@ class Verify(Job):
     replay: str = option(
         default="",
         doc="instead: the folder of a run with strategy=pserver and strategy.record, whose recorded order is done "
-        "once more, one thing after the other; it "
-        "must end with the same numbers",
+        "once more, one update after the other; it must end with the same numbers",
     )
     keep: bool = option(default=False, doc="keep the run folders of all runs beside verify.json")
 
@@ -138,8 +137,8 @@ class Verify(Job):
                 elsewhere={"launcher.processes": "numbers of processes are in job.processes"},
             )
         for name in self.precisions:
-            if name not in JUDGED:
-                raise ConfigError(f"job.precisions names {name}; there is a bound for {' and '.join(JUDGED)} only")
+            if name not in PRECISIONS:
+                raise ConfigError(f"job.precisions names {name}; there is a bound for {' and '.join(PRECISIONS)} only")
         for key in ("processes", "micro_batches", "precisions"):
             if not getattr(self, key):
                 raise ConfigError(f"job.{key}=[] must hold at least one")
@@ -163,7 +162,7 @@ class Verify(Job):
             raise ConfigError(
                 f"job.{others[0]} is of no account with job.replay, which does one recorded run again; leave it out"
             )
-        from dtf.jobs.use_model import tell
+        from dtf.jobs.use_model import print_event
 
         folder = Path(self.replay).absolute()
         recorded = saved_config(folder / "config.yaml", f"job.replay={self.replay}", composed.config["plugins"])
@@ -181,7 +180,7 @@ class Verify(Job):
         )
         with tempfile.TemporaryDirectory(prefix="dtf-replay-") as scratch:
             run = Run(Path(scratch), unique_id(), recorded, single.settings)
-            code = single.settings.launcher.launch(run, tell, "dtf.jobs.rank_replay:work")
+            code = single.settings.launcher.launch(run, print_event, "dtf.jobs.rank_replay:work")
             if code:
                 return code
             result = json.loads(Path(scratch, "replay.json").read_text())
@@ -205,7 +204,7 @@ class Verify(Job):
             try:
                 return check(strategy, processes)
             except ConfigError as refusal:
-                refusals.append(_told(refusal))
+                refusals.append(_with_job_keys(refusal))
         raise ConfigError(
             f"nothing to compare: none of job.strategies={strategies} runs on job.processes={self.processes}: "
             f"{refusals[0]}"
@@ -287,20 +286,24 @@ class Verify(Job):
             return row | {"ok": False, "first": str(failure)}
         except ConfigError as refusal:
             # not every strategy runs every recipe on any number
-            return row | {"ok": True, "worst": f"refused: {_told(refusal)}", "refused": _told(refusal)}
+            return row | {
+                "ok": True,
+                "worst": f"refused: {_with_job_keys(refusal)}",
+                "refused": _with_job_keys(refusal),
+            }
 
 
-def _told(refusal: ConfigError) -> str:
-    """A refusal with the key that this job has in the place of the one it gave."""
+def _with_job_keys(refusal: ConfigError) -> str:
+    """The text of a refusal, with the key of this job in place of the launcher's."""
     return str(refusal).replace("launcher.processes", "job.processes")
 
 
 class RunFailed(DtfError):
-    """One of the runs to compare did not end well; its own error line says why."""
+    """A run to compare failed; its own error line says why."""
 
 
 def _replayed(result: dict[str, Any], precision: str, threads: int) -> str:
-    """What came of a replay, and of one that breaks the bound what may be the cause."""
+    """The result of a replay; where it is beyond the bound, also what may be the cause."""
     head = (
         f"replay of {' and '.join(f'{count:,}' for count in result['updates'])} updates from step {result['start']}: "
     )
@@ -338,7 +341,7 @@ def _runs(parent: Path, keep: bool) -> Iterator[Path]:
 
 
 def _explain(rows: list[dict[str, Any]]) -> None:
-    """Add to the newest row, if it breaks by little and in fp32 alone, what that probably means."""
+    """Add a probable cause to the newest row, where it breaks by little, in fp32 and not in fp64."""
     *before, row = rows
     same = ("strategy", "processes", "micro_batch_rows")
     exact = any(
@@ -352,8 +355,8 @@ def _explain(rows: list[dict[str, Any]]) -> None:
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
-    """Strategies by number of processes; the worst of all micro-batch sizes, by the measure that the precision is
-    judged by.
+    """A table of strategies by number of processes. A cell is the worst of all micro-batch sizes, in the measure that
+    has the bound of its precision.
     """
     measures = {EXACT: "tensor", "fp32": "parameters"}
     columns = sorted({row["processes"] for row in rows})

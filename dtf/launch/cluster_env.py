@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from dtf.core.errors import ConfigError
 
 PORT = 29500
-"""Of rank 0 where nobody chose one, as torchrun's."""
+"""The port of rank 0 where none is set, the same as torchrun's."""
 _SLURM_PORTS = range(20_000, 30_000)
-"""Below those that kernels give out by themselves; two jobs on a host rarely have the same."""
+"""Ports below those that kernels assign; two jobs on a host rarely get the same."""
 
 
 @dataclass(frozen=True)
-class Standing:
-    """This process among all of the run, and where rank 0 is to be found."""
+class RankEnvironment:
+    """The rank of this process, and the address of rank 0."""
 
     starter: str
     rank: int
@@ -54,12 +54,10 @@ _STARTERS = (
         "Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
     ),
 )
-"""The nearest to the process first: mpirun may have started its daemons with srun, torchrun may have been started by
-either.
-"""
+"""What starts ranks, the nearest to the process first: mpirun may start its daemons with srun, and either torchrun."""
 
 VARIABLES = sorted(
-    {name for each in _STARTERS for name in (each.rank, *each.size, each.local_rank, each.local_size)}
+    {name for s in _STARTERS for name in (s.rank, *s.size, s.local_rank, s.local_size)}
     | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST"}
     | {
         "SLURM_JOB_ID",
@@ -71,27 +69,26 @@ VARIABLES = sorted(
         "SLURM_NTASKS_PER_NODE",
     }
 )
-"""All that `standing` looks at."""
+"""All that `rank_environment` looks at."""
 
 
-def standing(environment: Mapping[str, str]) -> Standing:
-    """Who this process is.
+def rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
+    """The rank of this process.
 
     ConfigError that names the variables when some are missing, make no sense, or contradict each other.
     """
     present = {name: environment[name] for name in VARIABLES if environment.get(name)}
-    candidates = [each for each in _STARTERS if each.rank in present]
+    candidates = [starter for starter in _STARTERS if starter.rank in present]
     if not candidates:
-        known = ", ".join(f"{each.rank} ({each.name})" for each in _STARTERS)
+        known = ", ".join(f"{starter.rank} ({starter.name})" for starter in _STARTERS)
         raise ConfigError(
             f"launcher=env finds no rank in the environment, none of {known}; start with torchrun, srun or mpirun, or "
             "use launcher=local"
         )
     starter = candidates[0]
     size = next((name for name in starter.size if name in present), starter.size[0])
-    # one process in a pod
-    alone = starter.name == "Kubernetes" or (starter.name == "torchrun" and "KUBERNETES_SERVICE_HOST" in present)
-    if alone:
+    one_in_pod = starter.name == "Kubernetes" or (starter.name == "torchrun" and "KUBERNETES_SERVICE_HOST" in present)
+    if one_in_pod:
         present = {starter.local_rank: "0", starter.local_size: "1"} | present
     if starter.name == "Slurm":
         if "SLURM_STEP_ID" not in present:
@@ -120,7 +117,7 @@ def standing(environment: Mapping[str, str]) -> Standing:
         if wrong:
             raise ConfigError(f"{small}={present[small]} must be {bound} {large}={present[large]}")
     _refuse_contradiction(starter, size, present, candidates[1:])
-    return Standing(starter.name, rank, world, local_rank, local_size, address, port)
+    return RankEnvironment(starter.name, rank, world, local_rank, local_size, address, port)
 
 
 _HINT = {
@@ -147,9 +144,9 @@ def _meeting_point(
         missing.append("MASTER_PORT")
     if not port and starter.name == "Slurm":
         steps = [
-            int(found)
+            int(number)
             for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
-            for found in re.findall(r"^\d+$", present.get(name, ""))
+            for number in re.findall(r"^\d+$", present.get(name, ""))
         ]
         return address, _SLURM_PORTS[sum(steps) % len(_SLURM_PORTS)]
     if port and not (port.isdigit() and 0 < int(port) < 65536):
@@ -158,7 +155,10 @@ def _meeting_point(
 
 
 def _refuse_contradiction(chosen: _Starter, size: str, present: Mapping[str, str], others: list[_Starter]) -> None:
-    """RANK set by hand for all processes alike, under srun or mpirun, makes each of them rank 0."""
+    """Raise ConfigError when two starters disagree.
+
+    RANK=0 set for all processes alike, under srun or mpirun, would make each of them rank 0.
+    """
     if chosen.name != "torchrun" or "TORCHELASTIC_RUN_ID" in present:
         return
     for other in others:
@@ -195,5 +195,5 @@ def _tasks_here(present: Mapping[str, str]) -> str:
 
 def _first_host(text: str) -> str:
     """The first host of a list as Slurm writes it: `node[01-03,7],other` is node01."""
-    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", text)
-    return "".join(part or "" for part in found.groups()) if found else ""
+    parts = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", text)
+    return "".join(part or "" for part in parts.groups()) if parts else ""

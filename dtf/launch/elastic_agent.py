@@ -1,4 +1,4 @@
-"""torch's elastic agent, but for ends of a rank that another start would only repeat.
+"""torch's elastic agent, which does not restart ranks after an error that would only come again.
 
 Imports torch: this process is an agent, no rank.
 """
@@ -15,11 +15,11 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from dtf.core.errors import Exit
 
-_AGAIN = {Exit.PEER, Exit.BUG}
-"""Ends of a rank that a restart may mend, beside death by a signal."""
+_RETRIED = {Exit.PEER, Exit.BUG}
+"""Exit codes of a rank after which a restart may help, as after a death by signal."""
 
 _LEAVE_S = 30.0
-"""As long as an agent of torch gives its ranks to end."""
+"""Time for ranks to end, as long as torch's agent gives them."""
 
 
 class Agent(LocalElasticAgent):
@@ -31,9 +31,10 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
         return result
 
-    def outcome(self, result: RunResult | None) -> int:
-        """The exit code of a finished run: that of the first rank of this host that failed, E_PEER for one that a
-        signal ended.
+    def exit_code(self, result: RunResult | None) -> int:
+        """The exit code of a finished run: that of the first rank of this host that failed.
+
+        E_PEER when a signal ended that rank.
         """
         if result is None or not result.is_failed():
             return Exit.OK
@@ -44,7 +45,7 @@ class Agent(LocalElasticAgent):
         try:
             return super()._invoke_run(role)
         except RendezvousConnectionError:
-            # the host that served it has left: ranks hear from each other whether the run ended, and save
+            # the host that served it has left: ranks find out from each other whether the run ended, and save
             for process in self._processes():
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_LEAVE_S)
@@ -60,4 +61,4 @@ class Agent(LocalElasticAgent):
 
 
 def _final(failures: dict[int, Any]) -> bool:
-    return any(failure.exitcode in list(Exit) and failure.exitcode not in _AGAIN for failure in failures.values())
+    return any(failure.exitcode in list(Exit) and failure.exitcode not in _RETRIED for failure in failures.values())

@@ -1,7 +1,6 @@
-"""Ranks that exist already, each a whole `python -m dtf`: started by torchrun, srun, mpirun or a job of Kubernetes.
+"""Ranks that exist already, each a `python -m dtf`: started by torchrun, srun, mpirun or a job of Kubernetes.
 
-Nobody launches them from here: they meet at a store, agree on one config and one folder, and become ranks. Whoever
-started them restarts them.
+They connect to one store, agree on one config and one run folder, and become ranks. What started them restarts them.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from dtf.core.errors import ConfigError, DtfError, Exit, PeerError
 from dtf.core.types import Event, Failed, Place
 from dtf.host import devices, network
 from dtf.host.devices import MOST_THREADS
-from dtf.launch.cluster_env import standing
+from dtf.launch.cluster_env import rank_environment
 
 _MARGIN_S = 10.0
-"""For which rank 0, which knows who is missing, may be later than the others in giving up."""
+"""How much longer the others wait for rank 0, which knows who is missing, so that it gives up first."""
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -70,10 +69,10 @@ class Env(Launcher):
     def count(self) -> int:
         check_environment(self.env)
         network.check_interface(self.interface)
-        return standing(os.environ).size
+        return rank_environment(os.environ).size
 
     def check(self, strategy: Strategy) -> None:
-        size = standing(os.environ).size
+        size = rank_environment(os.environ).size
         check_one_role("env", strategy, size)
         needed = sum(strategy.roles(size).values())
         if needed != size:
@@ -83,58 +82,60 @@ class Env(Launcher):
         self._device()
 
     def meeting_point(self) -> tuple[str, int, bool]:
-        me = standing(os.environ)
-        return me.address, me.port, me.rank == 0 and not _outlives()
+        environment = rank_environment(os.environ)
+        return environment.address, environment.port, environment.rank == 0 and not _agent_hosts_store()
 
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
-        """Agree with the other ranks; collective. Rank 0 makes the run for all.
+        """Agree with the other ranks; rank 0 makes the run for all. Collective.
 
         ConfigError names the rank that differs and in what.
         """
         from dtf.config.settings import parse_settings
         from dtf.runs.run_folder import Run, versions
 
-        self._me = standing(os.environ)
-        os.environ |= network.socket_variables(self.interface, (self._me.address, self._me.port), os.environ) | self.env
-        store = self._meet()
-        mine = {
+        self._environment = rank_environment(os.environ)
+        address = self._environment.address, self._environment.port
+        os.environ |= network.socket_variables(self.interface, address, os.environ) | self.env
+        store = self._connect()
+        task = {
             "config": shared_keys(config),
             "versions": versions(),
-            "world size": self._me.size,
+            "world size": self._environment.size,
             "devices": self.devices_kind(),
         }
-        if self._me.rank == 0:
-            return self._lead(store, mine, make)
+        if self._environment.rank == 0:
+            return self._open_as_leader(store, task, make)
         expected = json.loads(self._get(store, "task", 0))
-        wrong = "; ".join(differences(expected, mine, "rank 0"))
-        store.set(f"differs/{self._me.rank}", json.dumps([self._name(), wrong]))
+        wrong = "; ".join(differences(expected, task, "rank 0"))
+        store.set(f"differs/{self._environment.rank}", json.dumps([self._name(), wrong]))
         answer = json.loads(self._get(store, "run", 0, _MARGIN_S))
-        store.set(f"heard/{self._me.rank}", "")
+        store.set(f"heard/{self._environment.rank}", "")
         if "folder" not in answer:
             raise error_from_json(answer)
-        if wrong:  # rank 0 was told to expect fewer ranks than this one, and did not listen
+        if wrong:  # rank 0 expects fewer ranks than this one, and did not compare it
             raise refusal(self._name(), "rank 0", wrong)
         return Run(Path(answer["folder"]), answer["id"], config, parse_settings(config), leader=False)
 
-    def _lead(self, store: Store, task: dict[str, Any], make: Callable[[str], Run]) -> Run:
-        """Rank 0's side of `open`: says what the task is, hears who differs, makes the run and says where, or why
-        not.
+    def _open_as_leader(self, store: Store, task: dict[str, Any], make: Callable[[str], Run]) -> Run:
+        """Rank 0's side of `open`: publish the task, wait for what others say differs, make the run, publish it.
+
+        An error is published in place of the run, and raised.
         """
         store.set("task", json.dumps(task))
         answer: dict[str, Any] = {}
-        came: list[int] = []
+        arrived: list[int] = []
         deadline = time.monotonic() + self.meet_timeout_s
         try:
-            for other in range(1, self._me.size):
-                if _outlives():
+            for other in range(1, self._environment.size):
+                if _agent_hosts_store():
                     self._invite(store, other, deadline)
                 name, wrong = json.loads(self._await(store, other, deadline))
-                came.append(other)
+                arrived.append(other)
                 if wrong:
                     raise refusal(name, "rank 0", wrong)
-            before = "folder"  # a store that outlives its ranks tells the folder of the first attempt
-            run = make(self._all.get(before).decode() if self._all.check([before]) else "")
-            self._all.set(before, str(run.folder))
+            key = "folder"  # a store that outlives its ranks has the folder of the first attempt
+            run = make(self._run_store.get(key).decode() if self._run_store.check([key]) else "")
+            self._run_store.set(key, str(run.folder))
             answer = {"folder": str(run.folder), "id": run.id}
             return run
         except DtfError as error:
@@ -144,77 +145,79 @@ class Env(Launcher):
             store.set("run", json.dumps(answer))
             if "folder" not in answer:  # this process ends, and the store with it
                 with contextlib.suppress(RuntimeError):
-                    came += [
+                    arrived += [
                         other
-                        for other in range(1, self._me.size)
-                        if other not in came and store.check([f"differs/{other}"])
+                        for other in range(1, self._environment.size)
+                        if other not in arrived and store.check([f"differs/{other}"])
                     ]
-                    store.wait([f"heard/{other}" for other in came], timedelta(seconds=10))
+                    store.wait([f"heard/{other}" for other in arrived], timedelta(seconds=10))
 
     def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
         from dtf.launch.rank_process import entry as function
 
-        me = self._me
-        roles = [role for role, number in run.strategy.roles(me.size).items() for _ in range(number)]
+        environment = self._environment
+        roles = [role for role, number in run.strategy.roles(environment.size).items() for _ in range(number)]
         place = Place(
-            rank=me.rank,
-            size=me.size,
-            local_rank=me.local_rank,
-            local_size=me.local_size,
-            role=roles[me.rank],
-            slots=me.size,
+            rank=environment.rank,
+            size=environment.size,
+            local_rank=environment.local_rank,
+            local_size=environment.local_size,
+            role=roles[environment.rank],
+            slots=environment.size,
             device=self._device(),
-            threads=self.threads or max(1, devices.cores() // me.local_size),
-            store=f"{me.address}:{me.port}",
+            threads=self.threads or max(1, devices.cores() // environment.local_size),
+            store=f"{environment.address}:{environment.port}",
             prefix=f"{run.id}/{self._attempt}",
             attempt=self._attempt,
         )
         failed: list[Failed] = []
         lock = threading.Lock()  # a checkpoint may be reported from a thread of its own
 
-        def hear(event: Event) -> None:
+        def observe(event: Event) -> None:
             with lock:
                 if isinstance(event, Failed):
                     failed.append(event)
                 see(event)
 
-        exit = function(entry)(run.config, str(run.folder), run.id, place, hear)
+        exit = function(entry)(run.config, str(run.folder), run.id, place, observe)
         if failed:
             report(failed[0])
-        self._part(exit)
+        self._leave(exit)
         return exit
 
     def _device(self) -> str:
-        """The GPU of this rank, or `cpu`. A starter that shows each process one GPU has chosen it already."""
-        me, chosen = standing(os.environ), devices.choose(self.devices)
+        """The GPU of this rank, or `cpu`. Some clusters show each process one GPU only: then it is that one."""
+        environment, chosen = rank_environment(os.environ), devices.choose(self.devices)
         if self.devices in ("auto", "cuda") and len(chosen.indices) == 1:
             return devices.device_of(0, 1, chosen)
-        return devices.device_of(me.local_rank, me.local_size, chosen)
+        return devices.device_of(environment.local_rank, environment.local_size, chosen)
 
     def _name(self) -> str:
-        return f"rank {self._me.rank} on {socket.gethostname()}"
+        """What errors call this rank."""
+        return f"rank {self._environment.rank} on {socket.gethostname()}"
 
-    def _meet(self) -> Store:
-        """The store that all ranks of this attempt share; rank 0 hosts it on its address alone, unless torchrun's agent
-        does.
+    def _connect(self) -> Store:
+        """The store that all ranks of this attempt share. Collective.
+
+        Rank 0 hosts it, on MASTER_ADDR alone, unless torchrun's agent does. ConfigError or PeerError without one.
         """
         from torch.distributed import PrefixStore, TCPStore
 
-        me, listener = self._me, None
-        if me.rank == 0 and not _outlives():
+        environment, listener = self._environment, None
+        if environment.rank == 0 and not _agent_hosts_store():
             try:
-                listener = network.listen(me.address, me.port).detach()
+                listener = network.listen(environment.address, environment.port).detach()
             except OSError as error:
                 raise ConfigError(
-                    f"MASTER_ADDR={me.address} MASTER_PORT={me.port}: rank 0 cannot listen there: "
+                    f"MASTER_ADDR={environment.address} MASTER_PORT={environment.port}: rank 0 cannot listen there: "
                     f"{error.strerror or error}; "
                     "give an address of its host and a free port"
                 ) from error
         timeout = timedelta(seconds=self.meet_timeout_s)
         try:
             store = TCPStore(
-                me.address,
-                me.port,
+                environment.address,
+                environment.port,
                 is_master=listener is not None,
                 wait_for_workers=False,
                 timeout=timeout,
@@ -222,39 +225,38 @@ class Env(Launcher):
             )
         except RuntimeError as error:
             raise PeerError(
-                f"rank {me.rank} found no store at MASTER_ADDR={me.address} MASTER_PORT={me.port}: "
-                f"{str(error).splitlines()[0]}"
+                f"rank {environment.rank} found no store at MASTER_ADDR={environment.address} "
+                f"MASTER_PORT={environment.port}: {str(error).splitlines()[0]}"
             ) from error
-        self._all = PrefixStore(f"dtf/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
-        self._attempt = self._fence() if _outlives() else 0
-        self._store = PrefixStore(str(self._attempt), self._all)
+        self._run_store = PrefixStore(f"dtf/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
+        self._attempt = self._fence() if _agent_hosts_store() else 0
+        self._store = PrefixStore(str(self._attempt), self._run_store)
         return self._store
 
     def _fence(self) -> int:
-        """The number of this attempt, from a store that outlives its ranks: keys of an earlier attempt are never met
-        thereafter.
+        """The number of this attempt in a store that outlives its ranks, so that keys of earlier attempts do not match.
 
-        Rank 0 counts it, and `_invite` tells each other rank, which it knows by a word that this very process has left.
-        torchrun's own count will not do: where ranks were restarted for another host's sake it stays behind.
+        Rank 0 counts attempts. Each other process leaves a random word in the store, and `_invite` answers it with the
+        number. torchrun's own count is not used: it stays behind where ranks restart because of another host.
         """
-        if self._me.rank == 0:
-            return self._all.add("attempts", 1) - 1
+        if self._environment.rank == 0:
+            return self._run_store.add("attempts", 1) - 1
         word = secrets.token_hex(8)
-        self._all.set(f"word/{self._me.rank}", word)
-        return int(self._get(self._all, f"attempt/{word}", 0))
+        self._run_store.set(f"word/{self._environment.rank}", word)
+        return int(self._get(self._run_store, f"attempt/{word}", 0))
 
     def _invite(self, store: Store, other: int, deadline: float) -> None:
-        """Rank 0's side of `_fence`: tell rank `other` the attempt, until it is there."""
+        """Rank 0's side of `_fence`: send rank `other` the number of the attempt, until it has arrived."""
         word = f"word/{other}"
         while not store.check([f"differs/{other}"]) and time.monotonic() < deadline:
-            if self._all.check([word]):  # it may be that of a process that is gone; then another comes
-                self._all.set(f"attempt/{self._all.get(word).decode()}", str(self._attempt))
+            if self._run_store.check([word]):  # if it is of a process that is gone, another word follows
+                self._run_store.set(f"attempt/{self._run_store.get(word).decode()}", str(self._attempt))
             time.sleep(0.01)
 
     def _await(self, store: Store, other: int, deadline: float) -> bytes:
-        """How rank `other` says it differs.
+        """What rank `other` says of how it differs.
 
-        PeerError that names all who have said nothing when it does not come in time.
+        PeerError that names all ranks which are missing, when it does not arrive in time.
         """
         key = f"differs/{other}"
         try:
@@ -263,14 +265,15 @@ class Env(Launcher):
         except RuntimeError as error:
             missing = [other]
             with contextlib.suppress(RuntimeError):  # the store may be gone
-                missing = [each for each in range(1, self._me.size) if not store.check([f"differs/{each}"])]
+                missing = [rank for rank in range(1, self._environment.size) if not store.check([f"differs/{rank}"])]
             raise PeerError(
-                f"rank {', '.join(map(str, missing))} of {self._me.size} did not come to "
-                f"{network.endpoint_text(self._me.address, self._me.port)} within "
+                f"rank {', '.join(map(str, missing))} of {self._environment.size} did not come to "
+                f"{network.endpoint_text(self._environment.address, self._environment.port)} within "
                 f"launcher.meet_timeout_s={self.meet_timeout_s:g}, or is gone; see job=doctor"
             ) from error
 
     def _get(self, store: Store, key: str, owner: int, longer_s: float = 0.0) -> bytes:
+        """The value that rank `owner` sets; waits for it. PeerError when it is not set in time."""
         try:
             store.wait([key], timedelta(seconds=self.meet_timeout_s + longer_s))
             return store.get(key)
@@ -279,15 +282,15 @@ class Env(Launcher):
                 f"rank {owner} did not come within launcher.meet_timeout_s={self.meet_timeout_s:g}, or is gone"
             ) from error
 
-    def _part(self, exit: int) -> None:
-        """Rank 0 leaves last when it ends well: it may host the store."""
+    def _leave(self, exit: int) -> None:
+        """After a good end: rank 0, which may host the store, waits until all others have ended."""
         if exit == Exit.OK:
-            self._store.set(f"done/{self._me.rank}", "")
-            if self._me.rank == 0:
-                for other in range(1, self._me.size):
+            self._store.set(f"done/{self._environment.rank}", "")
+            if self._environment.rank == 0:
+                for other in range(1, self._environment.size):
                     self._get(self._store, f"done/{other}", other)
 
 
-def _outlives() -> bool:
-    """Whether the store outlives its ranks: torchrun's agent hosts it."""
+def _agent_hosts_store() -> bool:
+    """Whether torchrun's agent hosts the store, which then outlives its ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,4 +1,4 @@
-"""Why a set of ranks ended: tells the cause from its consequences. Values in, values out; touches no process."""
+"""Why a set of ranks ended: which failure is the cause, and which are its consequences. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAST_LINES = 20
 
 
 @dataclass(frozen=True)
-class Ending:
+class RankExit:
     """How one rank ended."""
 
     rank: int
@@ -22,8 +22,8 @@ class Ending:
     starting: bool  # it had not begun its work
     status: int  # as of os.waitpid
     killed: bool  # by the launching process
-    failed: Failed | None  # its own last words
-    at: float  # when it said them, time.monotonic()
+    failed: Failed | None  # its own last message
+    at: float  # when it sent them, time.monotonic()
     log: str  # what it printed in this attempt
     replaceable: bool = False  # of a role that holds nothing, see `Strategy.replaceable`
 
@@ -39,27 +39,27 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How an attempt ended.
+class GroupResult:
+    """How the ranks of an attempt ended, on one host or on all.
 
-    `cause` is None when it ended well; `external`: nothing in the program failed, so trying again may help.
+    `cause` is None when they ended well. `external`: nothing in the program failed, so another try may help.
     """
 
     exit: Exit
     cause: Failed | None = None
     external: bool = False
-    consequence: bool = False  # all that is known is that others were lost: whoever lost them knows more
+    consequence: bool = False  # they ended because other ranks were lost; the cause is with those
 
     @property
     def failed(self) -> bool:
-        """Whether others have to end for it."""
+        """Whether ranks on other hosts have to end because of it."""
         return self.exit not in (Exit.OK, Exit.PREEMPTED)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Outcome:
+    def from_json(cls, data: dict[str, Any]) -> GroupResult:
         """Inverse of `to_json`; ValueError, KeyError or TypeError for anything else."""
         return cls(
             Exit(data["exit"]),
@@ -69,76 +69,84 @@ class Outcome:
         )
 
 
-def together(outcomes: list[Outcome]) -> Outcome:
-    """The outcome of an attempt from those of its hosts: the failure that is not about a lost peer, of these the one
-    that came first in the run.
+def combine_hosts(results: list[GroupResult]) -> GroupResult:
+    """The result of an attempt from those of its hosts.
+
+    Among failures, the one that is no consequence of a lost peer; among those, the one at the lowest step.
     """
-    failures = [each for each in outcomes if each.failed]
+    failures = [result for result in results if result.failed]
     if failures:
-        return min(failures, key=lambda each: (each.consequence, each.cause.step if each.cause else 0))
-    return next((each for each in outcomes if each.exit), Outcome(Exit.OK))
+        return min(failures, key=lambda result: (result.consequence, result.cause.step if result.cause else 0))
+    return next((result for result in results if result.exit), GroupResult(Exit.OK))
 
 
-def outcome(endings: list[Ending], hang: Failed | None, stop_signals: int, elsewhere: Failed | None = None) -> Outcome:
-    """The one cause of an attempt's end. `hang`: the launching process found ranks silent and killed them;
-    `stop_signals`: it was asked to stop; `elsewhere`: another host failed, for which these ranks were killed. Once all
-    others have ended in order, how replaceable ranks were lost is of no account.
+def group_result(
+    exits: list[RankExit], hang: Failed | None, stop_signals: int, elsewhere: Failed | None = None
+) -> GroupResult:
+    """The result of ranks that have all ended, with one cause.
 
-    A death by signal comes before all words: the others' words are then about a lost connection. Among words the
-    earliest counts that is not about a lost peer.
+    `hang`: the launching process found ranks silent and killed them. `stop_signals`: how often it was asked to stop.
+    `elsewhere`: another host failed, and these ranks were killed for it.
+
+    A death by signal comes before all messages, as those of the others are then about a lost connection. Among messages
+    the earliest counts that is not about a lost peer. The loss of replaceable ranks does not count once all others
+    have ended in order.
     """
-    leading = [ending for ending in endings if not ending.replaceable]
-    if leading and all(not ending.signal and ending.code in (Exit.OK, *PLANNED_EXITS) for ending in leading):
-        endings = [
-            *leading,
-            *(
-                ending
-                for ending in endings
-                if ending.replaceable and ending.failed and ending.failed.exit not in (Exit.PEER, *PLANNED_EXITS)
-            ),
-        ]
-    own = [ending for ending in endings if not ending.killed and ending.status and ending.code not in PLANNED_EXITS]
-    deaths = [ending for ending in own if ending.signal and not (stop_signals and ending.signal == signal.SIGTERM)]
-    spoke = [ending for ending in endings if ending.failed and ending.failed.exit not in PLANNED_EXITS]
-    words = sorted(spoke, key=lambda ending: (ending.failed is not None and ending.failed.exit == Exit.PEER, ending.at))
-    if any(ending.signal != signal.SIGABRT for ending in deaths) or (deaths and not words):
-        return _death(next((ending for ending in deaths if ending.signal != signal.SIGABRT), deaths[0]))
-    starting = all(ending.starting for ending in endings)
-    if stop_signals > 1 and not starting and any(ending.killed for ending in endings):
-        return _lost(endings, "stopped at once by a second signal")
-    if words and words[0].failed:
-        cause = words[0].failed
-        known = cause.exit in list(Exit)
-        lost = cause.exit == Exit.PEER
-        return Outcome(
-            Exit(cause.exit) if known else Exit.BUG, cause, external=lost and not cause.patient, consequence=lost
-        )
+    exits = _relevant(exits)
+    own = [e for e in exits if not e.killed and e.status and e.code not in PLANNED_EXITS]
+    deaths = [e for e in own if e.signal and not (stop_signals and e.signal == signal.SIGTERM)]
+    sent = [(e.at, e.failed) for e in exits if e.failed and e.failed.exit not in PLANNED_EXITS]
+    failures = sorted(sent, key=lambda message: (message[1].exit == Exit.PEER, message[0]))
+    if any(e.signal != signal.SIGABRT for e in deaths) or (deaths and not failures):
+        return _death(next((e for e in deaths if e.signal != signal.SIGABRT), deaths[0]))
+    starting = all(e.starting for e in exits)
+    if stop_signals > 1 and not starting and any(e.killed for e in exits):
+        return _lost(exits, "stopped at once by a second signal")
+    if failures:
+        return _failure(failures[0][1])
     if hang and hang.message:  # else killed for another reason before it was described
-        return Outcome(Exit.PEER, hang, external=True)
+        return GroupResult(Exit.PEER, hang, external=True)
     if elsewhere:
-        return Outcome(Exit.PEER, elsewhere, external=True, consequence=True)
-    silent = [ending for ending in own if not ending.signal]
+        return GroupResult(Exit.PEER, elsewhere, external=True, consequence=True)
+    silent = [e for e in own if not e.signal]
     if silent:
         return _gone(silent[0], f"ended with exit status {silent[0].code} without saying why")
     # its handler was not set yet, or it was killed
-    if any(ending.signal == signal.SIGTERM for ending in own) or (stop_signals and starting):
-        first = own[0] if own else endings[0]
+    if any(e.signal == signal.SIGTERM for e in own) or (stop_signals and starting):
+        first = own[0] if own else exits[0]
         text = "asked to stop while ranks were starting; nothing is lost; start again with the same run.dir to go on"
-        return Outcome(Exit.PREEMPTED, Failed(first.rank, first.step, int(Exit.PREEMPTED), text, ""))
-    if any(ending.killed for ending in endings):
-        return _lost(endings, "asked to stop, but not done within launcher.grace_s")
-    orderly = [ending for ending in endings if ending.code in PLANNED_EXITS]
+        return GroupResult(Exit.PREEMPTED, Failed(first.rank, first.step, int(Exit.PREEMPTED), text, ""))
+    if any(e.killed for e in exits):
+        return _lost(exits, "asked to stop, but not done within launcher.grace_s")
+    orderly = [e for e in exits if e.code in PLANNED_EXITS]
     if orderly:
-        first = min(orderly, key=lambda ending: ending.rank)
-        return Outcome(
+        first = min(orderly, key=lambda e: e.rank)
+        return GroupResult(
             Exit(first.code),
             first.failed or Failed(first.rank, first.step, first.code, "told to stop; the state is saved", ""),
         )
-    return Outcome(Exit.OK)
+    return GroupResult(Exit.OK)
+
+
+def _relevant(exits: list[RankExit]) -> list[RankExit]:
+    """All, or, once all others have ended in order, no replaceable rank but those whose own program failed."""
+    others = [e for e in exits if not e.replaceable]
+    if not others or any(e.signal or e.code not in (Exit.OK, *PLANNED_EXITS) for e in others):
+        return exits
+    return others + [
+        e for e in exits if e.replaceable and e.failed and e.failed.exit not in (Exit.PEER, *PLANNED_EXITS)
+    ]
+
+
+def _failure(cause: Failed) -> GroupResult:
+    """The result of a rank that sent why it failed."""
+    lost = cause.exit == Exit.PEER
+    exit = Exit(cause.exit) if cause.exit in list(Exit) else Exit.BUG
+    return GroupResult(exit, cause, external=lost and not cause.patient, consequence=lost)
 
 
 def preload_error(message: str, trace: str) -> DtfError:
-    """What it means that the fork server could not import what ranks need."""
+    """The error for a fork server that could not import what ranks need."""
     if "torchvision::" in message and "does not exist" in message:
         return ConfigError(
             "torchvision does not fit the installed torch (one is a CPU build, or of another release); "
@@ -153,37 +161,38 @@ def preload_error(message: str, trace: str) -> DtfError:
     return DtfError(f"what ranks need cannot be imported: {message}\n{trace}")
 
 
-def innermost(stacks: str) -> str:
-    """Where the main thread stands, `file:line in function`, from what faulthandler wrote last; empty when it wrote
-    nothing.
+def last_frame(stacks: str) -> str:
+    """The last frame of the main thread, `file:line in function`, in the last dump that faulthandler wrote.
+
+    Empty when there is none.
     """
     dump = stacks.rpartition("\nCurrent thread 0x")[2] if "Current thread 0x" in stacks else ""
     main = re.split(r"\n\n(?:Thread|Current thread) 0x", dump)[0]
-    found = re.search(r'File "([^"]+)", line (\d+) in (\S+)', main)
-    return f"{found[1]}:{found[2]} in {found[3]}" if found else ""
+    frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', main)
+    return f"{frame[1]}:{frame[2]} in {frame[3]}" if frame else ""
 
 
-def _death(ending: Ending) -> Outcome:
+def _death(rank_exit: RankExit) -> GroupResult:
     try:
-        name = signal.Signals(ending.signal).name
+        name = signal.Signals(rank_exit.signal).name
     except ValueError:
-        name = f"signal {ending.signal}"
-    if ending.signal == signal.SIGKILL:
+        name = f"signal {rank_exit.signal}"
+    if rank_exit.signal == signal.SIGKILL:
         text = f"killed by {name}; by somebody, or by the system for want of memory"
-        return Outcome(Exit.PEER, Failed(ending.rank, ending.step, int(Exit.PEER), text, ""), external=True)
-    return _gone(ending, f"killed by {name}")
+        return GroupResult(Exit.PEER, Failed(rank_exit.rank, rank_exit.step, int(Exit.PEER), text, ""), external=True)
+    return _gone(rank_exit, f"killed by {name}")
 
 
-def _gone(ending: Ending, how: str) -> Outcome:
-    """A rank that ended without last words, so that only its log can say why."""
-    tail = "\n".join(ending.log.strip().splitlines()[-_LAST_LINES:])
-    text = f"{how}; {f'what it printed is in rank_{ending.rank}.log' if tail else 'it printed nothing'}"
-    return Outcome(Exit.PEER, Failed(ending.rank, ending.step, int(Exit.PEER), text, tail), external=True)
+def _gone(rank_exit: RankExit, how: str) -> GroupResult:
+    """The result of a rank that ended without a message, so that only its log can say why."""
+    tail = "\n".join(rank_exit.log.strip().splitlines()[-_LAST_LINES:])
+    text = f"{how}; {f'what it printed is in rank_{rank_exit.rank}.log' if tail else 'it printed nothing'}"
+    return GroupResult(Exit.PEER, Failed(rank_exit.rank, rank_exit.step, int(Exit.PEER), text, tail), external=True)
 
 
-def _lost(endings: list[Ending], why: str) -> Outcome:
-    step = min(ending.step for ending in endings)
+def _lost(exits: list[RankExit], why: str) -> GroupResult:
+    step = min(rank_exit.step for rank_exit in exits)
     text = (
         f"{why}; what was trained since the last checkpoint is lost; start again with the same run.dir to go on from it"
     )
-    return Outcome(Exit.PEER, Failed(endings[0].rank, step, int(Exit.PEER), text, ""))
+    return GroupResult(Exit.PEER, Failed(exits[0].rank, step, int(Exit.PEER), text, ""))

@@ -1,8 +1,8 @@
 """A process that has torch imported and forks ranks from itself, so that a rank starts in 0.1 s instead of seconds.
 
-Both ends: `ForkServer` in the launching process, `serve` in the server. They talk JSON over a socket pair that keeps
-message boundaries; file descriptors travel beside it, and nothing is pickled. What a rank does after the fork is
-`rank.py`. Linux only (PR_SET_PDEATHSIG).
+Both ends: `ForkServer` in the launching process, `serve` in the server. They exchange JSON over a socket pair that
+keeps message boundaries, with file descriptors beside it; nothing is pickled. What a rank does after the fork is in
+`rank_process`. Linux only (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
-    """The launching process's handle. `socket` becomes readable when a rank started or ended, and at the server's own
-    end.
+    """The launching process's handle.
+
+    `socket` becomes readable when a rank has started or ended, and when the server has ended.
 
     Messages: {"started": rank, "pid"}, {"ended": rank, "status"} (as of os.waitpid), {"error", "traceback"} when a
     preload failed.
@@ -83,14 +84,14 @@ class ForkServer:
     def receive(self) -> dict[str, Any] | None:
         """The next message; blocks when there is none. None when the server is gone."""
         data = b""
-        for _ in range(2):  # a reset comes before what was said last
+        for _ in range(2):  # a reset arrives before the last message
             with contextlib.suppress(ConnectionError):
                 data = self.socket.recv(MESSAGE_BYTES)
                 break
         return json.loads(data) if data else None
 
     def wake(self) -> None:
-        """Continue it, in case somebody stopped it: from here on it is needed. Every request does so too."""
+        """Continue the server, in case it was stopped by a signal. Every request does so too."""
         self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
@@ -184,15 +185,16 @@ def _loop(control: socket.socket, ranks: dict[int, int]) -> None:
 
 
 def _ended() -> list[tuple[int, int]]:
-    found = []
+    """(process id, status) of the children that have ended since the last call."""
+    ended = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return found
+            return ended
         if not pid:
-            return found
-        found.append((pid, status))
+            return ended
+        ended.append((pid, status))
 
 
 def _become_rank(server: int, order: dict[str, Any], fds: list[int]) -> None:

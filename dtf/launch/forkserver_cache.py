@@ -1,4 +1,4 @@
-"""The fork server of this launching process: one, started early, warm for every run of a sweep."""
+"""The one fork server of this launching process: started early, and kept for every run of a sweep."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _server: ForkServer | None = None
 
 
 def prestart(argv: Sequence[str]) -> None:
-    """Start importing torch in the fork server, beside the composing of the config, when the command line looks like a
-    run whose ranks are forked here.
+    """Start the fork server, which imports torch while this process composes the config.
+
+    Only when the command line looks like a run whose ranks are forked on this host.
     """
     global _server
     flags = [
@@ -38,22 +39,23 @@ def prestart(argv: Sequence[str]) -> None:
         _server = _start({})
 
 
-def warm(environment: dict[str, str]) -> ForkServer:
-    """The fork server; a new one when ranks need another environment from their first import on, or when it has
-    died.
+def fork_server(environment: dict[str, str]) -> ForkServer:
+    """The fork server, started if there is none.
+
+    A new one when ranks need another environment from their first import on, or when the old one has died.
     """
     global _server
     if _server is not None and (
         _server.environment != _environment(environment) or (_server.used and not _server.alive)
     ):
-        discard()
+        shut_down()
     if _server is None:
         _server = _start(environment)
     return _server
 
 
-def discard() -> None:
-    """End the fork server: the config turned out wrong, or nothing more is to be run."""
+def shut_down() -> None:
+    """End the fork server, if there is one. Called when the config is wrong, or nothing more is to be run."""
     global _server
     if _server is not None:
         _server.close()
@@ -61,8 +63,9 @@ def discard() -> None:
 
 
 def files(ranks: int) -> int:
-    """Open files that are enough for a rank, which has a socket to each other one and may host their store, and for the
-    launching process.
+    """Open files that are enough for the launching process and for a rank.
+
+    A rank has a socket to each other rank, and may host their store.
     """
     return 128 + 4 * ranks
 

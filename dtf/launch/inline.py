@@ -61,7 +61,7 @@ class Inline(Launcher):
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         failed: list[Failed] = []
 
-        def hear(event: Event) -> None:
+        def observe(event: Event) -> None:
             if isinstance(event, Failed):
                 failed.append(event)
             see(event)
@@ -77,19 +77,19 @@ class Inline(Launcher):
             prefix=f"{run.id}/0",
         )
         strategy = run.strategy
-        if alone := strategy.external_process():
-            device = all_devices[0] if strategy.computes_on_device(alone.role) else "cpu"
+        if external := strategy.external_process():
+            device = all_devices[0] if strategy.computes_on_device(external.role) else "cpu"
             roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
-            at = {
-                "rank": alone.rank,
+            position = {
+                "rank": external.rank,
                 "size": len(roles),
-                "role": alone.role,
-                "number": alone.rank - roles.index(alone.role),
+                "role": external.role,
+                "number": external.rank - roles.index(external.role),
             }
-            place = replace(place, **at, token=alone.token, device=device, devices=(device,))
+            place = replace(place, **position, token=external.token, device=device, devices=(device,))
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            exit = function(entry)(run.config, str(run.folder), run.id, place, hear)
+            exit = function(entry)(run.config, str(run.folder), run.id, place, observe)
         finally:
             for number, handler in handlers.items():
                 with contextlib.suppress(ValueError):  # not the main thread, where `work` sets none

@@ -13,30 +13,30 @@ from dtf.api.registry import register
 from dtf.core.types import Event
 from dtf.host import network
 from dtf.host.signals import Stop
-from dtf.launch.restart_policy import supervise
-from dtf.launch.supervised import Watched
-from dtf.launch.worker_group import Attempt
+from dtf.launch.restart_policy import run_with_restarts
+from dtf.launch.supervised import SupervisedLauncher
+from dtf.launch.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from dtf.api.launcher import LaunchedRun
 
 
 @register("launcher", "local")
-class Local(Watched):
+class Local(SupervisedLauncher):
     """Start ranks on this host, watch them, restart them from the last checkpoint when one is lost."""
 
     def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
         with Stop() as stop:
 
-            def attempt(number: int) -> Attempt:
-                alone = run.strategy.external_process()
-                towards = alone.towards if alone else ("127.0.0.1", 1)
-                inside = network.loopback_variables(os.environ) if not (alone or self.interface) else None
-                sockets = inside or network.socket_variables(self.interface, towards, os.environ)
-                return self.attempt(run, entry, number, sockets, stop, see)
+            def start(attempt: int) -> WorkerGroup:
+                external = run.strategy.external_process()
+                towards = external.towards if external else ("127.0.0.1", 1)
+                loopback = network.loopback_variables(os.environ) if not (external or self.interface) else None
+                sockets = loopback or network.socket_variables(self.interface, towards, os.environ)
+                return self.worker_group(run, entry, attempt, sockets, stop, see)
 
-            outcome = supervise(attempt, self.max_restarts, lambda: stop.count > 0, see)
-        if outcome.cause:
-            see(outcome.cause)
-            report(outcome.cause)
-        return outcome.exit
+            result = run_with_restarts(start, self.max_restarts, lambda: stop.count > 0, see)
+        if result.cause:
+            see(result.cause)
+            report(result.cause)
+        return result.exit

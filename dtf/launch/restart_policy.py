@@ -1,4 +1,4 @@
-"""When to start ranks again and when to give up. A policy over attempts; knows nothing of processes."""
+"""When to start ranks again and when to give up. A policy; knows nothing of processes."""
 
 from __future__ import annotations
 
@@ -7,43 +7,44 @@ from typing import Protocol
 
 from dtf.core.errors import Exit
 from dtf.core.types import Event, Failed, Note
-from dtf.launch.exit_cause import Outcome
+from dtf.launch.exit_cause import GroupResult
 
 NO_PROGRESS = 3
 """Restarts in a row without a new checkpoint that end a run."""
 
 
-class Attempt(Protocol):
-    """One set of ranks, started and watched to its end."""
+class Group(Protocol):
+    """What is restarted, see `worker_group.WorkerGroup`."""
 
     saved: bool  # a checkpoint was written
     resumed: bool  # it started from a checkpoint
 
-    def run(self) -> Outcome: ...
+    def run(self) -> GroupResult: ...
 
 
-def supervise(
-    attempt: Callable[[int], Attempt], max_restarts: int, stopped: Callable[[], bool], see: Callable[[Event], None]
-) -> Outcome:
-    """Run `attempt(0)`, `attempt(1)`, ... until one ends well, fails for good, or restarts are used up; the outcome of
-    the run.
+def run_with_restarts(
+    start: Callable[[int], Group], max_restarts: int, stopped: Callable[[], bool], see: Callable[[Event], None]
+) -> GroupResult:
+    """Run the groups that `start(0)`, `start(1)`, ... make, until one ends well or for good, or restarts are used up.
+
+    Returns the result of the last. `stopped`: whether this process was asked to stop; then nothing is restarted.
 
     A lost process is replaced. A failure of the program (E_BUG) is tried again only from a checkpoint, and only once:
-    without one, or after the same words again, it would repeat itself. Everything else (a wrong config, bad data,
+    without one, or after the same message again, it would repeat itself. Everything else (a wrong config, bad data,
     divergence, a full disk) is final.
     """
     number = restarts = 0
     previous: Failed | None = None
     while True:
-        current = attempt(number)
-        outcome = current.run()
-        cause = outcome.cause
-        if current.saved:
+        group = start(number)
+        result = group.run()
+        cause = result.cause
+        if group.saved:
             restarts = 0
-        if cause is None or stopped() or not _may_help(outcome, current.saved or current.resumed, previous):
-            return outcome
+        if cause is None or stopped() or not _may_help(result, group.saved or group.resumed, previous):
+            return result
         if restarts >= max_restarts:
-            return _given_up(outcome, cause, restarts)
+            return _given_up(result, cause, restarts)
         restarts += 1
         number += 1
         previous = cause
@@ -55,16 +56,16 @@ def supervise(
         )
 
 
-def _may_help(outcome: Outcome, checkpoint: bool, previous: Failed | None) -> bool:
-    if outcome.external:
+def _may_help(result: GroupResult, checkpoint: bool, previous: Failed | None) -> bool:
+    if result.external:
         return True
-    repeated = previous is not None and outcome.cause is not None and previous.message == outcome.cause.message
-    return outcome.exit is Exit.BUG and checkpoint and not repeated
+    repeated = previous is not None and result.cause is not None and previous.message == result.cause.message
+    return result.exit is Exit.BUG and checkpoint and not repeated
 
 
-def _given_up(outcome: Outcome, cause: Failed, restarts: int) -> Outcome:
+def _given_up(result: GroupResult, cause: Failed, restarts: int) -> GroupResult:
     if not restarts:
-        return outcome
+        return result
     if restarts == NO_PROGRESS:
         exit, why = (
             Exit.NO_PROGRESS,
@@ -73,8 +74,8 @@ def _given_up(outcome: Outcome, cause: Failed, restarts: int) -> Outcome:
         )
     else:
         exit, why = (
-            outcome.exit,
+            result.exit,
             f"launcher.max_restarts={restarts} is used up; start again with the same run.dir to go on from the last "
             "checkpoint",
         )
-    return Outcome(exit, Failed(cause.rank, cause.step, int(exit), f"{cause.message}; {why}", cause.traceback))
+    return GroupResult(exit, Failed(cause.rank, cause.step, int(exit), f"{cause.message}; {why}", cause.traceback))

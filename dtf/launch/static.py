@@ -18,11 +18,11 @@ from dtf.core.errors import ConfigError, DtfError, Preempted
 from dtf.core.types import Event, Failed
 from dtf.host import network
 from dtf.host.signals import Stop
-from dtf.launch.exit_cause import Outcome
-from dtf.launch.host_rendezvous import Hosts
-from dtf.launch.restart_policy import supervise
-from dtf.launch.supervised import Watched
-from dtf.launch.worker_group import Attempt
+from dtf.launch.exit_cause import GroupResult
+from dtf.launch.host_rendezvous import HostRendezvous
+from dtf.launch.restart_policy import run_with_restarts
+from dtf.launch.supervised import SupervisedLauncher
+from dtf.launch.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from dtf.api.launcher import LaunchedRun
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 
 @register("launcher", "static")
-class Static(Watched):
-    """Start this host's ranks of a run on `nodes` hosts; watched on each, restarted together, by processes that meet at
-    `address`.
+class Static(SupervisedLauncher):
+    """Start this host's ranks of a run on `nodes` hosts.
+
+    One process on each host watches its ranks; all are restarted together. These processes meet at `address`.
     """
 
     nodes: int = option(least=1, most=1024, doc="hosts that take part")
@@ -80,7 +81,7 @@ class Static(Watched):
         ranks = self.count() // self.nodes
         world = {"launcher.nodes": self.nodes, "launcher.processes": ranks, "devices": self.devices_kind()}
         task = {"config": shared_keys(config), "versions": versions(), **world}
-        self._hosts = Hosts(
+        self._hosts = HostRendezvous(
             self.node_rank, self.nodes, ranks, (host, port), self.hang_timeout_s, _say, os.environ.get("DTF_TOKEN", "")
         )
         try:
@@ -91,19 +92,19 @@ class Static(Watched):
                     made.append(make(""))
                     return {"folder": str(made[0].folder), "id": made[0].id}
 
-                self._hosts.lead(task, self.meet_timeout_s, answer)
+                self._hosts.join_as_leader(task, self.meet_timeout_s, answer)
                 return made[0]
-            told = self._hosts.follow(task, self.meet_timeout_s)
-            folder = Path(str(told["folder"]))
+            leaders = self._hosts.join_as_follower(task, self.meet_timeout_s)
+            folder = Path(str(leaders["folder"]))
             if not folder.is_dir():
                 error = ConfigError(
                     f"host {self.node_rank} ({socket.gethostname()}) does not see the run folder {folder}; put "
                     "run.dir on storage that all hosts share"
                 )
-                self._hosts.settle(self._failure(error))
+                self._hosts.report_result(self._failure(error))
                 raise error
             _say(f"host {self.node_rank} of {self.nodes} takes part in {folder}; host 0 reports")
-            return Run(folder, str(told["id"]), config, parse_settings(config), leader=False)
+            return Run(folder, str(leaders["id"]), config, parse_settings(config), leader=False)
         except BaseException:
             self._hosts.close()
             raise
@@ -111,57 +112,56 @@ class Static(Watched):
     def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
         with Stop() as stop:
             try:
-                outcome = self._follow(run, see, entry, stop) if self.node_rank else self._lead(run, see, entry, stop)
+                result = self._follow(run, see, entry, stop) if self.node_rank else self._lead(run, see, entry, stop)
             finally:
                 self._hosts.close()
-        if outcome.cause:
-            see(outcome.cause)
-            report(outcome.cause)
-        return outcome.exit
+        if result.cause:
+            see(result.cause)
+            report(result.cause)
+        return result.exit
 
-    def _lead(self, run: LaunchedRun, see: Callable[[Event], None], entry: str, stop: Stop) -> Outcome:
+    def _lead(self, run: LaunchedRun, see: Callable[[Event], None], entry: str, stop: Stop) -> GroupResult:
         """Host 0: decides about attempts, as launcher=local does."""
         host = network.endpoint(self.address, "launcher.address")[0]
 
-        def attempt(number: int) -> Attempt:
-            self._hosts.complete(self.meet_timeout_s, lambda: stop.count > 0)
+        def start(attempt: int) -> WorkerGroup:
+            self._hosts.wait_for_hosts(self.meet_timeout_s, lambda: stop.count > 0)
             listener = network.listen(host, 0)
             store = f"{host}:{listener.getsockname()[1]}"
-            return self.attempt(run, entry, number, self._sockets(), stop, see, store, listener, self._hosts)
+            return self.worker_group(run, entry, attempt, self._sockets(), stop, see, store, listener, self._hosts)
 
-        outcome = None
+        result = None
         try:
-            outcome = supervise(attempt, self.max_restarts, lambda: stop.count > 0, see)
-            return outcome
+            result = run_with_restarts(start, self.max_restarts, lambda: stop.count > 0, see)
+            return result
         except DtfError as error:
-            outcome = self._failure(error)
+            result = self._failure(error)
             raise
         finally:
-            if outcome:  # else a bug ends this process, and the others hear that it is gone
-                self._hosts.tell({"end": outcome.to_json()})
+            if result:  # else a bug ends this process, and the others find its connection closed
+                self._hosts.broadcast({"end": result.to_json()})
 
-    def _follow(self, run: LaunchedRun, see: Callable[[Event], None], entry: str, stop: Stop) -> Outcome:
-        """Other hosts: do what host 0 says, until it says how the run ended."""
+    def _follow(self, run: LaunchedRun, see: Callable[[Event], None], entry: str, stop: Stop) -> GroupResult:
+        """Other hosts: begin each attempt that host 0 begins, until it says how the run ended."""
         while True:
-            said = self._hosts.next(lambda: stop.count < 2)
-            if "end" in said:
-                return Outcome.from_json(said["end"])
+            message = self._hosts.next_message(lambda: stop.count < 2)
+            if "end" in message:
+                return GroupResult.from_json(message["end"])
             if stop.count:
                 raise Preempted(
                     "asked to stop between two attempts; start again with the same run.dir to go on from the last "
                     "checkpoint"
                 )
             try:
-                self.attempt(
-                    run, entry, int(said["begin"]), self._sockets(), stop, see, str(said["store"]), None, self._hosts
-                ).run()
+                attempt, store = int(message["begin"]), str(message["store"])
+                self.worker_group(run, entry, attempt, self._sockets(), stop, see, store, None, self._hosts).run()
             except DtfError as error:
-                self._hosts.settle(self._failure(error))
+                self._hosts.report_result(self._failure(error))
                 raise
 
-    def _failure(self, error: DtfError) -> Outcome:
-        """An error of this launching process, for the other hosts; its first rank stands for it."""
-        return Outcome(
+    def _failure(self, error: DtfError) -> GroupResult:
+        """An error of this launching process as the other hosts get it: as if its first rank had failed."""
+        return GroupResult(
             error.exit, Failed(self.node_rank * (self.count() // self.nodes), 0, int(error.exit), str(error), "")
         )
 

@@ -1,5 +1,5 @@
-"""What launchers share whose ranks are forked on this host, watched and restarted by the launching process, which never
-imports torch.
+"""What launchers share whose launching process forks ranks on its host, watches and restarts them, and never imports
+torch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from dtf.core.types import Event, Place
 from dtf.host import devices, network
 from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.host.signals import Stop
-from dtf.launch.forkserver_cache import files, warm
+from dtf.launch.forkserver_cache import files, fork_server
+from dtf.launch.rank_handle import Limits, OtherHosts
 from dtf.launch.restart_policy import NO_PROGRESS
-from dtf.launch.worker_group import Attempt, Limits, Others
+from dtf.launch.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from dtf.api.launcher import LaunchedRun
-    from dtf.api.strategy import Strategy
+    from dtf.api.strategy import ExternalProcess, Strategy
 
 
 @dataclass(kw_only=True)
-class Watched(Launcher):
-    """Options of such a launcher, and one attempt with them. `node` and `nodes` say which of how many hosts this is."""
+class SupervisedLauncher(Launcher):
+    """The options of such launchers, and the worker group of an attempt. This is host `node` of `hosts`."""
 
     processes: int | Literal["auto"] = option(
         default="auto",
@@ -113,21 +114,21 @@ class Watched(Launcher):
             strategy.check_processes(self.processes)
         self._places(strategy)
 
-    def attempt(
+    def worker_group(
         self,
         run: LaunchedRun,
         entry: str,
-        number: int,
+        attempt: int,
         sockets: dict[str, str],
         stop: Stop,
         see: Callable[[Event], None],
         store: str = "",
         listener: socket.socket | None = None,
-        others: Others | None = None,
-    ) -> Attempt:
-        """The ranks of this host, about to start for the time `number`. `sockets`: variables that tell the interface.
+        others: OtherHosts | None = None,
+    ) -> WorkerGroup:
+        """The ranks of this host for one attempt, not yet started.
 
-        `store`: see `Attempt`.
+        `sockets`: environment variables that name the network interface. `store`, `listener`: see `WorkerGroup`.
         """
         strategy = run.strategy
         places, pins = self._places(strategy)
@@ -141,44 +142,93 @@ class Watched(Launcher):
             "path": [os.path.abspath(part) for part in sys.path],
         }
         limits = Limits(self.hang_timeout_s, self.start_timeout_s, self.grace_s)
-        alone = strategy.external_process()
-        token = alone.token if alone else run.token if len({place["role"] for place in places}) > 1 else ""
-        shared = {"attempt": number, "prefix": f"{run.id}/{number}", "token": token}
+        external = strategy.external_process()
+        several_roles = len({place["role"] for place in places}) > 1
+        token = external.token if external else run.token if several_roles else ""
+        shared = {"attempt": attempt, "prefix": f"{run.id}/{attempt}", "token": token}
         shared |= {"hang_timeout_s": self.hang_timeout_s, "start_timeout_s": self.start_timeout_s}
-        here = [Place(**{**place, **shared}) for place in places]
-        logs, again, replaceable = (
+        return WorkerGroup(
+            fork_server(self.env),
+            order,
+            [Place(**{**place, **shared}) for place in places],
+            pins,
             log_folder(self.log_dir, run.folder),
+            limits,
+            stop,
+            see,
+            store,
+            listener,
+            others,
+            frozenset() if external else strategy.replaceable,
             self.max_restarts,
-            frozenset() if alone else strategy.replaceable,
-        )
-        return Attempt(
-            warm(self.env), order, here, pins, logs, limits, stop, see, store, listener, others, replaceable, again
         )
 
     def _places(self, strategy: Strategy) -> tuple[list[dict[str, Any]], list[list[int]]]:
-        """Where each rank of this host stands, but for what an attempt adds; and the cores it is pinned to, none when
-        it is not.
+        """The fields of each rank's `Place` on this host, but for those of an attempt; and the cores of each.
+
+        No cores means all. ConfigError where these processes cannot run here.
         """
         slots, chosen = self.count(), devices.choose(self.devices)
         roles = [role for role, number in strategy.roles(slots).items() for _ in range(number)]
-        alone = strategy.external_process()
-        if alone and self.hosts > 1:
+        external = strategy.external_process()
+        if external:
+            return [self._external_place(strategy, external, roles, slots, chosen)], [[]]
+        self._check_hosts(roles)
+        local_size, cores = len(roles) // self.hosts, sorted(os.sched_getaffinity(0))
+        self._check_resources(slots, len(roles), local_size, len(cores))
+        local_slots = slots // self.hosts
+        names = [devices.device_of(slot, local_slots, chosen) for slot in range(local_slots)]
+        first = self.node * local_size
+        local_roles = roles[first : first + local_size]
+        places = [
+            {
+                "rank": first + local,
+                "size": len(roles),
+                "local_rank": local,
+                "local_size": local_size,
+                "role": role,
+                "slots": slots,
+                "number": first + local - roles.index(role),
+                "threads": self._threads(role, local_roles),
+                "device": self._device(strategy, local, local_roles, chosen),
+                "devices": names,
+            }
+            for local, role in enumerate(local_roles)
+        ]
+        pins = [
+            cores[len(cores) * local // local_size : len(cores) * (local + 1) // local_size]
+            for local in range(local_size)
+        ]
+        return places, pins if self.pin else [[]] * local_size
+
+    def _external_place(
+        self,
+        strategy: Strategy,
+        external: ExternalProcess,
+        roles: list[str],
+        slots: int,
+        chosen: devices.Devices,
+    ) -> dict[str, Any]:
+        """The place of the one process that this command starts, where each other has a command of its own."""
+        if self.hosts > 1:
             raise ConfigError(
                 f"launcher.nodes={self.hosts}: with strategy.endpoints each command starts one process; use "
                 "launcher=local"
             )
-        if alone:
-            device = devices.device_of(0, 1, chosen) if strategy.computes_on_device(alone.role) else "cpu"
-            place = {
-                "rank": alone.rank,
-                "size": len(roles),
-                "role": alone.role,
-                "number": alone.rank - roles.index(alone.role),
-                "slots": slots,
-                "device": device,
-                "devices": (device,),
-            }
-            return [place | {"threads": self.threads or devices.cores()}], [[]]
+        device = devices.device_of(0, 1, chosen) if strategy.computes_on_device(external.role) else "cpu"
+        return {
+            "rank": external.rank,
+            "size": len(roles),
+            "role": external.role,
+            "number": external.rank - roles.index(external.role),
+            "slots": slots,
+            "device": device,
+            "devices": (device,),
+            "threads": self.threads or devices.cores(),
+        }
+
+    def _check_hosts(self, roles: list[str]) -> None:
+        """Raise ConfigError when ranks of these roles do not divide among the hosts."""
         if len(set(roles)) > 1 and self.hosts > 1:
             raise ConfigError(
                 f"launcher.nodes={self.hosts}: {' and '.join(dict.fromkeys(roles))} processes of this strategy start "
@@ -189,10 +239,12 @@ class Watched(Launcher):
                 f"this strategy has {len(roles)} process(es), which do not divide among launcher.nodes={self.hosts} "
                 "hosts; use another strategy"
             )
-        size, local_size, cores = len(roles), len(roles) // self.hosts, sorted(os.sched_getaffinity(0))
-        if self.pin and len(cores) < local_size:
+
+    def _check_resources(self, slots: int, size: int, local_size: int, cores: int) -> None:
+        """Raise ConfigError when this host has too few cores to pin ranks, or allows too few open files."""
+        if self.pin and cores < local_size:
             raise ConfigError(
-                f"launcher.pin=true needs a core for each of {local_size} ranks, there are {len(cores)}; use "
+                f"launcher.pin=true needs a core for each of {local_size} ranks, there are {cores}; use "
                 "launcher.pin=false"
             )
         allowed = devices.allow_files(files(MOST_PROCESSES))
@@ -201,45 +253,19 @@ class Watched(Launcher):
                 f"launcher.processes={slots} needs {files(size)} open files in one process, this shell allows "
                 f"{allowed}; see ulimit -n"
             )
-        here = slots // self.hosts
-        names = [devices.device_of(slot, here, chosen) for slot in range(here)]
-        first = self.node * local_size
-        kin = roles[first : first + local_size]
-        places = [
-            {
-                "rank": first + local,
-                "size": size,
-                "local_rank": local,
-                "local_size": local_size,
-                "role": role,
-                "slots": slots,
-            }
-            | {"number": first + local - roles.index(role)}
-            | {
-                "threads": self._threads(role, kin),
-                "device": self._device(strategy, local, kin, chosen),
-                "devices": names,
-            }
-            for local, role in enumerate(kin)
-        ]
-        shares = [
-            cores[len(cores) * local // local_size : len(cores) * (local + 1) // local_size]
-            for local in range(local_size)
-        ]
-        return places, shares if self.pin else [[]] * local_size
 
-    def _threads(self, role: str, kin: list[str]) -> int:
-        """Of a rank of this role among those of this host, `kin`.
+    def _threads(self, role: str, local_roles: list[str]) -> int:
+        """Intra-op threads of a rank of this role. `local_roles`: of all ranks of this host.
 
-        Trainers divide the cores: what others do, they mostly do while trainers wait.
+        Trainers divide the cores among themselves: other roles mostly work while trainers wait.
         """
-        sharers = kin.count("trainer") if role == "trainer" and not self.pin else len(kin)
+        sharers = local_roles.count("trainer") if role == "trainer" and not self.pin else len(local_roles)
         return self.threads or max(1, devices.cores() // sharers)
 
-    def _device(self, strategy: Strategy, local: int, kin: list[str], chosen: devices.Devices) -> str:
-        """Each role is dealt the devices from the first on."""
-        role = kin[local]
+    def _device(self, strategy: Strategy, local: int, local_roles: list[str], chosen: devices.Devices) -> str:
+        """The device of the host's rank `local`. Each role gets the devices from the first on."""
+        role = local_roles[local]
         if not strategy.computes_on_device(role):
             return "cpu"
         key = "launcher.processes" if role == "trainer" else f"strategy.{role}s"
-        return devices.device_of(kin[:local].count(role), kin.count(role), chosen, key)
+        return devices.device_of(local_roles[:local].count(role), local_roles.count(role), chosen, key)

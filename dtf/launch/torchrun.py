@@ -1,12 +1,13 @@
 """Ranks on hosts that may come and go: an agent of torch.distributed.elastic on each, which starts processes with
 launcher=env and restarts them.
 
-The agent is this process. It makes no run folder and sees no event: its ranks meet, agree and report as those of any
-other starter do.
+The agent is this process. It makes no run folder and sees no event: its ranks find each other, agree and report as
+those that a cluster starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -25,8 +26,11 @@ from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.launch.restart_policy import NO_PROGRESS
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
     from dtf.api.launcher import LaunchedRun
     from dtf.api.strategy import Strategy
+    from dtf.launch.elastic_agent import Agent
     from dtf.runs.run_folder import Run
 
 
@@ -89,8 +93,9 @@ class Torchrun(Launcher):
         return *network.endpoint(self.rendezvous, "launcher.rendezvous"), False
 
     def open(self, config: dict[str, Any], make: Callable[[str], Run], command: Sequence[str] = ()) -> Run:
-        """No folder is made here: rank 0 does it, in `run.dir`, which must be given, as hosts that come later have to
-        know it too.
+        """Make no folder: rank 0 does it, in `run.dir`.
+
+        ConfigError without `run.dir`, which hosts that join later have to know too.
         """
         from dtf.config.settings import parse_settings
         from dtf.runs.run_folder import Run, unique_id
@@ -109,65 +114,25 @@ class Torchrun(Launcher):
         return Run(Path(config["run"]["dir"]).absolute(), unique_id(), config, parse_settings(config), leader=False)
 
     def launch(self, run: LaunchedRun, see: Callable[[Event], None], entry: str = WORK) -> int:
-        """Ranks choose their `entry` themselves: they do the job of the same command line."""
-        from torch.distributed.elastic.agent.server.api import WorkerSpec
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+        """Run torch's elastic agent in this process; returns the exit code of its ranks.
+
+        `see` hears nothing and `entry` is not used: ranks do the job of the same command line, and report themselves.
+        """
+        from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.rendezvous import (
             RendezvousClosedError,
             RendezvousConnectionError,
-            RendezvousParameters,
             RendezvousTimeoutError,
         )
-        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-        from dtf.launch.elastic_agent import Agent
 
         # A new store for each round, hosted by its rank 0. With the shared one a host that joins later waits for an
         # address nobody writes (torch 2.15).
         os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **self.env}
-        fewest, most = self._nodes()
         address = self._own_address()
-        logs = (
-            DefaultLogsSpecs(log_dir=str(log_folder(self.log_dir, run.folder)), redirects=Std.ALL, tee=Std.ALL)
-            if self.log_dir
-            else DefaultLogsSpecs()
-        )
-        wait = {
-            "join_timeout": self.meet_timeout_s,
-            "timeout": self.meet_timeout_s,
-            "read_timeout": max(1, int(self.meet_timeout_s)),
-        }
-        # torch would find out by this host's name who serves the rendezvous, which not every host can resolve. Of two
-        # agents on one host one serves it.
-        handler = None
-        for serves in [True, False] if self._serves(address) else [False]:
-            try:
-                handler = get_rendezvous_handler(
-                    RendezvousParameters(
-                        "c10d", self.rendezvous, _id(run), fewest, most, address, is_host=serves, **wait
-                    )
-                )
-                break
-            except (RendezvousConnectionError, RuntimeError) as error:
-                if not serves:
-                    raise PeerError(
-                        f"launcher.rendezvous={self.rendezvous} cannot be reached: {str(error).splitlines()[0]}; see "
-                        "job=doctor"
-                    ) from error
-        assert handler is not None
-        spec = WorkerSpec(
-            role="dtf",
-            local_world_size=devices.processes(self.processes, devices.choose(self.devices)),
-            entrypoint=sys.executable,
-            args=("-m", "dtf", *self._rank_command()),
-            rdzv_handler=handler,
-            max_restarts=self.max_restarts,
-            monitor_interval=0.1,
-            local_addr=address,
-        )
-        agent = Agent(spec, logs)
+        handler = self._rendezvous_handler(run, address)
+        agent = self._agent(run, handler, address)
         try:
-            return agent.outcome(agent.run())  # type: ignore[arg-type]
+            return agent.exit_code(agent.run())  # type: ignore[arg-type]
         except SignalException:
             return Exit.PREEMPTED
         except RendezvousConnectionError as error:
@@ -180,7 +145,7 @@ class Torchrun(Launcher):
             return code
         except RendezvousTimeoutError as error:
             raise PeerError(
-                f"fewer than {fewest} hosts came to launcher.rendezvous={self.rendezvous} within "
+                f"fewer than {self._nodes()[0]} hosts came to launcher.rendezvous={self.rendezvous} within "
                 f"{self.meet_timeout_s:g} s"
             ) from error
         except RendezvousClosedError as error:
@@ -191,9 +156,68 @@ class Torchrun(Launcher):
         finally:
             handler.shutdown()
 
+    def _rendezvous_handler(self, run: LaunchedRun, address: str) -> RendezvousHandler:
+        """The rendezvous of the agents, served by this process where it is the first on its HOST.
+
+        PeerError when it cannot be reached.
+        """
+        from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+        fewest, most = self._nodes()
+        timeouts = {
+            "join_timeout": self.meet_timeout_s,
+            "timeout": self.meet_timeout_s,
+            "read_timeout": max(1, int(self.meet_timeout_s)),
+        }
+        # torch would find out by this host's name who serves the rendezvous, which not every host can resolve. Of two
+        # agents on one host one serves it.
+        if self._serves(address):
+            with contextlib.suppress(RendezvousConnectionError, RuntimeError):
+                return get_rendezvous_handler(
+                    RendezvousParameters(
+                        "c10d", self.rendezvous, _id(run), fewest, most, address, is_host=True, **timeouts
+                    )
+                )
+        try:
+            return get_rendezvous_handler(
+                RendezvousParameters(
+                    "c10d", self.rendezvous, _id(run), fewest, most, address, is_host=False, **timeouts
+                )
+            )
+        except (RendezvousConnectionError, RuntimeError) as error:
+            raise PeerError(
+                f"launcher.rendezvous={self.rendezvous} cannot be reached: {str(error).splitlines()[0]}; see job=doctor"
+            ) from error
+
+    def _agent(self, run: LaunchedRun, handler: RendezvousHandler, address: str) -> Agent:
+        """The agent of this host, about to start its ranks."""
+        from torch.distributed.elastic.agent.server.api import WorkerSpec
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+        from dtf.launch.elastic_agent import Agent
+
+        logs = (
+            DefaultLogsSpecs(log_dir=str(log_folder(self.log_dir, run.folder)), redirects=Std.ALL, tee=Std.ALL)
+            if self.log_dir
+            else DefaultLogsSpecs()
+        )
+        spec = WorkerSpec(
+            role="dtf",
+            local_world_size=devices.processes(self.processes, devices.choose(self.devices)),
+            entrypoint=sys.executable,
+            args=("-m", "dtf", *self._rank_command()),
+            rdzv_handler=handler,
+            max_restarts=self.max_restarts,
+            monitor_interval=0.1,
+            local_addr=address,
+        )
+        return Agent(spec, logs)
+
     def _nodes(self) -> tuple[int, int]:
-        found = re.fullmatch(r"(\d+)(?::(\d+))?", self.nodes)
-        fewest, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        """The fewest and most hosts. ConfigError for a malformed option."""
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", self.nodes)
+        fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= fewest <= most:
             raise ConfigError(
                 f"launcher.nodes={self.nodes} must be FEWEST:MOST hosts, such as 2:4, or one number for both"
@@ -201,8 +225,9 @@ class Torchrun(Launcher):
         return fewest, most
 
     def _own_address(self) -> str:
-        """Of this host towards the rendezvous: what torch finds by the host's name is often an address that others
-        cannot reach.
+        """The address of this host on the route to the rendezvous.
+
+        What torch finds by the host's name is often an address that others cannot reach.
         """
         host, port = network.endpoint(self.rendezvous, "launcher.rendezvous")
         try:
@@ -213,19 +238,21 @@ class Torchrun(Launcher):
             ) from error
 
     def _serves(self, address: str) -> bool:
+        """Whether the rendezvous is on this host."""
         host, port = network.endpoint(self.rendezvous, "launcher.rendezvous")
         return any(target[0] in (address, "127.0.0.1", "::1") for *_, target in socket.getaddrinfo(host, port))
 
     def _rank_command(self) -> list[str]:
-        mine = {
+        """The command line of each rank: this process's, with launcher=env."""
+        options = {
             "devices": f"'{self.devices}'",
             "threads": self.threads,
             "interface": f"'{self.interface}'",
             "meet_timeout_s": self.meet_timeout_s,
         }
-        return [*self._command, "launcher=env", *(f"launcher.{key}={value}" for key, value in mine.items())]
+        return [*self._command, "launcher=env", *(f"launcher.{key}={value}" for key, value in options.items())]
 
 
 def _id(run: LaunchedRun) -> str:
-    """Of the rendezvous: the same on all hosts, another for each run folder."""
+    """The id of the rendezvous: the same on all hosts, another for each run folder."""
     return hashlib.sha256(str(run.folder).encode()).hexdigest()[:16]

@@ -1,6 +1,7 @@
-"""One set of ranks from their start to the end of the last: watches, forwards stop signals, and says what ended them.
+"""One attempt's ranks on this host, from their start to the end of the last.
 
-Restarts nothing.
+Watches them, forwards stop signals, replaces single ranks where a strategy allows it, and finds out what ended them.
+Restarts of the whole group are `restart_policy`'s.
 """
 
 from __future__ import annotations
@@ -14,101 +15,35 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dtf.core.errors import PLANNED_EXITS, Exit, PeerError
 from dtf.core.types import Event, Failed, Note, Place, Saved, Started, event_from_json
 from dtf.host.heartbeat import Beat, Board
 from dtf.host.signals import Stop
-from dtf.launch.exit_cause import Ending, Outcome, innermost, outcome, preload_error
+from dtf.launch.exit_cause import GroupResult, RankExit, group_result, last_frame, preload_error
 from dtf.launch.forkserver import ForkServer
+from dtf.launch.rank_handle import Limits, OtherHosts, RankHandle
 from dtf.launch.rank_process import MESSAGE_BYTES
 
 _SETTLE_S = 0.5
-"""After a first failure: time for the other ranks' words, which tell a cause from its consequences."""
+"""After a first failure, for the messages of other ranks: they tell a cause from its consequences."""
 _STACKS_S = 0.5
 """Between asking hung ranks for their stacks and killing them."""
 _UNKILLABLE_S = 10.0
 """After SIGKILL, for what a rank is waiting for in the kernel."""
 _REAP_S = 5.0
-"""Until the server ends a rank or tells of its end.
-
-One that takes longer is stuck: it is killed, and its ranks with it.
-"""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds of silence that mean a hang, and of patience with ranks asked to stop."""
-
-    hang_timeout_s: float
-    start_timeout_s: float
-    grace_s: float
-
-    def silence(self, beat: Beat) -> float:
-        """How long a rank may stay at this beat.
-
-        The first step of a process builds buckets and kernels: it has the time of a start.
-        """
-        return (
-            self.hang_timeout_s if beat.phase in ("fetch", "step", "log") and beat.steps > 1 else self.start_timeout_s
-        )
+"""Until the fork server ends a rank, or reports its end. A server that takes longer is killed with its ranks."""
 
 
 @dataclass
-class _Rank:
-    place: Place
-    channel: socket.socket
-    log: Path
-    log_start: int  # bytes in the log before this attempt
-    pid: int = 0
-    status: int | None = None  # as of os.waitpid; None while it lives
-    killed: bool = False  # by us
-    failed: Failed | None = None  # its own last words
-    at: float = 0.0  # when it said them
-    silent_since: float = 0.0  # it closed its channel: it ended, though the server has not said so
-    stopped_since: float = 0.0  # found stopped by a signal at every look since then
-    hung_since: float = 0.0  # found to hang, and asked for its stacks, to be replaced
-    hang: str = ""  # killed for it: what was seen
-    replaced: int = 0  # how often its place was, since a process there finished a step
+class WorkerGroup:
+    """Ranks at `places`, forked by `server`. `run` may be called once.
 
-    def printed(self) -> str:
-        """What it printed in this attempt, the last 64 KiB."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(self.log_start, self.log.stat().st_size - (1 << 16)))
-                return file.read().decode(errors="replace")
-        except OSError:  # somebody removed the run folder
-            return ""
-
-    def state(self) -> str:
-        """Its state as the kernel shows it: R running, S waiting, D in the kernel, T stopped; empty when it is gone."""
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return ""
-
-
-class Others(Protocol):
-    """The other hosts of an attempt, see `host_rendezvous.Hosts`."""
-
-    failed: Failed | None  # what has happened there, so that the ranks here have to end
-
-    def fileno(self) -> int: ...  # readable when there is something to hear
-    def hear(self) -> None: ...
-    def tick(self) -> None: ...  # called at least once a second
-    def begin(self, number: int, store: str) -> None: ...
-    def settle(self, mine: Outcome) -> Outcome: ...  # of all hosts
-
-
-@dataclass
-class Attempt:
-    """Ranks at `places`, forked by `server` with the shared part `order` (see `rank_process.begin`). `run` may be
-    called once.
-
-    They meet at `store`; rank 0, if it is here, hosts it on `listener`. Without: on loopback, all ranks are here. A
-    lost rank of the roles `replaceable` is started again alone, `max_restarts` times in a row unless it finishes a
-    step; all others end the attempt with them.
+    `order`: what they share, see `rank_process.begin`. `pins`: the cores of each, empty for all cores. `store`:
+    HOST:PORT of the rendezvous store, which rank 0, if it is on this host, serves on `listener`; empty when all ranks
+    are on this host: then the store is on loopback. A lost rank of a role in `replaceable` is started again alone, up
+    to `max_restarts` times in a row unless it finishes a step; the loss of any other rank ends the attempt.
     """
 
     server: ForkServer
@@ -121,21 +56,21 @@ class Attempt:
     see: Callable[[Event], None]
     store: str = ""
     listener: socket.socket | None = None
-    others: Others | None = None
+    others: OtherHosts | None = None
     replaceable: frozenset[str] = frozenset()
     max_restarts: int = 0
     saved: bool = False  # a checkpoint was written
     resumed: bool = False  # the ranks started from a checkpoint
-    _ranks: list[_Rank] = field(default_factory=list)
+    _ranks: list[RankHandle] = field(default_factory=list)
     _stopping_since: float = 0.0
     _failing_since: float = 0.0
     _hang: Failed | None = None
     _hang_since: float = 0.0
     _killed_since: float = 0.0
-    _unled_until: float = 0.0
+    _helpers_until: float = 0.0
     _awake_since: float = 0.0  # beats before this moment say nothing: this process itself slept
 
-    def run(self) -> Outcome:
+    def run(self) -> GroupResult:
         """Start the ranks and return when all have ended. ConfigError or DtfError when the server cannot start any."""
         self._first = self.places[0].rank
         self._board = Board(self._first + len(self.places))
@@ -146,8 +81,8 @@ class Attempt:
         try:
             store = self.store or f"127.0.0.1:{listener.getsockname()[1] if listener else 0}"
             if self.others:
-                self.others.begin(self.places[0].attempt, store)
-                self._selector.register(self.others, selectors.EVENT_READ, self.others.hear)
+                self.others.begin_attempt(self.places[0].attempt, store)
+                self._selector.register(self.others, selectors.EVENT_READ, self.others.receive)
             with open(orders, "wb", closefd=False) as file:
                 file.write(json.dumps(self.order).encode())
             self._selector.register(self.server.socket, selectors.EVENT_READ, self._on_server)
@@ -157,9 +92,9 @@ class Attempt:
             if listener:
                 listener.close()
             self._watch()
-            return self.others.settle(self._outcome()) if self.others else self._outcome()
+            return self.others.report_result(self._result()) if self.others else self._result()
         except BaseException:
-            self.server.close()  # and with it every rank; a later attempt shall not hear of them
+            self.server.close()  # and with it every rank, so that a later attempt hears nothing of them
             raise
         finally:
             if listener:
@@ -170,17 +105,17 @@ class Attempt:
                 rank.channel.close()
             self._board.close()
 
-    def _start(self, place: Place, pin: list[int], listener: socket.socket | None = None) -> _Rank:
+    def _start(self, place: Place, pin: list[int], listener: socket.socket | None = None) -> RankHandle:
         path = self.folder / f"rank_{place.rank}.log"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        if place.attempt or place.again:
+        if place.attempt or place.retry:
             os.write(
                 log,
                 "---- attempt "
-                f"{place.attempt}{f', started again alone: {place.again}' if place.again else ''}\n".encode(),
+                f"{place.attempt}{f', started again alone: {place.retry}' if place.retry else ''}\n".encode(),
             )
-        rank = _Rank(place, ours, path, os.fstat(log).st_size)
+        rank = RankHandle(place, ours, path, os.fstat(log).st_size)
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._on_event(rank))
         with theirs:
             fds = [theirs.fileno(), log, *self._shared, *([listener.fileno()] if listener else [])]
@@ -207,21 +142,21 @@ class Attempt:
             if self._alive():
                 self._act(now)
 
-    def _alive(self) -> list[_Rank]:
+    def _alive(self) -> list[RankHandle]:
         return [rank for rank in self._ranks if rank.status is None]
 
-    def _unled(self) -> bool:
-        """Whether all have ended whose end is that of the run; replaceable ones have nothing left to do."""
+    def _only_helpers_left(self) -> bool:
+        """Whether all ranks have ended but replaceable ones, which have nothing left to do."""
         return all(rank.status is not None for rank in self._ranks if rank.place.role not in self.replaceable)
 
     def _wait(self, tick: float) -> float:
-        """Seconds until something falls due, at most a tick."""
+        """Seconds until the next deadline, at most `tick`."""
         grace_s = self.limits.grace_s
         waits = (
             (self._failing_since, _SETTLE_S),
             (self._hang_since, _STACKS_S),
             (self._stopping_since, grace_s),
-            (self._unled_until, 0.0),
+            (self._helpers_until, 0.0),
         )
         due = [since + after for since, after in waits if since and not self._killed_since]
         return max(0.0, min([tick, *(at - time.monotonic() for at in due)]))
@@ -231,7 +166,7 @@ class Attempt:
             self._stopping_since = now
             if self.others or not all(self._starting(rank) for rank in self._ranks):
                 self._signal(signal.SIGTERM)
-            else:  # nothing to save, and importing or meeting may take longer than the grace
+            else:  # nothing to save, and a start may take longer than the grace
                 self._kill(now)
         if any(rank.silent_since and now - rank.silent_since > _REAP_S for rank in self._alive()):
             self._lose_server()
@@ -250,10 +185,10 @@ class Attempt:
             if now - self._failing_since >= _SETTLE_S or any(
                 rank.status and rank.status & 0x7F and not rank.killed for rank in self._ranks
             ):
-                self._kill(now)  # after a death by signal nobody needs to say more
-        elif self._unled():
-            self._unled_until = self._unled_until or now + min(self.limits.grace_s, self.limits.hang_timeout_s)
-            if now >= self._unled_until or all(self._starting(rank) for rank in self._alive()):
+                self._kill(now)  # after a death by signal no message is waited for
+        elif self._only_helpers_left():
+            self._helpers_until = self._helpers_until or now + min(self.limits.grace_s, self.limits.hang_timeout_s)
+            if now >= self._helpers_until or all(self._starting(rank) for rank in self._alive()):
                 self._kill(now)
         elif self._hang:
             if now - self._hang_since >= _STACKS_S:
@@ -262,7 +197,7 @@ class Attempt:
         else:
             self._look_for_hang(now)
 
-    def _starting(self, rank: _Rank) -> bool:
+    def _starting(self, rank: RankHandle) -> bool:
         return self._board.read(rank.place.rank).phase == "start"
 
     def _look_for_hang(self, now: float) -> None:
@@ -281,29 +216,27 @@ class Attempt:
         else:
             stopped = [rank.place.rank for rank in alive if rank.state() in ("T", "t")]
             # the one the others wait for
-            number = min(
-                stopped or beats, key=lambda each: (beats[each].phase == "wait", beats[each].step, beats[each].at)
+            first = min(
+                stopped or beats, key=lambda rank: (beats[rank].phase == "wait", beats[rank].step, beats[rank].at)
             )
-            self._hang = Failed(number, beats[number].step, int(Exit.PEER), "", "")
+            self._hang = Failed(first, beats[first].step, int(Exit.PEER), "", "")
             self._hang_since = now
             self._signal(signal.SIGUSR1)  # stacks into the logs
 
-    def _hangs(self, rank: _Rank, beat: Beat, now: float) -> bool:
-        """Whether it has been silent for longer than its phase may take, or stopped by a signal, which no phase
-        explains.
+    def _hangs(self, rank: RankHandle, beat: Beat, now: float) -> bool:
+        """Whether a rank was silent for longer than its phase may take, or stopped by a signal for longer than any may.
+
+        A rank that beats between stops is only slow.
         """
-        heard = max(beat.at, self._awake_since)
-        # one that beats between stops is only slow
-        stopped_s = now - max(heard, rank.stopped_since) if rank.stopped_since else 0.0
-        return now - heard > self.limits.silence(beat) or stopped_s > self.limits.hang_timeout_s
+        last_sign = max(beat.at, self._awake_since)
+        stopped_s = now - max(last_sign, rank.stopped_since) if rank.stopped_since else 0.0
+        return now - last_sign > self.limits.silence(beat) or stopped_s > self.limits.hang_timeout_s
 
     def _describe_hang(self, hang: Failed, now: float) -> Failed:
-        """A hang with its message: where each rank is, with the line it stands in from the stacks it has written
-        since.
-        """
-        told = [f"rank {rank.place.rank}: {self._whereabouts(rank, now)}" for rank in self._alive()]
+        """The hang with its message: the phase and step of each rank, and its last frame from the stacks it wrote."""
+        positions = [f"rank {rank.place.rank}: {self._position(rank, now)}" for rank in self._alive()]
         message = (
-            f"no sign of life within {self._silences()}; {'; '.join(told)}; stacks are in {self.folder}/rank_*.log"
+            f"no sign of life within {self._silences()}; {'; '.join(positions)}; stacks are in {self.folder}/rank_*.log"
         )
         return Failed(hang.rank, hang.step, hang.exit, message, "")
 
@@ -313,10 +246,10 @@ class Attempt:
             f"launcher.start_timeout_s={self.limits.start_timeout_s:g}"
         )
 
-    def _whereabouts(self, rank: _Rank, now: float) -> str:
-        beat, state, where = self._board.read(rank.place.rank), rank.state(), innermost(rank.printed())
+    def _position(self, rank: RankHandle, now: float) -> str:
+        beat, state, frame = self._board.read(rank.place.rank), rank.state(), last_frame(rank.printed())
         text = f"phase {beat.phase}, step {beat.step}, silent for {now - max(beat.at, self._awake_since):.1f} s"
-        return text + (", stopped by a signal" if state in ("T", "t") else f", at {where}" if where else "")
+        return text + (", stopped by a signal" if state in ("T", "t") else f", at {frame}" if frame else "")
 
     def _signal(self, number: int) -> None:
         for rank in self._alive():
@@ -329,18 +262,18 @@ class Attempt:
         if any(rank.pid for rank in self._ranks):
             self._signal(signal.SIGKILL)
         else:
-            self._lose_server()  # still importing: it would not hear of it soon
+            self._lose_server()  # it is still importing, and would not read the request soon
 
-    # ------------------------------------------------------------ ranks that hold nothing
+    # ------------------------------------------------------------ replacing single ranks
 
-    def _may_replace(self, rank: _Rank) -> bool:
+    def _may_replace(self, rank: RankHandle) -> bool:
         return rank.place.role in self.replaceable and self._replaced(rank) < self.max_restarts
 
-    def _replaced(self, rank: _Rank) -> int:
+    def _replaced(self, rank: RankHandle) -> int:
         return 0 if self._board.read(rank.place.rank).steps > 1 else rank.replaced
 
-    def _end_hung(self, rank: _Rank, now: float) -> None:
-        """Have it write its stacks, then kill it; what cannot be killed ends the attempt."""
+    def _end_hung(self, rank: RankHandle, now: float) -> None:
+        """Make a hung rank write its stacks, then kill it. A rank that cannot be killed ends the attempt."""
         if not rank.hung_since:
             rank.hung_since = now
             self.server.signal(rank.place.rank, signal.SIGUSR1)
@@ -348,16 +281,17 @@ class Attempt:
             self._failing_since = now
         elif not rank.hang and now - rank.hung_since >= _STACKS_S:
             rank.hang = (
-                f"no sign of life within {self._silences()}; {self._whereabouts(rank, now)}; stacks are in {rank.log}"
+                f"no sign of life within {self._silences()}; {self._position(rank, now)}; stacks are in {rank.log}"
             )
             self.server.signal(rank.place.rank, signal.SIGKILL)
 
-    def _lose(self, rank: _Rank, why: str) -> None:
-        """One of a replaceable role has ended from outside: start it again alone, unless nobody needs it any more, or
-        it does not help.
+    def _lose(self, rank: RankHandle, why: str) -> None:
+        """A replaceable rank was lost, and its program did not fail: start it again alone.
+
+        Not when the attempt is ending, and not more than `max_restarts` times in a row.
         """
-        if self._stopping_since or self.stop.count or self._unled():
-            rank.killed = True  # as good as: it would have been
+        if self._stopping_since or self.stop.count or self._only_helpers_left():
+            rank.killed = True  # it would have been, a moment later
         elif self._hang or not self._may_replace(rank):
             self._failing_since = time.monotonic()
         else:
@@ -367,10 +301,10 @@ class Attempt:
             place, at, before = rank.place, rank.place.rank - self._first, self._replaced(rank)
             step = self._board.read(place.rank).step
             self._board.reset(place.rank)
-            self._ranks[at] = self._start(replace(place, again=place.again + 1), self.pins[at])
+            self._ranks[at] = self._start(replace(place, retry=place.retry + 1), self.pins[at])
             self._ranks[at].replaced = before + 1
-            told = f"it alone is started again, {before + 1} of {self.max_restarts}"
-            self.see(Note("warning", f"rank {place.rank} ({place.role} {place.number}) at step {step}: {why}; {told}"))
+            retry = f"it alone is started again, {before + 1} of {self.max_restarts}"
+            self.see(Note("warning", f"rank {place.rank} ({place.role} {place.number}) at step {step}: {why}; {retry}"))
 
     # ------------------------------------------------------------ what arrives
 
@@ -386,26 +320,26 @@ class Attempt:
             self._end(self._ranks[message["ended"] - self._first], message["status"])
 
     def _lose_server(self) -> None:
-        """The server is dead, or as good as that: end it, and with it the ranks."""
+        """The fork server is dead or stuck: end it, and with it the ranks."""
         self._failing_since = self._failing_since or time.monotonic()  # nobody is replaced
         self._selector.unregister(self.server.socket)
         self.server.close()
         for rank in self._alive():
             self._end(rank, signal.SIGKILL)
 
-    def _end(self, rank: _Rank, status: int) -> None:
-        while self._on_event(rank):  # its last words may still be on the way
+    def _end(self, rank: RankHandle, status: int) -> None:
+        while self._on_event(rank):  # its last message may still be on the way
             pass
         rank.status = status
         if not status or os.waitstatus_to_exitcode(status) in PLANNED_EXITS or rank.killed or self._failing_since:
             return
-        alone = outcome([self._ending(rank)], None, 0)
-        if rank.place.role in self.replaceable and alone.external and alone.cause:
-            self._lose(rank, rank.hang or alone.cause.message)
+        result = group_result([self._rank_exit(rank)], None, 0)  # as if it had been the only one
+        if rank.place.role in self.replaceable and result.external and result.cause:
+            self._lose(rank, rank.hang or result.cause.message)
         else:
             self._failing_since = time.monotonic()
 
-    def _on_event(self, rank: _Rank) -> bool:
+    def _on_event(self, rank: RankHandle) -> bool:
         """Take one message of a rank; False when there is none now or will be none."""
         if rank.channel.fileno() < 0:  # replaced since it was found to be readable
             return False
@@ -427,9 +361,9 @@ class Attempt:
         if isinstance(event, Failed):
             if not rank.failed:
                 rank.failed, rank.at = event, at
-                # it may have lost one that is about to be missed
-                alone = event.exit == Exit.PEER and rank.place.role in self.replaceable
-                if event.exit not in PLANNED_EXITS and not alone and not self._failing_since:
+                # it may have lost a rank whose end this process is about to learn of
+                consequence = event.exit == Exit.PEER and rank.place.role in self.replaceable
+                if event.exit not in PLANNED_EXITS and not consequence and not self._failing_since:
                     self._failing_since = time.monotonic()
         else:
             self.saved = self.saved or isinstance(event, Saved)
@@ -437,24 +371,24 @@ class Attempt:
             self.see(event)
         return True
 
-    def _outcome(self) -> Outcome:
-        return outcome(
-            [self._ending(rank) for rank in self._ranks],
+    def _result(self) -> GroupResult:
+        return group_result(
+            [self._rank_exit(rank) for rank in self._ranks],
             self._hang,
             self.stop.count,
             self.others.failed if self.others else None,
         )
 
-    def _ending(self, rank: _Rank) -> Ending:
-        number, status, alone = rank.place.rank, rank.status or 0, rank.place.role in self.replaceable
-        return Ending(
+    def _rank_exit(self, rank: RankHandle) -> RankExit:
+        number = rank.place.rank
+        return RankExit(
             number,
             self._board.read(number).step,
             self._starting(rank),
-            status,
+            rank.status or 0,
             rank.killed,
             rank.failed,
             rank.at,
             rank.printed(),
-            alone,
+            rank.place.role in self.replaceable,
         )

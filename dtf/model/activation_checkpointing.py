@@ -1,5 +1,5 @@
-"""Activation checkpointing: blocks that forget what they computed and compute it again in their backward pass. No
-number changes.
+"""Activation checkpointing: blocks free the results of their forward pass and compute them again in their backward
+pass. Numbers stay bitwise the same.
 
 Source: Chen et al. 2016 (arXiv:1604.06174); for `selective`, Korthikanti et al. 2022 (arXiv:2205.05198).
 """
@@ -25,19 +25,20 @@ from dtf.model.init import build_on_meta, layout_of
 from dtf.model.seeded_dropout import SeededDropout
 
 _aten = torch.ops.aten
-_DEAR = {
+_SAVED_OPERATORS = {
     *(_aten.convolution, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm),
     *(_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_for_cpu),
     *(_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention),
 }
-"""The arithmetic of a network is in these: `selective` keeps their results."""
+"""Most of the arithmetic of a network is in these: `selective` keeps their results."""
 
 
 def modules_to_checkpoint(recipe: Recipe, kind: Remat) -> list[str]:
-    """Names of the modules that forget: those of the layout's blocks that have layers inside. ConfigError when `kind`
-    asks for some and there are none.
+    """Names of the modules to checkpoint: modules of the layout's blocks that have layers inside. ConfigError when
+    `kind` needs some and there are none.
 
-    A lone layer is left alone: its input, which is what it keeps for its backward pass, would be kept anyway.
+    A block that is a single layer is left as it is: its input, which it keeps for its backward pass, would be kept
+    anyway.
     """
     if kind is Remat.none:
         return []
@@ -54,9 +55,9 @@ def modules_to_checkpoint(recipe: Recipe, kind: Remat) -> list[str]:
 
 
 def apply_activation_checkpointing(model: nn.Module, names: Sequence[str], kind: Remat, masks: SeededDropout) -> None:
-    """Let those of the named modules that `model` has forget the results inside them, in place.
+    """Checkpoint those of the named modules that `model` has, in place. `masks`: the seeded dropout of this model.
 
-    Parameters, names, classes and hooks stay.
+    Parameters, names, classes and hooks stay. ConfigError for a block that stages of a pipeline have cut.
     """
     modules = dict(model.named_modules())
     for name in names:
@@ -66,11 +67,11 @@ def apply_activation_checkpointing(model: nn.Module, names: Sequence[str], kind:
                     f"step.remat={kind.value} needs {name} in one piece, and the stages are cut inside it; use fewer, "
                     "or step.remat=none"
                 )
-            modules[name].forward = _Forgetful(name, modules[name], kind, masks)
+            modules[name].forward = _CheckpointedForward(name, modules[name], kind, masks)
 
 
-class _Forgetful:
-    """The forward of a module, whose results are forgotten until its backward pass."""
+class _CheckpointedForward:
+    """The forward of a module whose results are freed until its backward pass."""
 
     def __init__(self, name: str, module: nn.Module, kind: Remat, masks: SeededDropout) -> None:
         self._name, self._forward, self._kind, self._masks = name, module.forward, kind, masks
@@ -92,19 +93,19 @@ class _Forgetful:
         return outputs
 
     def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Around the forward, and around computing it again."""
+        """The contexts of the forward pass, and of the pass that computes it again."""
         if self._kind is Remat.blocks:
-            return nullcontext(), self._again(self._masks.key, nullcontext())
+            return nullcontext(), self._recompute(self._masks.key, nullcontext())
         results: deque[_Result] = deque()
-        return _Keep(results), self._again(self._masks.key, _Reuse(results, self._name))
+        return _SaveResults(results), self._recompute(self._masks.key, _ReuseResults(results, self._name))
 
     @contextmanager
-    def _again(self, key: int, reuse: AbstractContextManager) -> Iterator[None]:
-        """As in the forward before: the masks of its micro-batch, though others have passed since. Running averages
-        have heard of it already.
+    def _recompute(self, key: int, reuse: AbstractContextManager) -> Iterator[None]:
+        """The state of the first forward: the dropout key of its micro-batch, although others have passed since.
+        Running averages have already counted this pass.
 
-        They get the weight 0, for the kernel must see the same tensors. The global generator and autocast are torch's
-        to bring back.
+        They get weight 0, as the kernel must see the same tensors. torch itself restores the global generator and
+        autocast.
         """
         now, momenta, versions = self._masks.key, [norm.momentum for norm in self._norms], self._buffers()
         self._masks.key = key
@@ -133,10 +134,10 @@ class _Result(NamedTuple):
     versions: list[tuple[int, int]]
 
 
-class _Keep(TorchDispatchMode):
-    """Keeps the results of dear operators.
+class _SaveResults(TorchDispatchMode):
+    """Keeps the results of expensive operators.
 
-    torch's create_selective_checkpoint_contexts wants every operator to come again, in the same number: those that
+    torch's create_selective_checkpoint_contexts requires that every operator runs again, in the same number. Those that
     gather an FSDP layer do not.
     """
 
@@ -148,14 +149,14 @@ class _Keep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         value = func(*args, **(kwargs or {}))
-        if _is_dear(func):
+        if _is_saved(func):
             alias = tree_map(_stand_in if PARTIAL.get() else _alias, value)
             self._results.append(_Result(func, alias, _versions(alias)))
         return value
 
 
-class _Reuse(TorchDispatchMode):
-    """Gives the results of dear operators, in their order, instead of running them."""
+class _ReuseResults(TorchDispatchMode):
+    """Returns the results of expensive operators, in their order, instead of running them."""
 
     supports_higher_order_operators = True
 
@@ -164,7 +165,7 @@ class _Reuse(TorchDispatchMode):
         self._results, self._name = results, name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if not _is_dear(func):
+        if not _is_saved(func):
             return func(*args, **(kwargs or {}))
         if not self._results or self._results[0].operator is not func:
             raise ConfigError(
@@ -181,15 +182,15 @@ class _Reuse(TorchDispatchMode):
         return value
 
 
-def _is_dear(operator: Any) -> bool:
-    """Collectives too, so that nothing crosses the network twice; only functional ones, such as those of
-    dtf.distributed.collectives, have a result to keep.
+def _is_saved(operator: Any) -> bool:
+    """Whether the result of an operator is kept. Those of collectives are, so that nothing is sent twice: functional
+    ones, such as those of dtf.distributed.collectives, have a result to keep.
     """
-    return operator.namespace == "_c10d_functional" or getattr(operator, "overloadpacket", None) in _DEAR
+    return operator.namespace == "_c10d_functional" or getattr(operator, "overloadpacket", None) in _SAVED_OPERATORS
 
 
 def _alias(value: Any) -> Any:
-    """The same memory without its place in the graph; the guard lets it share the counter of changes."""
+    """The same memory without its place in the graph. The guard makes both share one counter of changes."""
     if not isinstance(value, Tensor):
         return value
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -197,10 +198,10 @@ def _alias(value: Any) -> Any:
 
 
 def _stand_in(value: Any) -> Any:
-    """Of its shape without its memory. NaN, should anyone read it."""
+    """A tensor of the same shape without its memory. NaN, should anything read it."""
     return value.new_full((), torch.nan).expand(value.shape) if isinstance(value, Tensor) else value
 
 
 def _versions(values: Any) -> list[tuple[int, int]]:
-    """Which tensors there are and how often each was changed."""
+    """The tensors, and how often each was changed."""
     return [(id(value), value._version) for value in tree_leaves(values) if isinstance(value, Tensor)]

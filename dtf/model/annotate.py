@@ -1,4 +1,4 @@
-"""Parts of a step by name, for those who look at a trace. Measures nothing itself."""
+"""Names for the parts of a step in a trace. Measures nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _NOTHING = nullcontext()
 
 
 def section(name: str) -> AbstractContextManager[object]:
-    """What runs inside is called `name` in a trace of torch.profiler.
+    """A context: what runs inside is called `name` in a trace of torch.profiler.
 
-    While none is taken this costs less than a microsecond.
+    While no trace is taken this costs less than a microsecond.
     """
     return profiler.record_function(f"{TRACE_PREFIX}{name}") if profiler._is_profiler_enabled else _NOTHING

@@ -1,6 +1,4 @@
-"""How well scores order rows: the area under the ROC curve (AUC), exact from rows, or from a histogram with a bound of
-its error.
-"""
+"""The area under the ROC curve (AUC): exact from rows, or from a histogram with a bound on the error."""
 
 from __future__ import annotations
 
@@ -11,9 +9,9 @@ from torch import Tensor
 from dtf.api.recipe import Evaluator, Peers
 
 EXACT_ROWS = 1 << 25
-"""Rows of an evaluation up to which the AUC is exact.
+"""The most rows of an evaluation for which the AUC is exact.
 
-Rank 0 then holds all of them, 24 bytes each (32 with groups), and twice as much while it sorts.
+Rank 0 then holds all of them, 24 bytes each (32 with groups), and twice that while it sorts.
 """
 
 BITS = 20
@@ -23,10 +21,10 @@ bin is 0.05 % wide.
 
 
 def auc(scores: np.ndarray, clicked: np.ndarray) -> float:
-    """The share of pairs of a clicked row and another one in which the clicked one has the higher score; a tie counts
-    half. All arguments (N,).
+    """The share of pairs of a clicked row and another row in which the clicked one has the higher score. A tie counts
+    half. `scores` (N,) and `clicked` (N,) of 0 and 1.
 
-    NaN without such a pair, and where a score is NaN. Equals scikit-learn's roc_auc_score. Exact but for the last
+    NaN without such a pair, and where a score is NaN. Equal to scikit-learn's roc_auc_score. Exact but for the last
     division.
     """
     if np.isnan(scores).any():
@@ -38,9 +36,8 @@ def auc(scores: np.ndarray, clicked: np.ndarray) -> float:
 
 
 def grouped_auc(scores: np.ndarray, clicked: np.ndarray, groups: np.ndarray) -> float:
-    """The mean of the AUC of each group that has one, weighted by its rows. Source: Zhu et al. 2017, eq.
-
-    5 (arXiv:1703.02091).
+    """The mean of the AUCs of the groups that have one, weighted by their rows. All arguments (N,). Source: Zhu et al.
+    2017, eq. 5 (arXiv:1703.02091).
     """
     if np.isnan(scores).any() or not len(scores):
         return float("nan")
@@ -88,11 +85,11 @@ def _dot(a: np.ndarray, b: np.ndarray) -> float:
 
 
 class AucEvaluator(Evaluator):
-    """`auc` of rows (R, 3): score, 1 for a click or 0, weight 1 or 0 for padding; and, of rows (R, 4) with a group,
-    `group_auc`.
+    """`auc` from rows (R, 3): score, 1 for a click or 0, weight 1 or 0 for padding. From rows (R, 4), with a group,
+    also `group_auc`.
 
-    Of more than EXACT_ROWS the AUC comes from a histogram of scores, and `auc_error` is how far it may be from the
-    exact one. Groups are always exact.
+    Of more than EXACT_ROWS rows the AUC comes from a histogram of scores, and `auc_error` bounds its distance from the
+    exact one. With groups it is always exact.
     """
 
     def __init__(self, rows: int, grouped: bool = False) -> None:

@@ -20,22 +20,22 @@ def _averages(layers: list[_Layer], suffix: str = "") -> list[Tensor]:
 
 
 class BatchNormStatistics:
-    """Running averages of normalisation layers: one update per step, of the mean over all micro-batches of the global
+    """Running averages of normalisation layers: one update per step, with the mean over all micro-batches of the global
     batch.
 
-    A rank averages its own micro-batches, weighted so that the mean over ranks is the mean over micro-batches; averages
-    are linear, so `average` over ranks may happen at any time (evaluating, saving) and is exact. A step counts once
-    `finish` hears that its update was made; one that was skipped leaves all averages as they were. A rank with `own` of
-    `total` micro-batches on `ranks` ranks does, with momentum m and c = ranks * own / total,
+    A rank averages its own micro-batches, weighted so that the mean over ranks is the mean over micro-batches. Averages
+    are linear, so `average` over ranks is exact and may happen at any time (evaluating, saving). A step counts once
+    `finish` gets `applied` = True; a skipped step leaves all averages as they were. A rank with `own` of `total`
+    micro-batches on `ranks` ranks computes, with momentum m and c = ranks * own / total,
 
         running = (1 - m) * running + m * c * (mean statistic of its own micro-batches).
 
-    torch's kernel applies running = (1 - a) * running + a * statistic per micro-batch. For c = 1 the factors
+    torch's kernel computes running = (1 - a) * running + a * statistic for each micro-batch. For c = 1 the factors
     a_j = g / (1 - (own - 1 - j) * g) with g = m / own compose to exactly this; for c != 1 the gain is corrected
     afterwards.
 
-    With `ema`, a decay, each average has an average of its own over steps, which goes with those of the weights, see
-    `dtf.model.ema`. That is linear too.
+    `ema`: a decay. Each average then has an average of its own over steps, which belongs to those of the weights, see
+    `dtf.model.ema`. That is linear too. ConfigError for layers whose evaluation would depend on the ranks.
     """
 
     def __init__(self, model: nn.Module, ema: float = 0.0) -> None:
@@ -72,11 +72,11 @@ class BatchNormStatistics:
         return len(self._layers)
 
     def tensors(self) -> list[Tensor]:
-        """The running averages, then their own averages, in a fixed order."""
+        """The running averages, then their averages over steps, in a fixed order."""
         return _averages(self._layers) + (_averages(self._layers, EMA_SUFFIX) if self._ema else [])
 
     def names(self) -> list[str]:
-        """The names of their buffers, in that order."""
+        """The names of these buffers, in the same order."""
         return [
             f"{name}.{kind}{suffix}"
             for suffix in ("", *([EMA_SUFFIX] if self._ema else []))
@@ -85,7 +85,9 @@ class BatchNormStatistics:
         ]
 
     def begin(self, own: int, total: int, ranks: int) -> None:
-        """Before the micro-batches of a step."""
+        """Called before the micro-batches of a step. `own`: how many this rank computes, of `total` on `ranks`
+        ranks.
+        """
         if not self._layers:
             return
         if self._held is not None:
@@ -99,7 +101,7 @@ class BatchNormStatistics:
             self._before = [t.clone() for t in _averages(self._live)]
 
     def begin_micro_batch(self, j: int) -> None:
-        """Before this rank's micro-batch `j` of the step."""
+        """Called before this rank's micro-batch `j` of the step."""
         plain = self._own == 1 and not self._cumulative
         if plain and not self._changed:
             return
@@ -109,21 +111,23 @@ class BatchNormStatistics:
         self._changed = not plain
 
     def begin_padding(self) -> None:
-        """Before a pass over padding, which is there for the collectives in it: averages do not hear of it."""
+        """Called before a pass over padding, which exists for the collectives in it. Averages do not change in it."""
         for _, layer, _ in self._live:
             layer.momentum = 0.0
         self._changed = True
 
     def end(self) -> None:
-        """After the micro-batches of a step."""
+        """Called after the micro-batches of a step."""
         self._correct()
 
-    def finish(self, made: Tensor) -> None:
-        """After the update of a step. `made`: whether there was one, shape (); nothing waits for a device to tell."""
+    def finish(self, applied: Tensor) -> None:
+        """Called after the update of a step. `applied`: whether there was an update, bool (). Without host
+        synchronisation.
+        """
         if not self._layers:
             return
         self._average_steps()
-        self._set(torch.where(made.to(self._last.device), self._flat(), self._last))
+        self._set(torch.where(applied.to(self._last.device), self._flat(), self._last))
 
     def _average_steps(self) -> None:
         if self._ema and self._layers:
@@ -131,17 +135,15 @@ class BatchNormStatistics:
             torch._foreach_lerp_(_averages(self._layers, EMA_SUFFIX), _averages(self._layers), weight)
 
     def forget(self, steps: int) -> None:
-        """After so many steps: averages of layers in training become zero, so that after the next step they are what it
-        adds to those kept elsewhere.
-
-        See `absorb`; `own` of its micro-batches count as `begin` says.
+        """Start after so many steps with averages of 0 in layers in training. After the next step they are what that
+        step adds to averages that another process keeps, see `absorb`.
         """
         self.restore(steps)
         for average in self._training():
             average.zero_()
 
     def added(self) -> Tensor:
-        """What a step added since `forget`, as one tensor in fp64."""
+        """What a step has added since `forget`, as one tensor in fp64."""
         return torch.cat([t.reshape(-1) for t in self._training()] or [torch.zeros(0)]).double()
 
     @property
@@ -150,8 +152,8 @@ class BatchNormStatistics:
         return sum(t.numel() for t in self._training())
 
     def absorb(self, added: Tensor | None) -> None:
-        """One step: running = (1 - m) * running + what the shares `added`, summed, each with its part of the
-        micro-batches. None: it was skipped.
+        """Take one step: running = (1 - m) * running + `added`, the sum of `added` over the shares of the step. None:
+        the step was skipped.
         """
         self._steps += 1
         if added is None:
@@ -168,7 +170,7 @@ class BatchNormStatistics:
         return _averages([entry for entry in self._layers if entry[1].training])
 
     def swap_ema(self, on: bool) -> None:
-        """Let the averages over steps stand in for the running averages, until called with False."""
+        """`on=True` puts the averages over steps in place of the running averages, `on=False` puts these back."""
         tensors = _averages(self._layers) if self._ema else []
         if tensors:
             self._aside = [t.clone() for t in tensors] if on else self._aside
@@ -193,8 +195,8 @@ class BatchNormStatistics:
         self._before = None
 
     def average(self, reduce_mean) -> None:
-        """Replace every average by its mean over ranks, until the next step; `reduce_mean` does so for one flat tensor,
-        in place. Collective.
+        """Replace each average by its mean over ranks, until the next step. `reduce_mean` takes the mean of one flat
+        tensor over ranks, in place. Collective.
         """
         tensors = self.tensors()
         if not tensors:
@@ -213,21 +215,23 @@ class BatchNormStatistics:
         torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
     def stash(self) -> None:
-        """Keep this rank's own averages, to go on from in the next step: evaluating and saving then leave no trace in
-        the numbers.
+        """Keep this rank's own averages and go on from them in the next step, so that evaluating and saving do not
+        change the numbers of training.
         """
         self._held = [t.clone() for t in self.tensors()]
 
     def stashed(self) -> dict[str, Tensor]:
-        """This rank's own averages by the names of their buffers, while the mean stands in for them; else nothing."""
+        """This rank's own averages by the names of their buffers, while the means over ranks are in their place; else
+        empty.
+        """
         return dict(zip(self.names(), self._held, strict=True)) if self._held is not None else {}
 
     def counters(self) -> dict[str, int]:
-        """`<layer>.num_batches_tracked` -> steps, the names torch gives them."""
+        """`<layer>.num_batches_tracked` -> steps taken, under torch's names."""
         return {f"{name}.num_batches_tracked": self._steps for name, _, _ in self._layers}
 
     def restore(self, steps: int) -> None:
-        """Set the number of steps taken, from a checkpoint."""
+        """Set how many steps were taken, from a checkpoint."""
         self._steps = steps
 
     def _momentum(self, base: float | None) -> float:

@@ -1,6 +1,5 @@
-"""Exponential moving averages of the weights, kept as optimizer state: divided, saved and counted like any other.
-
-Evaluation uses them.
+"""Exponential moving averages of the weights, for evaluation. They are optimizer state: sharded, saved and counted as
+such.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ EMA, STEPS = "ema", "ema_steps"
 
 
 def decay_at(decay: float, steps: Tensor) -> Tensor:
-    """The decay of the next step after so many: smaller at the start, so that the numbers a run starts from do not stay
-    in the average.
+    """The decay of the step that follows `steps` steps. It is smaller at first, so that initial values do not stay in
+    the average.
 
     Source: `tf.train.ExponentialMovingAverage(num_updates=...)`: min(decay, (1 + n) / (10 + n)).
     """
@@ -27,12 +26,12 @@ def decay_at(decay: float, steps: Tensor) -> Tensor:
 
 
 def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
-    """An optimizer that also averages what it steps; with a decay of 0, the optimizer itself."""
+    """The optimizer, with averages of what it steps; with a decay of 0, the optimizer itself."""
     return EmaOptimizer(optimizer, decay) if decay else optimizer
 
 
 class EmaOptimizer(Optimizer):
-    """Another optimizer, and after each of its steps: average = decay * average + (1 - decay) * parameter."""
+    """An optimizer, and after each of its steps: average = decay * average + (1 - decay) * parameter."""
 
     def __init__(self, optimizer: Optimizer, decay: float) -> None:
         super().__init__(lr_factors=optimizer.lr_factors)
@@ -62,6 +61,6 @@ class EmaOptimizer(Optimizer):
 
 
 EMA_PREFIX = "ema/"
-"""Tensors under it are running statistics averaged as `step.ema` says; averages of parameters are optimizer state, see
-`dtf.model.ema`.
+"""Tensors of a checkpoint under it are running statistics averaged as `step.ema` says. Averages of parameters are
+optimizer state, see `dtf.model.ema`.
 """

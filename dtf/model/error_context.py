@@ -1,4 +1,4 @@
-"""Errors of modules that get something else than they can take, with the name of the module."""
+"""Errors inside a model become errors that name the module."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from torch import nn
 from dtf.core.errors import ConfigError, DtfError
 
 _OTHERS = ("gloo", "NCCL", "memory", "index out of range in self")
-"""In errors of other causes: another rank is gone, there is not enough memory, an embedding got an id that it would not
-have undivided either.
+"""Words in errors of other causes: another rank is gone, there is not enough memory, or an embedding got an id that it
+would not have undivided either.
 """
 
 
 @contextmanager
 def name_failing_module(model: nn.Module) -> Iterator[None]:
-    """What fails in a pass of a model that a layout divides becomes a ConfigError that names where."""
+    """A context: an error in a pass of a divided model becomes a ConfigError that names the module at which it
+    happened.
+    """
     entered = ["the model"]
     hooks = [
         module.register_forward_pre_hook(

@@ -1,4 +1,4 @@
-"""Parts of a model that do not learn: their parameters get no gradient, their batch statistics stay as they are."""
+"""Frozen parts of a model: their parameters get no gradient, and their batch statistics stay as they are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Losses and metrics of class scores, whole or divided by classes over ranks (a DTensor): recipes that use these run
-under any split. And `weighted_sums`, the additive state of any metric.
+"""Losses and metrics of class scores that work under any strategy: scores may be divided by classes over ranks (a
+DTensor). Also `weighted_sums`, the additive state of any metric.
 
-Scores have shape (B, C). Divided, each call is collective over the ranks that hold the slices: it moves a few numbers
-per row, never the scores.
+Scores have shape (B, C). On divided scores each call is collective over the ranks that hold the slices. It sends a few
+numbers per row, never the scores.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ IGNORED = -100
 
 
 def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Loss per row (B,), as `torch.nn.functional.cross_entropy(reduction="none")`. `targets`: class numbers (B,).
+    """The loss of each row (B,), as `torch.nn.functional.cross_entropy(reduction="none")`. `scores` (B, C); `targets`
+    (B,) int64: class numbers, or IGNORED for a loss of 0.
 
-    Divided, a target that is no class makes the loss NaN, so that the update is skipped and counted: to raise would be
-    to wait for the device.
+    On divided scores, a target that is no class makes the loss NaN, so that the update is skipped and counted: raising
+    an error would need host synchronisation. Collective on divided scores.
     """
     slices = _slices(scores)
     if slices is None:
@@ -50,10 +51,11 @@ def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0)
 
 
 def rank(scores: Tensor, targets: Tensor) -> Tensor:
-    """How many scores of a row are at least that of its target, itself included, (B,) int64: 1 is right.
+    """How many scores of a row are at least that of its target, the target's own included: (B,) int64, 1 is the best.
+    `scores` (B, C), `targets` (B,) int64. Collective on divided scores.
 
-    A tie and a NaN count against the model; a target that is no class, IGNORED too, has a score of NaN, so that its row
-    counts as the worst.
+    A tie and a NaN count against the model. A target that is no class, such as IGNORED, has a score of NaN, so that its
+    row counts as the worst.
     """
     slices, beyond = _slices(scores), _beyond(scores, targets)
     if slices is None:
@@ -100,8 +102,8 @@ def _slices(scores: Tensor) -> _Slices | None:
 
 
 def weighted_sums(weight: Tensor, *values: Tensor) -> Tensor:
-    """[sum(weight), sum(weight * value), ...] of per-row values, each (B,): shape (1 + len(values),), float64 for an
-    exact count.
+    """[sum(weight), sum(weight * value), ...] of values per row, each (B,). Shape (1 + len(values),), float64, so that
+    counts are exact. Not collective.
     """
     rows = torch.stack([torch.ones_like(weight), *(value.to(weight.dtype) for value in values)])
     return (rows * weight).sum(dim=1, dtype=torch.float64)

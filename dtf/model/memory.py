@@ -1,4 +1,4 @@
-"""How much memory a rank will need, told before training from a few rows, and how much it took."""
+"""How much memory a rank will need, estimated before training from a few rows, and how much it used."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def activations(trials: Sequence[tuple[int, Footprint]], rows: int, under_way: float = 1.0) -> int:
-    """Bytes for so many micro-batches of `rows` rows, from the footprints of two passes over fewer rows each: what
-    there is for a row, and for none.
+    """Bytes of activations for so many micro-batches of `rows` rows at once. `trials`: the number of rows and the
+    footprint of two passes over fewer rows; memory is linear in rows.
     """
     (few, first), (more, second) = trials
 
@@ -103,7 +103,7 @@ def activations(trials: Sequence[tuple[int, Footprint]], rows: int, under_way: f
 
 
 def table_row(ranks: Sequence[Memory], who: str = "process") -> dict[str, str]:
-    """What the largest rank needs, for the start-up table. `who`: what a rank is."""
+    """The needs of the rank that needs most, for the start-up table. `who`: what to call a rank."""
     most = max(ranks, key=sum)
     names = ("parameters", "gradients", "optimizer state", "activations", "exchange", "rows and index of sparse tables")
     parts = (f"{bytes_text(size)} {name}" for size, name in zip(most, names, strict=True) if size)
@@ -111,10 +111,10 @@ def table_row(ranks: Sequence[Memory], who: str = "process") -> dict[str, str]:
 
 
 class MemoryMeter:
-    """The peak of the memory that this process takes from now on.
+    """Measures the peak of this process's memory from now on.
 
-    On CUDA what torch allocates, over all devices; on a CPU the growth of resident memory, with libraries, data and
-    gaps of the allocator in it.
+    On CUDA: what torch allocates, over all devices. On a CPU: the growth of resident memory, which includes libraries,
+    data and gaps of the allocator.
     """
 
     def __init__(self, device: str) -> None:
@@ -130,19 +130,19 @@ class MemoryMeter:
         self._before = _resident("VmRSS")
 
     def peak(self) -> int:
-        """Bytes."""
+        """The peak in bytes."""
         if self._cuda:
             return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
         return _resident("VmHWM") - self._before
 
     def summary(self, planned: Sequence[Memory], peaks: Sequence[int]) -> dict[str, int]:
-        """`Ended.memory`, from those of all ranks; `planned` may be empty."""
+        """`Ended.memory`, from the plans and peaks of all ranks. `planned` may be empty."""
         rank = max(range(len(peaks)), key=peaks.__getitem__)
         return ({"planned": sum(planned[rank])} if planned else {}) | {self.measure: peaks[rank], "rank": rank}
 
 
 def _resident(key: str) -> int:
-    """A line of /proc/self/status in bytes."""
+    """A line of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return 1024 * int(line.split()[1])

@@ -1,6 +1,6 @@
-"""Numbers of a model on disk, from wherever they come: torchvision's files, safetensors, checkpoints of dtf.
+"""A model's values on disk: files of torchvision, safetensors files, and checkpoints of dtf.
 
-Read by boxes, never as code.
+They are read in parts, and never as code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtf.model.init import layout_of
 Read = Callable[[str, tuple[slice, ...]], Tensor]
 
 COUNTER = "num_batches_tracked"
-"""Of batch normalisation: counted by the run itself, and absent from old files."""
+"""A buffer of batch normalisation. The run counts by itself, and old files do not have it."""
 _WRAPPED = ("state_dict", "model")
 """Keys under which training scripts put a model's tensors."""
 _WRAPPERS = ("module.", "model.", "_orig_mod.")
@@ -38,7 +38,7 @@ _REAL = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", t
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by the names that a model gives them; `strategy.Weights`. `about` says for people what it is."""
+    """Tensors by the names that a model gives them, see `dtf.Weights`. `about`: what it is, for people."""
 
     place: str  # as it was given
     shapes: dict[str, tuple[int, ...]]
@@ -50,14 +50,16 @@ class Weights:
 
     @property
     def scalars(self) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors."""
+        """What a checkpoint holds beside tensors; empty for files."""
         return self.stored.scalars if self.stored else {}
 
     def source(self) -> StoredCheckpoint | None:
         return self.stored
 
     def digest(self) -> str:
-        """Of the file, or of a checkpoint's manifest, which holds the digests of all others. Reads it whole."""
+        """A digest of the file, or of a checkpoint's manifest, which holds the digests of all its files. Reads the
+        file.
+        """
         with self.file.open("rb") as file:
             return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
 
@@ -73,14 +75,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class WeightMatch:
-    """How weights and a model go together."""
+    """How weights and a model fit."""
 
     kept: tuple[str, ...]  # tensors of the model that are in the file
     anew: tuple[str, ...]  # tensors of its head that are drawn, with both shapes
     missing: tuple[str, ...]  # those of its head that the file does not have
 
     def text(self) -> str:
-        """For the start-up table."""
+        """One line for the start-up table."""
         parts = [f"{len(self.kept)} tensors kept"]
         parts += [
             f"{what}: {', '.join(names)}"
@@ -91,9 +93,9 @@ class WeightMatch:
 
 
 def open_weights(given: str, key: str) -> Weights:
-    """Weights at a path, which the config key `key` gave; nothing but names and shapes is read.
+    """Weights at a path that the config key `key` gave. Reads only names and shapes.
 
-    DataError when it holds none.
+    DataError when there are none.
     """
     check_weights_path(given, key)
     path = Path(given).expanduser()
@@ -112,11 +114,11 @@ def open_weights(given: str, key: str) -> Weights:
 def match_weights(
     weights: Weights, recipe: Recipe, model: nn.Module, key: str, whole: bool = False
 ) -> tuple[Weights, WeightMatch]:
-    """Those of the weights that a model takes, and what is to be drawn. `model` may be on meta. `whole`: nothing may
-    be.
+    """The weights that a model takes, and what it must initialise itself. `model` may be on meta. `whole`: it may
+    initialise nothing.
 
-    A head (what the recipe's layout splits by `classes`) whose number of classes differs is drawn anew as a whole, as
-    is one the file lacks. ConfigError for any other tensor that does not fit.
+    A head (modules that the recipe's layout splits by `classes`) is initialised when the file has another number of
+    classes for it, or does not have it. ConfigError for any other tensor that does not fit.
     """
     model_names = set(model.state_dict())
     weights = _unwrapped(weights, model_names)
@@ -126,19 +128,8 @@ def match_weights(
         if name in model_names and not _counts(name)
     }
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    heads = [name for name, split in layout_of(recipe, model).splits.items() if split is Split.classes]
     in_file = {name: shape for name, shape in weights.shapes.items() if not _counts(name)}
-    other: list[str] = []  # of a head for another number of classes
-    missing: list[str] = []
-    for head in heads:
-        members = [name for name in wanted if name.rpartition(".")[0] == head]
-        absent = [name for name in members if name not in in_file]
-        if absent:
-            missing += members if len(absent) == len(members) else []
-        elif any(in_file[name] != wanted[name] for name in members) and all(
-            in_file[name][1:] == wanted[name][1:] for name in members
-        ):
-            other += members
+    other, missing = _heads(recipe, model, wanted, in_file)
     drawn = () if whole else (*other, *missing)
     problems = [
         f"{name} is {_sizes(in_file[name])} in the file and {_sizes(shape)} in the model"
@@ -171,6 +162,24 @@ def match_weights(
     kept = tuple(name for name in wanted if name in in_file and name not in drawn)
     redrawn = tuple(f"{name} ({_sizes(in_file[name])} there, {_sizes(wanted[name])} here)" for name in other)
     return replace(weights, shapes={name: wanted[name] for name in kept}), WeightMatch(kept, redrawn, tuple(missing))
+
+
+def _heads(
+    recipe: Recipe, model: nn.Module, wanted: dict[str, tuple[int, ...]], in_file: dict[str, tuple[int, ...]]
+) -> tuple[list[str], list[str]]:
+    """Tensors of heads that the file has for another number of classes, and those of heads that it does not have."""
+    other: list[str] = []
+    missing: list[str] = []
+    for head in (name for name, split in layout_of(recipe, model).splits.items() if split is Split.classes):
+        members = [name for name in wanted if name.rpartition(".")[0] == head]
+        absent = [name for name in members if name not in in_file]
+        if absent:
+            missing += members if len(absent) == len(members) else []
+        elif any(in_file[name] != wanted[name] for name in members) and all(
+            in_file[name][1:] == wanted[name][1:] for name in members
+        ):
+            other += members
+    return other, missing
 
 
 def _unwrapped(weights: Weights, model_names: Collection[str]) -> Weights:
@@ -209,8 +218,8 @@ def _sizes(shape: Iterable[int]) -> str:
 
 
 def _checkpoint(folder: Path, given: str) -> Weights:
-    """The model in a checkpoint of dtf: averages of the weights (`step.ema`) where there are some, since it was judged
-    by them.
+    """The model in a checkpoint of dtf. Averages of the weights (`step.ema`) win over the weights, as evaluation used
+    them.
     """
     stored = StoredCheckpoint(folder)
     places: dict[str, str] = {}

@@ -14,7 +14,7 @@ from dtf.core.seeding import seed_of
 
 
 class SeededDropout:
-    """Keys from which the dropout layers of one model replica draw; one key per micro-batch, the same on every rank."""
+    """Seeds the dropout layers of one replica of a model, in place. One key per micro-batch, the same on every rank."""
 
     def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
         self._seed, self.key = seed, 0
@@ -38,7 +38,9 @@ class SeededDropout:
 
     @contextmanager
     def record_input_norms(self) -> Iterator[dict[str, Tensor]]:
-        """Filled with the norms of what dropouts get that draw their mask for all channels: it must be all channels."""
+        """A context. The dict that it yields gets the norm () of the input of each dropout that draws its mask for all
+        channels, and so must get all channels.
+        """
         seen: dict[str, Tensor] = {}
 
         def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -52,11 +54,11 @@ class SeededDropout:
                 hook.remove()
 
     def rng_state(self) -> Tensor:
-        """Of the generator that everything draws from but the seeded layers."""
+        """The state of the global generator, from which everything but the seeded layers draws."""
         return self._generator.get_state()
 
     def begin_micro_batch(self, step: int, micro_batch: int) -> None:
-        """Before a micro-batch: all that draws at random in it draws from (seed, step, micro-batch)."""
+        """Called before a micro-batch. All random numbers in it are functions of (seed, step, micro-batch)."""
         self.key = seed_of(self._seed, "mask", step, micro_batch)
         self._generator.manual_seed(self.key)  # for functional dropout and torch.rand in a user's forward
 

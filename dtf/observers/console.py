@@ -1,6 +1,6 @@
-"""A run on standard output: a moving picture on a terminal, greppable lines anywhere else.
+"""Prints a run on standard output: live progress on a terminal, lines for grep elsewhere.
 
-Failures are the launcher's to print.
+The launcher prints failures.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, TextIO
 
 from dtf.api.observer import Observer
 from dtf.api.registry import option, register
-from dtf.core.text import StepRate, memory_text, number_text, plain_text, setting_text, time_text
+from dtf.core.text import StepRate, memory_text, number_text, option_text, plain_text, time_text
 from dtf.core.types import Ended, Event, Measured, Note, Saved, Started
 
 if TYPE_CHECKING:
-    from dtf.observers.terminal import Screen
+    from dtf.observers.terminal import TerminalView
 
 
 @register("observer", "console")
@@ -32,11 +32,11 @@ class Console(Observer):
     live: bool = option(default=True, doc="draw progress on a terminal; false: plain lines there too")
 
     def open(self, folder: Path, config: dict) -> None:
-        self._view: Screen | Lines | None = None
+        self._view: TerminalView | Lines | None = None
         if self.live and _draws(sys.stdout):
-            from dtf.observers.terminal import Screen
+            from dtf.observers.terminal import TerminalView
 
-            self._view = Screen(folder, config)
+            self._view = TerminalView(folder, config)
         else:
             self._view = Lines(sys.stdout)
 
@@ -116,7 +116,7 @@ class Lines:
 def _train_values(values: dict[str, float]) -> dict[str, str]:
     """Metrics first, then what belongs to the optimizer, then speed."""
     last = {
-        "lr": ("lr", setting_text),
+        "lr": ("lr", option_text),
         "grad_norm": ("grad_norm", number_text),
         "rows_per_s": ("rows/s", "{:.0f}".format),
     }
@@ -125,9 +125,7 @@ def _train_values(values: dict[str, float]) -> dict[str, str]:
 
 
 def _final_text(name: str, value: float) -> str:
-    """A step is a count, whatever type the event has for numbers; a metric keeps its decimals even where it is
-    whole.
-    """
+    """The text of a final value: a step as a whole number, a metric with its decimals."""
     return f"{value:.0f}" if name == "best_step" else number_text(value)
 
 
@@ -144,9 +142,7 @@ def _draws(stream: TextIO) -> bool:
 
 
 def _hang_up() -> None:
-    """Give the closed pipe's number to /dev/null, so that nothing printed later fails, nor the interpreter's last
-    flush.
-    """
+    """Point standard output at /dev/null, so that neither later prints nor the last flush of the interpreter fail."""
     try:
         number = sys.stdout.fileno()
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Measurements as JSON lines, for programs to read.
+"""Writes measurements as JSON lines, for programs.
 
-A resumed run leaves the file of an undisturbed one, apart from times.
+A resumed run leaves the same file as one without interruption, apart from times.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def line_of(event: Measured) -> str:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Remove the lines of later steps and the torn last line of a killed writer.
+    """Remove the lines of steps after `step`, and the incomplete last line of a killed writer.
 
     Atomic: a crash leaves the old file or the new one.
     """

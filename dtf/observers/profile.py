@@ -1,6 +1,4 @@
-"""Where the time of a step goes: a trace of torch.profiler over a few steps, taken in the ranks, and the shares it
-shows.
-"""
+"""Traces a few steps with torch.profiler in the ranks, and shows which share of a step each of its parts takes."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ class Profile(Observer):
     """
 
     skip: int = option(
-        default=20, least=1, doc="left out after a start: the first steps build buckets and kernels", unit="steps"
+        default=20, least=1, doc="left out after each start, as the first steps build buckets and kernels", unit="steps"
     )
     steps: int = option(
         default=10,
@@ -36,7 +34,7 @@ class Profile(Observer):
         doc="length of the window; a trace of the default recipe has 300 kB for each",
         unit="steps",
     )
-    ranks: list[int] = option(factory=lambda: [0], least=0, doc="which ranks take one")
+    ranks: list[int] = option(factory=lambda: [0], least=0, doc="which ranks take a trace")
 
     def check(self) -> None:
         if not self.ranks:

@@ -1,4 +1,4 @@
-"""How busy the devices of this host are, and how full: samples over the whole run, taken from the launching process."""
+"""Samples utilisation and memory of the devices of this host over the whole run, from the launching process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Resources(Observer):
         match event:
             case Started() | Measured():
                 self._step = event.step
-                if self._thread is None:  # the ranks are ready: starting is not what is watched
+                if self._thread is None:  # the ranks are ready: their start is not sampled
                     self._thread: threading.Thread | None = threading.Thread(
                         target=self._watch, name="resources", daemon=True
                     )

@@ -1,4 +1,4 @@
-"""A window of steps under torch.profiler, in one rank: a trace, and what it says of where the time goes."""
+"""Traces a window of steps with torch.profiler in one rank, and reports the shares of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves for TensorBoard. A restart leaves no doubled part."""
+"""Writes curves for TensorBoard. After a restart no step is there twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on a terminal (rich): start-up table, a live bar, lines that stay, a summary. Knows events, no training."""
+"""Shows a run on a terminal with rich: start-up table, live progress, lines that stay, a summary."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dtf.core.text import (
     count_text,
     memory_text,
     number_text,
+    option_text,
     plain_text,
-    setting_text,
     time_text,
 )
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
@@ -32,13 +32,13 @@ _TICKS_PER_SECOND = 2  # clocks move while nothing is measured
 _COLOURS = {"finished": "green", "early_stop": "green", "preempted": "yellow", "budget": "yellow", "failed": "red"}
 _LAST: dict[str, tuple[str, Callable[[float], str]]] = {  # after the metrics, in this order
     "rows_per_s": ("rows/s", "{:,.0f}".format),
-    "lr": ("lr", setting_text),
-    "grad_norm": ("grad_norm", setting_text),
+    "lr": ("lr", option_text),
+    "grad_norm": ("grad_norm", option_text),
 }
 
 
-class Screen:
-    """Prints events above a bar that moves. `console`: where to draw; default: standard output."""
+class TerminalView:
+    """Prints events above live progress. `console`: where to draw; default: standard output."""
 
     def __init__(self, folder: Path, config: dict, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, emoji=False)
@@ -100,21 +100,21 @@ class Screen:
                 self._console.print(self._summary(event))
 
     def close(self) -> None:
-        """Gives the terminal back; without an Ended the bar stays where the run died."""
+        """Release the terminal. Without an Ended event the bar stays where the run failed."""
         if self._bar.state in ("starting", "running"):
             self._bar.stop("stopped")
         self._live.stop()
 
     def _say(self, text: Text, mark: str, style: str = "yellow") -> None:
-        """A line that stays, its mark in a column of its own."""
+        """Print a line that stays, with its mark in a column of its own."""
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(width=5, justify="right")
         grid.add_column()
         grid.add_row(Text(mark, style=style), text)
         self._console.print(grid)
 
-    def _here(self) -> str:
-        """The run folder as one would type it."""
+    def _folder_text(self) -> str:
+        """The run folder as text, relative to the current directory where it is below that."""
         return str(self._folder.relative_to(Path.cwd()) if self._folder.is_relative_to(Path.cwd()) else self._folder)
 
     def _table(self, rows: dict[str, Any]) -> RenderableType:
@@ -125,7 +125,7 @@ class Screen:
             lines = (
                 str(value).splitlines()
                 if "\n" in str(value)
-                else [self._here() if value == str(self._folder) else _shown(value)]
+                else [self._folder_text() if value == str(self._folder) else _shown(value)]
             )
             for head, line in zip([name, *[""] * (len(lines) - 1)], lines, strict=True):
                 grid.add_row(plain_text(head), Text(plain_text(line)))
@@ -160,14 +160,14 @@ class Screen:
         if event.memory:
             grid.add_row("memory", memory_text(event.memory))
         grid.add_row("wall time", time_text(time.monotonic() - self._bar.opened))
-        grid.add_row("run folder", Text(self._here()))
+        grid.add_row("run folder", Text(self._folder_text()))
         colour = _COLOURS.get(event.reason, "yellow")
         title = Text(f"{event.reason.replace('_', ' ')} after {count_text(event.step, 'step')}", style=f"bold {colour}")
         return Panel(grid, title=title, title_align="left", border_style=colour, expand=False)
 
 
 class Bar:
-    """The two lines that move. Read by the thread that redraws, so each event replaces what it changes."""
+    """The two lines of live progress. Another thread draws them, so each event replaces values and changes none."""
 
     def __init__(self) -> None:
         self.opened = time.monotonic()
@@ -201,7 +201,7 @@ class Bar:
         self.state, self.step = state, self.step if step is None else step
 
     def mean_rows_per_s(self) -> float | None:
-        """Over all training steps of this process, time spent evaluating and saving left out."""
+        """Rows per second over all training steps of this process, without the time of evaluations and saves."""
         steps, seconds = self._speeds
         return steps / seconds if seconds else None
 
@@ -236,7 +236,7 @@ class Bar:
         return f"{time_text(now - self.opened)}  eta {time_text(left)}"
 
     def _line(self, width: int) -> Text:
-        """As many numbers as fit, the most wanted first; the course of the loss beside its last value."""
+        """As many values as fit, the most important first, with a sparkline beside the loss."""
         wanted = {name: number_text(value) for name, value in self._values.items() if name not in _LAST}
         wanted["epoch"] = f"{self._epoch:.2f}"
         wanted |= {_LAST[name][0]: _LAST[name][1](self._values[name]) for name in _LAST if name in self._values}

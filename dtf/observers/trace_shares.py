@@ -1,5 +1,4 @@
-"""Where the time of a step goes, read from a trace of torch.profiler (Chrome's trace events). Needs no torch and takes
-no trace.
+"""Computes the shares of the parts of a step from a trace of torch.profiler (Chrome's trace events). Needs no torch.
 
 Each moment counts for one thing, so that shares add up to the whole: what this rank computes, or, while it computes
 nothing, the message that is under way. On a CPU, work is what the named sections of the host's threads say; on CUDA it
@@ -47,7 +46,7 @@ class _Span(NamedTuple):
 
 
 def shares(events: Iterable[dict[str, Any]]) -> Shares | None:
-    """Of the whole steps in a trace; None when there is none. `events`: the list `traceEvents`."""
+    """The shares of the whole steps in a trace; None when there is none. `events`: the list `traceEvents`."""
     spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
     steps = [
         (event["ts"], event["ts"] + event["dur"])
@@ -84,7 +83,7 @@ def shares(events: Iterable[dict[str, Any]]) -> Shares | None:
 
 
 def _moments(spans: Iterable[_Span], first: float, last: float) -> Iterator[tuple[float, set[tuple[str, str]]]]:
-    """Durations between one beginning or end and the next, and (kind, label) of what goes on meanwhile."""
+    """Intervals in which the same spans are active: their durations in microseconds, and (kind, label) of the spans."""
     ends: list[tuple[float, int, tuple[str, str]]] = []
     for start, end, kind, label in spans:
         start, end = max(start, first), min(end, last)
@@ -104,7 +103,7 @@ def _moments(spans: Iterable[_Span], first: float, last: float) -> Iterator[tupl
 
 
 def _classified(events: list[dict[str, Any]]) -> Iterator[_Span]:
-    """What each event says of the moments it lasts."""
+    """The span of each event that counts, with its kind."""
     sections = [
         event for event in events if event["name"].startswith(TRACE_PREFIX) and event["cat"] == "user_annotation"
     ]

@@ -31,12 +31,12 @@ GROWTH_INTERVAL = 2000
 class ParamShard(NamedTuple):
     """What this rank holds of one parameter: all of it, or a slice of its global tensor."""
 
-    parameter: nn.Parameter  # where the gradient arrives
-    local: Tensor  # the numbers that compute
-    master: Tensor  # the numbers that the optimizer steps; the same tensor unless they have another format
+    parameter: nn.Parameter  # its gradient arrives here
+    local: Tensor  # what forward and backward use
+    master: Tensor  # what the optimizer steps; the same tensor unless dtypes differ
     shape: tuple[int, ...]  # of the global tensor
     offset: tuple[int, ...]  # of the local part in it
-    # False: held in whole by several ranks that together hold the model, and another of them counts for it
+    # whether this rank counts it in norms and saves it; False where another rank that holds all of it does
     is_primary: bool = True
 
 
@@ -74,9 +74,9 @@ def state_bytes(model: nn.Module, optimizer: Optimizer, precision: Precision) ->
     return total
 
 
-def warmup_bytes(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], None]]:
-    """For a part of a model that has gradients: a function that does the work of an update on it, for timing; the
-    numbers mean nothing.
+def trial_update(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], None]]:
+    """For timing: a function that takes a part of a model with gradients, and returns one that does the work of an
+    update on it. The numbers mean nothing.
     """
 
     def prepare(model: nn.Module) -> Callable[[], None]:

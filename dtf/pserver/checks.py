@@ -1,6 +1,6 @@
-"""Which options of parameter servers go together, and with which tasks.
+"""Which options of parameter servers go together, and which tasks they can run.
 
-Torch-free, and without gRPC: all that can be known before a process starts.
+Torch-free and without gRPC: all that can be known before a process starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def check(strategy: PserverOptions, task: Task, trainers: int, devices: str) -> None:
-    """ConfigError for what cannot run. `trainers`: as servers count them; `devices`: `cpu` or `cuda`."""
+    """Raise ConfigError for what cannot run. `trainers`: as servers count them; `devices`: `cpu` or `cuda`."""
     if strategy.server_device is Device.cuda and devices == "cpu":
         raise ConfigError(
             "strategy.server_device=cuda needs a GPU, and launcher.devices has none here; use "
@@ -36,7 +36,7 @@ def check(strategy: PserverOptions, task: Task, trainers: int, devices: str) -> 
         )
     if strategy.rows_alone:
         _check_rows_alone(strategy, task, trainers)
-    _check_meeting(strategy)
+    _check_start(strategy)
     if strategy.hogwild_threads > 1:
         _check_hogwild(strategy, devices)
     _check_service(strategy, trainers)
@@ -44,30 +44,30 @@ def check(strategy: PserverOptions, task: Task, trainers: int, devices: str) -> 
     _check_task(strategy, task)
 
 
-def _check_meeting(strategy: PserverOptions) -> None:
-    """By hand or by a launcher: what each of them knows, and what it lacks."""
-    alone, tls = strategy.external_process(), strategy.tls
-    if alone and strategy.team > 1:
+def _check_start(strategy: PserverOptions) -> None:
+    """Options for externally started processes, where a launcher starts them, and the other way round."""
+    external, tls = strategy.external_process(), strategy.tls
+    if external and strategy.team > 1:
         raise ConfigError(
             f"strategy.team={strategy.team} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, "
             "or use strategy.team=1"
         )
-    if alone and tls.mode is TlsMode.none and not strategy.allow_insecure:
+    if external and tls.mode is TlsMode.none and not strategy.allow_insecure:
         manual_start.check_loopback(strategy.where())
-    elif strategy.allow_insecure and not alone:
+    elif strategy.allow_insecure and not external:
         raise ConfigError(
             "strategy.allow_insecure=true is for strategy.endpoints; under a launcher all stays on this host, leave "
             "it out"
         )
-    tls.check(serves=not alone or alone.role == "server", asks=not alone or alone.rank > 0)
+    tls.check(serves=not external or external.role == "server", asks=not external or external.rank > 0)
     manual_start.check_certificates("strategy.tls", tls.files())
-    if not alone and tls.mode is not TlsMode.none:
+    if not external and tls.mode is not TlsMode.none:
         manual_start.check_name("strategy.tls", tls.files(), _LOOPBACK)
-    if not alone and strategy.token_file:
+    if not external and strategy.token_file:
         raise ConfigError(
             "strategy.token_file is for strategy.endpoints; a launcher draws a token by itself, leave it out"
         )
-    if not alone and strategy.meet_timeout_s is not None:
+    if not external and strategy.meet_timeout_s is not None:
         raise ConfigError(
             f"strategy.meet_timeout_s={strategy.meet_timeout_s:g} is for strategy.endpoints; launchers have a time of "
             "their own, leave it out"
@@ -75,7 +75,7 @@ def _check_meeting(strategy: PserverOptions) -> None:
 
 
 def _check_service(strategy: PserverOptions, trainers: int) -> None:
-    """What a server does, whatever the mode."""
+    """Options of a server that hold in every mode."""
     check_placement(strategy.placement)
     if strategy.record.lower() in _SWITCHES:
         raise ConfigError(
@@ -102,7 +102,7 @@ def _check_service(strategy: PserverOptions, trainers: int) -> None:
 
 
 def _check_mode(strategy: PserverOptions) -> None:
-    """Options of one mode in another."""
+    """Options that are for another mode."""
     mode = strategy.mode
     if strategy.gather and mode is not Mode.half_async:
         raise ConfigError(
@@ -124,7 +124,7 @@ def _check_mode(strategy: PserverOptions) -> None:
 
 
 def _check_task(strategy: PserverOptions, task: Task) -> None:
-    """What a mode, or several servers, cannot do of what the task asks."""
+    """What the task asks for and a mode, or several servers, cannot do."""
     mode, several = strategy.mode, strategy.count() > 1 and not strategy.rows_alone
     tables = task.rows is not None and bool(task.recipe.table_widths())
     if task.precision.loss_scale and mode is not Mode.sync:
@@ -132,7 +132,7 @@ def _check_task(strategy: PserverOptions, task: Task) -> None:
             f"a loss scale is found step by step, and strategy.mode={mode.value} has none that all share; use "
             "precision=bf16, or sync"
         )
-    if several and task.step.clip_norm and mode is Mode.half_async and not strategy.merging().together:
+    if several and task.step.clip_norm and mode is Mode.half_async and not strategy.sync_mode().collective:
         raise ConfigError(
             f"step.clip_norm={task.step.clip_norm:g} needs the norm of what is merged, and with "
             "strategy.mode=half_async no server has all of it; "
@@ -174,38 +174,37 @@ def _check_task(strategy: PserverOptions, task: Task) -> None:
 
 
 def _check_hogwild(strategy: PserverOptions, devices: str) -> None:
-    said = f"strategy.hogwild_threads={strategy.hogwild_threads}"
+    option = f"strategy.hogwild_threads={strategy.hogwild_threads}"
     if strategy.mode is Mode.sync:
         raise ConfigError(
-            f"{said}: threads refresh the parameters while others compute, and with strategy.mode=sync all gradients "
+            f"{option}: threads refresh the parameters while others compute, and with strategy.mode=sync all gradients "
             "of a step are of the same ones; "
             "use async or half_async, or more strategy.trainers"
         )
     if strategy.mode is Mode.geo:
         raise ConfigError(
-            f"{said}: threads share their parameters, and with strategy.mode=geo each trainer learns by itself; use "
+            f"{option}: threads share their parameters, and with strategy.mode=geo each trainer learns by itself; use "
             "more strategy.trainers"
         )
     if strategy.record:
         raise ConfigError(
-            f"{said}: threads compute with parameters of which some are newer than others, and nothing records which, "
-            "so that strategy.record cannot "
-            "be replayed; leave one of them out"
+            f"{option}: threads compute with parameters of which some are newer than others, and nothing records "
+            "which, so that strategy.record cannot be replayed; leave one of them out"
         )
     if strategy.team > 1:
         raise ConfigError(
-            f"{said}: threads are trainers, and with strategy.team={strategy.team} a trainer is several processes; "
+            f"{option}: threads are trainers, and with strategy.team={strategy.team} a trainer is several processes; "
             "leave one of them at 1"
         )
     if devices != "cpu":
         raise ConfigError(
-            f"{said} is for trainers on CPU: on a GPU the passes of threads follow each other; use more "
+            f"{option} is for trainers on CPU: on a GPU the passes of threads follow each other; use more "
             "strategy.trainers"
         )
 
 
 def _check_rows_alone(strategy: PserverOptions, task: Task, trainers: int) -> None:
-    said, plain = "strategy.dense=allreduce", type(strategy)()
+    option, plain = "strategy.dense=allreduce", type(strategy)()
     if not task.recipe.table_widths():
         because, name = task.recipe.inactive_keys().get("sparse"), name_of("recipe", task.recipe)
         none = (
@@ -213,22 +212,22 @@ def _check_rows_alone(strategy: PserverOptions, task: Task, trainers: int) -> No
             if because
             else f"{name} has none; use recipe=ctr_clicks_sparse"
         )
-        raise ConfigError(f"{said} leaves sparse tables to servers, and {none}, or strategy=ddp")
+        raise ConfigError(f"{option} leaves sparse tables to servers, and {none}, or strategy=ddp")
     if strategy.mode is not Mode.sync:
         raise ConfigError(
-            f"{said} makes one update of all gradients, which is strategy.mode=sync, this is {strategy.mode.value}; "
+            f"{option} makes one update of all gradients, which is strategy.mode=sync, this is {strategy.mode.value}; "
             "use sync, or dense=pserver"
         )
     if strategy.where():
         raise ConfigError(
-            f"{said} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use dense=pserver"
+            f"{option} is started by a launcher; leave strategy.endpoints and DTF_ENDPOINTS out, or use dense=pserver"
         )
     if 0 < strategy.rpc_threads <= trainers:
         raise ConfigError(
-            f"strategy.rpc_threads={strategy.rpc_threads}: with {said} each of {trainers} trainers waits in one; use "
+            f"strategy.rpc_threads={strategy.rpc_threads}: with {option} each of {trainers} trainers waits in one; use "
             "more, or 0"
         )
     used = {"mode", "dense", "servers", "trainers", "tls", "rpc_threads"}
     for key in (field.name for field in fields(strategy) if field.name not in used):
         if getattr(strategy, key) != getattr(plain, key):
-            raise ConfigError(f"strategy.{key} is of no account with {said}; leave it out")
+            raise ConfigError(f"strategy.{key} is of no account with {option}; leave it out")

@@ -1,5 +1,5 @@
-"""The file by which `job=status` finds a live run from its folder: where to ask, and a token that is good for looking
-only. Torch-free.
+"""The file by which `job=status` finds a running run from its folder: endpoints, and a token that allows to read the
+status only. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _NAME = "live.json"
 
 
 @dataclass(frozen=True)
-class Live:
-    """How servers of a run are asked. `tls`: paths of ca, cert and key, none without TLS."""
+class EndpointFile:
+    """How to ask the servers of a run. `tls`: paths of ca, cert and key; empty without TLS."""
 
     endpoints: list[str]
     token: str
@@ -25,8 +25,8 @@ class Live:
     mutual: bool
 
 
-def announce(folder: Path, live: Live) -> None:
-    """Write it, for the user alone; an earlier one is replaced."""
+def announce(folder: Path, live: EndpointFile) -> None:
+    """Write the file, readable by the user alone; replaces an earlier one."""
     new = folder / f".{_NAME}.new"
     withdraw(folder)
     new.unlink(missing_ok=True)
@@ -36,20 +36,20 @@ def announce(folder: Path, live: Live) -> None:
 
 
 def withdraw(folder: Path) -> None:
-    """The run is not live any more."""
+    """Remove the file: the run has ended."""
     with suppress(OSError):
         (folder / _NAME).unlink()
 
 
-def find(folder: Path) -> Live:
-    """How to ask the run in `folder`.
+def find(folder: Path) -> EndpointFile:
+    """Read the file of the run in `folder`.
 
-    DataError when there is none, PeerError when it is not live, or is of a kind that answers no questions.
+    DataError when there is no such folder; PeerError when the run has ended or has no servers.
     """
     if not folder.is_dir():
         raise DataError(f"job.run_folder={folder} does not exist; give the folder of a run")
     try:
-        return Live(**json.loads((folder / _NAME).read_text()))
+        return EndpointFile(**json.loads((folder / _NAME).read_text()))
     except FileNotFoundError:
         raise PeerError(
             f"no run in {folder} can be asked: it has ended, has not begun, or has no servers (strategy=pserver has)"

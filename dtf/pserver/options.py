@@ -1,4 +1,4 @@
-"""The options of parameter servers, what they may be, and what follows from them alone. Torch-free."""
+"""The options of parameter servers, and what follows from them alone. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.pserver import manual_start
 
 if TYPE_CHECKING:
-    from dtf.pserver.server.sync_modes import Merging
+    from dtf.pserver.server.sync_modes import SyncMode
 
 GEO_STEPS, PATIENCE_S = 400, 600.0
-"""Where `geo_steps` and `meet_timeout_s` say nothing."""
+"""The values of `geo_steps` and `meet_timeout_s` where they are null."""
 
 
 class Mode(Enum):
@@ -56,7 +56,7 @@ class TlsMode(Enum):
 
 @dataclass(kw_only=True)
 class TlsOptions:
-    """Files in PEM, by which processes know each other on a network that others can reach."""
+    """PEM files by which processes authenticate each other on a network that others can reach."""
 
     mode: TlsMode = option(
         default=TlsMode.none,
@@ -76,17 +76,19 @@ class TlsOptions:
         return self.mode is TlsMode.mtls
 
     def files(self) -> dict[str, str]:
-        """The paths of those that are given, by name; none without TLS."""
-        given = {"ca": self.ca, "cert": self.cert, "key": self.key} if self.mode is not TlsMode.none else {}
-        return {name: path for name, path in given.items() if path}
+        """The paths that are given, by name; empty without TLS."""
+        paths = {"ca": self.ca, "cert": self.cert, "key": self.key} if self.mode is not TlsMode.none else {}
+        return {name: path for name, path in paths.items() if path}
 
     def check(self, serves: bool, asks: bool) -> None:
-        """Raise ConfigError where a file is missing that a process needs which serves others, or asks them."""
+        """Raise ConfigError where a file is missing that this process needs. `serves`: it is a server; `asks`: it is a
+        client.
+        """
         if self.mode is TlsMode.none:
-            given = [name for name in ("ca", "cert", "key") if getattr(self, name)]
-            if given:
+            names = [name for name in ("ca", "cert", "key") if getattr(self, name)]
+            if names:
                 raise ConfigError(
-                    f"strategy.tls.{given[0]} is given and strategy.tls.mode=none uses no file; set it to tls or mtls"
+                    f"strategy.tls.{names[0]} is given and strategy.tls.mode=none uses no file; set it to tls or mtls"
                 )
             return
         needed = ({"cert", "key"} if serves or self.mutual else set()) | ({"ca"} if asks or self.mutual else set())
@@ -102,20 +104,20 @@ class PserverOptions:
         doc="`sync`: gradients of all trainers make one update, the same numbers as ddp; `async`: each trainer works "
         "on global batches of its own, whose "
         "gradients are applied as they arrive; `half_async`: trainers run free, and `gather` gradients make one "
-        "update; `geo`: each trains by itself for "
-        "`geo_steps`, from the servers' state, and what they learnt is added up there, each by its share of the rows",
+        "update; `geo`: each trains locally for "
+        "`geo_steps` from the servers' state, and the servers add up the changes, each by its share of the rows",
     )
     dense: Dense = option(
         default=Dense.pserver,
-        doc="who holds what is no sparse table: `pserver`: servers do; `allreduce`: each trainer, as with ddp, and "
-        "servers hold rows alone (sync)",
+        doc="where the dense parameters are: `pserver`: on servers; `allreduce`: on each trainer, as with ddp, and "
+        "servers hold rows of sparse tables alone (sync)",
     )
     servers: int = option(default=1, least=1, most=MOST_PROCESSES, doc="processes that hold the state")
     trainers: int = option(
         default=0,
         least=0,
         most=MOST_PROCESSES,
-        doc="who computes, each in `team` processes; 0: launcher.processes / team",
+        doc="how many trainers compute, each in `team` processes; 0: launcher.processes / team",
     )
     team: int = option(
         default=1,
@@ -123,7 +125,7 @@ class PserverOptions:
         most=MOST_PROCESSES,
         doc="processes of a trainer: they share the rows of each lease, add up gradients among themselves (nccl on "
         "GPUs, gloo on CPUs), and one of them "
-        "alone speaks with the servers",
+        "talks to the servers",
     )
     hogwild_threads: int = option(
         default=1,
@@ -174,7 +176,7 @@ class PserverOptions:
     )
     endpoints: list[str] = option(
         factory=list,
-        doc="HOST:PORT of each server, in order, for processes that are started by hand, a command for each; empty: "
+        doc="HOST:PORT of each server, in order, for processes that are started externally, a command for each; empty: "
         "the launcher starts all. "
         "Also DTF_ENDPOINTS, with commas between",
     )
@@ -192,7 +194,7 @@ class PserverOptions:
     )
     token_file: str = option(
         default="",
-        doc="file that only you can read, with the secret that all processes started by hand share; also DTF_TOKEN, "
+        doc="file that only you can read, with the secret that all externally started processes share; also DTF_TOKEN, "
         "the secret",
     )
     meet_timeout_s: float | None = option(
@@ -212,7 +214,7 @@ class PserverOptions:
 
     @property
     def rows_alone(self) -> bool:
-        """Whether trainers run the engine, and servers help them."""
+        """Whether trainers run the engine, and servers hold rows of tables alone."""
         return self.dense is Dense.allreduce
 
     def count(self) -> int:
@@ -220,15 +222,15 @@ class PserverOptions:
         return len(self.where()) or self.servers
 
     def where(self) -> list[str]:
-        """The endpoints of servers that are started by hand; none where a launcher starts them."""
+        """The endpoints of externally started servers; empty where a launcher starts them."""
         return self.endpoints or manual_start.endpoints()
 
     @property
     def patience_s(self) -> float:
-        """How long those who were started by hand wait for servers."""
+        """How long externally started processes wait for servers."""
         return PATIENCE_S if self.meet_timeout_s is None else self.meet_timeout_s
 
-    def merging(self) -> Merging:
+    def sync_mode(self) -> SyncMode:
         """The mode as a rule over pushes."""
         from dtf.pserver.server.sync_modes import Async, Geo, HalfAsync, Sync
 
@@ -243,11 +245,13 @@ class PserverOptions:
                 return Geo(self.staleness, self.geo_steps or GEO_STEPS)
 
     def count_trainers(self, processes: int) -> int:
-        """As servers count them, for `launcher.processes`: each team, or each thread of a process."""
+        """How many trainers there are for `launcher.processes`, as servers count them: each team, or each thread of a
+        process.
+        """
         return (self.trainers or max(1, processes // self.team)) * self.hogwild_threads
 
     def external_process(self) -> ExternalProcess | None:
-        """As of `Strategy`."""
+        """See `Strategy.external_process`."""
         endpoints = self.where()
         if not endpoints:
             manual_start.refuse_without_endpoints(self.role, self.server_id, self.trainer_id)
@@ -259,10 +263,10 @@ class PserverOptions:
             )
         if not self.trainers:
             raise ConfigError(
-                "strategy.trainers=0 leaves the number to the launcher, and by hand there is none for all; give "
-                "strategy.trainers=N, alike everywhere"
+                "strategy.trainers=0 leaves the number to the launcher, and externally started processes have none; "
+                "give strategy.trainers=N, alike everywhere"
             )
-        role, number = manual_start.standing(
+        role, number = manual_start.role_and_number(
             self.role.value if self.role else "", self.server_id, self.trainer_id, len(endpoints)
         )
         rank = number if role == "server" else len(endpoints) + number

@@ -1,4 +1,4 @@
-"""Which server holds which part of a model, and how such parts lie in one piece of memory, as they travel."""
+"""Which server holds which slices of a model's parameters, and how slices lie in memory and in messages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dtf.api.precision import Precision
 from dtf.core.errors import ConfigError
 from dtf.distributed.sharding import bounds
 from dtf.model.init import formats
-from dtf.pserver.placement import placed
+from dtf.pserver.placement import place_slices
 
 ALIGNED = 64
-"""Each block begins at a multiple of so many bytes: any format fits, and no two share a cache line."""
+"""Each block begins at a multiple of so many bytes: any dtype fits, and no two blocks share a cache line."""
 
 
 class Block(NamedTuple):
-    """Rows [first, last) of a parameter along its first axis; all of one that has none."""
+    """A slice of a parameter: rows [first, last) of its first axis; a scalar parameter is one block."""
 
     name: str  # of the parameter
     first: int
@@ -37,12 +37,12 @@ class Block(NamedTuple):
         return (self.first, *(0 for _ in self.whole[1:])) if self.whole else ()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its part of the parameter, the same memory."""
+        """The view of this block in a tensor of the whole parameter."""
         return tensor[self.first : self.last] if self.whole else tensor
 
 
 class Layout(NamedTuple):
-    """The blocks of one server, and the bytes they take: first those that learn, then the others."""
+    """The blocks of one server and the bytes they take, first those that learn, then the others."""
 
     learning: tuple[Block, ...]
     bytes: int
@@ -53,9 +53,10 @@ class Layout(NamedTuple):
 def lay_out(
     model: nn.Module, precision: Precision, servers: int, sliced: bool, least: int, placement: str
 ) -> list[Layout]:
-    """The parameters of `model`, on meta or not, over servers.
+    """Distribute the parameters of `model`, on meta or not, over servers; a layout for each server.
 
-    `sliced`: cut them into as many slices as there are servers, of at least `least` elements.
+    `sliced`: cut them into as many slices as there are servers, of at least `least` elements. `placement`: name of the
+    rule that assigns slices to servers.
     """
     pairs, parameters = formats(model, precision), dict(model.named_parameters())
     ends = {
@@ -66,12 +67,16 @@ def lay_out(
         name: [parameters[name].numel() // _rows(parameters[name]) * (last - first) for first, last in cuts]
         for name, cuts in ends.items()
     }
-    owners = placed(placement, sizes, servers)
+    owners = place_slices(placement, sizes, servers)
     for name, slices in sizes.items():
-        found = list(owners.get(name, []))
-        if len(found) != len(slices) or len(set(found)) != len(found) or not set(found) <= set(range(servers)):
+        servers_of = list(owners.get(name, []))
+        if (
+            len(servers_of) != len(slices)
+            or len(set(servers_of)) != len(servers_of)
+            or not set(servers_of) <= set(range(servers))
+        ):
             raise ConfigError(
-                f"strategy.placement={placement} puts {len(slices)} slices of {name} on servers {found}; name for "
+                f"strategy.placement={placement} puts {len(slices)} slices of {name} on servers {servers_of}; name for "
                 f"each one of 0 to {servers - 1}, none twice"
             )
     return [_layout(server, parameters, pairs, ends, owners) for server in range(servers)]
@@ -105,23 +110,23 @@ def _cuts(parameter: nn.Parameter, servers: int, least: int) -> list[tuple[int, 
     """First and last + 1 row of each slice."""
     rows = _rows(parameter)
     count = max(1, min(servers, parameter.numel() // least, rows))
-    found = [bounds(rows, count, number) for number in range(count)]
-    return [(first, last) for first, last in found if first < last]
+    cuts = [bounds(rows, count, number) for number in range(count)]
+    return [(first, last) for first, last in cuts if first < last]
 
 
-def travelling(layout: Layout, wire: torch.dtype | None) -> Layout:
-    """As learning blocks lie in messages: those of fp32 in the format `wire`, if any."""
+def wire_layout(layout: Layout, wire: torch.dtype | None) -> Layout:
+    """The layout of learning blocks in messages: those of fp32 in the dtype `wire`, if any."""
     if wire is None:
         return layout
-    found, at = [], 0
+    blocks, at = [], 0
     for block in layout.learning:
-        found.append(block._replace(dtype=wire if block.dtype is torch.float32 else block.dtype, at=at))
-        at += -(-math.prod(block.shape) * found[-1].dtype.itemsize // ALIGNED) * ALIGNED
-    return layout._replace(learning=tuple(found), bytes=at)
+        blocks.append(block._replace(dtype=wire if block.dtype is torch.float32 else block.dtype, at=at))
+        at += -(-math.prod(block.shape) * blocks[-1].dtype.itemsize // ALIGNED) * ALIGNED
+    return layout._replace(learning=tuple(blocks), bytes=at)
 
 
 class Field(NamedTuple):
-    """A learning block as it is kept, or a part of its optimizer's state."""
+    """A learning block's master numbers, or one tensor of its optimizer state."""
 
     block: Block
     key: str  # of the state; empty for the block itself
@@ -130,19 +135,19 @@ class Field(NamedTuple):
     at: int
 
 
-def fields(layout: Layout, optimizer: Optimizer) -> tuple[tuple[Field, ...], int]:
-    """What a server knows of its learning blocks, and the bytes that takes in one piece of memory."""
-    found, at = [], 0
+def state_fields(layout: Layout, optimizer: Optimizer) -> tuple[tuple[Field, ...], int]:
+    """The learning blocks of a server with their optimizer state, and the bytes of all in one piece of memory."""
+    result, at = [], 0
     for block in layout.learning:
         kept = torch.empty(block.shape, dtype=block.kept, device="meta")
         for key, tensor in {"": kept, **optimizer.init(kept)}.items():
-            found.append(Field(block, key, tuple(tensor.shape), tensor.dtype, at))
+            result.append(Field(block, key, tuple(tensor.shape), tensor.dtype, at))
             at += -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
-    return tuple(found), at
+    return tuple(result), at
 
 
 def views(memory: Tensor, blocks: Sequence[Block | Field]) -> list[Tensor]:
-    """The blocks in the memory (bytes,) uint8 of their server."""
+    """Views of the blocks in the memory (bytes,) uint8 of their server."""
     return [
         memory[block.at : block.at + math.prod(block.shape) * block.dtype.itemsize].view(block.dtype).view(block.shape)
         for block in blocks

@@ -1,4 +1,4 @@
-"""Rules that say which server holds which slice of a parameter, by name.
+"""Rules that assign slices of parameters to servers, by name.
 
 Torch-free, so that plugins with rules of their own may be.
 """
@@ -13,18 +13,19 @@ from dtf.api.registry import bring
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 
-Placing = Callable[[Mapping[str, list[int]], int], Mapping[str, list[int]]]
-"""`placing(elements of each slice, by parameter, servers) -> server of each slice`; slices of one parameter go to
-different servers. A pure function: every process calls it for itself."""
+PlacementRule = Callable[[Mapping[str, list[int]], int], Mapping[str, list[int]]]
+"""`rule(elements of each slice, by parameter, servers) -> server of each slice`. Slices of one parameter go to
+different servers. A pure function: every process calls it for itself.
+"""
 
-_PLACINGS: dict[str, Placing] = {}
+_RULES: dict[str, PlacementRule] = {}
 
 
-def placing(name: str) -> Callable[[Placing], Placing]:
+def placing(name: str) -> Callable[[PlacementRule], PlacementRule]:
     """Decorator: make a function a choice of `strategy.placement`."""
 
-    def decorate(function: Placing) -> Placing:
-        _PLACINGS[name] = function
+    def decorate(function: PlacementRule) -> PlacementRule:
+        _RULES[name] = function
         bring(function.__module__)
         return function
 
@@ -33,14 +34,14 @@ def placing(name: str) -> Callable[[Placing], Placing]:
 
 @placing("round_robin")
 def round_robin(sizes: Mapping[str, list[int]], servers: int) -> dict[str, list[int]]:
-    """One after the other, in the order of the model."""
+    """One server after the other, in the order of the model."""
     numbers = itertools.count()
     return {name: [next(numbers) % servers for _ in slices] for name, slices in sizes.items()}
 
 
 @placing("hash_name")
 def hash_name(sizes: Mapping[str, list[int]], servers: int) -> dict[str, list[int]]:
-    """By CRC-32 of the parameter's name: it stays where it is when others come and go."""
+    """By CRC-32 of the parameter's name: a slice stays where it is when other parameters come and go."""
     return {
         name: [(zlib.crc32(name.encode()) + number) % servers for number, _ in enumerate(slices)]
         for name, slices in sizes.items()
@@ -48,12 +49,12 @@ def hash_name(sizes: Mapping[str, list[int]], servers: int) -> dict[str, list[in
 
 
 def check_placement(name: str) -> None:
-    """Raise ConfigError for one that nobody registered."""
-    if name not in _PLACINGS:
-        raise ConfigError(f"strategy.placement={name} is not registered; {suggest(name, _PLACINGS)}")
+    """Raise ConfigError for a name that is not registered."""
+    if name not in _RULES:
+        raise ConfigError(f"strategy.placement={name} is not registered; {suggest(name, _RULES)}")
 
 
-def placed(name: str, sizes: Mapping[str, list[int]], servers: int) -> Mapping[str, list[int]]:
-    """What the function registered as `name` says. ConfigError where none is."""
+def place_slices(name: str, sizes: Mapping[str, list[int]], servers: int) -> Mapping[str, list[int]]:
+    """The server of each slice, by the rule registered as `name`. ConfigError where there is none."""
     check_placement(name)
-    return _PLACINGS[name](sizes, servers)
+    return _RULES[name](sizes, servers)

@@ -9,14 +9,15 @@ import numpy as np
 
 
 class Push(NamedTuple):
-    """Gradients of the sum of losses over the rows of the lease, divided by the rows of the global batch; or
-    differences, see `protocol`.
+    """Gradients of the sum of losses over the rows of the lease, divided by the rows of the global batch.
+
+    With local training the changes of the state instead, see `messages.exchange_schemas`.
     """
 
     trainer: int
     step: int
     part: int
-    dense: np.ndarray  # (bytes,) uint8: see `blocks.views`
+    dense: np.ndarray  # (bytes,) uint8: see `param_slices.views`
     rows: Mapping[str, tuple[np.ndarray, np.ndarray]]  # by table: ids (U,), each once, and numbers (U, columns)
     # whether the gradient is, as far as is known, and `statistics` are; of differences how many steps had one that is
     finite: int
@@ -26,5 +27,5 @@ class Push(NamedTuple):
     unread: int  # of its rows
     skipped: int  # steps that the trainer itself did not make
     sums: np.ndarray  # (M,); empty but for server 0, as all that follows
-    statistics: np.ndarray  # of each step, see `RunningStatistics.added`; not finite where a trainer skipped one
+    statistics: np.ndarray  # of each step, see `BatchNormStatistics.added`; not finite where a trainer skipped one
     ids: np.ndarray  # sample ids

@@ -21,7 +21,7 @@ from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
 from dtf.sparse.table_layouts import RowWiseTable, owner_of
 
 
-class Given(NamedTuple):
+class RowGradients(NamedTuple):
     """Gradients of rows from one trainer, summed by id, and what they count in the sum over trainers."""
 
     ids: np.ndarray  # (U,) distinct
@@ -29,54 +29,56 @@ class Given(NamedTuple):
     weight: float
 
 
-class Shelf(RowWiseTable):
+class ServerShard(RowWiseTable):
     """One server's part of a table."""
 
     def __init__(self, store: SparseTable, world: World) -> None:
         super().__init__(store, world, [True] * world.size)
 
-    def take(self, given: Sequence[Given]) -> float:
+    def merge(self, pushes: Sequence[RowGradients]) -> float:
         """The gradients to apply: their sum, in this order; returns the sum of its squares."""
         parts = [
             part.gradients if part.weight == 1 else part.gradients * part.gradients.dtype.type(part.weight)
-            for part in given
+            for part in pushes
         ]
         if len(parts) == 1:
-            self._merged = given[0].ids, parts[0]
+            self._merged = pushes[0].ids, parts[0]
         else:
             ids, inverse = (
-                unique(np.concatenate([part.ids for part in given]))
-                if given
+                unique(np.concatenate([part.ids for part in pushes]))
+                if pushes
                 else (np.empty(0, np.int64), np.empty(0, np.int32))
             )
             summed = (
                 segment_sum(np.concatenate(parts), inverse, len(ids))
-                if given
+                if pushes
                 else np.empty((0, self.width), self.store.dtype)
             )
             self._merged = ids, summed
         return squares(self._merged[1])
 
 
-class Shelves(ShardedTables):
-    """A server's parts of all tables, as its update steps and saves them."""
+class ServerShards(ShardedTables):
+    """The parts of all tables on one server, as its updates step and save them."""
 
-    def __init__(self, tables: Mapping[str, Shelf], world: World) -> None:
+    def __init__(self, tables: Mapping[str, ServerShard], world: World) -> None:
         super().__init__(tables, world, 1.0)
-        self._shelves = dict(tables)
+        self._shards = dict(tables)
 
     def rows(self, name: str, ids: np.ndarray, create: bool) -> np.ndarray:
         """Rows (U, width) of distinct ids (U,) of this server. Errors as of `SparseTable.lookup`. Not collective."""
-        return self._shelves[name].store.lookup(ids, create)
+        return self._shards[name].store.lookup(ids, create)
 
-    def take(self, given: Mapping[str, Sequence[Given]], together: bool) -> float:
-        """What the next `apply` applies; the sum of its squares. `together`: all servers take parts of the same
-        gradient, whose norm is then known; collective."""
-        total = torch.zeros(1 + len(self._shelves), dtype=torch.float64)
-        for name, shelf in self._shelves.items():
-            total[0] += shelf.take(given[name])
+    def merge(self, pushes: Mapping[str, Sequence[RowGradients]], collective: bool) -> float:
+        """Merge gradients for the next `apply`; returns the sum of squares of the result.
+
+        `collective`: all servers merge parts of the same gradient at once, whose norm is then known.
+        """
+        total = torch.zeros(1 + len(self._shards), dtype=torch.float64)
+        for name, table_shard in self._shards.items():
+            total[0] += table_shard.merge(pushes[name])
         total[1:] = self._counts()
-        if together:
+        if collective:
             self._world.reduce(total)
         self._check(total[1:])
         self.norm = total[0].sqrt()
@@ -87,50 +89,50 @@ class Shelves(ShardedTables):
         self._check(self._world.reduce(self._counts()))
 
     def _counts(self) -> Tensor:
-        return torch.tensor([len(shelf.store) for shelf in self._shelves.values()], dtype=torch.float64)
+        return torch.tensor([len(table_shard.store) for table_shard in self._shards.values()], dtype=torch.float64)
 
     def _check(self, counts: Tensor) -> None:
-        for (name, shelf), rows in zip(self._shelves.items(), counts.tolist(), strict=True):
-            if rows > shelf.store.spec.capacity:
-                raise full(name, shelf.store.spec.capacity, int(rows))
+        for (name, table_shard), rows in zip(self._shards.items(), counts.tolist(), strict=True):
+            if rows > table_shard.store.spec.capacity:
+                raise full(name, table_shard.store.spec.capacity, int(rows))
 
     def records(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Rows of distinct ids with their state, made where there are none; see `SparseTable.records`.
 
         Not collective.
         """
-        return self._shelves[name].store.records(ids)
+        return self._shards[name].store.records(ids)
 
-    def learn(self, given: Mapping[str, Sequence[Given]]) -> None:
-        """Add differences of rows and states, each times its weight. Not collective."""
-        for name, shelf in self._shelves.items():
-            for part in given[name]:
-                shelf.store.add(part.ids, part.gradients * part.gradients.dtype.type(part.weight))
+    def add_changes(self, pushes: Mapping[str, Sequence[RowGradients]]) -> None:
+        """Add changes of rows and their states, each times its weight. Not collective."""
+        for name, table_shard in self._shards.items():
+            for part in pushes[name]:
+                table_shard.store.add(part.ids, part.gradients * part.gradients.dtype.type(part.weight))
 
     def parts(self, places: Mapping[str, tuple[int, int]]) -> list[Box]:
         """As `boxes`, where rows before those of each table here, and rows in all, are known. Not collective."""
         return [
             box
-            for name, shelf in self._shelves.items()
-            for box in boxes_of(name, shelf, self._world.rank == 0, *places[name])
+            for name, table_shard in self._shards.items()
+            for box in boxes_of(name, table_shard, self._world.rank == 0, *places[name])
             if box.tensor.numel()
         ]
 
     def columns(self, name: str) -> int:
-        """Numbers of a row with its state."""
-        return self._shelves[name].store.stride
+        """How many numbers a row has with its state."""
+        return self._shards[name].store.stride
 
     def sizes(self) -> dict[str, dict[str, int]]:
-        """Of each table, on this server: see `Holdings.tables`. Not collective."""
-        stores = {name: shelf.store for name, shelf in self._shelves.items()}
+        """Per table, on this server: see `ServerState.tables`. Not collective."""
+        stores = {name: table_shard.store for name, table_shard in self._shards.items()}
         return {
             name: {"rows": len(store), "bytes": store.byte_count(), "capacity": store.spec.capacity}
             for name, store in stores.items()
         }
 
 
-def shelves_of(task: Task, world: World) -> Shelves | None:
-    """This server's parts of the task's tables."""
+def server_shards(task: Task, world: World) -> ServerShards | None:
+    """This server's parts of the task's tables; None where it has none."""
     specs = task.recipe.tables()
     if not specs:
         return None
@@ -139,12 +141,13 @@ def shelves_of(task: Task, world: World) -> Shelves | None:
             f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
         )
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
-    shelves = Shelves(
-        {name: Shelf(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()}, world
+    shards = ServerShards(
+        {name: ServerShard(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()},
+        world,
     )
     if task.weights is not None:
-        shelves.start_from(task.weights, task.recipe)
-    return shelves
+        shards.start_from(task.weights, task.recipe)
+    return shards
 
 
 Places = np.ndarray | slice
@@ -153,59 +156,57 @@ Places = np.ndarray | slice
 ALL = slice(None)
 
 
-class Wanted:
-    """The ids of one batch's inputs, each once and by the server that holds it; then its rows, and gradients on their
-    way back.
-    """
+class RowRequest:
+    """The ids of one batch, each once and by the server that owns it; routes rows to the batch, and gradients back."""
 
     def __init__(self, batch: Batch, widths: Mapping[str, int], servers: int) -> None:
         self._widths, self._servers = widths, servers
         self._shapes: dict[str, tuple[int, ...]] = {}
         # ids, place of each position in them, places by server
-        self._found: dict[str, tuple[np.ndarray, np.ndarray, list[Places]]] = {}
+        self._by_table: dict[str, tuple[np.ndarray, np.ndarray, list[Places]]] = {}
         for name in widths:
             ids = batch.inputs[name]
             self._shapes[name] = tuple(ids.shape)
-            found, inverse = unique(ids.cpu().numpy().reshape(-1))
-            self._found[name] = found, inverse, _places(found, servers)
+            distinct, inverse = unique(ids.cpu().numpy().reshape(-1))
+            self._by_table[name] = distinct, inverse, _places(distinct, servers)
 
     def ids(self, server: int) -> dict[str, np.ndarray]:
-        """What this server is asked for, by table."""
-        return {name: found[places[server]] for name, (found, _, places) in self._found.items()}
+        """The ids that this server is asked for, by table."""
+        return {name: distinct[places[server]] for name, (distinct, _, places) in self._by_table.items()}
 
     def fill(self, batch: Batch, rows: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> Batch:
-        """The batch with rows in place of ids; `rows`: of what each server was asked for."""
-        if not self._found:
+        """The batch with rows in place of ids. `rows`: by server, of what it was asked for."""
+        if not self._by_table:
             return batch
         inputs = dict(batch.inputs)
-        for name, (found, inverse, places) in self._found.items():
+        for name, (distinct, inverse, places) in self._by_table.items():
             width, kind = self._widths[name], rows[0][name].dtype
             if places[0] is ALL:
-                distinct = rows[0][name]
+                distinct_rows = rows[0][name]
             else:
-                distinct = np.zeros((len(found), width), kind)
+                distinct_rows = np.zeros((len(distinct), width), kind)
                 for place, part in zip(places, rows, strict=True):
-                    distinct[place] = part[name]
-            out = gather(distinct, inverse, np.empty((len(inverse), width), kind))
+                    distinct_rows[place] = part[name]
+            out = gather(distinct_rows, inverse, np.empty((len(inverse), width), kind))
             inputs[name] = torch.from_numpy(out).view(*self._shapes[name], width).to(device)
         return batch._replace(inputs=inputs)
 
-    def gradients(self, given: Mapping[str, Tensor]) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
-        """By server and table, the ids and the gradients (U, width) of their rows, from those (B, F, width) of what
-        `fill` made.
+    def gradients(self, gradients: Mapping[str, Tensor]) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """By server and table, the ids and the summed gradients (U, width) of their rows, from those (B, F, width) of
+        `fill`'s inputs.
         """
         parts: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(self._servers)]
-        for name, (found, inverse, places) in self._found.items():
+        for name, (distinct, inverse, places) in self._by_table.items():
             width = self._widths[name]
-            if name in given:
-                summed = segment_sum(given[name].detach().cpu().numpy().reshape(-1, width), inverse, len(found))
+            if name in gradients:
+                summed = segment_sum(gradients[name].detach().cpu().numpy().reshape(-1, width), inverse, len(distinct))
                 for server, part in enumerate(parts):
-                    part[name] = found[places[server]], summed[places[server]]
+                    part[name] = distinct[places[server]], summed[places[server]]
         return parts
 
 
 def _places(ids: np.ndarray, servers: int) -> list[Places]:
-    """Places of distinct ids by the server that holds them; -1 stands for zeros, which nobody has to hold."""
+    """Places of distinct ids by the server that owns them. The id -1 stands for zeros, and no server owns it."""
     real = ids >= 0
     if servers == 1:
         return [ALL if real.all() else np.flatnonzero(real)]

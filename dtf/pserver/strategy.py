@@ -14,7 +14,7 @@ from dtf.pserver.options import Device, PserverOptions
 
 if TYPE_CHECKING:
     from dtf.distributed.world import World
-    from dtf.pserver.session import Post
+    from dtf.pserver.manual_rendezvous import ServerBootstrap
 
 
 @register("strategy", "pserver")
@@ -26,7 +26,8 @@ class Pserver(PserverOptions, Strategy):
     """
 
     def __post_init__(self) -> None:
-        self._post: Post | None = None  # of a server, from `meet` on; no field, which would be a config key
+        # of a server, from `rendezvous` on; no field, which would be a config key
+        self._bootstrap: ServerBootstrap | None = None
 
     @property
     def replaceable(self) -> frozenset[str]:
@@ -68,25 +69,26 @@ class Pserver(PserverOptions, Strategy):
         return "nccl" if self.rows_alone and devices == "cuda" else "gloo"
 
     def rendezvous(self, context: RendezvousContext) -> RendezvousContext:
-        from dtf.pserver.session import meet
+        from dtf.pserver.manual_rendezvous import rendezvous
 
-        context, self._post = meet(context, self, self.count_trainers(context.place.slots))
+        context, self._bootstrap = rendezvous(context, self, self.count_trainers(context.place.slots))
         return context
 
     def setup(self, task: Task, world: World) -> Program:
         if self.rows_alone:
             return self._replica(task, world)
-        from dtf.pserver.session import Post, serve
+        from dtf.pserver.bootstrap import serve
+        from dtf.pserver.manual_rendezvous import ServerBootstrap
 
-        return serve(task, world, self, self.count_trainers(world.slots), self._post or Post())
+        return serve(task, world, self, self.count_trainers(world.slots), self._bootstrap or ServerBootstrap())
 
     def _replica(self, task: Task, world: World) -> Program:
         """ddp's program, with rows elsewhere."""
         from dtf.model.init import cast, init_model
         from dtf.optim.update import LocalUpdate, full_params
-        from dtf.pserver.session import servers
-        from dtf.pserver.trainer.remote_tables import Assisted, RemoteTables
-        from dtf.strategies.ddp_wrap import inflight_bytes, wrap_ddp
+        from dtf.pserver.connections import connect_servers
+        from dtf.pserver.trainer.remote_tables import RemoteTables, RemoteTablesProgram
+        from dtf.strategies.ddp import inflight_bytes, wrap_ddp
         from dtf.strategies.spmd import Replica, microbatch_load
 
         model = init_model(task.recipe, task.seed, task.weights)
@@ -95,20 +97,20 @@ class Pserver(PserverOptions, Strategy):
         forward, exchange = (
             (wrap_ddp(model), inflight_bytes(model, microbatch_load(task, world.size)[0])) if several else (None, 0)
         )
-        tables = RemoteTables(task, world, 1 / world.size, lambda: servers(world.place, self))
+        tables = RemoteTables(task, world, 1 / world.size, lambda: connect_servers(world.place, self))
         options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
         update = LocalUpdate(full_params(model, masters), *options, writes=world.rank == 0, tables=tables)
-        return Assisted(
+        return RemoteTablesProgram(
             Replica(model, task, world.device, forward), update, task, world, exchange=exchange, tables=tables
         )
 
-    def run_helper(self, task: Task, errand: RoleContext) -> None:
+    def run_helper(self, task: Task, context: RoleContext) -> None:
         if self.rows_alone:
             from dtf.checkpoint.boxes import StoredCheckpoint, write_boxes
-            from dtf.pserver.session import lend
+            from dtf.pserver.bootstrap import serve_rows
 
-            lend(task, errand, self, self.count_trainers(errand.place.slots), StoredCheckpoint, write_boxes)
+            serve_rows(task, context, self, self.count_trainers(context.place.slots), StoredCheckpoint, write_boxes)
         else:
-            from dtf.pserver.session import train
+            from dtf.pserver.bootstrap import train
 
-            train(task, errand, self, self.count_trainers(errand.place.slots))
+            train(task, context, self, self.count_trainers(context.place.slots))

@@ -1,7 +1,7 @@
-"""What a run may cost: its hours over all its launches, counted by the launching process, and the mark that tells its
-ranks to save and stop.
+"""The budget of a run: the launching process counts its hours over all launches, and marks the end of the budget; then
+the ranks save and stop.
 
-The mark is a file, since the run folder is what ranks share with whoever made it under every launcher.
+The mark is a file in the run folder, which the launching process and the ranks share under every launcher.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def key(budget: BudgetOptions) -> str:
 
 
 def spent_s(folder: Path) -> float:
-    """Seconds that the run in `folder` has taken so far, over all its launches; that of a killed one is known to the
+    """Seconds that the run in `folder` has taken so far, over all its launches. A killed launch is counted to within a
     second.
     """
     try:
@@ -47,15 +47,15 @@ def spent_s(folder: Path) -> float:
 
 
 def is_spent(folder: Path) -> bool:
-    """Whether ranks shall save and stop."""
+    """Whether the budget has ended, so that ranks must save and stop."""
     return (folder / _MARK).exists()
 
 
-class Meter:
-    """Counts the seconds of a run while it is open, in a file of its folder; warns once near the end of the budget and
-    marks its end.
+class BudgetMeter:
+    """Counts the seconds of a run while the context is open, and writes them into a file of the run folder.
 
-    `elsewhere_s`: what the other trials of a sweep have spent of it. `warn` is called from a thread.
+    Warns once near the end of the budget, and marks its end. `elsewhere_s`: seconds of the budget that other trials of
+    a sweep have spent. `warn` is called from a thread.
     """
 
     def __init__(self, folder: Path, budget: BudgetOptions, elsewhere_s: float, warn: Callable[[str], None]) -> None:
@@ -87,20 +87,20 @@ class Meter:
                 with contextlib.suppress(OSError):  # a full disk is the checkpoint's to report
                     # one write of a text that never gets shorter: a kill leaves a whole number
                     os.pwrite(descriptor, f"{self.seconds:.3f}\n".encode(), 0)
-                    self._judge()
+                    self._check()
                 if last:
                     return
                 last = self._closed.wait(_TICK_S)
         finally:
             os.close(descriptor)
 
-    def _judge(self) -> None:
+    def _check(self) -> None:
         spent = self._elsewhere_s + self.seconds
         if spent >= self._limit_s:
             (self._folder / _MARK).touch(mode=0o600)
         if spent >= WARN_AT * self._limit_s and not self._warned:
             self._warned = True
             self._warn(
-                f"{spent / self._limit_s:.0%} of {key(self._budget)} is spent; at 100% the state is saved and the "
-                "ranks stop"
+                f"{spent / self._limit_s:.0%} of {key(self._budget)} is spent; at 100% the state is saved and "
+                "the ranks stop"
             )

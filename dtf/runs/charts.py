@@ -1,5 +1,5 @@
-"""Charts of runs with matplotlib: SVG whose colours the page around it decides, so that it suits light and dark, and
-PNG for everywhere else.
+"""Charts of runs with matplotlib: as SVG with the colours of the page around it, which may be light or dark, and as PNG
+on white.
 """
 # pyright: reportMissingImports=false
 # (matplotlib is the extra `report`)
@@ -16,7 +16,7 @@ from typing import Any
 from dtf.runs.results import Point
 
 PALETTE = ("#2f6fdb", "#d9480f", "#2b8a3e", "#9c36b5", "#c2255c", "#0b7285", "#8f6200", "#5f3dc4")
-"""Of runs, in their order, on white; `page` has those for a dark ground. Further runs begin anew with dashes."""
+"""Colours of runs, in their order, on white; `html` has those for a dark page. Further runs repeat them with dashes."""
 PARTS = {
     "data": "#0b7285",
     "forward": "#2f6fdb",

@@ -1,6 +1,4 @@
-"""Two runs side by side: do they have the same numbers, and if not, what differs first? Reads run folders, starts
-nothing.
-"""
+"""Compares the numbers of two recorded runs, and names what differs first. Reads run folders, starts nothing."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass
 class RecordedRun:
-    """What a recorded run leaves behind; see `train.record`."""
+    """What a run with `train.record` wrote into its folder."""
 
     metrics: dict[int, dict[str, float]]  # finished steps -> loss, grad_norm
     ids: dict[int, list[list[int]]]  # step -> sample ids of each rank
-    held: list[dict[str, int]]  # of each copy, rank by rank: parameter -> digest of its bytes
+    held: list[dict[str, int]]  # for each rank: parameter -> digest of the bytes of its copy
     tensors: dict[str, np.ndarray]  # of the last checkpoint
 
     @classmethod
@@ -72,7 +70,9 @@ class RecordedRun:
 
 @dataclass
 class Comparison:
-    """A comparison. `ok` when the law holds; `first` names what differs first, in the order of cause and effect."""
+    """How far a run is from its reference. `first` names what differs first, in the order in which one quantity causes
+    the next; it is empty when all differences are within the bound.
+    """
 
     bound: float
     loss: float
@@ -93,11 +93,13 @@ class Comparison:
 
 
 def checkpoint_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every tensor of the run in a checkpoint, whole, in fp64. Without torch: the launching process compares."""
+    """Every tensor of a checkpoint, whole, in fp64; ids of rows in int64. Needs no torch, as the launching process has
+    none.
+    """
     tensors = {}
     for name, stored in sorted(read_manifest(checkpoint).tensors.items()):
         if name.startswith("share_"):
-            continue  # what one share of the rows has averaged so far: another number of shares has others
+            continue  # running averages of one share of the rows: they depend on the number of shares
         tensors[name] = np.full(stored.shape, np.nan) if not name.endswith("/ids") else np.empty(stored.shape, np.int64)
         for box in stored.boxes:
             with safe_open(checkpoint / box.file, framework="numpy") as file:
@@ -108,7 +110,7 @@ def checkpoint_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def in_order(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Sparse tables in order of ids: ranks that hold different rows save them one rank after the other."""
+    """The same tensors with the rows of sparse tables in order of ids. A checkpoint has them in order of ranks."""
     orders = {
         name.removesuffix("ids"): np.argsort(ids)
         for name, ids in tensors.items()
@@ -121,7 +123,7 @@ def in_order(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def compare(reference: RecordedRun, run: RecordedRun, exact: bool) -> Comparison:
-    """Hold a run against the reference: element by element with `exact` (fp64), else by the L2 norm of all parameters
+    """Compare a run with the reference: element by element with `exact` (fp64), else by the L2 norm of all parameters
     (fp32).
     """
     floors = _floors(reference.tensors)
@@ -163,14 +165,14 @@ def _number(value: float | None) -> float:
 
 
 def _is_parameter(name: str) -> bool:
-    """Whether a tensor of a checkpoint is what the model computes with, and learnt."""
+    """Whether a tensor of a checkpoint is a trained parameter, dense or sparse."""
     return (name.startswith("model/") and not name.endswith(STATISTICS)) or (
         name.startswith(TABLES) and name.endswith("/rows")
     )
 
 
 def numbers_differ(verdict: Comparison, exact: bool) -> bool:
-    """Whether the law's bound is broken; a NaN breaks it."""
+    """Whether a difference is beyond the bound. A NaN is."""
     if exact:
         norm = (verdict.grad_norm,) if verdict.tells_norm else ()
         return not all(value <= verdict.bound for value in (verdict.loss, *norm, verdict.tensor))
@@ -178,10 +180,10 @@ def numbers_differ(verdict: Comparison, exact: bool) -> bool:
 
 
 def _floors(tensors: dict[str, np.ndarray]) -> dict[str, float]:
-    """Optimizer state is not held to more digits than gradients have: name -> a millionth of the largest value of its
-    kind.
+    """Scales below which differences of optimizer state are rounding: name -> a millionth of the largest value of that
+    kind of state.
 
-    The gradient of a bias before a normalisation is zero but for rounding, and so is its momentum.
+    The gradient of a bias before a normalisation is rounding around zero, and so is its momentum.
     """
     kinds: dict[str, float] = {}
     for name, tensor in tensors.items():

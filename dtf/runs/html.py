@@ -1,4 +1,4 @@
-"""One HTML page from parts: complete in itself, no script, nothing fetched. Light or dark as the reader's system is."""
+"""Builds an HTML page that is complete in itself: no script, nothing to fetch. It is light or dark as the system is."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _DARK_PARTS = {
 
 
 def _variables(
-    ink: str, muted: str, line: str, pale: str, ground: str, card: str, runs: Sequence[str], parts: dict[str, str]
+    ink: str, muted: str, line: str, pale: str, background: str, card: str, runs: Sequence[str], parts: dict[str, str]
 ) -> str:
-    named = {"ink": ink, "muted": muted, "line": line, "pale": pale, "ground": ground, "card": card}
-    named |= {f"run{number}": colour for number, colour in enumerate(runs)} | {
+    values = {"ink": ink, "muted": muted, "line": line, "pale": pale, "ground": background, "card": card}
+    values |= {f"run{number}": colour for number, colour in enumerate(runs)} | {
         f"part-{name}": colour for name, colour in parts.items()
     }
-    return "".join(f"--{name}:{colour};" for name, colour in named.items())
+    return "".join(f"--{name}:{colour};" for name, colour in values.items())
 
 
 STYLE = (
@@ -60,7 +60,7 @@ code{font:13px ui-monospace,'SF Mono',Menlo,Consolas,monospace}
 
 
 def page(title: str, about: str, sections: Iterable[tuple[str, str]]) -> str:
-    """`sections`: heading and HTML of each. `title` and `about` are plain text."""
+    """The whole page. `sections`: heading and HTML of each. `title` and `about` are plain text."""
     body = "\n".join(f"<section>\n<h2>{escape(heading)}</h2>\n{content}\n</section>" for heading, content in sections)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
@@ -71,7 +71,7 @@ def page(title: str, about: str, sections: Iterable[tuple[str, str]]) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: int | None = None) -> str:
-    """`rows` are HTML. Columns from `numbers` on stand at the right."""
+    """A table. The cells of `rows` are HTML. Columns from number `numbers` on are aligned to the right."""
 
     def cell(tag: str, column: int, text: str) -> str:
         side = ' class="number"' if numbers is not None and column >= numbers else ""
@@ -87,13 +87,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: int | No
 
 
 def chip(run: int) -> str:
-    """The colour of a run."""
+    """A small square in the colour of a run."""
     return f'<span class="chip" style="background:var(--run{run % len(PALETTE)})"></span>'
 
 
 def figure(svg: str, caption: str, wide: bool = False) -> str:
-    said = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f'<figure class="card{" wide" if wide else ""}">{svg}{said}</figure>'
+    label = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f'<figure class="card{" wide" if wide else ""}">{svg}{label}</figure>'
 
 
 def grid(figures: Iterable[str]) -> str:
@@ -110,8 +110,8 @@ def stack(parts: dict[str, float]) -> str:
     return f'<div class="stack">{"".join(pieces)}</div>'
 
 
-def key(meanings: Iterable[tuple[str, str]]) -> str:
-    """What colours mean: (variable, text) of each; text alone where the variable is empty."""
+def legend(meanings: Iterable[tuple[str, str]]) -> str:
+    """The meanings of colours: (CSS variable, text) of each; text without a colour where the variable is empty."""
     marks = (
         "<span>"
         + (f'<span class="chip" style="background:var(--{variable})"></span>' if variable else "")

@@ -1,4 +1,4 @@
-"""What a rank did, for those who check it: sample ids and digests in JSON lines."""
+"""Records of a rank that comparisons of runs read: sample ids and digests, as JSON lines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from dtf.core.files import replace_text
 
 
 class Record:
-    """Evidence of what this rank did, in JSON lines: the sample ids of each step, and at the end a digest of each
-    parameter it holds.
+    """Writes the sample ids of each step of this rank, and at the end a digest of each parameter that it holds.
+
+    `start`: the step at which this attempt starts; lines of later steps are removed.
     """
 
     def __init__(self, folder: Path, rank: int, start: int) -> None:
         path = folder / f"record_rank_{rank}.jsonl"
-        if path.exists():  # steps that the killed attempt did after its last checkpoint are done again
+        if path.exists():  # steps of a killed attempt after its last checkpoint are repeated
             complete = [line for line in path.read_text().splitlines() if line.endswith("}")]
             replace_text(path, "".join(f"{line}\n" for line in complete if json.loads(line).get("step", start) < start))
         self._file = path.open("a")
@@ -29,7 +30,7 @@ class Record:
         self._file.flush()
 
     def close(self, copies: list[dict[str, torch.Tensor]], step: int) -> None:
-        """`copies`: what this rank holds after `step` steps."""
+        """Write the digests and close. `copies`: the parameters of each replica on this rank, after `step` steps."""
         for held in copies:
             digests = {
                 name: zlib.crc32(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""What a report shows of runs: which charts, which tables, in which order. Draws nothing itself."""
+"""The contents of a report: which charts and tables of runs, in which order. Draws nothing itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from dtf.core.text import bytes_text, count_text, number_text, setting_text, time_text
+from dtf.core.text import bytes_text, count_text, number_text, option_text, time_text
 from dtf.observers.trace_shares import WORK
 from dtf.runs import html as page
 from dtf.runs.charts import Axes, Bar, Chart, Line, svg
@@ -17,7 +17,7 @@ _HEAD = ("split", "step", "epoch", "seconds")
 
 
 def charts_of(results: Sequence[Result], published: Mapping[str, float], published_by: str) -> list[Chart]:
-    """Those that these runs have data for."""
+    """The charts for which these runs have data."""
     charts = [_comparison(results, published, published_by)] if len(results) > 1 or published else []
     charts += [_metric(results, metric) for metric in _metrics(results)]
     charts += [
@@ -64,9 +64,7 @@ def html(results: Sequence[Result], charts: Sequence[Chart], now: str) -> str:
 
 
 def _comparison(results: Sequence[Result], published: Mapping[str, float], published_by: str) -> Chart:
-    """Time per epoch, utilisation and memory of each run as bars; published times with an axis and a look of their
-    own.
-    """
+    """Bars of time per epoch, utilisation and memory of each run, and of published times on an axis of their own."""
 
     def bars(title: str, unit: str, value: Callable[[Result], float | None], text: Callable[[float], str]) -> Axes:
         known = [(number, result, value(result)) for number, result in enumerate(results)]
@@ -107,7 +105,7 @@ def _comparison(results: Sequence[Result], published: Mapping[str, float], publi
 
 
 def _metric(results: Sequence[Result], metric: str) -> Chart:
-    """Training pale and evaluation strong; where only one of them is, it is strong."""
+    """Curves of a metric: training pale and evaluation strong. Where there is only one of them, it is strong."""
     lines = []
     for number, result in enumerate(results):
         train, evaluation = result.curve("train", metric), result.curve("eval", metric)
@@ -133,7 +131,7 @@ def _sampled(results: Sequence[Result], device: str, key: str, what: str, unit: 
 
 
 def _metrics(results: Sequence[Result]) -> list[str]:
-    """Of the recipes: what is in an evaluation, or in training where nothing was evaluated."""
+    """Names of the metrics: those of evaluations, then those of training only."""
     names = dict.fromkeys(
         name for split in ("eval", "train") for result in results for row in result.rows(split) for name in row
     )
@@ -144,8 +142,8 @@ def _metrics(results: Sequence[Result]) -> list[str]:
 
 
 def _key(results: Sequence[Result], more: str = "") -> str:
-    """What the colours of lines mean."""
-    return page.key(
+    """The legend of the colours of runs."""
+    return page.legend(
         [*((f"run{number % 8}", result.name) for number, result in enumerate(results)), *([("", more)] if more else [])]
     )
 
@@ -206,7 +204,9 @@ def _profiles(results: Sequence[Result]) -> str:
     )
     heads = ["run", "share of a step", "step", *WORK, "other", "beside computation"]
     return (
-        page.key((f"part-{name}", name) for name in (*WORK, "other")) + page.table(heads, rows, numbers=2) + explanation
+        page.legend((f"part-{name}", name) for name in (*WORK, "other"))
+        + page.table(heads, rows, numbers=2)
+        + explanation
     )
 
 
@@ -226,7 +226,7 @@ def _value(value: Any) -> str:
     if value is None:
         return '<span style="color:var(--muted)">none</span>'
     if isinstance(value, float):
-        text = setting_text(value)
+        text = option_text(value)
     else:
         text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"<code>{escape(text)}</code>"

@@ -1,4 +1,4 @@
-"""What run folders say once they are read back: metrics, resources, profiles, and how runs differ.
+"""Reads run folders: metrics, resources, profiles, and how the configs of runs differ.
 
 Draws nothing; needs no torch.
 """
@@ -21,16 +21,16 @@ from dtf.observers.trace_shares import Shares
 from dtf.runs.budget import spent_s
 
 _SILENT = ("run.dir", "run.name", "launcher.processes", "job.", "observer.", "checkpoint.", "plugins")
-"""Keys that say nothing about what a run is; `world` says it for processes."""
+"""Keys that do not describe a run in its name; `world` describes its processes."""
 _PLAIN = ("recipe.name", "strategy.name", "precision.compute", "optimizer.name", "lr.name", "world")
-"""Keys whose values name themselves."""
+"""Keys whose values need no key in a name."""
 
 Point = tuple[float, float]
 
 
 @dataclass
 class Result:
-    """One run. `name` sets it apart from those beside it, see `read`."""
+    """One run. `name`: the values by which it differs from the other runs, see `read_runs`."""
 
     folder: Path
     config: dict[str, Any]  # by dotted key; also `world`, such as `2 x cpu`
@@ -54,8 +54,8 @@ class Result:
 
     @cached_property
     def epochs(self) -> list[Point]:
-        """(epoch, seconds it took to train), evaluations and saves left out; of a run shorter than one, what an epoch
-        would take.
+        """(epoch, seconds of training in it), without evaluations and saves. Of a run shorter than an epoch: the time
+        that an epoch would take.
         """
         marks, spent = [(0.0, 0.0)], 0.0
         for row in self.rows("train"):
@@ -80,7 +80,7 @@ class Result:
 
     @property
     def wall_s(self) -> float | None:
-        """Over all its launches; so far, of a run that is under way or was killed."""
+        """Seconds over all launches; those so far, of a run that has not ended."""
         return self.record.get("seconds") or spent_s(self.folder) or None
 
     @property
@@ -89,7 +89,7 @@ class Result:
         return list(dict.fromkeys(sample["device"] for sample in self.samples))
 
     def samples_of(self, device: str, key: str) -> list[Point]:
-        """(minutes of watching, value); the time between a stop and going on is left out."""
+        """(minutes of sampling, value), without the time between two launches."""
         samples = [sample for sample in self.samples if sample["device"] == device]
         gaps = [later["time"] - earlier["time"] for earlier, later in pairwise(samples)]
         usual = median(gaps) if gaps else 0.0
@@ -106,14 +106,14 @@ class Result:
 
     @property
     def memory(self) -> float | None:
-        """The most bytes on any one of those devices."""
+        """Most bytes on one of these devices."""
         return max((sample["memory"] for sample in self._of_devices()), default=None)
 
     def _of_devices(self) -> list[dict[str, Any]]:
         return [sample for sample in self.samples if sample["device"] != "cpu"] or self.samples
 
 
-def read(patterns: Sequence[str]) -> list[Result]:
+def read_runs(patterns: Sequence[str]) -> list[Result]:
     """The runs in folders, or of glob patterns, in this order; those of one pattern by time.
 
     ConfigError where there is none.
@@ -121,10 +121,10 @@ def read(patterns: Sequence[str]) -> list[Result]:
     folders: dict[Path, None] = {}
     for pattern in patterns:
         # a folder may be called a[1]
-        found = [Path(pattern)] if Path(pattern).exists() else [Path(name) for name in glob.glob(pattern)]
-        runs = [folder for folder in found if (folder / "run.json").is_file()]
+        matches = [Path(pattern)] if Path(pattern).exists() else [Path(name) for name in glob.glob(pattern)]
+        runs = [folder for folder in matches if (folder / "run.json").is_file()]
         if not runs:
-            why = "holds no run.json, so it is no run folder" if found else "matches nothing"
+            why = "holds no run.json, so it is no run folder" if matches else "matches nothing"
             raise ConfigError(
                 f"job.runs=[{pattern}] {why}; give folders or patterns of folders such as 'outputs/resnet_shapes/*'"
             )
@@ -148,12 +148,12 @@ def differences(results: Sequence[Result]) -> dict[str, list[Any]]:
 
 
 def _names(results: Sequence[Result]) -> list[str]:
-    """What sets each run apart: at most three of its values, and a number where they are not enough."""
-    differ = {key: values for key, values in differences(results).items() if not key.startswith(_SILENT)}
-    named = [key.removesuffix("name") for key in differ if key.endswith(".name")]
-    keys = [key for key in _PLAIN if key in differ]
-    keys += [key for key in differ if key not in _PLAIN and not key.startswith(("precision.", *named))]
-    names = [" · ".join(_word(key, differ[key][number]) for key in keys[:3]) for number in range(len(results))]
+    """A name for each run: at most three values by which it differs, and a number where names are the same."""
+    differing = {key: values for key, values in differences(results).items() if not key.startswith(_SILENT)}
+    chosen_parts = [key.removesuffix("name") for key in differing if key.endswith(".name")]
+    keys = [key for key in _PLAIN if key in differing]
+    keys += [key for key in differing if key not in _PLAIN and not key.startswith(("precision.", *chosen_parts))]
+    names = [" · ".join(_word(key, differing[key][number]) for key in keys[:3]) for number in range(len(results))]
     if len(results) == 1:
         return [results[0].folder.name]
     return [
@@ -201,9 +201,9 @@ def _result(folder: Path) -> Result:
 
 
 def lines(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """What a file of JSON lines holds; nothing where there is none.
+    """The objects in a file of JSON lines; none where there is no file.
 
-    A line that is cut off, of a run under way, or lacks `keys` does not count.
+    Lines that are cut off, or that lack one of `keys`, are skipped.
     """
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

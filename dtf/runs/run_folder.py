@@ -44,7 +44,7 @@ that.
 class Run:
     """A run and its folder.
 
-    `leader`: this process made the folder and hosts the observers; false in ranks that were started by others.
+    `leader`: whether this process made the folder and has the observers. False in ranks that another program started.
     """
 
     def __init__(self, folder: Path, id: str, config: dict[str, Any], settings: Settings, leader: bool = True) -> None:
@@ -62,11 +62,11 @@ class Run:
 
     @classmethod
     def open(cls, config: dict[str, Any], settings: Settings, processes: int, devices: str, again: str = "") -> Run:
-        """Make or continue the run folder, and lock it until `end`. `again`: folder of an earlier attempt of this very
-        run, to go on there.
+        """Make or continue the run folder, and lock it until `end`. `again`: the folder of an earlier attempt of this
+        run, to continue there.
 
-        BusyError when another run lives in it, or when it holds what must not be mixed with this run; then nothing in
-        it has changed. ConfigError when it cannot be made.
+        BusyError when another run uses the folder, or when it holds a run that this one must not be mixed with; then
+        nothing in it has changed. ConfigError when it cannot be made.
         """
         id = unique_id()
         name = settings.run.name or config["recipe"]["name"]
@@ -94,15 +94,18 @@ class Run:
 
     @classmethod
     def guest(cls, config: dict[str, Any], settings: Settings, name: str) -> Run:
-        """Of a process that takes part in a run whose folder another one makes: a temporary folder for its log."""
+        """The run of a process that takes part in a run whose folder another process makes.
+
+        It has a temporary folder, for its log.
+        """
         id = unique_id()
         run = cls(Path(tempfile.mkdtemp(prefix=f"dtf-{name}-")), id, config, settings, leader=False)
         run._temporary = True
         return run
 
     def end(self, exit: int, cause: str = "", results: Mapping[str, Any] | None = None) -> None:
-        """Write how the run ended, and `results`, into run.json and unlock the folder; nothing to do where it was not
-        opened.
+        """Write how the run ended, and `results`, into run.json, and unlock the folder. Does nothing where the run was
+        not opened.
         """
         if self._temporary:
             with suppress(OSError):  # a log is kept
@@ -130,7 +133,7 @@ class Run:
             self._lock = None
 
     def _continue(self, made: bool, again: bool) -> None:
-        """Judge the run that the folder holds already, if any, and keep its record."""
+        """Check that the run in the folder, if there is one, may be continued by this one, and keep its record."""
         path = self.folder / "run.json"
         if not path.exists():
             if not made:
@@ -191,7 +194,7 @@ class Run:
         replace_text(self.folder / "config.yaml", yaml.safe_dump(self.redacted(), sort_keys=False))
 
     def ready(self, table: dict[str, Any]) -> None:
-        """The ranks are ready: keep what the start-up table shows."""
+        """Called when the ranks are ready: write the start-up table into run.json."""
         if self.leader:
             self._record["table"] = table
             self._write()
@@ -201,9 +204,9 @@ class Run:
 
 
 def take_lock(folder: Path) -> int:
-    """The descriptor that keeps `folder` this process's own until it is closed, or the process ends.
+    """Lock a folder for this process. Returns the descriptor; the lock lasts until it is closed or the process ends.
 
-    BusyError when another one has it.
+    BusyError when another process has the lock.
     """
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -262,7 +265,7 @@ def redact(node: Any, key: str = "") -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what makes the numbers, read from package metadata: nothing is imported."""
+    """Versions of the packages that decide the numbers, read from metadata: nothing is imported."""
     from importlib.metadata import PackageNotFoundError, version
 
     numbers = {"dtf": __version__, "python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""A model with its sparse tables as one module, for use without dtf: what was learnt of each id, in tensors."""
+"""A model and its sparse tables as one module that needs no dtf: learnt rows are tensors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dtf.sparse.sharded_tables import ShardedTables
 
 
 class InferenceModule(nn.Module):
-    """`model`, called with ids (B, F) where it takes rows.
+    """`model`, called with ids (B, F) int64 in place of rows (B, F, width).
 
-    An id that was never trained is zeros, the mean of what it would be drawn from.
+    The row of an id that was never trained is zeros, the mean of new rows.
     """
 
     def __init__(self, model: nn.Module, tables: dict[str, tuple[Tensor, Tensor]]) -> None:
@@ -21,12 +21,12 @@ class InferenceModule(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module, tables: ShardedTables) -> InferenceModule:
-        """With copies of all rows, in the format that the model computes in."""
+        """With copies of all rows, in the dtype that the model computes in."""
         like = next(parameter for parameter in model.parameters())
         return cls(model, {name: (ids, rows.to(like.dtype)) for name, (ids, rows) in tables.learnt().items()})
 
     def bare(self, model: nn.Module) -> InferenceModule:
-        """The same around another model, with tables of the same sizes that know nothing."""
+        """The same around another model, with tables of the same sizes and without learnt rows."""
         return InferenceModule(
             model,
             {

@@ -1,4 +1,4 @@
-"""Where the rows of sparse tables lie. Imports what keeps them only for recipes that have some."""
+"""Makes the sparse tables of a task as `strategy.tables` says. Imports numba only for recipes that have tables."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def tables_of(
 ) -> ShardedTables | None:
     """The task's sparse tables over all ranks; None when it has none. Collective.
 
-    `gives`: whether this rank's gradients count: of several ranks that compute the same rows, one. `share`: the factor
-    of ranks' gradients in their sum.
+    `gives`: whether this rank's gradients count; of several ranks that compute the same rows, one. `share`: the factor
+    of each rank's gradients in their sum. ConfigError where nothing says how rows learn, or the tables cannot be
+    sharded so.
     """
     specs = task.recipe.tables()
     if not specs:

@@ -25,7 +25,7 @@ COUNT, DECAY = "count", "decay"
 """In a checkpoint: rows over all ranks; `SparseTable.decayed`."""
 
 ROWS_PER_READ = 1 << 18
-"""Rows of a table that are read from a checkpoint at once."""
+"""Rows of a table that are read from a checkpoint at a time."""
 
 
 class ShardedTables:
@@ -44,15 +44,17 @@ class ShardedTables:
         self.norm = torch.zeros((), dtype=torch.float64)
 
     def lookup(self, batch: Batch, train: bool) -> Batch:
-        """The batch with rows (B, F, width) in place of ids (B, F). Evaluation makes no new rows."""
+        """The batch with rows (B, F, width) in place of ids (B, F). With `train`, rows that do not exist are made.
+        Collective.
+        """
         inputs = dict(batch.inputs)
         for name, table in self._tables.items():
             inputs[name] = self._rows(name, table, batch.inputs[name], train)
         return batch._replace(inputs=inputs)
 
     def backward(self, gradients: Mapping[str, Tensor]) -> None:
-        """Take the gradients (B, F, width) of what `lookup` gave for training; only names of inputs that this rank
-        has.
+        """Take the gradients (B, F, width) of the rows that the last `lookup` for training returned. Inputs that are
+        not named have no gradient on this rank. Sums them by id. Collective. ConfigError for a full table.
         """
         total = torch.zeros(1 + len(self._tables), dtype=torch.float64)  # squares of the gradient, rows of each table
         for name, table in self._tables.items():
@@ -80,17 +82,17 @@ class ShardedTables:
         self.norm = total[0].sqrt() * self._share
 
     def apply(self, factor: float, lr: float, step: int) -> None:
-        """One step of the rows that were looked up; their gradients times `factor`."""
+        """One optimizer step on the rows that were looked up. Their gradients are multiplied by `factor`."""
         for table in self._tables.values():
             table.apply(factor * self._share, lr, step)
 
     def boxes(self) -> list[Box]:
-        """This rank's part of the tables for a checkpoint."""
+        """This rank's part of the tables, for a checkpoint. Collective."""
         return [box for name, table in self._tables.items() for box in _boxes(name, table, self._world)]
 
     def load(self, source: Source, resume: bool = True) -> None:
-        """Take this rank's part from a checkpoint; without `resume` the rows alone, as evaluation sees them, for
-        another run. DataError where it has none.
+        """Take this rank's part from a checkpoint. `resume=False`: only the rows, as an evaluation sees them, for
+        another run. DataError where the checkpoint has no such table.
         """
         for name, table in self._tables.items():
             prefix, store = f"table/{name}/", table.store
@@ -123,7 +125,7 @@ class ShardedTables:
                     raise DataError(f"{source.place}: {error}") from error
 
     def start_from(self, weights: Weights, recipe: Recipe) -> None:
-        """Begin with the rows of another run. ConfigError for weights of other programs, which have none."""
+        """Begin with the rows of another run. ConfigError for weights of other programs, which have no tables."""
         source = weights.source()
         if source is None:
             raise ConfigError(
@@ -133,12 +135,12 @@ class ShardedTables:
         self.load(source, resume=False)
 
     def clear(self) -> None:
-        """Forget all rows on this rank. Not collective."""
+        """Remove all rows on this rank. Not collective."""
         for table in self._tables.values():
             table.store.clear()
 
     def learnt(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Ids (n,), ascending, and rows (n, width) that this rank holds, as evaluation sees them; copies, by name.
+        """Name -> ascending ids (n,) and rows (n, width) that this rank holds, as evaluation sees them. Copies.
 
         Not collective.
         """
@@ -149,7 +151,7 @@ class ShardedTables:
         }
 
     def byte_count(self) -> int:
-        """Memory of all rows and their optimizer state on this rank."""
+        """Bytes of all rows and their optimizer state on this rank. Not collective."""
         return sum(table.store.byte_count() for table in self._tables.values())
 
     def _rows(self, name: str, table: ShardedTable, ids: Tensor, train: bool) -> Tensor:

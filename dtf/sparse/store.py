@@ -1,8 +1,8 @@
-"""A sparse table in one process: rows by id, made when first asked for, with the state of their optimizer. Numpy in,
-numpy out, no torch.
+"""A sparse table in one process: rows by id, made when they are first asked for, with the state of their optimizer.
+Takes and returns numpy arrays, and uses no torch.
 
-Rows lie one after another in the order in which they were made, beside their state, so that a step reads each with one
-access to memory; an index finds them by id. Says nothing of ranks.
+Rows lie one after another in the order in which they were made, each beside its state, so that a step reads a row with
+one access to memory. An index finds them by id. Knows no ranks. U: distinct ids of a call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEAST_SLOTS = 1024
 
 
 class Rows(NamedTuple):
-    """What a table holds of n ids."""
+    """The rows of n ids."""
 
     ids: np.ndarray  # (n,) int64
     rows: np.ndarray  # (n, width) as they are kept: see SparseTable.decayed
@@ -34,17 +34,18 @@ class Rows(NamedTuple):
 
 
 class SparseTable:
-    """Rows of `spec.width` numbers, or `columns` [first, last) of them, of float32 or float64.
+    """Rows of `spec.width` numbers, or of the columns [first, last) of `columns`, in float32 or float64.
 
-    Ids of one call are distinct; -1 stands for zeros that learn nothing.
+    The ids of one call are distinct. Id -1 stands for zeros that learn nothing.
 
     ConfigError where numba is not installed, or there is no address space for `spec.capacity` rows.
     """
 
     decayed: float = 0.0
-    """Logarithm of the weight decay of all steps so far, for rules that decay every row (`RowOptimizer.shrinkage`): a
-    checkpoint keeps it, and sets it before `put`. Rows are multiplied when they are needed: a kept row counts as row *
-    exp(decayed - its own state `decayed`)."""
+    """The logarithm of the weight decay of all steps so far, for optimizers that decay every row
+    (`RowOptimizer.shrinkage`). A checkpoint keeps it, and it is set before `put`. Rows are multiplied when they are
+    needed: the value of a row is row * exp(decayed - its own state `decayed`).
+    """
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class SparseTable:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         try:
             self._index = _Direct(self.spec.size, self._kernels) if self.spec.size else _Hashed(self._kernels)
             self._records = _reserve(self._capacity, self.stride, self.dtype)
@@ -93,9 +94,9 @@ class SparseTable:
         return self._count * self._records.shape[1] * self._records.itemsize + since + self._index.slots.nbytes
 
     def lookup(self, ids: np.ndarray, create: bool) -> np.ndarray:
-        """Rows (U, width) of distinct ids (U,); one that is not there is drawn, and kept only if `create`.
+        """Rows (U, width) of distinct ids (U,). A row that does not exist is drawn, and kept only if `create`.
 
-        DataError for an id that the table cannot have, ConfigError when it is full; the table is then as it was.
+        DataError for an id that the table cannot have, ConfigError when the table is full. The table is unchanged then.
         """
         ids = self._checked(ids)
         positions = self._place(ids) if create else self._index.find(ids)[0]
@@ -109,11 +110,11 @@ class SparseTable:
         return rows
 
     def update(self, ids: np.ndarray, gradients: np.ndarray, lr: float, factor: float, step: int) -> None:
-        """One step of the rule on the rows of distinct ids (U,), gradients (U, width) multiplied by `factor`; no other
-        row is touched.
+        """One step of the optimizer on the rows of distinct ids (U,), with gradients (U, width) multiplied by `factor`.
+        No other row changes.
 
-        `lr` is the schedule's. `step`: see RowOptimizer. Call it every step, also without ids: rules may decay
-        all rows. Errors as of `lookup`.
+        `lr`: that of the schedule. `step`: see RowOptimizer. To be called every step, also without ids, since weight
+        decay may act on all rows. Errors as of `lookup`.
         """
         ids, gradients = self._checked(ids), np.ascontiguousarray(gradients, self.dtype)
         if gradients.shape != (len(ids), self.width):
@@ -132,19 +133,20 @@ class SparseTable:
         return self._index.find(self._checked(ids))[0] >= 0
 
     def records(self, ids: np.ndarray) -> np.ndarray:
-        """Rows with their state side by side (U, width + states) of distinct ids (U,), made where there are none;
-        copies. Errors as of `lookup`.
+        """Rows with their state side by side (U, width + states), as copies. `ids` (U,) are distinct; rows that do not
+        exist are made. Errors as of `lookup`.
         """
         positions = self._place(self._checked(ids))
         self._catch_up(positions)
         return self._records[positions]
 
     def keep(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Add what `records` gave of distinct ids that are not here. Errors as of `lookup`."""
+        """Add the `records` of distinct ids that are not in the table. Errors as of `lookup`."""
         self._records[self._place(self._checked(ids), draw=False)] = records
 
     def add(self, ids: np.ndarray, differences: np.ndarray) -> None:
-        """Add to rows and states (U, width + states) of distinct ids (U,), made where there are none.
+        """Add `differences` (U, width + states) to the rows and states of distinct ids (U,). Rows that do not exist are
+        made.
 
         Errors as of `lookup`.
         """
@@ -153,14 +155,14 @@ class SparseTable:
         self._records[positions] += differences
 
     def _catch_up(self, positions: np.ndarray) -> None:
-        """Multiply rows by the decay they have not had yet."""
+        """Apply to rows the decay that they have not had yet."""
         if self._since is not None:
             from dtf.sparse.row_kernels import shrink
 
             shrink(self._records, self.width, positions, self._since, self.decayed)
 
     def export(self) -> Rows:
-        """All that the table holds, by ascending id; copies."""
+        """All rows of the table by ascending id, as copies."""
         ids, positions = self._index.items()
         states = {name: self._records[positions, columns] for name, columns in self._columns.items()}
         states = {name: values.reshape(-1) if values.shape[1] == 1 else values for name, values in states.items()}
@@ -169,11 +171,11 @@ class SparseTable:
         return Rows(ids, self._records[positions, : self.width], states)
 
     def put(self, ids: np.ndarray, rows: np.ndarray, states: dict[str, np.ndarray] | None) -> None:
-        """Add rows and states of distinct ids (n,), as `export` gave them; any part of them, in any order, each once.
-        Errors as of `lookup`.
+        """Add rows and states of distinct ids (n,), as `export` returned them: any part of them, in any order, each
+        once. Errors as of `lookup`.
 
-        `states=None`: those of rows that no step has touched. DataError where the states are those of another rule, or
-        anything is not what an export gives; the table is then as it was.
+        `states=None`: the states of rows that no step has touched. DataError where the states are those of another
+        optimizer, or the arrays are not what an export returns. The table is unchanged then.
         """
         if states is None:
             firsts = {
@@ -219,7 +221,7 @@ class SparseTable:
         return ids
 
     def _place(self, ids: np.ndarray, draw: bool = True) -> np.ndarray:
-        """Positions (U,) of ids, made where there are none."""
+        """Positions (U,) of ids. Rows that do not exist are made."""
         positions, absent = self._index.find(ids)
         if not absent:
             return positions
@@ -241,7 +243,7 @@ class SparseTable:
         return positions
 
     def _draw(self, ids: np.ndarray) -> np.ndarray:
-        """Rows of ids as they are when no step ever touched them."""
+        """The rows of ids as they are before any step."""
         rows = np.zeros((len(ids), self.spec.width), self.dtype)
         if self.spec.scale and len(ids):
             self._kernels.draw(self._key, ids, self.spec.scale, rows)
@@ -250,14 +252,14 @@ class SparseTable:
         return rows[:, slice(*self.columns)]
 
     def _remember_decay(self) -> None:
-        """From now on know of each row which decay it has had; so far, all had all."""
+        """From now on keep the decay of each row. So far it is the same for all."""
         if self._since is None:
             self._since = _reserve(self._capacity, 1, np.dtype(np.float64)).reshape(-1)
             self._since[: self._count] = self.decayed
 
 
 def full(name: str, capacity: int, rows: int) -> ConfigError:
-    """The refusal of more rows than a table may hold."""
+    """The ConfigError for more rows than a table may hold."""
     return ConfigError(
         f"table {name} is full: capacity={capacity} rows, {rows} are wanted; set a larger capacity, or hash ids into "
         "fewer"
@@ -313,8 +315,8 @@ class _Hashed:
 
 
 def unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct values (U,) of ids (n,) in order of first appearance, -1 like any other, and the place of each id in
-    them (n,) int32.
+    """Distinct values (U,) of ids (n,) in order of first appearance, and the index of each id in them (n,) int32. -1 is
+    a value like any other.
     """
     ids = np.ascontiguousarray(ids, np.int64)
     distinct, inverse = np.empty(len(ids), np.int64), np.empty(len(ids), np.int32)
@@ -324,8 +326,8 @@ def unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def gather(rows: np.ndarray, inverse: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """out[i] = rows[inverse[i]]: rows (U, width) of `unique` ids for all n ids, into `out` (n, width) of the same
-    dtype.
+    """out[i] = rows[inverse[i]]: the rows (U, width) of `unique` ids, for all n ids, written to `out` (n, width) of the
+    same dtype.
     """
     if out.shape != (len(inverse), rows.shape[1]):
         raise ValueError(f"rows {rows.shape} for {len(inverse)} ids do not fit into {out.shape}")
@@ -334,7 +336,7 @@ def gather(rows: np.ndarray, inverse: np.ndarray, out: np.ndarray) -> np.ndarray
 
 
 def segment_sum(gradients: np.ndarray, inverse: np.ndarray, count: int) -> np.ndarray:
-    """Sums (count, width) of the gradients (n, width) that belong to each unique id, added in their order."""
+    """Sums (count, width) of the gradients (n, width) of each distinct id, added in their order."""
     if len(gradients) != len(inverse):
         raise ValueError(f"{len(gradients)} gradients of {len(inverse)} ids")
     sums = np.zeros((count, gradients.shape[1]), gradients.dtype)

@@ -20,7 +20,9 @@ from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
 
 
 class ShardedTable(ABC):
-    """One table over ranks, which hold all of it, other rows, or other columns."""
+    """One table over all ranks: replicated, or with other rows or other columns on each rank. `givers`: for each rank,
+    whether its gradients count.
+    """
 
     by_rows = by_columns = False
 
@@ -35,19 +37,20 @@ class ShardedTable(ABC):
 
     @abstractmethod
     def lookup(self, ids: np.ndarray, train: bool) -> np.ndarray:
-        """Rows (U, width) of distinct ids (U,)."""
+        """Rows (U, width) of this rank's distinct ids (U,). Collective."""
 
     @abstractmethod
     def merge(self, gradients: np.ndarray) -> float:
-        """Take gradients (U, width) of the ids of the last `lookup` for training; the sum of squares of what this rank
-        will apply.
+        """Take this rank's gradients (U, width) of the ids of the last `lookup` for training. Returns the sum of
+        squares of the gradients that this rank will apply. Collective.
         """
 
     @abstractmethod
     def owns(self, ids: np.ndarray) -> np.ndarray:
-        """Which of the ids (n,) this rank keeps, bool (n,)."""
+        """Which of the ids (n,) this rank keeps: bool (n,)."""
 
     def apply(self, factor: float, lr: float, step: int) -> None:
+        """One optimizer step on the rows of this rank, with the gradients of the last `merge` times `factor`."""
         ids, gradients = self._merged
         self.store.update(ids, gradients, lr, factor, step)
 
@@ -55,8 +58,8 @@ class ShardedTable(ABC):
 class DataParallelTable(ShardedTable):
     """Every rank holds all rows and applies all gradients.
 
-    Ranks tell each other what they have: bytes per rank, for the most distinct ids U of a rank, (n - 1) x U x (8 +
-    width x format); or, for ids of a small range, all rows as one tensor, 2 (n - 1) / n x size x (width + 1) x format,
+    Ranks exchange ids and gradients. Bytes per rank, for the most distinct ids U of a rank: (n - 1) x U x (8 + width x
+    format). For ids of a small range all rows are summed as one tensor, 2 (n - 1) / n x size x (width + 1) x format,
     when that is less.
     """
 
@@ -80,7 +83,7 @@ class DataParallelTable(ShardedTable):
         return np.ones(len(ids), bool)
 
     def _together(self, ids: np.ndarray, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All ranks' ids, distinct, and the sums of their gradients, the same bits on every rank."""
+        """The distinct ids of all ranks, and the sums of their gradients; the same bits on every rank. Collective."""
         size = self._world.size
         counts = torch.zeros(size, dtype=torch.int64)
         counts[self._world.rank] = len(ids)
@@ -105,7 +108,7 @@ class DataParallelTable(ShardedTable):
 
 
 class RowWiseTable(ShardedTable):
-    """Each rank holds the rows of the ids that a hash gives it, and the others ask for them.
+    """Each rank holds the rows of the ids that a hash assigns to it. The others ask for them.
 
     Bytes per rank, for U distinct ids of its rows: (n - 1) / n x U x (8 + 2 x width x format).
     """
@@ -206,12 +209,14 @@ class ColumnWiseTable(ShardedTable):
 
 
 def owner_of(ids: np.ndarray, count: int) -> np.ndarray:
-    """Which of `count` owners a hash gives each id to, (n,) int64."""
+    """Which of `count` owners a hash assigns each id to: (n,) int64."""
     return (mix(ids.astype(np.uint64)) % np.uint64(count)).astype(np.int64)
 
 
 def _exchange(parts: np.ndarray, send: np.ndarray, receive: np.ndarray) -> np.ndarray:
-    """`send[r]` rows of `parts`, in order, to each rank r; what was received, in order of ranks. Collective."""
+    """Send `send[r]` rows of `parts`, in order, to each rank r. Returns what was received, in order of ranks.
+    Collective.
+    """
     out = np.empty((int(receive.sum()), *parts.shape[1:]), parts.dtype)
     dist.all_to_all_single(
         torch.from_numpy(out), torch.from_numpy(np.ascontiguousarray(parts)), receive.tolist(), send.tolist()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from torch import nn
     from torch.nn import Parameter
     from torch.nn.parallel import DistributedDataParallel
 
@@ -113,19 +114,18 @@ class Ddp(Strategy):
         from dtf.model.init import cast, init_model
         from dtf.optim.update import LocalUpdate, full_params
         from dtf.sparse.placement import tables_of
-        from dtf.strategies.ddp_wrap import inflight_bytes, wrap_ddp
         from dtf.strategies.spmd import Replica, Spmd, microbatch_load
 
         model = init_model(task.recipe, task.seed, task.weights)
         masters = cast(model, task.precision, world.device)
         forward, exchange = None, 0
-        if world.size > 1:  # alone, nothing crosses a network: the bare model is the same program
+        if world.size > 1:  # on one rank the bare model is the same program
             forward = wrap_ddp(
                 model, self.bucket_mb, self.static_graph, self.gradient_as_bucket_view, self.find_unused_parameters
             )
             self._install_hook(forward)
             exchange = inflight_bytes(model, microbatch_load(task, world.size)[0], self.gradient_as_bucket_view)
-            if self.shard_optimizer:  # parameters as they are sent around
+            if self.shard_optimizer:  # parameters, as they are broadcast
                 exchange = max(exchange, byte_count([p for p in model.parameters() if p.requires_grad]))
         owned, after = None, None
         if self.shard_optimizer and world.size > 1:
@@ -149,7 +149,7 @@ class Ddp(Strategy):
             case CommHook.bf16:
                 model.register_comm_hook(None, default_hooks.bf16_compress_hook)
             case CommHook.powersgd:
-                # the rehearsal's passes count
+                # the passes of `warmup` count
                 state = powerSGD_hook.PowerSGDState(
                     None, self.powersgd_rank, start_powerSGD_iter=self.powersgd_start + 2
                 )
@@ -157,7 +157,10 @@ class Ddp(Strategy):
 
 
 def _broadcaster(parameters: dict[str, Parameter], shares: list[frozenset[str]]) -> Callable[[], None]:
-    """A function that sends every rank's own parameters to all others. Collective."""
+    """A function that sends the parameters each rank has updated to all others; calling it is collective.
+
+    `shares`: the names of the parameters of each rank.
+    """
     import torch
     import torch.distributed as dist
 
@@ -181,3 +184,43 @@ def _broadcaster(parameters: dict[str, Parameter], shares: list[frozenset[str]])
                 torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
     return broadcast
+
+
+def wrap_ddp(
+    model: nn.Module,
+    bucket_mb: float = 25.0,
+    static_graph: bool = False,
+    gradient_as_bucket_view: bool = True,
+    find_unused_parameters: bool = False,
+) -> DistributedDataParallel:
+    """A model of which every rank has the same numbers, with gradients all-reduced in buckets during backward.
+
+    Collective. The options are those of `Ddp`.
+    """
+    from inspect import signature
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    buffers = (
+        "forward_sync_buffers"
+        if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+        else "broadcast_buffers"
+    )
+    return DistributedDataParallel(
+        model,
+        bucket_cap_mb=bucket_mb,
+        static_graph=static_graph,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        find_unused_parameters=find_unused_parameters,
+        init_sync=False,  # every rank has the same numbers
+        **{buffers: False},  # type: ignore[arg-type]  # running averages are averaged when needed, see Program.sync
+    )
+
+
+def inflight_bytes(model: nn.Module, micro_batches: int, gradient_as_bucket_view: bool = True) -> int:
+    """Bytes of gradients that exist beside the buckets, on their way into one."""
+    from dtf.distributed.sharding import byte_count
+
+    sizes = [byte_count([p]) for p in model.parameters() if p.requires_grad]
+    beside = sum(sizes) if micro_batches > 1 or not gradient_as_bucket_view else 0
+    return beside + (sum(sizes) if micro_batches > 2 else max(sizes))

@@ -1,4 +1,4 @@
-"""The program of one process with several model replicas: threads compute, one reduction makes them agree."""
+"""The program of one process with several model replicas: each computes in a thread, and gradients are summed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from dtf.model.forward import apply_receive, loss_dtype, merge_evaluated, refuse
 from dtf.model.init import cast, init_model
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.placement import tables_of
-from dtf.strategies.spmd import Replica, buffers, load_buffers, microbatch_load, own_averages
+from dtf.strategies.buffers import buffers, load_buffers, own_averages
+from dtf.strategies.spmd import Replica, microbatch_load
 
 
 class DataParallelProgram(Program):
@@ -55,7 +56,7 @@ class DataParallelProgram(Program):
                     LocalUpdate(full_params(model, masters), *options, tables=self._tables, leads=not self._updates)
                 )
         self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
-        self._settled = True
+        self._synced = True
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
@@ -87,14 +88,14 @@ class DataParallelProgram(Program):
         sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
         with section("communication"):
             self._sum_gradients()
-            self._give([i for i, own in enumerate(parts) if own[0] < own[1]])
+            self._push_row_gradients([i for i, (first, last) in enumerate(parts) if first < last])
         with section("optimizer"):
             norms = self._each(lambda i: self._updates[i].apply(ticket.step, ticket.lr), len(self._updates))
         for replica in self._replicas:
             replica.statistics.finish(update_applied(norms[0]))
         with section("communication"):
             self._share_parameters()
-        self._settled = False
+        self._synced = False
         return StepOutput(_total([s for s in sums if s is not None], self._devices[0]), norms[0])
 
     def eval_step(self, batch: Batch | None) -> Evaluated:
@@ -110,7 +111,7 @@ class DataParallelProgram(Program):
                 return None
             return self._replicas[i].evaluate(self._received(batch, first, last, i))
 
-        return merge_evaluated([found for found in self._each(part) if found is not None], self._devices[0])
+        return merge_evaluated([evaluated for evaluated in self._each(part) if evaluated is not None], self._devices[0])
 
     def swap_ema(self, on: bool) -> None:
         for update in self._updates:
@@ -120,7 +121,7 @@ class DataParallelProgram(Program):
             replica.statistics.swap_ema(on)
 
     def sync(self) -> None:
-        if self._settled or len(self._replicas) == 1:
+        if self._synced or len(self._replicas) == 1:
             return
         tensors = [replica.statistics.tensors() for replica in self._replicas]
         for replica in self._replicas:
@@ -129,12 +130,14 @@ class DataParallelProgram(Program):
             mean = torch.stack([t.to(same[0].device) for t in same]).mean(dim=0)
             for t in same:
                 t.copy_(mean)
-        self._settled = True
+        self._synced = True
 
     def state(self) -> State:
         state = self._updates[0].state()
-        own = [box for i, replica in enumerate(self._replicas) for box in own_averages(replica, Shard(i, self.shares))]
-        return State(state.boxes + buffers(self._replicas[0]) + own, state.scalars)
+        averages = [
+            box for i, replica in enumerate(self._replicas) for box in own_averages(replica, Shard(i, self.shares))
+        ]
+        return State(state.boxes + buffers(self._replicas[0]) + averages, state.scalars)
 
     @torch.no_grad()
     def load(self, source: Source) -> None:
@@ -161,29 +164,32 @@ class DataParallelProgram(Program):
             torch._foreach_copy_([p.data for p in trained], [p.data for p in self._trained[0]])
 
     def _accumulate(
-        self, i: int, ticket: Train, batch: Batch, bounds: list[int], own: tuple[int, int], factor: Tensor
+        self, i: int, ticket: Train, batch: Batch, bounds: list[int], part: tuple[int, int], factor: Tensor
     ) -> Tensor | None:
+        """Replica i computes the micro-batches [first, last) of `part`; the metric sums, None when there are none."""
         replica, shard = self._replicas[i], Shard(i, len(self._replicas))
-        if own[0] == own[1]:  # nothing to compute and nobody waits for this replica
+        first, last = part
+        if first == last:  # no other replica waits for this one
             replica.sit_out(len(bounds) - 1, shard.count)
             return None
-        part = self._received(batch, bounds[own[0]], bounds[own[1]], i)
-        return replica.accumulate(ticket, part, bounds, own, shard, factor.to(self._devices[i]))
+        rows = self._received(batch, bounds[first], bounds[last], i)
+        return replica.accumulate(ticket, rows, bounds, part, shard, factor.to(self._devices[i]))
 
     def _looked_up(self, batch: Batch, train: bool) -> Batch:
         """The batch with rows in place of ids, and then as the model gets it, where there are sparse tables."""
         return batch if self._tables is None else self._tables.lookup(apply_receive(batch, self._task), train)
 
-    def _give(self, computed: list[int]) -> None:
-        """Gradients of rows of sparse tables, from the replicas that computed some of the batch."""
+    def _push_row_gradients(self, computed: list[int]) -> None:
+        """Give sparse tables the gradients of their rows, from the replicas `computed` that had rows of the batch."""
         if self._tables is not None:
-            found = [self._replicas[i].row_gradients for i in computed]
+            parts = [self._replicas[i].row_gradients for i in computed]
             self._tables.backward(
-                {name: torch.cat([gradients[name].cpu() for gradients in found]) for name in found[0]}
+                {name: torch.cat([gradients[name].cpu() for gradients in parts]) for name in parts[0]}
             )
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
+        """Sum gradients into the first replica, in order of replicas; with `every`, copy the sums to all."""
         owner = self._trained[0]
         for p, *others in zip(owner, *self._trained[1:], strict=True):
             for other in others:

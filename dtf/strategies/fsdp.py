@@ -16,10 +16,13 @@ from dtf.core.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
     from dtf.api.layout import Layout
     from dtf.distributed.world import World
+    from dtf.optim.update import LocalUpdate
+    from dtf.sparse.sharded_tables import ShardedTables
 
 
 class Unit(Enum):
@@ -90,20 +93,14 @@ class Fsdp(Strategy):
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
-        import torch
-        import torch.distributed as dist
-        from torch.distributed.fsdp import FSDPModule
-
         from dtf.distributed.sharding import byte_count
         from dtf.model.init import build_on_meta, layout_of
-        from dtf.optim.update import LocalUpdate
         from dtf.sparse.placement import tables_of
+        from dtf.strategies.sharded_init import cast_on_meta
         from dtf.strategies.spmd import Replica, Spmd, microbatch_load, single_process
 
         if world.size == 1:
             return single_process(task, world)
-
-        from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, pieces
 
         mesh = world.mesh({"replicate": self.replicate, "shard": world.size // self.replicate})
         model = build_on_meta(task.recipe)
@@ -120,62 +117,44 @@ class Fsdp(Strategy):
             microbatch_load(task, world.size)[0],
         )
         sharded = self._shard(model, units, mesh, task)
+        masters = self._fill(model, task, world)
+        tables = tables_of(task, world, self.tables, share=1 / world.size)
+        update = _update(task, world, mesh, model, masters, tables)
+        replica = Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync)
+        return Spmd(replica, update, task, world, exchange=exchange, tables=tables)
+
+    def _fill(self, model: nn.Module, task: Task, world: World) -> dict[str, torch.Tensor]:
+        """Give a sharded model on meta its memory and initial numbers, in place; returns its master copies by name."""
+        import torch
+        from torch.distributed.fsdp import FSDPModule
+
+        from dtf.strategies.sharded_init import draw, lay_out
+
         masters = lay_out(model, task.precision, torch.device("cpu") if self.offload else world.device)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(world.device)
         for module in model.modules():
-            # it lays out its memory at first use: here, before anything refers to it
+            # FSDP allocates at first use; force it before anything refers to the memory
             if isinstance(module, FSDPModule):
                 module.unshard()
                 module.reshard()
         draw(model, task, masters)
-        group = mesh["shard"].get_group()
-
-        def combine(sums: torch.Tensor) -> torch.Tensor:
-            dist.all_reduce(sums, group=group)
-            return sums
-
-        found = pieces(model, masters, first=mesh["shard"].get_local_rank() == 0)
-        at = [
-            i
-            for i, piece in enumerate(piece for piece in found.values() if piece.parameter.requires_grad)
-            if not piece.shape
-        ]
-
-        def average(gradients: list[torch.Tensor]) -> None:
-            """Of scalars, as FSDP does with slices."""
-            flat = torch.stack([gradients[i] for i in at])
-            world.average(flat)
-            torch._foreach_copy_([gradients[i] for i in at], list(flat))
-
-        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
-        writes = mesh["replicate"].get_local_rank() == 0
-        # what is gathered is out of date when averages stand in
-        reshard = functools.partial(_reshard, model) if task.step.ema else None
-        tables = tables_of(task, world, self.tables, share=1 / world.size)
-        update = LocalUpdate(
-            found,
-            *options,
-            writes=writes,
-            combine=combine,
-            reduce=average if at else None,
-            after=reshard,
-            tables=tables,
-        )
-        replica = Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync)
-        return Spmd(replica, update, task, world, exchange=exchange, tables=tables)
+        return masters
 
     def _exchange(self, sizes: list[int], micro_batches: int) -> int:
-        """Bytes of units that are there in whole: their parameters; two copies of a gradient, as computed and as sent;
-        all gradients, if they add up.
+        """Bytes that exist in whole during a step: gathered parameters, and gradients before they are scattered.
+
+        `sizes`: bytes of each unit. Of a gradient there are two copies, as computed and as sent; with several
+        micro-batches all gradients add up.
         """
         at_once = 1 + self.prefetch if self.reshard_after_forward else len(sizes)
         gathered = max(sum(sizes[i : i + at_once]) for i in range(len(sizes)))
         return gathered + 2 * max(sizes) + (sum(sizes) if micro_batches > 1 else 0)
 
     def _units(self, model: nn.Module, layout: Layout) -> list[list[nn.Module]]:
+        """What is gathered at once, as `unit` says: lists of modules."""
         modules = dict(model.named_modules())
-        # What a module with layers inside owns itself is left to the model as a whole: a unit must not lie in another.
+        # Parameters of a module that has layers inside are gathered with the whole model: units must not be nested.
         owners = [
             module
             for module in model.modules()
@@ -192,9 +171,7 @@ class Fsdp(Strategy):
             ]
         )
 
-    def _shard(
-        self, model: nn.Module, units: list[list[nn.Module]], mesh: torch.distributed.device_mesh.DeviceMesh, task: Task
-    ) -> FSDPModule:
+    def _shard(self, model: nn.Module, units: list[list[nn.Module]], mesh: DeviceMesh, task: Task) -> FSDPModule:
         """Make a model on meta an FSDP model, in place; its parameters become DTensors under the same names.
 
         Collective.
@@ -219,11 +196,10 @@ class Fsdp(Strategy):
             )
 
         def wrap(modules: list[nn.Module], policy: MixedPrecisionPolicy) -> None:
-            again = self.reshard_after_forward
             fully_shard(
                 modules,
                 mesh=mesh,
-                reshard_after_forward=again,
+                reshard_after_forward=self.reshard_after_forward,
                 mp_policy=policy,
                 offload_policy=offload,
                 ignored_params=scalars,
@@ -247,6 +223,52 @@ class Fsdp(Strategy):
         return model
 
 
+def _update(
+    task: Task,
+    world: World,
+    mesh: DeviceMesh,
+    model: nn.Module,
+    masters: dict[str, torch.Tensor],
+    tables: ShardedTables | None,
+) -> LocalUpdate:
+    """The update of this rank's slices of a sharded model."""
+    import torch
+    import torch.distributed as dist
+
+    from dtf.optim.update import LocalUpdate
+    from dtf.strategies.sharded_init import pieces
+
+    group = mesh["shard"].get_group()
+
+    def combine(sums: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks that hold the slices of one copy, in place. Collective."""
+        dist.all_reduce(sums, group=group)
+        return sums
+
+    shards = pieces(model, masters, first=mesh["shard"].get_local_rank() == 0)
+    trained = [shard for shard in shards.values() if shard.parameter.requires_grad]
+    scalars = [i for i, shard in enumerate(trained) if not shard.shape]
+
+    def average_scalars(gradients: list[torch.Tensor]) -> None:
+        """Average the gradients of scalars over all ranks, as FSDP does with slices. Collective."""
+        flat = torch.stack([gradients[i] for i in scalars])
+        world.average(flat)
+        torch._foreach_copy_([gradients[i] for i in scalars], list(flat))
+
+    return LocalUpdate(
+        shards,
+        task.optimizer,
+        task.step.clip_norm,
+        task.precision.loss_scale,
+        writes=mesh["replicate"].get_local_rank() == 0,
+        combine=combine,
+        reduce=average_scalars if scalars else None,
+        # what is gathered is out of date when averages are swapped in
+        after=functools.partial(_reshard, model) if task.step.ema else None,
+        tables=tables,
+    )
+
+
 def _reshard(model: nn.Module) -> None:
     """Drop the parameters that are gathered at the moment."""
     from torch.distributed.fsdp import FSDPModule
@@ -257,21 +279,21 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _joined(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
-    """Units that share a parameter as one: a unit gathers what it owns."""
-    found: list[tuple[set[int], list[nn.Module]]] = []
+    """The units, with those that share a parameter made one: a unit gathers what it owns."""
+    joined: list[tuple[set[int], list[nn.Module]]] = []
     for unit in units:
         owned = {id(parameter) for module in unit for parameter in module.parameters()}
-        same = [other for other in found if other[0] & owned]
+        same = [other for other in joined if other[0] & owned]
         if not same:
-            found.append((owned, [*unit]))
+            joined.append((owned, [*unit]))
             continue
         same[0][0].update(owned)
         same[0][1].extend(unit)
         for other in same[1:]:
             same[0][0].update(other[0])
             same[0][1].extend(other[1])
-            found.remove(other)
-    return [modules for _, modules in found]
+            joined.remove(other)
+    return [modules for _, modules in joined]
 
 
 def _by_size(owners: list[nn.Module]) -> list[list[nn.Module]]:

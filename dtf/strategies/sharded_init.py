@@ -1,4 +1,4 @@
-"""Models of which each rank holds slices: drawing them, and the slices as an update and a checkpoint take them."""
+"""Models of which each rank holds slices: their initial numbers, and the slices as updates and checkpoints use them."""
 
 from __future__ import annotations
 
@@ -15,77 +15,78 @@ from dtf.optim.update import ParamShard
 
 
 def cast_on_meta(model: nn.Module, precision: Precision, computing: bool) -> None:
-    """Give a model without numbers the formats in which its tensors compute; or those in which its parameters are kept,
-    but for scalars.
+    """Cast a model on meta, in place.
 
-    Who gathers slices casts them; scalars have no slices.
+    `computing`: to the formats in which its tensors compute, else to those in which its parameters are kept.
+
+    Scalars always get the format in which they compute: they have no slices, which would be cast when gathered.
     """
-    found = formats(model, precision)
+    dtypes = formats(model, precision)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in found:
-            tensor.data = tensor.data.to(found[name][computing or not tensor.dim()])
+        if name in dtypes:
+            tensor.data = tensor.data.to(dtypes[name][computing or not tensor.dim()])
 
 
 def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, Tensor]:
-    """Memory for a model on meta; returns that of the master copies, by name, where parameters have another format than
-    the one they are kept in.
+    """Allocate a model on meta on a device, in place, without initial numbers.
+
+    Returns memory for master copies by name, of the parameters that compute in another format than they are kept in.
     """
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             owners.setdefault(id(parameter), []).append((module, key))
     model.to_empty(device=device)
-    for (first, name), *others in owners.values():  # it breaks ties
+    for (first, name), *others in owners.values():  # `to_empty` unties shared parameters
         for module, key in others:
             module._parameters[key] = first._parameters[name]
-    found, parameters = formats(model, precision), dict(model.named_parameters())
+    dtypes, parameters = formats(model, precision), dict(model.named_parameters())
     return {
-        name: torch.empty_like(local(p.detach()), dtype=found[name][0])
+        name: torch.empty_like(local(p.detach()), dtype=dtypes[name][0])
         for name, p in parameters.items()
-        if p.dtype is not found[name][0]
+        if p.dtype is not dtypes[name][0]
     }
 
 
 def pieces(model: nn.Module, masters: Mapping[str, Tensor] | None = None, first: bool = True) -> dict[str, ParamShard]:
-    """This rank's slices of a model whose parameters are DTensors or plain tensors; the optimizer steps the slices, or
-    their `masters`.
+    """This rank's slices of a model, by name. Parameters are DTensors or plain tensors.
 
-    `first`: whether this rank counts for the tensors that all ranks of its group hold in whole.
+    The optimizer steps the slices, or their `masters` where there are some. `first`: whether this rank writes the
+    tensors that all ranks of its group hold in whole.
     """
-    found = {}
+    shards = {}
     for name, parameter in model.named_parameters():
-        here = local(parameter.detach())
-        found[name] = ParamShard(
+        data = local(parameter.detach())
+        shards[name] = ParamShard(
             parameter,
-            here,
-            (masters or {}).get(name, here),
+            data,
+            (masters or {}).get(name, data),
             tuple(parameter.shape),
             offset(parameter),
             first or is_dtensor(parameter),
         )
-    return found
+    return shards
 
 
 @torch.no_grad()
 def draw(model: nn.Module, task: Task, masters: Mapping[str, Tensor] | None = None) -> None:
-    """Fill a model and its master copies with the numbers that `init.draw_model` would give it. Never holds more than a
-    module in whole.
+    """Fill a model and its master copies with the numbers that `init.init_model` would give it, in place.
 
-    Of numbers to start from, this rank reads its own parts.
+    Never holds more than one module in whole. Of weights to start from, this rank reads its own slices.
     """
     weights = task.weights
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for module, found in init_modules(task.recipe, task.seed, build_on_meta(task.recipe)):
-        for name, whole in found.items():
+    for module, initial in init_modules(task.recipe, task.seed, build_on_meta(task.recipe)):
+        for name, whole in initial.items():
             if name not in tensors:  # another rank has it
                 continue
-            here = local(tensors[name].detach())
+            data = local(tensors[name].detach())
             begin = offset(tensors[name])
             if weights is not None and name in weights:
-                part = weights.read(name, begin, tuple(here.shape))
+                part = weights.read(name, begin, tuple(data.shape))
             else:
-                part = whole[tuple(slice(at, at + size) for at, size in zip(begin, here.shape, strict=True))]
-            here.copy_(part)
+                part = whole[tuple(slice(at, at + size) for at, size in zip(begin, data.shape, strict=True))]
+            data.copy_(part)
             if masters and name in masters:
                 masters[name].copy_(part)
         module._parameters.clear()

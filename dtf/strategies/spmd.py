@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +13,14 @@ from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Update
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
-from dtf.core.types import Batch, Box, Evaluated, Memory, Shard, State, StepOutput, Train
+from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
 from dtf.data.samplers import cut, share
 from dtf.distributed.device_mesh import ParallelDims
-from dtf.distributed.sharding import byte_count, is_dtensor, local, offset
+from dtf.distributed.sharding import byte_count, is_dtensor, local
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
-from dtf.model.batch_statistics import EMA_SUFFIX, BatchNormStatistics
-from dtf.model.ema import EMA_PREFIX
+from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
     ForwardPass,
@@ -40,12 +38,10 @@ from dtf.model.memory import Footprint, activations
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.placement import tables_of
+from dtf.strategies.buffers import buffers, buffers_kept, load_buffers, own_averages
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
-
-SHARE = "share_"
-"""Tensors under `share_<index>/` belong to one share of the rows; all others to the run."""
 
 
 class Replica:
@@ -74,7 +70,7 @@ class Replica:
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._looked_up = tuple(task.recipe.tables())
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
-        self._trials: list[tuple[int, Footprint]] = []  # of the rehearsal's passes, with their rows
+        self._trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows
         self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
         model.train()
 
@@ -83,44 +79,45 @@ class Replica:
         ticket: Train,
         batch: Batch,
         bounds: list[int],
-        own: tuple[int, int],
+        micro_batches: tuple[int, int],
         shard: Shard,
         factor: Tensor,
     ) -> Tensor:
-        """Forward and backward over the micro-batches [own) of a global batch cut at `bounds`; gradients add up in the
-        parameters.
+        """Forward and backward over some micro-batches of a global batch; gradients add up in the parameters.
 
-        `batch` holds the rows of these micro-batches. The gradient is that of `factor` x (sum of loss over rows), and
-        NaN everywhere when the loss is not finite. Returns the metric sums (M,), and leaves gradients of rows of sparse
-        tables in `row_gradients`; running averages wait for `statistics.finish`.
+        `bounds`: where the global batch is cut; `micro_batches`: [first, last) of this share; `batch`: the rows of
+        these. The gradient is that of `factor` x (sum of loss over rows), and NaN everywhere when the loss is not
+        finite. Returns the metric sums, shape (M,), and leaves the gradients of rows of sparse tables in
+        `row_gradients`. Running averages wait for `statistics.finish`.
         """
-        first, last = own
+        first, last = micro_batches
         if not self.model.training:
             self.model.train()
         self.statistics.begin(last - first, len(bounds) - 1, shard.count)
         if first == last:  # padding rows: collectives in the backward pass need a pass, the gradient is zero
             parts = [with_leaves(batch, self._looked_up)]
-            sums = [self._pass(parts[0], factor, True)]
+            sums = [self._pass(parts[0], factor, last=True)]
         else:
             at = [bound - bounds[first] for bound in bounds[first : last + 1]]
             parts = [rows_of(batch, *ends) for ends in pairwise(at)] if last - first > 1 else [batch]
             parts = [with_leaves(part, self._looked_up) for part in parts]
-            # another rank has one more
+            # another rank has one more, and all make the same number of passes
             if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):
                 self.statistics.begin_padding()
-                self._pass(parts[0]._replace(weight=torch.zeros_like(parts[0].weight)), factor, False)
+                self._pass(parts[0]._replace(weight=torch.zeros_like(parts[0].weight)), factor, last=False)
             sums = []
             for j, part in enumerate(parts):
                 self.masks.begin_micro_batch(ticket.step, first + j)
                 self.statistics.begin_micro_batch(j)
-                sums.append(self._pass(part, factor, j == len(parts) - 1))
+                sums.append(self._pass(part, factor, last=j == len(parts) - 1))
         self.statistics.end()
         self.row_gradients = leaf_gradients(parts, self._looked_up)
         return sum(sums[1:], start=sums[0])
 
     def sit_out(self, micro_batches: int, shares: int) -> None:
-        """A step in which this replica has no micro-batch and nobody waits for it; running averages decay all the
-        same.
+        """A step without a micro-batch for this replica, where no other rank waits for its passes.
+
+        Its running averages decay all the same.
         """
         self.model.train()
         self.statistics.begin(0, micro_batches, shares)
@@ -140,28 +137,28 @@ class Replica:
             else:
                 # Not backward(): hooks that sum gradients over ranks must see each parameter once a step (DDP with a
                 # static graph counts).
-                wanted = [*self._trained, *(batch.inputs[name] for name in self._looked_up)]
-                gradients = torch.autograd.grad(total, wanted, seed, allow_unused=True)
-                for parameter, gradient in zip(wanted, gradients, strict=True):
+                inputs = [*self._trained, *(batch.inputs[name] for name in self._looked_up)]
+                gradients = torch.autograd.grad(total, inputs, seed, allow_unused=True)
+                for parameter, gradient in zip(inputs, gradients, strict=True):
                     if gradient is not None:
                         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return self._passes.measure(outputs, batch, loss)
 
     def warmup(self, batch: Batch, spread: bool) -> bool:
-        """Two passes, over two rows and over all, whose results are forgotten; returns whether the model drew from the
-        global generator.
+        """Two passes, over two rows and over all, whose results are dropped. Collective where passes are.
 
-        DDP lays out its buckets anew at the start of its second pass, and the order of a sum over more than two ranks
-        depends on an element's place in a bucket: without this, the step after a resume would differ from the same step
-        of an unbroken run in the last bits. ConfigError for what cannot run: a lone row under batch normalisation, and
-        if `spread`, buffers that the forward pass changes.
+        Returns whether the model drew from the global generator. DDP lays out its buckets anew at the start of its
+        second pass, and the order of a sum over more than two ranks depends on an element's place in a bucket: without
+        this, the step after a resume would differ from the same step of an unbroken run in the last bits. ConfigError
+        for what cannot run: a single row under batch normalisation, and, if the rows are divided (`spread`), buffers
+        that the forward pass changes.
         """
-        state, self._trials = None, []
+        state_before, self._trials = None, []
         try:
             with buffers_kept(self, spread, "launcher.processes=1"):
                 for part in (with_leaves(rows, self._looked_up) for rows in (rows_of(batch, 0, 2), batch)):
                     self.masks.begin_micro_batch(0, 0)
-                    state = self.masks.rng_state()
+                    state_before = self.masks.rng_state()
                     with Footprint() as footprint:
                         self._pass(part, torch.ones((), device=self._device), last=True)
                     self._trials.append((len(part.ids), footprint))
@@ -180,12 +177,12 @@ class Replica:
             raise ConfigError(
                 "some parameters got no gradient in a step; set strategy.find_unused_parameters=true"
             ) from error
-        return state is not None and not torch.equal(state, self.masks.rng_state())
+        return state_before is not None and not torch.equal(state_before, self.masks.rng_state())
 
     def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:
-        """With so many micro-batches a step of so many rows each; after `warmup`."""
+        """Bytes of a step with this number of micro-batches, of this number of rows each. After `warmup`."""
         parameters, gradients, optimizer, tables = update.bytes()
-        # else whoever wraps the model knows where gradients wait
+        # otherwise the wrapper of the model knows where gradients wait
         if self._forward is self.model and self._sync is None:
             gradients += pending_grad_bytes(
                 [byte_count([parameter]) for parameter in map(local, self._trained)], micro_batches
@@ -203,10 +200,11 @@ class Replica:
 
 
 class Spmd(Program):
-    """A replica on every rank and an update that makes them agree; the wrapped forward does the talking, if any.
+    """A replica on every rank, and an update that makes them agree.
 
-    `dims`: where several ranks are one replica; then gradients come summed over replicas, else averaged over ranks, as
-    torch does. `exchange`: bytes of what is on its way between ranks, see Memory. `tables`: those of the update.
+    `dims`: given where several ranks compute one replica. Then gradients arrive summed over replicas, otherwise
+    averaged over ranks, as torch's wrappers do. `exchange`: bytes in flight between ranks, see Memory. `tables`: the
+    sparse tables that the update holds.
     """
 
     def __init__(
@@ -227,8 +225,8 @@ class Spmd(Program):
         self.micro_batch_rows = task.step.rows_each(self.shares)
         self._replica, self._update, self._task, self._world, self._dims = replica, update, task, world, dims
         self._average = dims.average if dims else world.average
-        self._settled, self._exchange = True, exchange
-        self._unsaid = torch.zeros(2, device=world.device)
+        self._synced, self._exchange = True, exchange
+        self._no_norm = torch.zeros(2, device=world.device)
         self._factor = torch.full((), 1.0 if dims else world.size, device=world.device, dtype=loss_dtype(task))
 
     def prepare(self, batch: Batch | None) -> Batch | None:
@@ -259,30 +257,30 @@ class Spmd(Program):
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
         bounds = cut(ticket.rows, self.micro_batch_rows)
-        own = share(len(bounds) - 1, self._share)
+        micro_batches = share(len(bounds) - 1, self._share)
         self._update.begin()
         if self._tables is not None:
             batch = self._tables.lookup(batch, train=True)
         factor = self._update.scale(self._factor / ticket.rows)
-        sums = self._replica.accumulate(ticket, batch, bounds, own, self._share, factor)
+        sums = self._replica.accumulate(ticket, batch, bounds, micro_batches, self._share, factor)
         if self._tables is not None:
             self._tables.backward(self._replica.row_gradients)
-        self._settled = False
+        self._synced = False
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
         self._replica.statistics.finish(update_applied(norm))
-        # every rank knows the norm, one tells it
-        return StepOutput(self._said(sums), norm if self._world.rank == 0 else self._unsaid)
+        # every rank knows the norm, one reports it
+        return StepOutput(self._counted_once(sums), norm if self._world.rank == 0 else self._no_norm)
 
     def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
         if self._tables is not None:
             batch = self._tables.lookup(batch, train=False)
         sums, rows = self._replica.evaluate(batch)
-        return Evaluated(self._said(sums), rows if self._reads else None)
+        return Evaluated(self._counted_once(sums), rows if self._reads else None)
 
-    def _said(self, sums: Tensor) -> Tensor:
-        """Sums of rows that several ranks have are told by one of them."""
+    def _counted_once(self, sums: Tensor) -> Tensor:
+        """The sums, or zeros on a rank whose rows another rank reports."""
         return sums if self._reads else torch.zeros_like(sums)
 
     def swap_ema(self, on: bool) -> None:
@@ -290,14 +288,14 @@ class Spmd(Program):
         self._replica.statistics.swap_ema(on)
 
     def sync(self) -> None:
-        if not self._settled:
+        if not self._synced:
             self._replica.statistics.average(self._average)
-            self._settled = True
+            self._synced = True
 
     def state(self) -> State:
         state = self._update.state()
-        kept = buffers(self._replica, self._reads) if self._share.index == 0 else []
-        return State(state.boxes + kept + own_averages(self._replica, self._share, self._reads), state.scalars)
+        common = buffers(self._replica, self._reads) if self._share.index == 0 else []
+        return State(state.boxes + common + own_averages(self._replica, self._share, self._reads), state.scalars)
 
     def load(self, source: Source) -> None:
         self._update.load(source)
@@ -311,7 +309,7 @@ class Spmd(Program):
 
 
 def single_process(task: Task, world: World) -> Program:
-    """The program of one rank: with nothing to divide, the bare model is the same under every strategy."""
+    """The program of a run with one rank: the bare model, the same under every strategy."""
     model = init_model(task.recipe, task.seed, task.weights)
     masters = cast(model, task.precision, world.device)
     tables = tables_of(task, world, Placement.replicated)
@@ -321,93 +319,18 @@ def single_process(task: Task, world: World) -> Program:
     return Spmd(Replica(model, task, world.device), update, task, world, tables=tables)
 
 
-class Part(Protocol):
-    """A model or a part of one, with what it averages."""
-
-    model: nn.Module
-    statistics: BatchNormStatistics
-
-
-@contextmanager
-def buffers_kept(part: Part, spread: bool, instead: str) -> Iterator[None]:
-    """Passes whose effects on buffers are forgotten.
-
-    ConfigError, if `spread`, for one that they changed and that is no running average.
-    """
-    tensors = {name: local(buffer) for name, buffer in part.model.named_buffers()}
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    yield
-    averages = set(part.statistics.names())
-    for name, tensor in tensors.items():
-        if spread and name not in averages and not torch.equal(tensor, before[name]):
-            raise ConfigError(
-                f"the forward pass changes the buffer {name}, which only one process can keep right; use {instead}"
-            )
-        tensor.copy_(before[name])
-
-
-def buffers(part: Part, first: bool = True) -> list[Box]:
-    """Boxes of the model's persistent buffers, running averages and their counters included; those held in whole of the
-    `first` rank alone.
-    """
-    kept = part.model.state_dict().keys() - dict(part.model.named_parameters()).keys()
-    counters = [(name, torch.tensor(steps)) for name, steps in part.statistics.counters().items()]
-    found = [*((name, b) for name, b in part.model.named_buffers() if name in kept), *counters]
-    return [_box(stored(name), b, b) for name, b in found if first or is_dtensor(b)]
-
-
-def stored(name: str) -> str:
-    """What a buffer is called in a checkpoint."""
-    return f"{EMA_PREFIX}{name.removesuffix(EMA_SUFFIX)}" if name.endswith(EMA_SUFFIX) else f"model/{name}"
-
-
-def own_averages(part: Part, shard: Shard, first: bool = True) -> list[Box]:
-    """Boxes of the running averages of this share of the rows alone.
-
-    With as many shares a run goes on from them, else from their mean.
-    """
-    if shard.count == 1:  # they are the mean
-        return []
-    whole = dict(part.model.named_buffers())
-    own = part.statistics.stashed().items()
-    return [_box(f"{SHARE}{shard.index}/{name}", t, whole[name]) for name, t in own if first or is_dtensor(whole[name])]
-
-
-@torch.no_grad()
-def load_buffers(part: Part, source: Source, shard: Shard) -> None:
-    """Inverse of `buffers` and `own_averages`."""
-    kept, whole = set(part.model.state_dict()), dict(part.model.named_buffers())
-
-    def take(name: str, tensor: Tensor, into: Tensor) -> None:
-        into.copy_(source.read(name, offset(tensor), tuple(into.shape)))
-
-    for name, buffer in whole.items():
-        if name in kept:
-            take(stored(name), buffer, local(buffer))
-    for name in part.statistics.counters():
-        part.statistics.restore(int(source.read(f"model/{name}", shape=())))
-    if len({name.split("/")[0] for name in source.names() if name.startswith(SHARE)}) == shard.count > 1:
-        part.statistics.stash()
-        for name, held in part.statistics.stashed().items():
-            take(f"{SHARE}{shard.index}/{name}", whole[name], held)
-
-
 def microbatch_load(task: Task, shares: int, micro_batch_rows: int = 0) -> tuple[int, int]:
-    """How many micro-batches the largest share has, and how many rows the largest of them.
+    """(micro-batches of the largest share, rows of the largest micro-batch).
 
-    `micro_batch_rows=0`: one for each share, if not set.
+    `micro_batch_rows=0`: as `step.micro_batch_rows` says, or one micro-batch for each share.
     """
     bounds = cut(task.step.batch_size, micro_batch_rows or task.step.rows_each(shares))
     return -(-(len(bounds) - 1) // shares), max(b - a for a, b in pairwise(bounds))
 
 
 def pending_grad_bytes(sizes: list[int], micro_batches: int) -> int:
-    """Bytes of gradients, of these sizes, of a micro-batch that are not yet added to those of the ones before it: see
-    `Replica._pass`.
+    """Bytes of a micro-batch's gradients that wait to be added to those before it, see `Replica._pass`.
+
+    `sizes`: bytes of each parameter's gradient.
     """
     return 0 if micro_batches == 1 else max(sizes) if micro_batches == 2 else sum(sizes)
-
-
-def _box(name: str, tensor: Tensor, like: Tensor) -> Box:
-    """`tensor` as the part of a global tensor that `like`, perhaps a DTensor, is."""
-    return Box(name, local(tensor.detach()), tuple(like.shape), offset(like))

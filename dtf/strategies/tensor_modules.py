@@ -1,5 +1,5 @@
-"""Tensor parallelism: modules that keep slices of their weights and talk to the other ranks of their group, by what a
-layout says of them.
+"""Tensor parallelism: modules that hold slices of their weights, as a layout says, and communicate with the other ranks
+of their group.
 
 A module keeps its name, its code and its parameters' names; its class changes to one whose tensors are DTensors and
 whose forward, unchanged, sees this rank's slices: torch's DTensor has no rule for convolutions over divided channels.
@@ -32,7 +32,7 @@ def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> N
     """Divide the named modules of a model on meta over a mesh of one axis, in place; see `layout.Split`. Not
     collective.
 
-    ConfigError for a module that cannot be divided like that, or slices that would be empty or cut a group of channels.
+    ConfigError for a module that cannot be divided so, and for slices that would be empty or cut a group of channels.
     """
     modules = dict(model.named_modules())
     width, axis = 0, -1  # of the activations between a column and its row
@@ -44,11 +44,11 @@ def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> N
             module.__dict__["_slice"] = (axis, width, *bounds(width, mesh.size(), mesh.get_local_rank()))
             continue
         kind = _kind(name, module, split)
-        mine = {id(parameter) for parameter in module.parameters()}
+        parameters = {id(parameter) for parameter in module.parameters()}
         shared = [
             other
             for other, tied in modules.items()
-            if tied is not module and mine & {id(parameter) for parameter in tied._parameters.values()}
+            if tied is not module and parameters & {id(parameter) for parameter in tied._parameters.values()}
         ]
         if shared:
             raise ConfigError(
@@ -109,8 +109,8 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: DTensor) -> Tensor:  # type: ignore[override]
         ctx.like = whole.device_mesh, whole.placements, whole.shape, whole.stride()
-        here = whole.to_local()
-        return here.view_as(here)
+        local = whole.to_local()
+        return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor:  # type: ignore[override]
@@ -185,7 +185,7 @@ class _Grouped(_Divided):
 
 
 class _Norm(_Divided):
-    """Batch normalisation, a channel at a time: nothing crosses between ranks."""
+    """Batch normalisation, a channel at a time: no communication."""
 
     _axes = MappingProxyType({"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0})
 
@@ -197,10 +197,10 @@ class _Features(_Divided):
 
 
 class _Ids(_Divided):
-    """An embedding by ids: every rank looks up those it has, the others count as zero.
+    """An embedding by ids: every rank looks up the ids it holds, and rows of other ids count as zero.
 
-    An id outside the table becomes NaN, so that the update is skipped and counted: to raise would be to wait for the
-    device.
+    The row of an id outside the table is NaN, so that the update is skipped and counted. Raising an error would have
+    to wait for the device.
     """
 
     _axes = MappingProxyType({"weight": 0})
@@ -220,8 +220,8 @@ class _Ids(_Divided):
         local = ids - self._first
         others = (local < 0) | (local >= rows)
         beyond = (ids < 0) | (ids >= cast(int, self.num_embeddings))
-        found = super().forward(local.clamp(0, rows - 1)).masked_fill(others[..., None], 0.0)
-        return total(found.masked_fill(beyond[..., None], torch.nan), self._group)
+        looked_up = super().forward(local.clamp(0, rows - 1)).masked_fill(others[..., None], 0.0)
+        return total(looked_up.masked_fill(beyond[..., None], torch.nan), self._group)
 
 
 def sliced(tensor: Tensor, axis: int, mesh: DeviceMesh) -> DTensor:
@@ -241,6 +241,7 @@ def _check_enough(name: str, count: int, of: str, size: int) -> None:
 
 
 def _outputs(module: nn.Module) -> int:
+    """Features or channels of a layer's output."""
     return cast(
         int,
         getattr(module, "out_features", None)
@@ -250,6 +251,7 @@ def _outputs(module: nn.Module) -> int:
 
 
 def _kind(name: str, module: nn.Module, split: Split) -> type[_Divided]:
+    """The class of a module that is split so. ConfigError when there is none."""
     plain_convolution = isinstance(module, CONVOLUTIONS) and module.groups == 1
     match split:
         case Split.column | Split.classes if isinstance(module, nn.Linear) or (

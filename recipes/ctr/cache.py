@@ -1,5 +1,6 @@
-"""What is made of a log once, in a folder that may be deleted at any time: made by one process while others wait, then
-mapped by all.
+"""A cache of files that are made of a log once: one process makes them while others wait, then all map them.
+
+The cache may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -20,31 +21,32 @@ import numpy as np
 from dtf.core.errors import DataError
 from dtf.recipes.ctr.files import status
 
-FORMAT = 1  # of all that is kept; part of every key
+FORMAT = 1  # of the cached files; part of every key
 _log = logging.getLogger(__name__)
 
 
 def stamp(paths: Sequence[Path]) -> list[list[Any]]:
-    """What changes when one of the files does: names, sizes and modification times."""
-    return [[os.path.realpath(path), (found := status(path)).st_size, found.st_mtime_ns] for path in paths]
+    """Names, sizes and modification times of files, as JSON: another value when a file changes."""
+    return [[os.path.realpath(path), (state := status(path)).st_size, state.st_mtime_ns] for path in paths]
 
 
-def kept(cache: Path, key: Any, make: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
-    """The folder in `cache` that belongs to `key` (JSON), and what `make` said of it.
+def cached(cache: Path, key: Any, make: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+    """The folder in `cache` for `key` (JSON), and what `make` returned for it (JSON).
 
-    When there is none, or its files are damaged, `make` fills a new one with files and returns JSON. DataError when it
-    cannot be written: what `make` reads it must have errors of its own for.
+    Where there is no such folder, or its files are damaged, `make` writes files into a new one. DataError when the
+    cache cannot be written. `make` must raise errors of its own for what it reads: an OSError of its would be taken for
+    one of the cache.
     """
     folder = cache / hashlib.sha256(json.dumps([FORMAT, key]).encode("utf-8", "surrogateescape")).hexdigest()[:24]
     try:
         cache.mkdir(parents=True, exist_ok=True)
         while True:
-            seen = _identity(folder)
-            if (found := _intact(folder)) is not None:  # ranks read the files at the same time, so without the lock
-                return folder, found
+            identity = _identity(folder)
+            if (result := _intact(folder)) is not None:  # ranks read the files at the same time, so without the lock
+                return folder, result
             with open(f"{folder}.lock", "w") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # the kernel lets go of it when the process dies
-                if _identity(folder) == seen:  # nobody has made it meanwhile
+                fcntl.flock(file, fcntl.LOCK_EX)  # the kernel releases it when the process dies
+                if _identity(folder) == identity:  # no other process has made it meanwhile
                     return folder, _made(folder, make)
     except OSError as error:
         raise DataError(
@@ -62,23 +64,23 @@ def _made(folder: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any
             shutil.rmtree(stale)
     building.mkdir()
     try:
-        said = make(building)
+        result = make(building)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
     digests = {path.name: _crc32(path) for path in sorted(building.iterdir())}
-    (building / "meta.json").write_text(json.dumps({"said": said, "digests": digests}))
+    (building / "meta.json").write_text(json.dumps({"said": result, "digests": digests}))
     building.rename(folder)
-    return said
+    return result
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Another one for a folder that has been made anew; None: there is none."""
+    """A value that changes when the folder is made again; None when there is no folder."""
     try:
-        found = folder.stat()
+        state = folder.stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_ctime_ns
+    return state.st_ino, state.st_ctime_ns
 
 
 def _intact(folder: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Data sets of click logs: `Queued` reads blocks of a log as they are wanted, `Columns` has read all of it before.
+"""Data sets of click logs: `Queued` reads the rows of a batch from the log, `Columns` has parsed the whole log before.
 
 Neither knows a file format or a model.
 """
@@ -22,7 +22,7 @@ from dtf.api.recipe import Dataset
 from dtf.core.errors import DataError
 from dtf.recipes.ctr.encode import Encoder
 from dtf.recipes.ctr.lines import REASONS
-from dtf.recipes.ctr.log import Log, Places
+from dtf.recipes.ctr.log import Log, RowLocations
 
 CHUNK_ROWS = 1 << 14
 """Rows that a thread parses at once where a whole log is read."""
@@ -37,7 +37,7 @@ class Clicks(Dataset):
     ids, and counts for nothing.
     """
 
-    def __init__(self, places: Places, allowed: int, queue_rows: int, threads: int) -> None:
+    def __init__(self, places: RowLocations, allowed: int, queue_rows: int, threads: int) -> None:
         self.places, self.allowed, self.queue_rows, self.threads = places, allowed, queue_rows, threads
         self.bad: dict[int, str] = {}
 
@@ -45,7 +45,7 @@ class Clicks(Dataset):
         return self.places.starts[-1]
 
     def _note(self, row: int, why: int) -> None:
-        """DataError for a bad row where none is allowed."""
+        """Record a bad row. DataError where none is allowed."""
         text = f"{self.places[row]}: {REASONS[why]}"
         if not self.allowed:
             raise DataError(
@@ -58,9 +58,7 @@ class Clicks(Dataset):
 
 
 class Queued(Clicks):
-    """Reads and parses the rows of a batch when it is fetched, in the thread that fetches it: nothing else is kept in
-    memory.
-    """
+    """Reads and parses the rows of a batch in the thread that fetches it. No other rows are in memory."""
 
     def __init__(
         self, log: Log, encoder: Encoder, allowed: int, queue_rows: int, threads: int, block_rows: int
@@ -95,11 +93,11 @@ class Queued(Clicks):
 
 
 class Columns(Clicks):
-    """All rows, parsed and encoded before, in files that all ranks of a host map: their memory is paid for once."""
+    """All rows, parsed and encoded before, in files that all ranks of a host map, so that they are in memory once."""
 
-    def __init__(self, folder: Path, said: dict[str, Any], allowed: int, queue_rows: int) -> None:
-        super().__init__(Places(**said["places"]), allowed, queue_rows, 1)
-        self._about = said["about"]
+    def __init__(self, folder: Path, made: dict[str, Any], allowed: int, queue_rows: int) -> None:
+        super().__init__(RowLocations(**made["places"]), allowed, queue_rows, 1)
+        self._about = made["about"]
         self._labels, self._ids = (
             np.load(folder / f"{name}.npy", "r", allow_pickle=False) for name in ("labels", "ids")
         )
@@ -126,7 +124,7 @@ class Columns(Clicks):
 
     @staticmethod
     def make(folder: Path, log: Log, encoder: Encoder, small: bool, threads: int) -> dict[str, Any]:
-        """Parse and encode all of a log into files; returns what the constructor wants to know.
+        """Parse and encode a whole log into files; returns the JSON that the constructor takes as `made`.
 
         `small`: ids fit into 32 bits.
         """
@@ -145,10 +143,10 @@ class Columns(Clicks):
         def read(first: int) -> tuple[np.ndarray, np.ndarray]:
             last = min(first + CHUNK_ROWS, log.rows)
             parsed = log.parse(first, last)
-            some, ids[first:last] = encoder.encode(parsed)
+            chunk, ids[first:last] = encoder.encode(parsed)
             labels[first:last] = parsed.labels
             if numbers is not None:
-                numbers[first:last] = some
+                numbers[first:last] = chunk
             bad = np.flatnonzero(parsed.why)
             return bad + first, parsed.why[bad]
 
@@ -171,7 +169,7 @@ def keys_of(log: Log, encoder: Encoder, threads: int) -> Iterator[np.ndarray]:
 
 
 def cores() -> int:
-    """That this process may use: while it reads a log for all, the other ranks of the host wait."""
+    """Cores that this process may use: all of them, as the other ranks of the host wait while it reads a log."""
     return len(os.sched_getaffinity(0))
 
 

@@ -34,8 +34,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class World:
-    """Who clicks on what: the same for all rows. `offsets` (F + 1,): the ids of field f are offsets[f] to offsets[f +
-    1] - 1, the first the most frequent.
+    """The distribution that all rows are drawn from. `offsets` (F + 1,): the ids of field f are offsets[f] to
+    offsets[f + 1] - 1, the most frequent first.
 
     A logit is BIAS plus three parts, each scaled to its share: effects of the ids, products of hidden vectors of four
     numbers for some pairs of fields, and a weighted sum of the integers' logarithms.
@@ -49,7 +49,7 @@ class World:
 
     @staticmethod
     def make(seed: int, fields: int, ids: int, skew: float) -> World:
-        """Sizes of fields rise geometrically. Parts are scaled by what a sample of rows says of them."""
+        """Sizes of fields rise geometrically. The parts are scaled by their deviation over a sample of rows."""
         offsets = np.concatenate([[0], np.cumsum(_sizes(fields, ids))]).astype(np.int64)
         bare = World(seed_of(seed, "world"), offsets, skew, np.zeros(3), np.ones(3))
         parts = bare.draw(np.arange(_PILOT_ROWS), seed_of(seed, "pilot")).parts
@@ -58,7 +58,7 @@ class World:
         return World(bare.key, offsets, skew, parts.mean(axis=0), scales)
 
     def draw(self, rows: np.ndarray, stream: int) -> Drawn:
-        """Rows by number, of a stream of them."""
+        """The rows with these numbers, of a stream of them."""
         fields = len(self.offsets) - 1
         ids, numbers = np.empty((len(rows), fields), np.int64), np.empty((len(rows), INTEGERS), np.int64)
         dense, parts, chance = np.empty(numbers.shape, np.float32), np.empty((len(rows), 3)), np.empty(len(rows))
@@ -107,7 +107,7 @@ class Generated(Dataset):
         return self._world.draw(np.ascontiguousarray(rows), self._stream)
 
     def best_possible(self) -> dict[str, float]:
-        """AUC and log loss of the true probabilities over all rows: no model can be expected to do better."""
+        """AUC and log loss of the true probabilities over all rows. No model can be expected to be better."""
         parts = [
             self.draw(np.arange(first, min(first + (1 << 16), self._rows))) for first in range(0, self._rows, 1 << 16)
         ]

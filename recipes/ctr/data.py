@@ -1,4 +1,4 @@
-"""Where the rows of a click recipe come from, and what becomes of them: the config node `recipe.data`.
+"""The rows of a click recipe: what any config node `recipe.data` must tell the model.
 
 Imports without torch, numpy and numba.
 """
@@ -19,7 +19,7 @@ MOST_ROWS = 1 << 40
 
 @dataclass(kw_only=True)
 class DataOptions(ABC):
-    """What a model must know of its rows; see `dtf.recipes.ctr.clicklog.Clicks` for the rows themselves."""
+    """What a model must know of its rows. `dtf.recipes.ctr.clicklog.Clicks` describes the rows themselves."""
 
     @property
     @abstractmethod
@@ -41,7 +41,7 @@ class DataOptions(ABC):
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """What people call the fields, in their order. Default: nothing."""
+        """Names of the fields, in their order. Default: none."""
         return ()
 
     @property
@@ -50,7 +50,7 @@ class DataOptions(ABC):
         return False
 
     def preprocessing(self) -> dict[str, Any]:
-        """As `Recipe.preprocessing`. Default: nothing is said."""
+        """As `Recipe.preprocessing`. Default: empty."""
         return {}
 
     def preprocessing_arrays(self) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""From rows as they stand in a log to what a model takes: transformed integers, and ids of table rows.
+"""From rows of a log to inputs of a model: transformed integers, and ids of table rows.
 
 Reads no files.
 """
@@ -19,10 +19,10 @@ from dtf.recipes.ctr.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Encoder:
-    """`integers`: `log`, `raw` or `bucket`. Ids: the vocabulary's, else keys modulo `table_size`, else, where it is 0,
-    the keys themselves.
+    """`integers`: `log`, `raw` or `bucket`. Ids are those of the vocabulary, if there is one, else keys modulo
+    `table_size`, or the keys themselves where that is 0.
 
-    `given`: these are no hashes, but ids that the log holds.
+    `given`: keys are ids that the log holds, not hashes.
     """
 
     integers: str
@@ -45,7 +45,7 @@ class Encoder:
         return dense, ids
 
     def about(self) -> str:
-        """Text that differs when the numbers it makes do."""
+        """Text that is another one when the encoder makes other numbers."""
         hashed = "given" if self.given else f"hashed to {self.table_size or 'any'}"
         return f"integers {self.integers}, ids {f'vocabulary {self.vocabulary.digest}' if self.vocabulary else hashed}"
 
@@ -80,8 +80,8 @@ def plain_of(numbers, dense):
 
 @njit(cache=True, nogil=True)
 def bucket_keys(numbers, keys):
-    """Column d of `keys` is that of hash(d, floor(log(x)^2)) for x > 2 and of x itself below, as the winners of
-    Kaggle's Criteo challenge 2014 had it.
+    """Column d of `keys` is hash(d, floor(log(x)^2)) for x > 2, else hash(d, x), as the winners of Kaggle's Criteo
+    challenge 2014 did it.
     """
     for i in range(numbers.shape[0]):
         for d in range(numbers.shape[1]):

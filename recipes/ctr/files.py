@@ -26,13 +26,15 @@ SEGMENT = 1 << 22
 """Bytes of text, about, between the places where reading a compressed file can begin."""
 
 MARGIN = 1 << 16
-"""Bytes that a segment is begun before and kept beyond, so that who reads somewhat around its lines needs no other."""
+"""Bytes that a segment holds before its first line and after its last, so that reading around them needs no other."""
 
 STATES = 4096
-"""Such places in all files of a log: each costs 40 kB of memory, so a longer log has fewer per MiB."""
+"""Saved states of the decompressor, over all files of a log. Each takes 40 kB of memory, so a longer log has fewer per
+MiB.
+"""
 
 SEGMENTS_BYTES = 64 << 20
-"""Bytes of the last segments read that are kept, of all files of a log; two segments at least, however large."""
+"""Bytes of the segments that stay in memory, over all files of a log, the last read ones; two segments at least."""
 
 _INPUT = 1 << 14
 
@@ -59,7 +61,7 @@ class Source(ABC):
         return []
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
 
 
 class Plain(Source):
@@ -104,7 +106,7 @@ class Segments:
         self._lock, self._locks = threading.Lock(), dict[tuple[Path, int], threading.Lock]()
 
     def get(self, path: Path, number: int, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """One thread makes a segment, while others that want it wait."""
+        """A segment. One thread makes it, while others that want it wait."""
         key = path, number
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
@@ -124,11 +126,11 @@ class Segments:
 class Zipped(Source):
     """A .gz file, of one member or several.
 
-    `scan` remembers the decompressor's state once a segment, so that `read` can go on from there.
+    `scan` saves the state of the decompressor once a segment, so that `read` can start there.
     """
 
     def __init__(self, path: Path, states: int, segments: Segments) -> None:
-        """`states`: those it may remember."""
+        """`states`: the number of states of the decompressor that it may save."""
         super().__init__(path)
         self._points: list[tuple[int, int, zlib._Decompress]] = []  # position in the text, position in the file, state
         self._size, self._states, self._segments = 0, states, segments
@@ -171,7 +173,7 @@ class Zipped(Source):
         return [0, *(point[0] + MARGIN for point in self._points[1:] if point[0] + MARGIN < self._size)]
 
     def _unpacked(self, number: int) -> np.ndarray:
-        """The text from a point to beyond the next."""
+        """The text from a saved state to somewhat beyond the next one."""
         start, at, state = self._points[number]
         end = self._points[number + 1][0] + 3 * MARGIN if number + 1 < len(self._points) else self._size
         text, done = np.empty(min(end, self._size) - start, np.uint8), 0
@@ -184,7 +186,7 @@ class Zipped(Source):
         raise DataError(f"{self.path} is not the file it was when the run began; leave it alone while it is read")
 
     def _inflate(self, at: int, state: zlib._Decompress) -> Iterator[tuple[bytes, int, zlib._Decompress]]:
-        """From position `at` of the file on: text, and from which position and state it was made."""
+        """Text from position `at` of the file on, and for each part the position and the state before it."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(at)
@@ -203,7 +205,7 @@ class Zipped(Source):
 
 
 def opened(paths: Sequence[Path]) -> list[Source]:
-    """The files of a log, whose memory does not depend on how many they are."""
+    """The files of a log. Their memory does not depend on their number."""
     packed = sum(status(path).st_size for path in paths if zipped(path))
     segments = Segments()
     return [
@@ -213,7 +215,7 @@ def opened(paths: Sequence[Path]) -> list[Source]:
 
 
 def status(path: Path) -> os.stat_result:
-    """DataError where there is no such file any more."""
+    """The status of a file. DataError where it is gone."""
     try:
         return path.stat()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Rows of a log whose targets also say to which group each belongs, so that metrics of groups need no inputs."""
+"""Rows of a log whose targets also hold their group, so that metrics of groups need no inputs."""
 
 from __future__ import annotations
 

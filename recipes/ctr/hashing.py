@@ -38,8 +38,9 @@ def values_of(buffer, bounds, out):
 
 @njit(cache=True, nogil=True)
 def slot_of(table, key):
-    """Where `key` lies in an open-addressing table of keys (a power of two of them, MISSING where free), or the free
-    place where it belongs.
+    """The index of `key` in an open-addressing table, or of the free slot where it belongs.
+
+    The size of the table is a power of two; free slots hold MISSING.
     """
     mask = np.uint64(len(table) - 1)
     slot = mix(np.uint64(key)) & mask
@@ -50,9 +51,9 @@ def slot_of(table, key):
 
 @njit(cache=True, nogil=True)
 def count_keys(table, counts, used, keys):
-    """Add the occurrences of `keys` to a table with `used` places taken.
+    """Add the occurrences of `keys` to a table with `used` slots taken.
 
-    Returns how many are then, and how many of the keys were counted before the table was half full.
+    Returns the number of slots taken then, and of keys that were counted before the table was half full.
     """
     for i in range(len(keys)):
         if keys[i] == MISSING:

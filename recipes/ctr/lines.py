@@ -1,6 +1,6 @@
-"""Lines and fields of a text buffer: where they end, what numbers they hold, and why a line is bad.
+"""Kernels on lines and fields of a text buffer: where they end, what numbers they hold, and why a line is bad.
 
-Kernels that never look beyond the bounds they get.
+They never read beyond the bounds they get.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ NONE = np.iinfo(np.int64).min
 """An integer column without a value."""
 
 LONGEST = 1 << 16
-"""Bytes of a line; longer ones are bad, and no number or category needs so many."""
+"""Largest number of bytes of a line. Longer ones are bad."""
 
 (GOOD, BLANK, TOO_LONG, MARK, NUL, NOT_TEXT, LABEL, SHORT, LONG, INTEGER, HEX, PAIR, VALUE, RANGE) = range(14)
 REASONS = (
@@ -31,7 +31,7 @@ REASONS = (
     "a value is not 1",
     "an id is not below recipe.data.table_size",
 )
-"""By the numbers above; they complete `FILE:LINE: `."""
+"""By the numbers above. They follow `FILE:LINE: ` in messages."""
 
 _DIGITS = np.array(
     [int(chr(byte), 16) if chr(byte) in "0123456789abcdefABCDEF" else 255 for byte in range(256)], np.uint8
@@ -42,10 +42,10 @@ NEWLINE, RETURN, TAB, COMMA, SPACE, COLON, MINUS, PLUS, ZERO = 10, 13, 9, 44, 32
 
 @njit(cache=True, nogil=True)
 def count_newlines(buffer):
-    found = 0
+    newlines = 0
     for i in range(len(buffer)):
-        found += buffer[i] == NEWLINE
-    return found
+        newlines += buffer[i] == NEWLINE
+    return newlines
 
 
 @njit(cache=True, nogil=True)
@@ -75,7 +75,7 @@ def without_return(buffer, first, last):
 
 @njit(cache=True, nogil=True)
 def first_look(buffer, first, last):
-    """Why the line [first, last) is bad whatever its format, or GOOD."""
+    """Why the line [first, last) is bad in any format, or GOOD."""
     if first == last:
         return BLANK
     if last - first > LONGEST:
@@ -87,7 +87,7 @@ def first_look(buffer, first, last):
 
 @njit(cache=True, nogil=True)
 def why_not(buffer, first, last, reason):
-    """The more telling reason for bytes [first, last) that are not what `reason` says they should be."""
+    """A more precise reason for bytes [first, last) that are bad for `reason`: NUL, NOT_TEXT, else `reason` itself."""
     for i in range(first, last):
         if buffer[i] == 0:
             return NUL
@@ -133,10 +133,10 @@ def is_text(buffer, first, last):
 
 @njit(cache=True, nogil=True)
 def integer(buffer, first, last, end):
-    """The integer that begins at `first`: its value, NONE where it is empty or none, and the position of the byte
-    `end`, or `last`, that ends it.
+    """The integer that begins at `first`: its value, and the position of the byte `end`, or `last`, that ends it.
 
-    A minus sign at most, and 1 to 18 digits; the position is -1 where something else stands there.
+    It has an optional minus sign and 1 to 18 digits. The value is NONE where it is empty; NONE and position -1 where it
+    is no integer.
     """
     if first == last or buffer[first] == end:
         return NONE, first

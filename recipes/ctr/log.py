@@ -1,4 +1,4 @@
-"""A click log: rows by number, parsed from files. Says nothing about what becomes of them."""
+"""A click log: rows by number, parsed from files. Encodes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from dtf.core.errors import DataError
 from dtf.recipes.ctr import avazu, criteo, libsvm, lines
-from dtf.recipes.ctr.cache import kept, stamp
+from dtf.recipes.ctr.cache import cached, stamp
 from dtf.recipes.ctr.files import CHUNK, Plain, Source, opened, zipped
 from dtf.recipes.ctr.hashing import MISSING
 
@@ -31,12 +31,12 @@ Parser = Callable[[np.ndarray, int, np.ndarray, np.ndarray, np.ndarray, np.ndarr
 
 
 class Parsed(NamedTuple):
-    """Rows as they stand in a log. A bad row has label 0 and nothing else."""
+    """Rows as a log holds them. A bad row has label 0 and no values."""
 
     labels: np.ndarray  # (B,) float32, 0 or 1
     numbers: np.ndarray  # (B, D) int64, `lines.NONE` where there is none
     keys: np.ndarray  # (B, F) int64, MISSING where there is none
-    why: np.ndarray  # (B,) uint8, `lines.GOOD` or the place of the reason in `lines.REASONS`
+    why: np.ndarray  # (B,) uint8, `lines.GOOD`, or the index of the reason in `lines.REASONS`
 
     @staticmethod
     def empty(rows: int, integers: int, fields: int) -> Parsed:
@@ -44,7 +44,7 @@ class Parsed(NamedTuple):
         return Parsed(np.empty(rows, np.float32), numbers, keys, np.zeros(rows, np.uint8))
 
     def blanked(self) -> Parsed:
-        """Itself, nothing left of bad rows."""
+        """Clear the bad rows in place, and return itself."""
         bad = np.flatnonzero(self.why)
         if len(bad):
             self.labels[bad], self.numbers[bad], self.keys[bad] = 0, lines.NONE, MISSING
@@ -52,12 +52,12 @@ class Parsed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the rows of several files are, for people."""
+class RowLocations:
+    """The file and the line of each row, for messages."""
 
     paths: list[str]
     starts: list[int]  # the first row of each file, and the number of all rows
-    first: int  # the number of a file's first row, as people count
+    first: int  # the number of a file's first row, as messages count
     unit: str = ":"  # between the file's name and the number
 
     def __len__(self) -> int:
@@ -69,12 +69,12 @@ class Places:
 
 
 class Log(ABC):
-    """Several threads may parse at once."""
+    """A click log. Several threads may parse at once."""
 
     digest: str
     """Text that differs when the content of the files does."""
 
-    places: Places
+    places: RowLocations
 
     @property
     def rows(self) -> int:
@@ -86,7 +86,7 @@ class Log(ABC):
 
     @abstractmethod
     def blocks(self, rows: int) -> np.ndarray:
-        """Bounds, int64, from 0 to all rows, of blocks of about so many that are best read as a whole."""
+        """Bounds, int64, from 0 to the number of rows, of blocks of about `rows` rows that are best read as a whole."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def libsvm_text(fields: int, limit: int, labelled: bool = True) -> Text:
 
 
 def first_line(paths: Sequence[Path]) -> bytes:
-    """Of the first file that is not empty, without its end; of a longer line what a line may be long."""
+    """The first line of the first file that is not empty, without its line end, cut at `lines.LONGEST` bytes."""
     for path in paths:
         try:
             with gzip.open(path) if zipped(path) else path.open("rb") as file:
@@ -136,22 +136,22 @@ def first_line(paths: Sequence[Path]) -> bytes:
 
 
 class TextLog(Log):
-    """Lines of text files, in the order of the files. All that is kept of a file is how many newlines its pieces hold.
+    """Lines of text files, in the order of the files. Only the numbers of newlines in their pieces stay in memory.
 
-    The first opening of plain files counts them in `threads`, later ones find that in `cache`; compressed files are
-    read whole at each opening.
+    Plain files are counted in `threads` threads when they are first opened, and the counts are kept in `cache`.
+    Compressed files are read whole each time they are opened.
     """
 
     def __init__(self, paths: Sequence[Path], text: Text, cache: Path, threads: int) -> None:
         self._text, self._sources = text, opened(paths)
         if all(isinstance(source, Plain) for source in self._sources):
-            folder, said = kept(cache, ["newlines", stamp(paths)], lambda folder: self._keep(folder, threads))
+            folder, totals = cached(cache, ["newlines", stamp(paths)], lambda folder: self._keep(folder, threads))
             counts = np.split(
                 np.load(folder / "newlines.npy", allow_pickle=False),
-                np.cumsum([-(-size // PIECE) for size in said["sizes"]])[:-1],
+                np.cumsum([-(-size // PIECE) for size in totals["sizes"]])[:-1],
             )
         else:
-            counts, said = self._count(threads)
+            counts, totals = self._count(threads)
         # before each piece
         self._newlines = [np.concatenate([[0], np.cumsum(count, dtype=np.int64)]) for count in counts]
         self._head = bool(text.header)
@@ -159,11 +159,11 @@ class TextLog(Log):
             self._look_over(source, newlines)
         lengths = [
             max(0, int(newlines[-1]) + rest - self._head)
-            for newlines, rest in zip(self._newlines, said["rests"], strict=True)
+            for newlines, rest in zip(self._newlines, totals["rests"], strict=True)
         ]
         self._starts = [0, *itertools.accumulate(lengths)]
-        self.places = Places([str(path) for path in paths], self._starts, 1 + self._head)
-        self.digest = f"{zlib.crc32(str([said['digests'], said['sizes']]).encode()):08x}"
+        self.places = RowLocations([str(path) for path in paths], self._starts, 1 + self._head)
+        self.digest = f"{zlib.crc32(str([totals['digests'], totals['sizes']]).encode()):08x}"
 
     def parse(self, first: int, last: int) -> Parsed:
         out = Parsed.empty(last - first, self._text.integers, self._text.fields)
@@ -199,8 +199,8 @@ class TextLog(Log):
         before, after = first + self._head, first + rows + self._head
         piece = max(0, int(np.searchsorted(newlines, before)) - 1)
         buffer = source.read(piece * PIECE, int(np.searchsorted(newlines, after)) * PIECE)
-        found = self._text.parse(buffer, lines.after_newlines(buffer, before - newlines[piece]), *out)
-        if found != rows:
+        parsed_rows = self._text.parse(buffer, lines.after_newlines(buffer, before - newlines[piece]), *out)
+        if parsed_rows != rows:
             raise DataError(f"{source.path} is not the file it was when the run began; leave it alone while it is read")
 
     def _newlines_before(self, source: Source, number: int, position: int) -> int:
@@ -208,25 +208,25 @@ class TextLog(Log):
         return int(self._newlines[number][piece]) + int(lines.count_newlines(source.read(piece * PIECE, position)))
 
     def _look_over(self, source: Source, newlines: np.ndarray) -> None:
-        """DataError for what is no log of this format at all."""
+        """Raise DataError for a file that is no log of this format at all."""
         changes = np.concatenate([[0], np.flatnonzero(np.diff(newlines)), [len(newlines) - 1]])
         if np.diff(changes).max() * PIECE > _FARTHEST:
             raise DataError(
                 f"{source.path} has a line of more than {_FARTHEST >> 20} MiB; it is no log of one click a line"
             )
         if self._text.header and len(newlines) > 1:
-            found = bytes(source.read(0, len(self._text.header) + 2)).split(b"\n")[0].rstrip(b"\r")
-            if found != self._text.header.encode():
+            first_line = bytes(source.read(0, len(self._text.header) + 2)).split(b"\n")[0].rstrip(b"\r")
+            if first_line != self._text.header.encode():
                 raise DataError(f"{source.path}:1: the first line must be {self._text.header}")
 
     def _keep(self, folder: Path, threads: int) -> dict[str, Any]:
-        counts, said = self._count(threads)
+        counts, totals = self._count(threads)
         np.save(folder / "newlines.npy", np.concatenate(counts))
-        return said
+        return totals
 
     def _count(self, threads: int) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """Newlines of each piece of each file, and of each file its size, digest and whether a line without newline
-        ends it.
+        """Newlines of each piece of each file, and for each file its size, its digest and whether it ends without a
+        newline.
         """
 
         def look(chunk: np.ndarray) -> tuple[np.ndarray, int, int, int]:
@@ -235,15 +235,15 @@ class TextLog(Log):
             )
             return counts, len(chunk), zlib.crc32(chunk.data), int(chunk[-1] != lines.NEWLINE)
 
-        counts, said = [], {"sizes": [], "digests": [], "rests": []}
+        counts, totals = [], {"sizes": [], "digests": [], "rests": []}
         with ThreadPoolExecutor(threads, "count") as pool:
             for futures in [source.scan(look, pool) for source in self._sources]:
-                found = [one for future in futures for one in future.result()]
-                counts.append(np.concatenate([np.zeros(0, np.uint32), *(one[0] for one in found)]))
-                said["sizes"].append(sum(one[1] for one in found))
-                said["digests"].append(zlib.crc32(np.array([one[2] for one in found], np.uint32).data))
-                said["rests"].append(found[-1][3] if found else 0)
-        return counts, said
+                looked = [piece for future in futures for piece in future.result()]
+                counts.append(np.concatenate([np.zeros(0, np.uint32), *(piece[0] for piece in looked)]))
+                totals["sizes"].append(sum(piece[1] for piece in looked))
+                totals["digests"].append(zlib.crc32(np.array([piece[2] for piece in looked], np.uint32).data))
+                totals["rests"].append(looked[-1][3] if looked else 0)
+        return counts, totals
 
 
 assert CHUNK % PIECE == 0

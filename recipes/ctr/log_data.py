@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dtf.recipes.ctr.vocabulary import Vocabulary
 
 _vocabularies: dict[str, Vocabulary] = {}
-"""The last one that this process took from its cache: tables, model and splits ask for it in turn."""
+"""The vocabulary that this process loaded last, by its cache key. Tables, model and splits ask for it in turn."""
 
 
 class Format(Enum):
@@ -90,7 +90,7 @@ class LogOptions(DataOptions):
     )
     integers: Integers = option(
         default=Integers.log,
-        doc="what becomes of an integer x: `log` sign(x) log(1 + |x|), `raw` x itself, missing ones 0 under both; "
+        doc="how an integer x is encoded: `log` sign(x) log(1 + |x|), `raw` x itself, missing ones 0 under both; "
         "`bucket` a further category, floor(log(x)^2) "
         "or x up to 2",
     )
@@ -145,12 +145,12 @@ class LogOptions(DataOptions):
     )
     cache: str = option(
         default="",
-        doc="folder for what is made of the files once, which may be deleted at any time; empty: "
+        doc="folder for files that are made of them once, which may be deleted at any time; empty: "
         "$XDG_CACHE_HOME/dtf/clicks or ~/.cache/dtf/clicks",
     )
     bad_records: BadRecords = option(
         default=BadRecords["raise"],
-        doc="lines that cannot be parsed: `raise` ends the run, `skip` names each in the log and counts it not",
+        doc="lines that cannot be parsed: `raise` ends the run, `skip` reports each in the log and leaves it out",
     )
     bad_share: float = option(
         default=0.001,
@@ -246,7 +246,7 @@ class LogOptions(DataOptions):
     def open(self, split: str, seed: int) -> Dataset:
         import torch
 
-        from dtf.recipes.ctr.cache import kept, stamp
+        from dtf.recipes.ctr.cache import cached, stamp
         from dtf.recipes.ctr.clicklog import Columns, Queued, cores
 
         paths, encoder, threads = self.paths(split), self._encoder(), self.threads or torch.get_num_threads()
@@ -262,8 +262,8 @@ class LogOptions(DataOptions):
         def make(folder: Path) -> dict[str, Any]:
             return Columns.make(folder, self._log(paths, self.threads), encoder, small, self.threads or cores())
 
-        folder, said = kept(self._cache, ["columns", stamp(paths), *self._shape, encoder.about()], make)
-        return Columns(folder, said, allowed(said["places"]["starts"][-1]), self.queue_rows)
+        folder, columns = cached(self._cache, ["columns", stamp(paths), *self._shape, encoder.about()], make)
+        return Columns(folder, columns, allowed(columns["places"]["starts"][-1]), self.queue_rows)
 
     def preprocessing(self) -> dict[str, Any]:
         from dtf.recipes.ctr.preprocessing import of_log
@@ -275,11 +275,10 @@ class LogOptions(DataOptions):
         return {} if vocabulary is None else {"keys": vocabulary.keys, "first": vocabulary.rare}
 
     def inputs(self, path: Path) -> Clicks:
-        """Rows of a file or a folder of files, parsed as they are wanted: with labels, as the files of a split, or the
-        same without them.
+        """Rows of a file or a folder of files, with or without labels, parsed as they are read.
 
-        The first line says for all which it is; a line of the other kind is a bad one. Of Parquet files the column of
-        labels is not looked at.
+        The first line decides whether there are labels; a line of the other kind is a bad one. Of Parquet files the
+        column of labels is not read.
         """
         import torch
 
@@ -299,12 +298,12 @@ class LogOptions(DataOptions):
 
     @property
     def _shape(self) -> list[Any]:
-        """What decides how a file is parsed, and what its ids may be."""
+        """The options that decide how a file is parsed, and which ids it may hold."""
         limit = self.table_size if self.ids is Ids.given else 0
         return [self.format.name, self.pairs, self.label, self.numbers, self.categories, limit]
 
     def _log(self, paths: list[Path], threads: int, labels: bool = True) -> Log:
-        """`threads=0`: one for each core. `labels`: whether there must be some."""
+        """The log of these files. `threads=0`: one for each core. `labels`: whether each row must have one."""
         from dtf.recipes.ctr import avazu, criteo, libsvm, log
         from dtf.recipes.ctr.clicklog import cores
 
@@ -324,7 +323,7 @@ class LogOptions(DataOptions):
         return log.TextLog(paths, text, self._cache, threads)
 
     def _encoder(self) -> Encoder:
-        from dtf.recipes.ctr.cache import kept, stamp
+        from dtf.recipes.ctr.cache import cached, stamp
         from dtf.recipes.ctr.clicklog import cores, keys_of
         from dtf.recipes.ctr.encode import Encoder
         from dtf.recipes.ctr.vocabulary import Vocabulary, count
@@ -342,7 +341,7 @@ class LogOptions(DataOptions):
         key = ["vocabulary", stamp(paths), *self._shape, self.integers.name, self.min_count]
         name = json.dumps([str(self._cache), key])
         if name not in _vocabularies:
-            folder, _ = kept(self._cache, key, make)
+            folder, _ = cached(self._cache, key, make)
             _vocabularies.clear()
             _vocabularies[name] = Vocabulary.load(folder)
         return Encoder(self.integers.name, 0, _vocabularies[name])

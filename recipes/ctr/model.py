@@ -1,6 +1,6 @@
 """Models of click-through rates: inputs {"ids": (B, F)[, "dense": (B, D)]} to the logit of a click, (B,).
 
-`ids` are rows (B, F, W) already where a sparse table holds them. Nothing here knows of ranks.
+Where a sparse table holds the rows, `ids` are these rows already, (B, F, W). Nothing here knows of ranks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from dtf.api.layout import Layout, Split
-from dtf.recipes.ctr.parts import Compressed, Cross, DenseTable, Dots, First, MatrixCross, Pairs, tower
+from dtf.recipes.ctr.layers import (
+    CompressedInteraction,
+    CrossLayer,
+    DenseTable,
+    FirstOrder,
+    MatrixCrossLayer,
+    PairwiseDots,
+    PairwiseProducts,
+    mlp,
+)
 
 
 class Inputs(NamedTuple):
-    """What a model gets, and what it looks up."""
+    """Sizes of the inputs of a model, and of the table in it."""
 
     fields: int  # F
     numbers: int  # D
@@ -31,7 +40,7 @@ class Tower(NamedTuple):
     dropout: float
 
     def on(self, inputs: int) -> nn.Sequential:
-        return tower(inputs, self.widths, self.batch_norm, self.dropout)
+        return mlp(inputs, self.widths, self.batch_norm, self.dropout)
 
 
 class Model(nn.Module):
@@ -55,7 +64,7 @@ class LogisticRegression(Model):
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__(inputs, 1)
-        self.first = First(inputs.numbers, bias=True)
+        self.first = FirstOrder(inputs.numbers, bias=True)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         return self.first(self.table(inputs["ids"])[..., 0], self.dense(inputs))
@@ -66,8 +75,8 @@ class FactorizationMachine(Model):
 
     def __init__(self, inputs: Inputs, dim: int) -> None:
         super().__init__(inputs, dim + 1)
-        self.first = First(inputs.numbers, bias=True)
-        self.pairs = Pairs()
+        self.first = FirstOrder(inputs.numbers, bias=True)
+        self.pairs = PairwiseProducts()
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         rows = self.table(inputs["ids"])
@@ -87,16 +96,16 @@ class DNN(Model):
 
 
 class WideDeep(Model):
-    """The sum of a logistic regression and a multilayer perceptron; `pairs`: and of a factorisation machine on the same
-    rows.
+    """The sum of a logistic regression and a multilayer perceptron. `pairs`: also of a factorization machine on the
+    same rows.
 
     Sources: Cheng et al. 2016 (arXiv:1606.07792); Guo et al. 2017, eq. 1 (arXiv:1703.04247).
     """
 
     def __init__(self, inputs: Inputs, dim: int, deep: Tower, pairs: bool) -> None:
         super().__init__(inputs, dim + 1)
-        self.first = First(inputs.numbers, bias=False)
-        self.pairs = Pairs() if pairs else None
+        self.first = FirstOrder(inputs.numbers, bias=False)
+        self.pairs = PairwiseProducts() if pairs else None
         self.deep = deep.on(inputs.fields * dim + inputs.numbers)
         self.head = nn.Linear(deep.widths[-1], 1)
 
@@ -110,8 +119,9 @@ class WideDeep(Model):
 
 
 class DCN(Model):
-    """Cross layers and a multilayer perceptron, side by side or, `stacked`, the one on the other; `rank`: of matrices,
-    None: vectors.
+    """Cross layers and a multilayer perceptron, side by side or, where `stacked`, one on the other.
+
+    `rank`: that of the matrices of the cross layers, 0: full; None: they have vectors.
 
     Sources: Wang et al. 2017 (arXiv:1708.05123), side by side with vectors; Wang et al. 2021, figure 1
     (arXiv:2008.13535).
@@ -120,7 +130,9 @@ class DCN(Model):
     def __init__(self, inputs: Inputs, dim: int, deep: Tower, layers: int, rank: int | None, stacked: bool) -> None:
         super().__init__(inputs, dim)
         width = inputs.fields * dim + inputs.numbers
-        self.cross = nn.ModuleList(Cross(width) if rank is None else MatrixCross(width, rank) for _ in range(layers))
+        self.cross = nn.ModuleList(
+            CrossLayer(width) if rank is None else MatrixCrossLayer(width, rank) for _ in range(layers)
+        )
         self.deep = deep.on(width)
         self.head = nn.Linear(deep.widths[-1] + (0 if stacked else width), 1)
         self.parallel = not stacked
@@ -135,16 +147,16 @@ class DCN(Model):
 
 
 class XDeepFM(Model):
-    """A logistic regression, a compressed interaction network and a multilayer perceptron, summed. Source: Lian et al.
+    """The sum of a logistic regression, a compressed interaction network and a multilayer perceptron.
 
-    2018 (arXiv:1803.05170).
+    Source: Lian et al. 2018 (arXiv:1803.05170).
     """
 
     def __init__(self, inputs: Inputs, dim: int, deep: Tower, maps: Sequence[int]) -> None:
         super().__init__(inputs, dim + 1)
-        self.first = First(inputs.numbers, bias=False)
+        self.first = FirstOrder(inputs.numbers, bias=False)
         ends = zip((inputs.fields, *maps), maps, strict=False)
-        self.cin = nn.ModuleList(Compressed(before, inputs.fields, after) for before, after in ends)
+        self.cin = nn.ModuleList(CompressedInteraction(before, inputs.fields, after) for before, after in ends)
         self.pooled = nn.Linear(sum(maps), 1, bias=False)
         self.deep = deep.on(inputs.fields * dim + inputs.numbers)
         self.head = nn.Linear(deep.widths[-1], 1)
@@ -170,8 +182,8 @@ class DLRM(Model):
 
     def __init__(self, inputs: Inputs, dim: int, deep: Tower, bottom: Sequence[int]) -> None:
         super().__init__(inputs, dim)
-        self.bottom = tower(inputs.numbers, (*bottom, dim), deep.batch_norm, 0.0) if inputs.numbers else None
-        self.dots = Dots()
+        self.bottom = mlp(inputs.numbers, (*bottom, dim), deep.batch_norm, 0.0) if inputs.numbers else None
+        self.dots = PairwiseDots()
         rows = inputs.fields + bool(inputs.numbers)
         self.deep = deep.on(rows * (rows - 1) // 2 + (dim if inputs.numbers else 0))
         self.head = nn.Linear(deep.widths[-1], 1)

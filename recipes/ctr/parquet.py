@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 from numba import njit
 
 from dtf.core.errors import DataError
-from dtf.recipes.ctr.cache import kept, stamp
+from dtf.recipes.ctr.cache import cached, stamp
 from dtf.recipes.ctr.files import Plain
 from dtf.recipes.ctr.hashing import MISSING, key_of, values_of
 from dtf.recipes.ctr.lines import GOOD, LABEL, NONE
-from dtf.recipes.ctr.log import Log, Parsed, Places
+from dtf.recipes.ctr.log import Log, Parsed, RowLocations
 
 
 class ParquetLog(Log):
@@ -63,8 +63,8 @@ class ParquetLog(Log):
             self._groups += [(number, group) for group in range(meta.num_row_groups)]
             starts.append(sum(lengths))
         self._bounds = np.array([0, *itertools.accumulate(lengths)], np.int64)
-        self.places = Places(self._files, starts, 1, " row ")
-        _, said = kept(cache, ["digests", stamp(paths)], lambda _: {"digests": _digests(paths, threads)})
+        self.places = RowLocations(self._files, starts, 1, " row ")
+        _, said = cached(cache, ["digests", stamp(paths)], lambda _: {"digests": _digests(paths, threads)})
         self.digest = f"{zlib.crc32(str([said['digests'], label, numbers, categories]).encode()):08x}"
         self._cached: OrderedDict[int, Parsed] = OrderedDict()
         self._lock, self._locks = threading.Lock(), [threading.Lock() for _ in self._groups]
@@ -74,8 +74,8 @@ class ParquetLog(Log):
         while first < last:
             group = int(np.searchsorted(self._bounds, first, "right")) - 1
             start = int(self._bounds[group])
-            found = self._decoded(group)
-            parts.append([column[first - start : last - start] for column in found])
+            decoded = self._decoded(group)
+            parts.append([column[first - start : last - start] for column in decoded])
             first = min(last, int(self._bounds[group + 1]))
         return Parsed(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
@@ -94,14 +94,14 @@ class ParquetLog(Log):
                 table = pq.ParquetFile(path).read_row_group(
                     inside, [*self._labels, *self._numbers, *self._categories], use_threads=False
                 )
-                found = self._columns(table)
+                decoded = self._columns(table)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{path}, row group {inside}: {error}") from error
             with self._lock:
-                self._cached[group] = found
+                self._cached[group] = decoded
                 while len(self._cached) > self._kept:
                     self._cached.popitem(last=False)
-            return found
+            return decoded
 
     def _columns(self, table: pa.Table) -> Parsed:
         out = Parsed.empty(len(table), len(self._numbers), len(self._categories))
@@ -143,8 +143,12 @@ def _hash(values, field, keys):
 
 def _digests(paths: Sequence[Path], threads: int) -> list[int]:
     with ThreadPoolExecutor(threads, "digest") as pool:
-        found = [
-            [one for future in Plain(path).scan(lambda chunk: zlib.crc32(chunk.data), pool) for one in future.result()]
+        digests = [
+            [
+                digest
+                for future in Plain(path).scan(lambda chunk: zlib.crc32(chunk.data), pool)
+                for digest in future.result()
+            ]
             for path in paths
         ]
-    return [zlib.crc32(np.array(chunks, np.uint32).data) for chunks in found]
+    return [zlib.crc32(np.array(chunks, np.uint32).data) for chunks in digests]

@@ -63,13 +63,13 @@ def of_log(
         (name, "last two" if (value, name) == ("text", "hour") else value, len(numbers) + f)
         for f, name in enumerate(categories)
     ]
-    told = [{"column": name, "value": kind, "seed": seed} for name, kind, seed in fields]
+    described = [{"column": name, "value": kind, "seed": seed} for name, kind, seed in fields]
     return {
         "steps": STEPS,
         "rows": {"format": format, "separator": separator, "columns": columns},
         **({} if bucket else _dense(encoder.integers, numbers)),
         "ids": {
-            "fields": told,
+            "fields": described,
             "missing": MISSING,
             "values": {kind: VALUES[kind] for _, kind, _ in fields},
             **_id(encoder),

@@ -1,4 +1,4 @@
-"""Click-through rates: what the config says of the models, and the recipes that put model, log and loss together."""
+"""Recipes for click-through rates: their config nodes, and how model, log and loss are put together."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ OF_KINDS = {
     "maps": {Kind.xdeepfm},
     "bottom": {Kind.dlrm},
 }
-"""Options of models that only some kinds have."""
+"""Option of a model -> the kinds that have it."""
 
 
-class Place(Enum):
+class EmbeddingKind(Enum):
     dense = "dense"
     sparse = "sparse"
 
@@ -81,11 +81,11 @@ class ModelOptions(FineTuning):
         "regression, a factorization machine, a compressed interaction network; `dcn`, `dcnv2` it with cross layers; "
         "`dlrm` it on products of pairs of vectors",
     )
-    table: Place = option(
-        default=Place.dense,
-        doc="where the rows of ids live: `dense` in a parameter of the model, which every step of the optimizer goes "
+    table: EmbeddingKind = option(
+        default=EmbeddingKind.dense,
+        doc="where the rows of ids are: `dense` in a parameter of the model, which every step of the optimizer goes "
         "over, so that L2 and Adam are exact; "
-        "`sparse` in a table beside it, of which a step touches only the rows of its batch",
+        "`sparse` in a table beside it, of which a step changes only the rows of its batch",
     )
     capacity: int = option(
         default=0,
@@ -149,7 +149,7 @@ class ModelOptions(FineTuning):
                     f"recipe.model.{key}",
                     f"recipe.model.{key}=[] must name at least one layer; kind=lr and kind=fm have none",
                 )
-        if self.capacity and self.table is Place.dense:
+        if self.capacity and self.table is EmbeddingKind.dense:
             key = "recipe.model.capacity"
             raise KeyProblem(
                 key,
@@ -177,7 +177,7 @@ class ClickThrough(Recipe):
         default=-1,
         least=-1,
         doc="field, from 0, within whose values evaluations also measure the AUC: `group_auc`, weighted by rows; -1: "
-        "not",
+        "off",
         unit="field",
     )
 
@@ -202,20 +202,20 @@ class ClickThrough(Recipe):
         return super().direction(metric)
 
     def inactive_keys(self) -> dict[str, str]:
-        idle = {
+        of_kind = {
             f"recipe.model.{key}": "recipe.model.kind"
             for key, kinds in OF_KINDS.items()
             if self.model.kind not in kinds
         }
-        of_place = (
+        of_table = (
             ("sparse", "recipe.model.capacity")
-            if self.model.table is Place.dense
+            if self.model.table is EmbeddingKind.dense
             else ("optimizer.weight_decays.table",)
         )
-        return idle | dict.fromkeys(of_place, "recipe.model.table")
+        return of_kind | dict.fromkeys(of_table, "recipe.model.table")
 
     def check(self) -> None:
-        if self.data.any_ids and self.model.table is Place.dense:
+        if self.data.any_ids and self.model.table is EmbeddingKind.dense:
             raise ConfigError(
                 "recipe.model.table=dense has a row for each id, and the ids of recipe.data.ids=raw are any; use "
                 "recipe.model.table=sparse, and "
@@ -236,10 +236,10 @@ class ClickThrough(Recipe):
             )
 
     def table_widths(self) -> dict[str, int]:
-        return {} if self.model.table is Place.dense else {"ids": self.model.width}
+        return {} if self.model.table is EmbeddingKind.dense else {"ids": self.model.width}
 
     def tables(self) -> dict[str, Table]:
-        if self.model.table is Place.dense:
+        if self.model.table is EmbeddingKind.dense:
             return {}
         size = self.data.table_rows
         return {"ids": Table(self.model.width, size, self.model.capacity or size, self.model.scale)}
@@ -248,7 +248,7 @@ class ClickThrough(Recipe):
         return self._grouped(self.data.open(split, seed))
 
     def _grouped(self, rows: Dataset) -> Dataset:
-        """The same with a group for each row, where evaluations ask for groups."""
+        """The same rows, with a group for each where `group` is set."""
         if self.group < 0:
             return rows
         from dtf.recipes.ctr.grouped import Grouped
@@ -260,7 +260,7 @@ class ClickThrough(Recipe):
 
         o = self.model
         inputs = models.Inputs(
-            self.data.fields, self.data.integers_count, self.data.table_rows if o.table is Place.dense else 0
+            self.data.fields, self.data.integers_count, self.data.table_rows if o.table is EmbeddingKind.dense else 0
         )
         tower = models.Tower(o.hidden, o.batch_norm, o.dropout)
         match o.kind:

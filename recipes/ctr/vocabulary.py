@@ -1,6 +1,6 @@
-"""A vocabulary: the values of each field that a log has often enough, numbered without gaps.
+"""A vocabulary: the values that occur often enough in each field of a log, numbered without gaps.
 
-Made in one pass over the training split.
+It is made in one pass over the training split.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dtf.recipes.ctr.hashing import MISSING, count_keys, fill_table
 
 
 class Vocabulary:
-    """Field f has the ids from `rare[f]`, which stands for all of its values that are not in `keys`, to before `rare[f
-    + 1]`.
+    """The ids of field f are `rare[f]` to `rare[f + 1]` - 1. The id `rare[f]` is shared by all values that are not in
+    `keys`.
 
     Keys of different fields differ.
     """
@@ -51,8 +51,8 @@ class Vocabulary:
 
 
 def count(blocks: Iterable[np.ndarray], fields: int, least: int) -> Vocabulary:
-    """The values that occur at least so often in `blocks` of keys (B, F). Whatever the order of the rows, the result is
-    the same.
+    """The values that occur at least `least` times in `blocks` of keys (B, F). The order of the rows does not change
+    the result.
 
     Memory: 32 to 64 bytes for each value that occurs at all.
     """

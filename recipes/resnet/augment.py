@@ -147,24 +147,24 @@ class Mix:
         low, high = (np.clip(np.floor(centre + sign * side / 2), 0, [height, width]) for sign in (-1, 1))
         inside = (high - low).prod(axis=1) / (height * width)
         low, high = (np.where(cut[:, None], edge, 0) for edge in (low, high))
-        own = np.where(cut, 1.0, share)
+        weight = np.where(cut, 1.0, share)
         effective = np.where(partner == np.arange(count), 1.0, np.where(cut, 1 - inside, share))
-        how = np.column_stack([own, low[:, 0], high[:, 0], low[:, 1], high[:, 1]])
+        mixing = np.column_stack([weight, low[:, 0], high[:, 0], low[:, 1], high[:, 1]])
         targets = np.column_stack([labels, labels[partner], effective])
-        return torch.from_numpy(how.astype(np.float32)), torch.from_numpy(targets.astype(np.float32))
+        return torch.from_numpy(mixing.astype(np.float32)), torch.from_numpy(targets.astype(np.float32))
 
 
-def mix(images: Tensor, how: Tensor) -> Tensor:
+def mix(images: Tensor, mixing: Tensor) -> Tensor:
     """(B, C, H, W) floats, each mixed with the one beside it as `Mix.draw` says; on the device, without waiting for
     it.
     """
     pairs = images[: len(images) // 2 * 2]
     partners = torch.cat([pairs.unflatten(0, (-1, 2)).flip(1).flatten(0, 1), images[len(pairs) :]])
-    own, top, bottom, left, right = (column[:, None, None, None] for column in how.unbind(1))
+    weight, top, bottom, left, right = (column[:, None, None, None] for column in mixing.unbind(1))
     rows = torch.arange(images.shape[2], device=images.device)[:, None]
     columns = torch.arange(images.shape[3], device=images.device)
     inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
-    return torch.lerp(partners, images, torch.where(inside, 0.0, own).to(images.dtype))
+    return torch.lerp(partners, images, torch.where(inside, 0.0, weight).to(images.dtype))
 
 
 def _quantiles(alpha: float, count: int = 4097) -> np.ndarray:

@@ -47,41 +47,44 @@ def default_cache() -> Path:
 
 
 def location(root: Path, pixels: int, cache: Path) -> Path:
-    """The folder of one tree at one size; another one as soon as a file of the tree changes."""
+    """The folder in the cache for one tree at one size. It is another one when a file of the tree changes."""
     key = json.dumps([FORMAT, os.path.realpath(root), stamp(root), pixels])
     return cache / hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
 def glance(folder: Path, pixels: int) -> Decoded | None:
-    """What an earlier run decoded, or None. Looks at sizes only."""
+    """The images that an earlier run decoded, or None. Checks their sizes only."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        found = Decoded(
+        decoded_tree = Decoded(
             folder,
             tuple(map(str, meta["classes"])),
             {split: tuple(map(int, meta["counts"][split])) for split in SPLITS},
             {split: int(meta["digests"][split]) for split in SPLITS},
         )
-        whole = all(found.file(split).stat().st_size == found.rows(split) * pixels * pixels * 3 for split in SPLITS)
+        whole = all(
+            decoded_tree.file(split).stat().st_size == decoded_tree.rows(split) * pixels * pixels * 3
+            for split in SPLITS
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if whole else None
+    return decoded_tree if whole else None
 
 
 def decoded(root: Path, pixels: int, cache: Path, split: str) -> Decoded:
-    """The decoded images of `root`, from the cache when it holds `split` intact; otherwise this process decodes while
-    others wait.
+    """The decoded images of `root`. They come from the cache when it holds `split` intact; otherwise this process
+    decodes them while others wait.
 
     DataError for a tree that cannot be read and for a cache that cannot be written.
     """
     folder = location(root, pixels, cache)
-    found = glance(folder, pixels)
-    if found and _intact(found, split):
-        return found
+    decoded_tree = glance(folder, pixels)
+    if decoded_tree and _intact(decoded_tree, split):
+        return decoded_tree
     with written(cache, folder.name):
-        found = glance(folder, pixels)  # another rank may have been first
-        if found and _intact(found, split):
-            return found
+        decoded_tree = glance(folder, pixels)  # another rank may have been first
+        if decoded_tree and _intact(decoded_tree, split):
+            return decoded_tree
         if folder.exists():
             _log.warning("decoded images in %s are damaged; decoding %s again", folder, root)
         return _decode(root, pixels, folder)
@@ -89,7 +92,7 @@ def decoded(root: Path, pixels: int, cache: Path, split: str) -> Decoded:
 
 @contextlib.contextmanager
 def written(cache: Path, name: str) -> Iterator[None]:
-    """One process at a time makes `name` in the cache; the kernel lets go of the lock when the process dies.
+    """One process at a time makes `name` in the cache; the kernel releases the lock when the process dies.
 
     DataError for whatever cannot be written.
     """
@@ -105,9 +108,9 @@ def written(cache: Path, name: str) -> Iterator[None]:
         ) from error
 
 
-def _intact(found: Decoded, split: str) -> bool:
+def _intact(decoded_tree: Decoded, split: str) -> bool:
     try:
-        return _crc32(found.file(split)) == found.digests[split]
+        return _crc32(decoded_tree.file(split)) == decoded_tree.digests[split]
     except (OSError, ValueError):
         return False
 

@@ -1,4 +1,4 @@
-"""Which part of a picture is looked at. Pure geometry."""
+"""Geometry of crops: which part of a picture is used."""
 
 from __future__ import annotations
 

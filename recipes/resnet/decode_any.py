@@ -1,5 +1,5 @@
-"""Image files of any kind that Pillow knows, upright and in RGB: the way for all that `jpeg.read_header` does not
-take.
+"""Decodes image files of any kind that Pillow knows, upright and in RGB. It is used for all files that
+`jpeg.read_header` refuses.
 """
 
 from __future__ import annotations

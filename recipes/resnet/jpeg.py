@@ -17,7 +17,7 @@ import simplejpeg
 from dtf.recipes.resnet.crops import Part
 
 EXTRANEOUS = "extraneous bytes before marker"
-"""What the decoder says of the rows that a lowered height leaves over."""
+"""The decoder's warning about rows beyond a lowered height."""
 
 _MCU = 16  # rows of the largest unit of a file; one more is decoded, since chroma is interpolated across units
 _here = threading.local()
@@ -36,10 +36,10 @@ class Header:
 
 
 def read_header(content: bytes) -> Header | None:
-    """The header of a whole, upright grey or colour file of 8 bits; None for any other, which takes another way."""
+    """The header of a complete, upright grey or colour file of 8 bits; None for others, which `decode_any` takes."""
     if not content.startswith(b"\xff\xd8") or not content.endswith(b"\xff\xd9"):
         return None  # no JPEG file, or one that breaks off or has something behind it
-    at, found, lowerable = 2, None, True
+    at, frame, lowerable = 2, None, True
     while at + 9 < len(content):
         if content[at] != 0xFF:
             return None
@@ -50,7 +50,7 @@ def read_header(content: bytes) -> Header | None:
         if 0xC0 <= marker <= 0xC2:
             if content[at + 4] != 8 or content[at + 9] not in (1, 3):
                 return None
-            found = (
+            frame = (
                 content[at + 5] << 8 | content[at + 6],
                 content[at + 7] << 8 | content[at + 8],
                 at + 5,
@@ -66,9 +66,9 @@ def read_header(content: bytes) -> Header | None:
         elif marker == 0xDD:
             lowerable = False  # restart markers: what is left over would be taken for damage
         elif marker == 0xDA:
-            if found is None or not found[0] or not found[1]:
+            if frame is None or not frame[0] or not frame[1]:
                 return None
-            height, width, height_at, channels = found
+            height, width, height_at, channels = frame
             # all channels in one scan
             return Header(height, width, height_at if lowerable and content[at + 4] == channels else 0)
         elif 0xC3 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Arch(Enum):
-    """Networks by name; SMALL says which are for small images."""
+    """Networks by name; those in SMALL are for small images."""
 
     resnet8 = "resnet8"
     resnet14 = "resnet14"
@@ -84,7 +84,7 @@ class ModelOptions(FineTuning):
     )
     zero_init_residual: bool = option(
         default=False,
-        doc="start each residual block as the identity: the weight of its last normalisation is drawn as zero",
+        doc="start each residual block as the identity: the weight of its last normalisation is initialised to zero",
     )
 
     def check(self) -> None:
@@ -121,7 +121,7 @@ class DataOptions(SplitOptions):
     crop_pad: int = option(
         default=4,
         least=0,
-        doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not",
+        doc="zeros put around a training image before it is cropped to its size at random; 0: no crop",
         unit="pixels",
     )
     flip: bool = option(default=True, doc="mirror half of the training images")
@@ -142,7 +142,7 @@ class ShapesOptions(DataOptions):
     crop_pad: int = option(
         default=0,
         least=0,
-        doc="training images are cut at random out of themselves with a border of zeros this wide; 0: not",
+        doc="zeros put around a training image before it is cropped to its size at random; 0: no crop",
         unit="pixels",
     )
     seed: int = option(default=0, least=0, doc="of the drawn images; the run's own seed does not change them")
@@ -164,7 +164,7 @@ class SourceOptions(SplitOptions):
     root: str = option(default="", doc=f"folder or .tar, .tar.gz archive that holds {SHAPE}; must be given")
     cache: str = option(
         default="",
-        doc="folder for what is made of it once, which may be deleted at any time; empty: $XDG_CACHE_HOME/dtf/images "
+        doc="folder for the decoded images, which may be deleted at any time; empty: $XDG_CACHE_HOME/dtf/images "
         "or ~/.cache/dtf/images",
     )
     mean: list[float] = option(
@@ -196,17 +196,17 @@ class SourceOptions(SplitOptions):
         if not _can_write(cache):
             raise DataError(f"recipe.data.cache={cache} cannot be written; set recipe.data.cache=DIR")
 
-    def check_against(self, found: Decoded | Tree, classes: int) -> None:
-        """Raise ConfigError where the images found do not fit these options and the model's number of classes."""
-        if len(found.classes) != classes:
+    def check_against(self, images: Decoded | Tree, classes: int) -> None:
+        """Raise ConfigError where images do not fit these options or the model's number of classes."""
+        if len(images.classes) != classes:
             raise ConfigError(
-                f"recipe.model.classes={classes}, but {self.root} has {len(found.classes)} classes; set "
-                f"recipe.model.classes={len(found.classes)}"
+                f"recipe.model.classes={classes}, but {self.root} has {len(images.classes)} classes; set "
+                f"recipe.model.classes={len(images.classes)}"
             )
         for key, split in (("train_rows", "train"), ("eval_rows", "val")):
-            if getattr(self, key) > sum(found.counts[split]):
+            if getattr(self, key) > sum(images.counts[split]):
                 raise ConfigError(
-                    f"recipe.data.{key}={getattr(self, key)}, but {split}/ has {sum(found.counts[split])} images; use "
+                    f"recipe.data.{key}={getattr(self, key)}, but {split}/ has {sum(images.counts[split])} images; use "
                     "0 for all"
                 )
 

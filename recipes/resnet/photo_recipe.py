@@ -38,13 +38,13 @@ BadRecords = Enum("BadRecords", {"raise": "raise", "skip": "skip"})
 @dataclass(kw_only=True)
 class PhotoOptions(SourceOptions):
     pixels: int = option(
-        default=224, least=16, most=4096, doc="height and width of what the network sees", unit="pixels"
+        default=224, least=16, most=4096, doc="height and width of the inputs of the network", unit="pixels"
     )
     whole: int = option(
         default=0,
         least=0,
         most=8192,
-        doc="in evaluation the shorter side is made so long, and the centre seen; 0: 8/7 of `pixels` (256 for 224)",
+        doc="length of the shorter side in evaluation, before the centre is cut out; 0: 8/7 of `pixels` (256 for 224)",
         unit="pixels",
     )
     mean: list[float] = option(
@@ -53,10 +53,16 @@ class PhotoOptions(SourceOptions):
     )
     std: list[float] = option(factory=lambda: [0.229, 0.224, 0.225], above=0, doc="standard deviation, likewise")
     crop_area: list[float] = option(
-        factory=lambda: [0.08, 1.0], above=0, most=1, doc="smallest and largest share of a training image that is seen"
+        factory=lambda: [0.08, 1.0],
+        above=0,
+        most=1,
+        doc="smallest and largest share of a training image that a crop has",
     )
     crop_ratio: list[float] = option(
-        factory=lambda: [3 / 4, 4 / 3], above=0, most=10, doc="smallest and largest ratio of its width to its height"
+        factory=lambda: [3 / 4, 4 / 3],
+        above=0,
+        most=10,
+        doc="smallest and largest ratio of the width of a crop to its height",
     )
     flip: bool = option(default=True, doc="mirror half of the training images")
     jitter: list[float] = option(
@@ -75,26 +81,26 @@ class PhotoOptions(SourceOptions):
         default=0.0,
         least=0,
         most=100,
-        doc="alpha of mixup, which blends each training image and its target with its neighbour's; 0: not",
+        doc="alpha of mixup, which blends each training image and its target with its neighbour's; 0: off",
     )
     cutmix: float = option(
         default=0.0,
         least=0,
         most=100,
-        doc="alpha of cutmix, which pastes a part of the neighbour instead; with both, each image has one",
+        doc="alpha of cutmix, which pastes a part of the neighbour into it; with both, each image gets one; 0: off",
     )
     grow_from: int = option(
         default=0,
         least=0,
         most=4096,
-        doc="progressive resizing: pixels of training images in the first epoch; 0: all from the start",
+        doc="progressive resizing: pixels of training images in the first epoch; 0: off",
     )
     grow_epochs: int = option(
         default=0, least=0, most=100_000, doc="epochs in which they grow, in steps of 16, to `pixels`", unit="epochs"
     )
     bad_records: BadRecords = option(
         default=BadRecords["raise"],
-        doc="files that cannot be decoded: `raise` ends the run, `skip` names each in the log and counts it not",
+        doc="files that cannot be decoded: `raise` ends the run, `skip` reports each in the log and leaves it out",
     )
     bad_share: float = option(
         default=0.001,
@@ -203,12 +209,12 @@ class ResnetPhotos(Classification):
         return self.data.mean, self.data.std
 
     def preprocessing(self) -> dict[str, Any]:
-        found = super().preprocessing()
-        found["steps"][1] = (
+        described = super().preprocessing()
+        described["steps"][1] = (
             f"resize the shorter side to {self._whole} pixels (bilinear, antialiased) and cut out the central "
             f"{self.data.pixels} x {self.data.pixels}"
         )
-        return found | {"resize": self._whole}
+        return described | {"resize": self._whole}
 
     def open_inputs(self, path: Path) -> tuple[list[str], Photos]:
         import numpy as np
@@ -243,8 +249,8 @@ class ResnetPhotos(Classification):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if targets.ndim == 1:
             return super().loss(outputs, targets)
-        own, partner, share = targets.unbind(1)
-        return share * super().loss(outputs, own.long()) + (1 - share) * super().loss(outputs, partner.long())
+        labels, partner, share = targets.unbind(1)
+        return share * super().loss(outputs, labels.long()) + (1 - share) * super().loss(outputs, partner.long())
 
     def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
         if batch.targets.ndim > 1:  # mixed: right is who names the row's own class
@@ -254,7 +260,7 @@ class ResnetPhotos(Classification):
 
 @lru_cache(maxsize=16)
 def _colours(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and reciprocal deviation of bytes, (3, 1, 1): made once, for to copy them in a step would be to wait."""
+    """Mean and reciprocal deviation of bytes, (3, 1, 1). Made once: a copy in each step would have to be waited for."""
     import torch
 
     with torch.device("cpu"):

@@ -110,12 +110,12 @@ class Photos(Dataset):
         inputs = {"pixels": pixels, "mirror": mirror}
         if self._mix is None:
             return inputs, torch.from_numpy(labels)
-        how, targets = self._mix.draw(uniform[:, -augment.MIX_DRAWS :], labels, side, side)
+        mixing, targets = self._mix.draw(uniform[:, -augment.MIX_DRAWS :], labels, side, side)
         # nobody is mixed with what is not there
         for i in np.flatnonzero([int(row) in self.bad for row in rows]).tolist():
             pair = [i, i ^ 1] if i ^ 1 < len(rows) else [i]
-            how[pair], targets[pair, 2] = torch.tensor([1.0, 0, 0, 0, 0]), 1.0
-        return inputs | {"mix": how}, targets
+            mixing[pair], targets[pair, 2] = torch.tensor([1.0, 0, 0, 0, 0]), 1.0
+        return inputs | {"mix": mixing}, targets
 
     def unaugmented(self) -> Photos:
         plain = copy.copy(self)
@@ -174,14 +174,14 @@ class Photos(Dataset):
         header = jpeg.read_header(content)
         if header is not None and header.height * header.width <= MOST_PIXELS:
             part = random_part(header.height, header.width, look.area, look.ratio, uniform[:CROP_DRAWS])
-            found = jpeg.decode(content, header, part, _MARGIN * side)
+            picture = jpeg.decode(content, header, part, _MARGIN * side)
         else:
-            found = None
-        if found is None:
-            picture = decode_any(content)
-            part = random_part(len(picture), picture.shape[1], look.area, look.ratio, uniform[:CROP_DRAWS])
-            found = picture[part.top : part.top + part.height, part.left : part.left + part.width]
-        image = resized(found, side, side)
+            picture = None
+        if picture is None:
+            whole = decode_any(content)
+            part = random_part(len(whole), whole.shape[1], look.area, look.ratio, uniform[:CROP_DRAWS])
+            picture = whole[part.top : part.top + part.height, part.left : part.left + part.width]
+        image = resized(picture, side, side)
         if any(look.jitter):
             image = augment.jitter(image, look.jitter, uniform[CROP_DRAWS + 1 :][: augment.JITTER_DRAWS])
         if look.policy:
@@ -192,20 +192,20 @@ class Photos(Dataset):
 
     def _centre(self, content: bytes) -> Tensor:
         header = jpeg.read_header(content)
-        found = None
+        picture = None
         if header is not None and header.height * header.width <= MOST_PIXELS:
-            found = jpeg.decode(
+            picture = jpeg.decode(
                 content, header, Part(0, 0, header.height, header.width), _MARGIN * self._whole, fast=False
             )
-        if found is None:
-            found = decode_any(content)
-        height, width = shorter_side(len(found), found.shape[1], self._whole)
+        if picture is None:
+            picture = decode_any(content)
+        height, width = shorter_side(len(picture), picture.shape[1], self._whole)
         if height * width > MOST_PIXELS:
             raise ValueError(
-                f"{found.shape[1]} x {len(found)} pixels are too long and thin to be looked at with the shorter side "
-                f"at {self._whole}"
+                f"{picture.shape[1]} x {len(picture)} pixels are too long and thin to be looked at with the shorter "
+                f"side at {self._whole}"
             )
-        image = resized(found, height, width)
+        image = resized(picture, height, width)
         top, left = round((height - self._pixels) / 2), round((width - self._pixels) / 2)
         return image[:, top : top + self._pixels, left : left + self._pixels].permute(1, 2, 0)
 

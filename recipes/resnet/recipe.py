@@ -1,6 +1,4 @@
-"""Residual networks on labelled images: what the config says of them, and the recipes that put network, data and loss
-together.
-"""
+"""Recipes for residual networks on labelled images: they put network, data and loss together."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Classification(Recipe):
-    """A residual network that tells classes of images apart. The kinds of images are left to subclasses."""
+    """A residual network that classifies images. Subclasses say where the images come from."""
 
     model: ModelOptions = option(factory=ModelOptions, doc="the network")
     label_smoothing: float = option(
@@ -158,7 +156,7 @@ class ResnetShapes(Classification):
 
 @register("recipe", "resnet_cifar10")
 class ResnetFolder(Classification):
-    """Images from class folders or an archive of them. Decoded once, then kept for later runs."""
+    """Images from class folders or an archive of them. They are decoded once, and kept for later runs."""
 
     data: FolderOptions = option(factory=FolderOptions, doc="the images")
 
@@ -167,8 +165,8 @@ class ResnetFolder(Classification):
 
         super().check()
         root, store = self.data.places()
-        found = cache.glance(cache.location(root, self.data.pixels, store), self.data.pixels) or tree.read_tree(root)
-        self.data.check_against(found, self.model.classes)
+        images = cache.glance(cache.location(root, self.data.pixels, store), self.data.pixels) or tree.read_tree(root)
+        self.data.check_against(images, self.model.classes)
 
     def class_names(self) -> tuple[str, ...]:
         from dtf.recipes.resnet import cache, tree
@@ -192,13 +190,13 @@ class ResnetFolder(Classification):
         data, train = self.data, split == "train"
         name, keep = ("train", data.train_rows) if train else ("val", data.eval_rows)
         root, store = data.places()
-        found = decoded(root, data.pixels, store, name)
-        pixels = np.asarray(np.memmap(found.file(name), np.uint8, "r")).reshape(-1, data.pixels, data.pixels, 3)
-        labels = np.repeat(np.arange(len(found.classes)), found.counts[name])
+        decoded_tree = decoded(root, data.pixels, store, name)
+        pixels = np.asarray(np.memmap(decoded_tree.file(name), np.uint8, "r")).reshape(-1, data.pixels, data.pixels, 3)
+        labels = np.repeat(np.arange(len(decoded_tree.classes)), decoded_tree.counts[name])
         if keep:
             rows = thin(len(labels), keep)
             pixels, labels = pixels[rows], labels[rows]
-        digest = f"{found.digests[name]:08x}"
+        digest = f"{decoded_tree.digests[name]:08x}"
         return Images(
             pixels,
             labels,

@@ -85,8 +85,8 @@ def _draw(ids: np.ndarray, labels: np.ndarray, pixels: int, key: int) -> np.ndar
 
     inside = np.empty_like(u)
     for label in np.unique(labels):
-        mine = labels == label
-        inside[mine] = _depth(KINDS[label], u[mine], v[mine])
+        of_label = labels == label
+        inside[of_label] = _depth(KINDS[label], u[of_label], v[of_label])
     edge = pixels / 2 * radius  # pixels per unit of the shape's axes
     cover = np.clip(inside * edge + 0.5, 0, 1)[..., None]  # anti-aliased over one pixel
 

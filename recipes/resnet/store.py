@@ -89,27 +89,27 @@ def read_index(root: Path, cache: Path) -> Index:
     key = hashlib.sha256(
         json.dumps([FORMAT, os.path.realpath(root), stamp(root)]).encode("utf-8", "surrogateescape")
     ).hexdigest()[:24]
-    kept, plain = cache / f"{key}.json", root if _is_plain(root) else cache / f"{key}.tar"
-    if (found := _load(kept, plain, root)) is not None:
-        return found
+    index_file, plain = cache / f"{key}.json", root if _is_plain(root) else cache / f"{key}.tar"
+    if (index := _load(index_file, plain, root)) is not None:
+        return index
     with written(cache, key):
-        if (found := _load(kept, plain, root)) is not None:  # another rank was first
-            return found
+        if (index := _load(index_file, plain, root)) is not None:  # another rank was first
+            return index
         if plain != root:
             _unpack(root, plain)
         listed = {name: (member.offset_data, member.size) for name, member, _ in members(plain)}
         tree_of(listed, root)
-        building = kept.with_suffix(".tmp")
+        building = index_file.with_suffix(".tmp")
         building.write_text(json.dumps(listed), errors="surrogateescape")
-        building.rename(kept)
-    found = _load(kept, plain, root)
-    assert found is not None
-    return found
+        building.rename(index_file)
+    index = _load(index_file, plain, root)
+    assert index is not None
+    return index
 
 
-def _load(kept: Path, plain: Path, root: Path) -> Index | None:
+def _load(index_file: Path, plain: Path, root: Path) -> Index | None:
     try:
-        listed = json.loads(kept.read_text(errors="surrogateescape"))
+        listed = json.loads(index_file.read_text(errors="surrogateescape"))
         size = plain.stat().st_size
         tree = tree_of(listed, root)
         places = {

@@ -17,7 +17,7 @@ from dtf.cli.main import main
 from dtf.core.errors import Exit
 from dtf.engine import clock
 from dtf.runs import budget
-from dtf.runs.budget import Meter, is_spent, key, limit_s, spent_s
+from dtf.runs.budget import BudgetMeter, is_spent, key, limit_s, spent_s
 from tests.conftest import Result
 
 TOY = [
@@ -64,7 +64,7 @@ def test_a_meter_warns_once_and_marks_the_end(
     """A trial that begins after the others spent 80 % warns no more: they did."""
     (tmp_path / "seconds").write_text("0.1\n")
     warnings: list[str] = []
-    with Meter(tmp_path, BudgetOptions(cost=100, cost_per_hour=3600), elsewhere_s, warnings.append) as meter:
+    with BudgetMeter(tmp_path, BudgetOptions(cost=100, cost_per_hour=3600), elsewhere_s, warnings.append) as meter:
         pass
     assert (len(warnings), is_spent(tmp_path)) == (warned, marked), warnings
     assert 0.1 <= spent_s(tmp_path) <= meter.seconds + 0.1

@@ -22,7 +22,8 @@ from dtf.core.types import Ended, Failed, Note, Place, Started
 from dtf.host.signals import Stop
 from dtf.launch import forkserver_cache, supervised, worker_group
 from dtf.launch.forkserver import ForkServer
-from dtf.launch.worker_group import Attempt, Limits
+from dtf.launch.rank_handle import Limits
+from dtf.launch.worker_group import WorkerGroup
 from tests.support.launching import HANG_S, LONG_S, Launched, launch
 
 Start = Callable[..., Launched]
@@ -32,7 +33,7 @@ Start = Callable[..., Launched]
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("add", config={...}, threads=1)`: launch an entry of tests/support/entries.py. No rank may be left."""
     yield lambda name, **options: launch(f"tests.support.entries:{name}", tmp_path, **options)
-    assert not children_of(forkserver_cache.warm({}).pid)
+    assert not children_of(forkserver_cache.fork_server({}).pid)
 
 
 def children_of(pid: int) -> list[str]:
@@ -85,7 +86,7 @@ def test_launcher_env_is_there_from_the_first_import(start: Start, monkeypatch: 
     assert here["environment"]["DTF_TEST_VALUE"] == "7"
     server = here["server"]
     assert b"DTF_TEST_VALUE=7" in Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
-    forkserver_cache.discard()
+    forkserver_cache.shut_down()
     assert not Path(f"/proc/{server}").exists()
 
 
@@ -267,14 +268,14 @@ def test_an_exception_in_the_launching_process_leaves_no_rank(tmp_path: Path, mo
     }
     order |= {"directory": os.getcwd(), "path": sys.path}
     with contextlib.closing(Stop()) as stop, pytest.raises(KeyboardInterrupt):
-        Attempt(server, order, [Place(threads=1)], [[]], tmp_path, Limits(60, 60, 1), stop, see).run()
+        WorkerGroup(server, order, [Place(threads=1)], [[]], tmp_path, Limits(60, 60, 1), stop, see).run()
     assert not server.alive
 
 
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     server = ForkServer(["no_such_package"], {})
     with contextlib.closing(Stop()) as stop, pytest.raises(ConfigError, match="no_such_package is not installed"):
-        Attempt(server, {}, [Place()], [[]], tmp_path, Limits(60, 60, 1), stop, lambda event: None).run()
+        WorkerGroup(server, {}, [Place()], [[]], tmp_path, Limits(60, 60, 1), stop, lambda event: None).run()
 
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from dtf.launch import forkserver_cache, worker_group
 from dtf.runs.run_folder import Run
 from dtf.strategies.ddp import Ddp
 from tests.support.launching import HANG_S, LONG_S, Launched, launch
-from tests.support.roles import Served
+from tests.support.roles import RolesStrategy
 
 Start = Callable[..., Launched]
 
@@ -35,13 +35,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """`start({"1": {"0.0": "die"}}, max_restarts=1)`: one server and two trainers that follow the plan, see
     `roles.follow`. No process may be left.
     """
-    yield lambda plan, **options: launch("tests.support.roles:follow", tmp_path, {"plan": plan}, Served(), **options)
-    server = forkserver_cache.warm({}).pid
+    yield lambda plan, **options: launch(
+        "tests.support.roles:follow", tmp_path, {"plan": plan}, RolesStrategy(), **options
+    )
+    server = forkserver_cache.fork_server({}).pid
     assert not Path(f"/proc/{server}/task/{server}/children").read_text()
 
 
 def processes(done: Launched) -> dict[int, list[str]]:
-    """The processes that were at each place, `attempt.again`, in order."""
+    """The processes that were at each place, `attempt.retry`, in order."""
     found = sorted(path.stem.partition("-")[::2] for path in done.folder.glob("*-*.json"))
     return {rank: [turn for at, turn in found if int(at) == rank] for rank in sorted({int(at) for at, _ in found})}
 
@@ -104,9 +106,9 @@ def test_replacements_that_finish_no_step_are_limited(start: Start) -> None:
 def test_replacements_that_finish_steps_are_not(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do they leave open files."""
     open_files: list[int] = []
-    replace = worker_group.Attempt._lose
+    replace = worker_group.WorkerGroup._lose
     monkeypatch.setattr(
-        worker_group.Attempt,
+        worker_group.WorkerGroup,
         "_lose",
         lambda *arguments: (replace(*arguments), open_files.append(len(os.listdir("/proc/self/fd")))),
     )
@@ -214,7 +216,7 @@ def test_the_token_is_seen_by_ranks_alone(
     start: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     token = "5ec2e7" * 11
-    monkeypatch.setattr(Run, "token", token)
+    monkeypatch.setattr(Run, "token", property(lambda self: token, lambda self, drawn: None), raising=False)
     done = start({"1": {"0.0": "die"}, "2": {"0.0": "fail", "1.0": "fail"}})
     assert done.code == Exit.BUG
     for path in done.folder.rglob("*"):
@@ -228,18 +230,18 @@ def test_a_token_is_drawn_for_each_launch_of_several_roles(tmp_path: Path) -> No
     def tokens(strategy: Any, run: Run) -> set[str]:
         launcher = local(processes=2)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dtf.launch.supervised.Attempt", lambda server, order, places, *rest: places)
-            patch.setattr("dtf.launch.supervised.warm", lambda environment: None)
+            patch.setattr("dtf.launch.supervised.WorkerGroup", lambda server, order, places, *rest: places)
+            patch.setattr("dtf.launch.supervised.fork_server", lambda environment: None)
             run.settings = cast(Settings, SimpleNamespace(strategy=strategy))
             return {
                 place.token
                 for number in range(2)
-                for place in cast(Any, launcher.attempt(run, "", number, {}, cast(Any, None), print))
+                for place in cast(Any, launcher.worker_group(run, "", number, {}, cast(Any, None), print))
             }
 
     runs = [Run(tmp_path, "id", {}, cast(Settings, None)) for _ in range(3)]
     assert tokens(Ddp(), runs[0]) == {""}
-    (first,), (second,) = tokens(Served(), runs[1]), tokens(Served(), runs[2])
+    (first,), (second,) = tokens(RolesStrategy(), runs[1]), tokens(RolesStrategy(), runs[2])
     assert first != second and re.fullmatch("[0-9a-f]{64}", first)
 
 
@@ -252,7 +254,7 @@ def local(**options: Any) -> Any:
     )
 
 
-def places(strategy: Served, **options: Any) -> list[dict[str, Any]]:
+def places(strategy: RolesStrategy, **options: Any) -> list[dict[str, Any]]:
     return local(**options)._places(strategy)[0]
 
 
@@ -269,7 +271,7 @@ def test_trainers_divide_the_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, servers: int, trainers: int, options: Any, threads: list[int]
 ) -> None:
     monkeypatch.setattr(devices, "cores", lambda: cores)
-    found = places(Served(servers), processes=trainers, **options)
+    found = places(RolesStrategy(servers), processes=trainers, **options)
     assert [place["threads"] for place in found] == threads
     assert [place["role"] for place in found] == ["server"] * servers + ["trainer"] * trainers
     assert {(place["size"], place["local_size"], place["slots"]) for place in found} == {
@@ -285,18 +287,27 @@ def test_trainers_divide_the_cores(
 def test_pinned_ranks_have_a_thread_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "cores", lambda: 6)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
-    found, pins = local(processes=2, pin=True)._places(Served())
+    found, pins = local(processes=2, pin=True)._places(RolesStrategy())
     assert [place["threads"] for place in found] == [2, 2, 2] and pins == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_gpus_are_for_trainers_unless_servers_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "choose", lambda asked: Devices("cuda", (0, 1)))
-    assert [place["device"] for place in places(Served(2), processes="auto")] == ["cpu", "cpu", "cuda:0", "cuda:1"]
-    assert [place["device"] for place in places(Served(1, "cuda"), processes=2)] == ["cuda:0", "cuda:0", "cuda:1"]
+    assert [place["device"] for place in places(RolesStrategy(2), processes="auto")] == [
+        "cpu",
+        "cpu",
+        "cuda:0",
+        "cuda:1",
+    ]
+    assert [place["device"] for place in places(RolesStrategy(1, "cuda"), processes=2)] == [
+        "cuda:0",
+        "cuda:0",
+        "cuda:1",
+    ]
     with pytest.raises(ConfigError, match="strategy.servers=3 needs as many GPUs, there are 2"):
-        places(Served(3, "cuda"), processes=1)
+        places(RolesStrategy(3, "cuda"), processes=1)
     with pytest.raises(ConfigError, match="launcher.processes=3 needs as many GPUs, there are 2"):
-        places(Served(), processes=3)
+        places(RolesStrategy(), processes=3)
 
 
 @pytest.mark.parametrize(
@@ -328,12 +339,12 @@ def test_launchers_that_know_no_roles_say_so(
         monkeypatch.setenv(name, value)
     launcher = build_option("launcher", coerce_option("launcher", options | {"devices": "cpu"}, "launcher"))
     with pytest.raises(ConfigError, match=words):
-        launcher.check(Served())
+        launcher.check(RolesStrategy())
 
 
 def test_one_host_of_static_knows_roles() -> None:
     options = {"name": "static", "nodes": 1, "node_rank": 0, "address": "127.0.0.1:1", "processes": 1, "devices": "cpu"}
-    build_option("launcher", coerce_option("launcher", options, "launcher")).check(Served())
+    build_option("launcher", coerce_option("launcher", options, "launcher")).check(RolesStrategy())
 
 
 def test_a_place_hides_its_token() -> None:

@@ -76,10 +76,9 @@ def test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing(
         "observer=[console]",
         "seed=1,2,3,4,5,6",
     ]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     sweep = subprocess.Popen(
         [sys.executable, "-m", "dtf", *words],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         # a shell that runs the tests in its background has it ignored

@@ -45,7 +45,7 @@ def test_a_killed_rank_changes_nothing(run_dtf) -> None:
     """
     options = [*SMALL, "train.steps=8", "train.log_every=1", "train.eval_every=0", "checkpoint.every_steps=2"]
     calm = run_dtf(*options, "observer=[]")
-    killed = run_dtf(*options, "plugins=[tests.support.kill_once]", "observer=[assassin]", "observer.assassin.step=5")
+    killed = run_dtf(*options, "plugins=[tests.support.kill_once]", "observer=[kill_once]", "observer.kill_once.step=5")
     assert calm.code == killed.code == Exit.OK, killed.err
     assert "---- attempt 1" in (killed.folder / "rank_0.log").read_text()
     expected = tensors(calm.folder, 8)

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from dtf.api.lr import Constant, Plateau
-from dtf.api.strategy import Program
-from dtf.api.task import Source
+from dtf.api.lr import Constant
+from dtf.api.strategy import Program, Source
 from dtf.core.errors import DataError, DivergedError, DtfError
 from dtf.core.types import Batch, Evaluate, Evaluated, Log, Poll, Save, Shard, State, StepOutput, Stop, Ticket, Train
 from dtf.data.samplers import Epochs, Sequential
@@ -104,7 +103,7 @@ class Coordinator(Clock):
         return None
 
 
-class Alone:
+class SingleRank:
     rank = 0
 
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
@@ -132,7 +131,7 @@ def make(clock: Clock, **changes: Any) -> Any:
     fixed: dict[str, Any] = {
         "clock": clock,
         "recipe": Toy(),
-        "world": Alone(),
+        "world": SingleRank(),
         "see": lambda event: None,
         "scalars": {},
         "steps_per_epoch": 10,
@@ -224,118 +223,6 @@ def test_divergence_is_found_before_a_save() -> None:
     assert loop.saver.saved == []
 
 
-def agreed(ticket: Ticket, step_seconds: float, told_at: float = math.inf) -> dict[str, float]:
-    """What ranks find out at a ticket of a run that starts at step 0."""
-    return {
-        "stop_requests": float(ticket.step >= told_at),
-        "over_budget": 0.0,
-        "step_seconds": step_seconds if ticket.step else math.inf,
-    }
-
-
-def planned(**changes: Any) -> list[Ticket]:
-    options: dict[str, Any] = {"total": 6, "log_every": 2, "eval_every": 3, "save_every": 4} | changes
-    plan = Plan(**options)
-    clock = PlannedClock(plan, Epochs(Sequential(), 7, 2, 0), Constant())
-    tickets = []
-    for ticket in clock:
-        tickets.append(ticket)
-        clock.done(ticket, {"loss": float(ticket.step), **agreed(ticket, 9.0)})
-    return [ticket for ticket in tickets if not isinstance(ticket, Poll)]
-
-
-def test_a_plan_in_order() -> None:
-    names = [f"{type(t).__name__}{t.step}" for t in planned()]
-    assert names == [
-        "Train0",
-        "Train1",
-        "Log2",
-        "Train2",
-        "Evaluate3",
-        "Train3",
-        "Log4",
-        "Save4",
-        "Train4",
-        "Train5",
-        "Log6",
-        "Evaluate6",
-        "Save6",
-        "Stop6",
-    ]
-
-
-def test_early_stop_saves_and_stops_at_the_same_step_everywhere() -> None:
-    tickets = planned(patience=1)  # the loss grows: the first evaluation is the best
-    assert tickets[-3:] == [Evaluate(6), Save(6), Stop(6, "finished")]
-    tickets = planned(patience=1, eval_every=2)
-    assert [t for t in tickets if not isinstance(t, Train | Log)] == [
-        Evaluate(2),
-        Evaluate(4),
-        Save(4),
-        Stop(4, "early_stop"),
-    ]
-
-
-def test_the_rate_falls_where_evaluations_find_no_new_best_and_a_resumed_run_goes_on_from_there() -> None:
-    losses = {2: 1.0, 4: 2.0, 6: 0.5, 8: 0.6, 10: 0.7}
-    epochs, plan = Epochs(Sequential(), 7, 2, 0), Plan(12, 0, 2, 0)
-
-    def rates(clock: PlannedClock, until: int) -> dict[int, float]:
-        found = {}
-        for ticket in clock:
-            if isinstance(ticket, Train):
-                found[ticket.step] = ticket.lr
-            clock.done(ticket, {"loss": losses.get(ticket.step, 0.0), **agreed(ticket, 9.0)})
-            if isinstance(ticket, Evaluate) and ticket.step == until:
-                break
-        return found
-
-    whole = rates(PlannedClock(plan, epochs, Plateau(peak=8.0, factor=0.5)), 12)
-    assert list(whole.values()) == [8.0] * 4 + [4.0] * 4 + [2.0] * 2 + [1.0] * 2
-    broken = PlannedClock(plan, epochs, Plateau(peak=8.0, factor=0.5))
-    first = rates(broken, 8)
-    assert first | rates(PlannedClock(plan, epochs, Plateau(peak=8.0, factor=0.5), broken.state()), 12) == whole
-
-
-def test_the_best_evaluation_is_saved_although_no_save_is_due() -> None:
-    assert Save(3) in planned(save_best=True)
-    assert Save(3) not in planned(save_best=False)
-
-
-def polled(told_at: int, step_seconds: float, log_every: int = 0) -> list[Ticket]:
-    clock = PlannedClock(Plan(100, log_every, 0, 50), Epochs(Sequential(), 1000, 2, 0), Constant())
-    tickets = []
-    for ticket in clock:
-        tickets.append(ticket)
-        clock.done(ticket, agreed(ticket, step_seconds, told_at))
-    return tickets
-
-
-def test_a_request_to_stop_is_heard_within_two_seconds_without_any_report() -> None:
-    tickets = polled(told_at=12, step_seconds=0.5)
-    assert [t.step for t in tickets if isinstance(t, Poll)] == [0, 1, 5, 9, 13], (
-        "a poll every two seconds, once the pace is known"
-    )
-    assert tickets[-2:] == [Save(13), Stop(13, "preempted")]
-    assert polled(told_at=12, step_seconds=30.0)[-3:] == [Poll(12), Save(12), Stop(12, "preempted")], (
-        "slow steps: a poll each"
-    )
-
-
-def test_a_request_to_stop_while_it_starts_is_heard_before_the_first_step() -> None:
-    assert polled(told_at=0, step_seconds=0.5) == [Poll(0), Stop(0, "preempted")]
-
-
-def test_ranks_agree_at_each_end_of_an_epoch_and_at_the_last_step() -> None:
-    """Rows that cannot be read are counted by the epoch, and a run may be shorter than the time between two polls."""
-    clock = PlannedClock(Plan(6, 0, 0, 0), Epochs(Sequential(), 7, 2, 0), Constant())
-    polls = []
-    for ticket in clock:
-        polls += [ticket.step] if isinstance(ticket, Poll) else []
-        clock.done(ticket, agreed(ticket, 0.001))
-    assert polls == [0, 1, 4, 6]
-
-
 def test_the_pace_counts_the_steps_of_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run starts at a high step: were its pace divided by that, the next poll would be hundreds of steps
     away.
@@ -388,64 +275,30 @@ def test_steps_that_nothing_is_known_of_yet_are_told_of_later(monkeypatch: pytes
     """No line of nothing, and the lines together tell of every step."""
 
     class Late(FakeProgram):
-        """Tells of a step when the second one after it is made; of what is left when it settles."""
+        """Reports a step when the second one after it is made, and all that are left when it syncs."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.begun = self.told = self.known = 0
+            self.begun = self.reported = self.known = 0
 
         def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
             self.begun += 1
-            return self._tell(max(0, self.begun - 2))
+            return self._report(max(0, self.begun - 2))
 
         def sync(self) -> None:
             self.known = self.begun
 
         def rest(self) -> StepOutput:
-            return self._tell(max(self.told, self.known))
+            return self._report(max(self.reported, self.known))
 
-        def _tell(self, until: int) -> StepOutput:
-            steps, self.told = until - self.told, until
+        def _report(self, until: int) -> StepOutput:
+            steps, self.reported = until - self.reported, until
             return StepOutput(torch.tensor([2.0, 1.0, 1.0]) * steps, torch.tensor([3.0, 1.0]) * steps)
 
     monkeypatch.setattr(engine._Stopwatch, "lap", lambda self: 1.0)
     seen: list[Any] = []
     clock = PlannedClock(Plan(5, 1, 0, 0), Epochs(Sequential(), 4, 2, 0), Constant(), None)
     fit(make(clock, program=Late(), see=seen.append))
-    assert [each.step for each in seen] == [3, 4, 5]
-    assert all(math.isfinite(value) for each in seen for value in each.values.values())
-    assert [each.values["rows_per_s"] for each in seen] == [2.0, 2.0, 6.0]
-
-
-def test_an_early_stop_is_not_undone_by_starting_again() -> None:
-    clock = PlannedClock(
-        Plan(6, 0, 2, 2, patience=2),
-        Epochs(Sequential(), 7, 2, 0),
-        Constant(),
-        {"step": 4, "best": 1.0, "best_step": 0, "since_best": 2},
-    )
-    assert list(clock) == [Stop(4, "early_stop")]
-
-
-def test_a_plan_may_stop_short_and_go_on_as_if_it_had_not() -> None:
-    first = planned(until=4)
-    assert first[-2:] == [Save(4), Stop(4, "stopped")]
-    whole = [t for t in planned() if isinstance(t, Train)]
-    assert [t for t in first if isinstance(t, Train)] == whole[:4], "learning rates are those of the whole run"
-
-
-def test_resuming_continues_the_plan() -> None:
-    whole = planned()
-    clock = PlannedClock(
-        Plan(6, 2, 3, 4),
-        Epochs(Sequential(), 7, 2, 0),
-        Constant(),
-        {"step": 4, "best": 3.0, "best_step": 3, "since_best": 0},
-    )
-    rest = []
-    for ticket in clock:
-        if not isinstance(ticket, Poll):
-            rest.append(ticket)
-        clock.done(ticket, {"loss": 9.0, "stop_requests": 0.0, "over_budget": 0.0, "step_seconds": 9.0})
-    assert rest == whole[whole.index(Save(4)) + 1 :]
-    assert clock.best == (3.0, 3)
+    assert [measured.step for measured in seen] == [3, 4, 5]
+    assert all(math.isfinite(value) for measured in seen for value in measured.values.values())
+    assert [measured.values["rows_per_s"] for measured in seen] == [2.0, 2.0, 6.0]

@@ -31,7 +31,7 @@ from dtf.model.ema import with_ema
 from dtf.model.init import init_model
 from dtf.model.memory import Footprint, MemoryMeter, activations, table_row
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.observers.terminal import Screen
+from dtf.observers.terminal import TerminalView
 from dtf.recipes.resnet.options import Arch, ModelOptions
 from dtf.recipes.resnet.recipe import ResnetShapes
 from tests.conftest import Result
@@ -313,7 +313,7 @@ def test_a_run_tells_what_it_plans_and_what_it_took(run_dtf: Callable[..., Resul
 
 def test_a_terminal_shows_it_at_the_end(tmp_path: Path) -> None:
     stream = io.StringIO()
-    screen = Screen(tmp_path, {}, Terminal(file=stream, width=80))
+    screen = TerminalView(tmp_path, {}, Terminal(file=stream, width=80))
     for event in (
         Started(0, 8, 4, {}),
         Ended(8, "finished", {}, {"planned": 213_000_000, "allocated": 236_000_000, "rank": 1}),

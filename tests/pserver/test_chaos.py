@@ -17,12 +17,12 @@ from tests.pserver.test_kill import bits, left
 pytestmark = pytest.mark.slow
 STEPS = 100
 BASE = [
-    "plugins=[tests.support.kill_trigger]", "recipe=dawdling", "recipe.rows=100", "step.batch_size=24",
+    "plugins=[tests.support.kill_trigger]", "recipe=slow_toy", "recipe.rows=100", "step.batch_size=24",
     "step.micro_batch_rows=5",
     f"train.steps={STEPS}",
     "train.log_every=1", "train.eval_every=25", "checkpoint.every_steps=5", "checkpoint.keep_last=2",
     "train.record=true", "lr.warmup=0",
-    "observer=[jsonl,hitman]",
+    "observer=[jsonl,kill_trigger]",
     "strategy=pserver", "strategy.min_block=1", "launcher.processes=3", "launcher.threads=1",
     "launcher.hang_timeout_s=30", "launcher.max_restarts=3",
 ]  # fmt: skip
@@ -52,24 +52,24 @@ def test_random_kills(
         ranks = [chance.randrange(servers) if i % 2 else servers + chance.randrange(3) for i in range(5)]
         orders = ",".join(f"{step}:{rank}:SIGKILL" for step, rank in zip(steps, ranks, strict=True))
         book = tmp_path / f"book{number}"
-        found = run_dtf(
+        result = run_dtf(
             *words,
-            f"observer.hitman.orders=[{','.join(repr(order) for order in orders.split(','))}]",
-            f"observer.hitman.book={book}",
+            f"observer.kill_trigger.orders=[{','.join(repr(order) for order in orders.split(','))}]",
+            f"observer.kill_trigger.log={book}",
         )
-        assert found.code == 0, f"seed {seed}: {orders}\n{found.err}"
+        assert result.code == 0, f"seed {seed}: {orders}\n{result.err}"
         done = [line.split() for line in book.read_text().splitlines()]
         assert sorted(order for order, _ in done) == sorted(orders.split(",")), (
             f"seed {seed}: all were killed, and the run went on"
         )
         for order, seconds in done:
             waits["server" if int(order.split(":")[1]) < servers else "trainer"].append(float(seconds))
-        ids = RecordedRun.read(found.folder).ids
+        ids = RecordedRun.read(result.folder).ids
         for epoch in range(STEPS // 5):
             once = Counter(i for step in range(5 * epoch, 5 * epoch + 5) for rank in ids[step] for i in rank)
             assert once == Counter(range(100)), f"seed {seed}: {orders}: epoch {epoch}"
-        assert mode != "sync" or bits(found.folder) == bits(calm.folder), f"seed {seed}: {orders}"
-        assert left(found.folder) == []
+        assert mode != "sync" or bits(result.folder) == bits(calm.folder), f"seed {seed}: {orders}"
+        assert left(result.folder) == []
     with capsys.disabled():
         for role, seconds in waits.items():
             print(

@@ -67,11 +67,11 @@ def payload(data: bytes) -> set[int]:
 
 def same(one: Message, scalars: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     assert one.scalars == scalars and list(one.arrays) == list(arrays)
-    for name, found in one.arrays.items():
+    for name, array in one.arrays.items():
         assert (
-            found.dtype == arrays[name].dtype
-            and found.shape == arrays[name].shape
-            and found.tobytes() == arrays[name].tobytes()
+            array.dtype == arrays[name].dtype
+            and array.shape == arrays[name].shape
+            and array.tobytes() == arrays[name].tobytes()
         )
 
 

@@ -20,8 +20,8 @@ from dtf.distributed.world import World
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import COUNT, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Refused
-from dtf.pserver.row_routing import Shelf, Shelves
-from dtf.pserver.server.rows_server import Lending
+from dtf.pserver.row_routing import ServerShard, ServerShards
+from dtf.pserver.server.rows_server import RowServer
 from dtf.runs.compare import RecordedRun
 from dtf.sparse.store import SparseTable
 from tests.laws.test_recovery import measurements
@@ -45,8 +45,8 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=slow), 3])
 def test_the_numbers_are_the_references_in_fp64(processes: int, servers: int, recipe: dict[str, Any]) -> None:
-    found = spread("pserver", processes, options={"dense": "allreduce", "servers": servers}, recipe=recipe)
-    assert difference(reference(recipe=recipe), found) <= 1e-10
+    result = spread("pserver", processes, options={"dense": "allreduce", "servers": servers}, recipe=recipe)
+    assert difference(reference(recipe=recipe), result) <= 1e-10
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=slow), pytest.param("bf16", marks=slow), "fp16"])
@@ -83,9 +83,9 @@ def calm(servers: int) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=slow) for seed in range(8)])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_bit_for_bit_as_on_a_good_network(servers: int, seed: int) -> None:
-    found = spread("pserver", 3, recipe=ANY, options=TWO | {"servers": servers}, network=seed)
-    assert same(found, calm(servers))
-    assert found["met"].keys() >= {"lose_request", "lose_response"} | ({"double"} if servers > 1 else set())
+    result = spread("pserver", 3, recipe=ANY, options=TWO | {"servers": servers}, network=seed)
+    assert same(result, calm(servers))
+    assert result["met"].keys() >= {"lose_request", "lose_response"} | ({"double"} if servers > 1 else set())
 
 
 # ---------------------------------------------------------------- a server by itself
@@ -96,20 +96,22 @@ class Asked:
 
     def __init__(self, folder: Path, trainers: int = 2) -> None:
         self.recipe, world = Tabled(), World(Place(rank=1, size=2))
-        shelves = {
-            name: Shelf(SparseTable(spec, lookup("sparse", "sgd")(), 0, name), world)
+        shards = {
+            name: ServerShard(SparseTable(spec, lookup("sparse", "sgd")(), 0, name), world)
             for name, spec in self.recipe.tables().items()
         }
-        self.lending = Lending(Shelves(shelves, world), self.recipe, trainers, 3, folder, StoredCheckpoint, write_boxes)
+        self.row_server = RowServer(
+            ServerShards(shards, world), self.recipe, trainers, 3, folder, StoredCheckpoint, write_boxes
+        )
         self.update = {"version": 0, "factor": 0.0, "lr": 0.0, "step": 0}
 
     def __call__(self, method: str, scalars: dict[str, Any], arrays: dict[str, np.ndarray]) -> Message:
-        asked, told = rows_schemas(self.recipe)[method]
-        return decode(told, self.lending.handlers[method](encode(asked, scalars, arrays)))
+        asked, reply = rows_schemas(self.recipe)[method]
+        return decode(reply, self.row_server.handlers[method](encode(asked, scalars, arrays)))
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        wanted = {"want/ids": ids, "want/who": np.empty(0, np.int64)}
-        return self(LOOK, self.update | {"train": 1}, wanted).arrays["rows/ids"]
+        row_request = {"want/ids": ids, "want/who": np.empty(0, np.int64)}
+        return self(LOOK, self.update | {"train": 1}, row_request).arrays["rows/ids"]
 
     def give(self, rank: int, turn: int, ids: np.ndarray, value: float, given: int = 1) -> Message:
         own = {"ids/ids": ids, "gradients/ids": np.full((len(ids), 5), value, np.float32)}
@@ -137,8 +139,8 @@ def test_what_comes_twice_counts_once(server: Asked) -> None:
     assert late.scalars["whole"] and float(late.arrays["squares"][0]) == 0
     with pytest.raises(Refused, match="turn 0 is over"):
         server.give(0, 0, ids, 1.0)
-    told = server.lending.snapshot()
-    assert (told["updates"], told["pushes"], told["dropped"], told["version"]) == (1, 4, 3, 1)
+    snapshot = server.row_server.snapshot()
+    assert (snapshot["updates"], snapshot["pushes"], snapshot["dropped"], snapshot["version"]) == (1, 4, 3, 1)
 
 
 def test_requests_that_make_no_sense_are_refused_and_change_nothing(server: Asked, tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def test_whoever_is_killed_all_go_back_to_the_last_checkpoint(rank: int, signal:
     """Trainers are ranks 0 and 1. Who is told to stop tells the others: all is saved."""
     whole = run_dtf(*RUN, "observer=[jsonl]")
     assert whole.code == 0, whole.err
-    hit = run_dtf(*RUN, "observer=[jsonl,hitman]", f"observer.hitman.orders=['15:{rank}:{signal}']")
+    hit = run_dtf(*RUN, "observer=[jsonl,kill_trigger]", f"observer.kill_trigger.orders=['15:{rank}:{signal}']")
     if signal == "SIGTERM":
         assert hit.code == 75, hit.err
         hit = run_dtf(*RUN, "observer=[jsonl]", folder=hit.folder)

@@ -1,4 +1,4 @@
-"""Processes started by hand that do not find each other: each says whom it misses, in words."""
+"""Externally started processes that do not find each other: each says whom it misses, in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from dtf.api.strategy import RendezvousContext, RoleContext
 from dtf.core.errors import BusyError, ConfigError, PeerError
 from dtf.core.types import Place
-from dtf.pserver import discovery, session
+from dtf.pserver import discovery, manual_rendezvous
 from dtf.pserver.net.rpc import Client
 from dtf.pserver.net.transport import Lost
 from dtf.pserver.strategy import Pserver
@@ -39,49 +39,59 @@ def test_a_server_that_cannot_listen_says_who_may() -> None:
         with pytest.raises(
             BusyError, match=f"{where[1]} is taken by another process; is server 1 of this run at work already"
         ):
-            session.meet(standing(), Pserver(endpoints=where, trainers=1), 1)
+            manual_rendezvous.rendezvous(standing(), Pserver(endpoints=where, trainers=1), 1)
     with pytest.raises(
         ConfigError, match="192.0.2.1:4000 cannot be listened on: .*; is this host really that of strategy.server_id=1"
     ):
-        session.meet(standing(), Pserver(endpoints=["127.0.0.1:1", "192.0.2.1:4000"], trainers=1), 1)
+        manual_rendezvous.rendezvous(standing(), Pserver(endpoints=["127.0.0.1:1", "192.0.2.1:4000"], trainers=1), 1)
 
 
 def test_a_server_that_is_taken_for_server_0_says_so_and_that_it_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "QUIET_S", 0.0)
-    where, told, said = endpoints(2), list[str](), list[str]()
+    where, refusals, messages = endpoints(2), list[str](), list[str]()
 
     def ask() -> None:
         client = Client(where[1], TOKEN, "none")
         try:
             with pytest.raises(ConfigError) as refused:
-                discovery.Guest(client, discovery.NOBODY, 2, {}).ask()
-            told.append(str(refused.value))
+                discovery.Member(client, discovery.TRAINER, 2, {}).ask()
+            refusals.append(str(refused.value))
         finally:
             client.close()
 
     with pytest.raises(PeerError, match=f"server 0 cannot be reached: meet at {where[0]}"):
-        session.meet(standing(ask, said), Pserver(endpoints=where, trainers=1, meet_timeout_s=0.3), 1)
-    assert "this is server 1, and strategy.endpoints calls it server 0" in told[0] and where[1] in told[0]
-    assert f"waiting for the servers: server 0 cannot be reached: meet at {where[0]}" in said[0]
+        manual_rendezvous.rendezvous(
+            standing(ask, messages), Pserver(endpoints=where, trainers=1, meet_timeout_s=0.3), 1
+        )
+    assert "this is server 1, and strategy.endpoints calls it server 0" in refusals[0] and where[1] in refusals[0]
+    assert f"waiting for the servers: server 0 cannot be reached: meet at {where[0]}" in messages[0]
 
 
 def test_a_trainer_says_which_server_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "QUIET_S", 0.0)
-    monkeypatch.setattr(session, "READY_S", 0.1)
-    where, said = endpoints(2), list[str]()
+    monkeypatch.setattr(manual_rendezvous, "QUIET_S", 0.0)
+    monkeypatch.setattr(manual_rendezvous, "READY_S", 0.1)
+    where, messages = endpoints(2), list[str]()
     place = Place(rank=2, size=3, token=TOKEN)
-    errand = RoleContext(place, {"config": {}}, cast(Any, None), lambda phase, step: None, lambda: False, said.append)
+    context = RoleContext(
+        place, {"config": {}}, cast(Any, None), lambda phase, step: None, lambda: False, messages.append
+    )
     strategy = Pserver(endpoints=where, trainers=1, meet_timeout_s=0.3)
-    trainer = session._ByHand(cast(Any, None), errand, strategy, 1, 0)
-    monkeypatch.setattr(trainer._guest, "arrive", lambda *_: discovery.Told("run/0", "", "", "run", "host"))
+    trainer = manual_rendezvous.ExternalTrainer(cast(Any, None), context, strategy, 1, 0)
+    monkeypatch.setattr(
+        trainer._member, "wait_complete", lambda *_: discovery.RendezvousInfo("run/0", "", "", "run", "host")
+    )
     monkeypatch.setattr(
         trainer,
         "_client",
-        lambda server, epoch: SimpleNamespace(endpoint=where[server], close=lambda: None, wait_ready=waits(server)),
+        lambda server, generation: SimpleNamespace(
+            endpoint=where[server], close=lambda: None, wait_ready=waits(server)
+        ),
     )
     with pytest.raises(PeerError, match=f"within strategy.meet_timeout_s=0.3: server 1 is not ready at {where[1]}"):
         trainer.run()
-    assert len(said) == 1 and said[0].startswith(f"waiting for the servers: server 1 is not ready at {where[1]}")
+    assert len(messages) == 1 and messages[0].startswith(
+        f"waiting for the servers: server 1 is not ready at {where[1]}"
+    )
 
 
 def waits(server: int) -> Callable[[float], None]:

@@ -26,8 +26,8 @@ from dtf.pserver.options import Dense, Device, Mode
 from dtf.pserver.param_slices import lay_out
 from dtf.pserver.strategy import Pserver
 from dtf.pserver.trainer import hogwild
-from dtf.pserver.trainer.compute import Blocks, Computing, Pulled
-from dtf.pserver.trainer.hogwild import Ended, Together, numbers
+from dtf.pserver.trainer.compute import ModelSetup, ParamBlocks, PulledState, TrainerModel
+from dtf.pserver.trainer.hogwild import PeerThreadFailed, ThreadGroup, trainer_numbers
 from dtf.pserver.trainer.trainer import Trainer
 from tests.laws.test_sharded_tables import ANY
 from tests.pserver.test_kill import BASE, THRICE, left, visits
@@ -45,7 +45,7 @@ def train(rank: int, size: int, **case: Any) -> dict[str, Any]:
     """As the harness, whose trainer processes are threads of one: what others draw at random there says nothing of a
     model.
     """
-    Computing.warmup = lambda self, batch: None  # type: ignore[method-assign]
+    TrainerModel.warmup = lambda self, batch: None  # type: ignore[method-assign]
     hogwild.END_S = 0.01  # a killed process waits for none of its threads
     return harness.train(rank, size, **case)
 
@@ -77,21 +77,21 @@ def crowd(processes: int, options: dict[str, Any], **case: Any) -> dict[str, Any
 )
 def test_every_sample_once_and_evaluations_exactly(options: dict[str, Any], processes: int) -> None:
     """The engine refuses an evaluation that counts a row twice or not at all."""
-    found = crowd(processes, options, recipe=ANY)
+    result = crowd(processes, options, recipe=ANY)
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(
+        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in result["ids"][str(step)]) == Counter(
             range(100)
         )
-    assert len(found["eval"]) == 10 and found["eval"]["10"]["loss"] < found["eval"]["1"]["loss"]
+    assert len(result["eval"]) == 10 and result["eval"]["10"]["loss"] < result["eval"]["1"]["loss"]
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=slow) for seed in (0, 2, 3, 4, 5))])
 def test_each_ticket_is_applied_once_although_processes_die(seed: int) -> None:
-    found = crowd(2, {"servers": 2}, deaths=seed)
-    assert Counter(i for step in found["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), (
+    result = crowd(2, {"servers": 2}, deaths=seed)
+    assert Counter(i for step in result["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), (
         "two epochs"
     )
-    assert found["died"] >= 1
+    assert result["died"] >= 1
 
 
 def test_it_learns_as_async_does() -> None:
@@ -107,18 +107,18 @@ def test_it_learns_as_async_does() -> None:
 
 def test_one_copy_of_the_parameters_and_each_what_else_it_needs() -> None:
     layouts = lay_out(Toy().build_model(), TASK.precision, 1, True, 1, "round_robin")
-    made = [Computing(TASK, torch.device("cpu"), layouts, 1, 24, False, None, threads=2)]
-    made.append(Computing(TASK, torch.device("cpu"), layouts, 1, 24, False, None, threads=2, first=made[0]))
-    first, second = ([*each.parameters.values()] for each in made)
+    made = [TrainerModel(ModelSetup(TASK, torch.device("cpu"), layouts, 1, 24), threads=2)]
+    made.append(TrainerModel(ModelSetup(TASK, torch.device("cpu"), layouts, 1, 24), threads=2, first=made[0]))
+    first, second = ([*model.parameters.values()] for model in made)
     assert [p.data_ptr() for p in first] == [p.data_ptr() for p in second] and not {id(p) for p in first} & {
         id(p) for p in second
     }
-    own = [{buffer.data_ptr() for buffer in each.replica.model.buffers() if buffer.numel()} for each in made]
-    assert own[0] and not own[0] & own[1]
+    buffers_of = [{buffer.data_ptr() for buffer in model.replica.model.buffers() if buffer.numel()} for model in made]
+    assert buffers_of[0] and not buffers_of[0] & buffers_of[1]
 
-    def load(each: Computing, stamp: int) -> set[float]:
+    def load(model: TrainerModel, stamp: int) -> set[float]:
         data = np.full(layouts[0].bytes // 4, stamp, np.float32).view(np.uint8)
-        each.load(Pulled([Blocks(stamp, data)], [], [0], 1.0))
+        model.load(PulledState([ParamBlocks(stamp, data)], [], [0], 1.0))
         return {float(value) for parameter in first for value in parameter.detach().flatten()}
 
     assert load(made[0], 3) == {3.0} and load(made[1], 5) == {5.0}
@@ -132,27 +132,27 @@ def test_one_copy_of_the_parameters_and_each_what_else_it_needs() -> None:
 
 def test_an_answer_without_blocks_is_of_those_that_its_question_named() -> None:
     """Whatever another thread has pulled meanwhile."""
-    old, new = Blocks(10, np.zeros(1, np.uint8)), Blocks(12, np.ones(1, np.uint8))
+    old, new = ParamBlocks(10, np.zeros(1, np.uint8)), ParamBlocks(12, np.ones(1, np.uint8))
 
     class Slow:
         def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
-            trainer._latest[0] = new
+            trainer._exchange.latest[0] = new
             return encode(exchange_schemas(Toy())[1], {"pulled": READY, "stamp": 10, "applied": 10, "scale": 1.0}, {})
 
         def start(self, method: str, data: bytes, deadline_s: float) -> Any:
             raise AssertionError("one server is called")
 
-    errand = RoleContext(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type,return-value]
+    context = RoleContext(Place(), {}, lambda *where: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type,return-value]
     strategy = Pserver(mode=Mode.async_)
-    trainer = Trainer(TASK, errand, strategy, strategy.merging(), 1, 0, [Slow()])
-    state, pulled = trainer._answers([b""], [old])
-    assert state == READY and pulled is not None and pulled.dense == [old] and trainer._latest == [new]
+    trainer = Trainer(TASK, context, strategy, strategy.sync_mode(), 1, 0, [Slow()])
+    state, pulled = trainer._exchange.send([b""], [old])
+    assert state == READY and pulled is not None and pulled.dense == [old] and trainer._exchange.latest == [new]
 
 
 def test_the_process_shows_the_thread_that_is_silent_longest() -> None:
     shown: list[tuple[str, int]] = []
-    together = Together(3, lambda *beat: shown.append(beat))
-    beats = [together.beat(thread) for thread in range(3)]
+    thread_group = ThreadGroup(3, lambda *beat: shown.append(beat))
+    beats = [thread_group.beat(thread) for thread in range(3)]
     for thread in range(3):
         beats[thread]("step", thread)
     assert shown[-1] == ("step", 0)
@@ -166,8 +166,8 @@ def test_the_process_shows_the_thread_that_is_silent_longest() -> None:
 
 def test_when_one_fails_the_others_end_and_its_error_is_raised() -> None:
     ended, failed = threading.Event(), threading.Event()
-    together = Together(2, lambda phase, step: None)
-    beat = together.beat(1)
+    thread_group = ThreadGroup(2, lambda phase, step: None)
+    beat = thread_group.beat(1)
 
     def fail() -> None:
         failed.set()
@@ -178,19 +178,23 @@ def test_when_one_fails_the_others_end_and_its_error_is_raised() -> None:
         try:
             while not ended.wait(0.001):
                 beat("wait", 0)
-        except Ended:
+        except PeerThreadFailed:
             ended.set()
             raise
 
     with pytest.raises(ValueError, match="the first one"):
-        together.run([fail, work])
+        thread_group.run([fail, work])
     assert ended.is_set()
 
 
 def test_servers_count_threads() -> None:
     many = Pserver(mode=Mode.async_, trainers=3, hogwild_threads=4)
-    assert [list(numbers(process, many)) for process in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert many.roles(2) == {"server": 1, "trainer": 3} and many.merging().window(many.count_trainers(2)) == 24
+    assert [list(trainer_numbers(process, many)) for process in range(3)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]
+    assert many.roles(2) == {"server": 1, "trainer": 3} and many.sync_mode().window(many.count_trainers(2)) == 24
 
 
 @pytest.mark.parametrize(
@@ -221,7 +225,7 @@ def test_not_where_trainers_run_the_engine() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_model_that_draws_from_the_one_generator_is_refused(threads: int) -> None:
     layouts = lay_out(Toy().build_model(), TASK.precision, 1, True, 1, "round_robin")
-    made = Computing(TASK, torch.device("cpu"), layouts, 1, 24, False, None, threads=threads)
+    made = TrainerModel(ModelSetup(TASK, torch.device("cpu"), layouts, 1, 24), threads=threads)
 
     def draw(module: Any, inputs: Any, output: Any) -> Any:
         return output + torch.rand(())

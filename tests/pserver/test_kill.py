@@ -42,16 +42,16 @@ def visits(folder: Path) -> Counter[int]:
 
 def left(folder: Path) -> list[str]:
     """Processes that have the run folder open, and shared memory of the project."""
-    found = []
+    remains = []
     for process in Path("/proc").glob("[0-9]*/fd"):
         try:
             names = [os.readlink(link) for link in process.iterdir()]
         except OSError:
             continue
-        found += [
+        remains += [
             str(process) for name in names if name.startswith(str(folder)) and process.parent.name != str(os.getpid())
         ]
-    return found
+    return remains
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_killed_server_takes_all_back_to_the_last_checkpoint(
     rank: int, run_dtf: Any, calm: Callable[..., Path]
 ) -> None:
     whole = calm(*TWO)
-    killed = run_dtf(*BASE, *TWO, "observer=[jsonl,hitman]", f"observer.hitman.orders=['7:{rank}:SIGKILL']")
+    killed = run_dtf(*BASE, *TWO, "observer=[jsonl,kill_trigger]", f"observer.kill_trigger.orders=['7:{rank}:SIGKILL']")
     assert killed.code == 0, killed.err
     assert bits(whole) == bits(killed.folder) and visits(killed.folder) == THRICE
     assert measurements(whole) == measurements(killed.folder)
@@ -110,17 +110,25 @@ def test_sigterm_to_anybody_saves_and_ends(
 ) -> None:
     whole = calm(*servers)
     rank = {"launcher": -1, "server": 0, "trainer": 2 if servers else 1}[who]
-    told = run_dtf(*BASE, *servers, "observer=[jsonl,hitman]", f"observer.hitman.orders=['7:{rank}:SIGTERM']")
-    assert told.code == 75, told.err
-    assert run_dtf(*BASE, *servers, folder=told.folder).code == 0
-    assert bits(whole) == bits(told.folder) and visits(told.folder) == THRICE
-    assert left(told.folder) == []
+    stopped = run_dtf(
+        *BASE, *servers, "observer=[jsonl,kill_trigger]", f"observer.kill_trigger.orders=['7:{rank}:SIGTERM']"
+    )
+    assert stopped.code == 75, stopped.err
+    assert run_dtf(*BASE, *servers, folder=stopped.folder).code == 0
+    assert bits(whole) == bits(stopped.folder) and visits(stopped.folder) == THRICE
+    assert left(stopped.folder) == []
 
 
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path, calm: Callable[..., Path], run_dtf: Any) -> None:
     """Nor is anything lost that was saved."""
     folder = tmp_path / "killed"
-    words = [*BASE, *TWO, "observer=[jsonl,hitman]", "observer.hitman.orders=['7:-1:SIGKILL']", f"run.dir={folder}"]
+    words = [
+        *BASE,
+        *TWO,
+        "observer=[jsonl,kill_trigger]",
+        "observer.kill_trigger.orders=['7:-1:SIGKILL']",
+        f"run.dir={folder}",
+    ]
     command = [sys.executable, "-m", "dtf", *words]
     root = str(Path(__file__).parents[2])
     done = subprocess.run(

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dtf.core.types import Train
 from dtf.pserver.server.leases import EVALUATE, TRAIN, Key, Lease, Ledger
-from dtf.pserver.server.sync_modes import Async, Geo, HalfAsync, Merging, Sync
+from dtf.pserver.server.sync_modes import Async, Geo, HalfAsync, Sync, SyncMode
 from dtf.pserver.trainer.prefetch import AHEAD
 
 SILENCE_S = 10.0
@@ -58,7 +58,7 @@ class Any_(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         before = {key for key, _ in self.ledger.held()}
-        gone = self.ledger.give_up(self.now - SILENCE_S)
+        gone = self.ledger.expire(self.now - SILENCE_S)
         assert not set(gone) & set(self.ledger.members())
         assert {key for key, holder in self.ledger.held()} <= before
 
@@ -66,7 +66,7 @@ class Any_(RuleBasedStateMachine):
     def asks(self, trainer: int, most: int, lost: bool) -> None:
         if trainer not in self.has:
             return
-        if not self.ledger.hear(trainer, self.now):
+        if not self.ledger.renew(trainer, self.now):
             self.has[trainer] = set()  # it has to join anew
             return
         has = self.has[trainer]
@@ -117,7 +117,7 @@ class Any_(RuleBasedStateMachine):
         survivor = next(iter(self.has), 0)
         self.now += SILENCE_S + 1
         self.ledger.join(survivor, self.now)
-        self.ledger.give_up(self.now - SILENCE_S)
+        self.ledger.expire(self.now - SILENCE_S)
         for _ in range(len(self.opened)):
             for lease in self.ledger.grant(survivor, 1):
                 assert self.ledger.finish(lease.key)
@@ -133,11 +133,11 @@ class Arrival(NamedTuple):
 
 
 class Server:
-    """What `Serving` does with a mode, and what `Feeder` and `Trainer` ask for, in turns that a seed chooses."""
+    """What `ServerProgram` does with a mode and what trainers ask for, in turns that a seed chooses."""
 
-    def __init__(self, merging: Merging, trainers: int, steps: int, shares_of: list[int], seed: int) -> None:
-        self.random, self.merging, self.steps, self.shares_of = random.Random(seed), merging, steps, shares_of
-        self.shares, self.window = merging.shares(trainers), merging.window(trainers)
+    def __init__(self, sync_mode: SyncMode, trainers: int, steps: int, shares_of: list[int], seed: int) -> None:
+        self.random, self.sync_mode, self.steps, self.shares_of = random.Random(seed), sync_mode, steps, shares_of
+        self.shares, self.window = sync_mode.shares(trainers), sync_mode.window(trainers)
         self.ledger, self.now, self.last = Ledger(), 0.0, -1
         self.waiting: dict[int, set[int]] = {}
         self.basket: list[Arrival] = []
@@ -149,9 +149,9 @@ class Server:
 
     def turn(self) -> bool:
         """The engine's: open, or merge; whether it did something."""
-        if self.merging.exact:
+        if self.sync_mode.synchronous:
             self.basket.sort()
-        count = self.merging.ready(self.basket, self.waiting)
+        count = self.sync_mode.ready(self.basket, self.waiting)
         if count:
             pushes, self.basket = self.basket[:count], self.basket[count:]
             self.updates.append(pushes)
@@ -177,7 +177,7 @@ class Server:
 
     def ask(self, trainer: int) -> None:
         has = self.has[trainer]
-        if not self.ledger.hear(trainer, self.now):
+        if not self.ledger.renew(trainer, self.now):
             self.join(trainer)
             return
         for key in self.done[trainer]:
@@ -196,7 +196,7 @@ class Server:
             return
         lease = has[min(has)]
         version = min(self.waiting, default=self.last + 1)
-        if self.merging.exact and lease.step > version:
+        if self.sync_mode.synchronous and lease.step > version:
             self.limits[trainer] = max(AHEAD, len(has)) + 1
             return
         del has[lease.key]
@@ -212,7 +212,7 @@ class Server:
         quiet = 0
         while self.last + 1 < self.steps or self.waiting:
             self.now += 1
-            self.ledger.give_up(self.now - SILENCE_S)
+            self.ledger.expire(self.now - SILENCE_S)
             before = (len(self.updates), self.last)
             while self.turn():
                 pass
@@ -233,7 +233,7 @@ class Server:
             )
 
 
-def modes() -> st.SearchStrategy[Merging]:
+def modes() -> st.SearchStrategy[SyncMode]:
     staleness = st.one_of(st.none(), st.integers(0, 4))
     return st.one_of(
         st.just(Sync(None)),
@@ -254,7 +254,7 @@ def modes() -> st.SearchStrategy[Merging]:
 # the last one has its hands full of what comes later
 @example(mode=Sync(None), trainers=5, shares_of=[5], deaths=0.05, survivors=1, seed=0)
 def test_every_mode_ends_with_any_trainers_alive(
-    mode: Merging, trainers: int, shares_of: list[int], deaths: float, survivors: int, seed: int
+    mode: SyncMode, trainers: int, shares_of: list[int], deaths: float, survivors: int, seed: int
 ) -> None:
     """Any window, any `gather`, steps of fewer shares than trainers; trainers that die unheard, one of which at least
     lives on.
@@ -264,8 +264,8 @@ def test_every_mode_ends_with_any_trainers_alive(
     assert set(server.applied.values()) == {1} and server.ledger.opened == server.ledger.finished == len(server.applied)
     for trainer in server.has:
         server.ask(trainer)  # says what it has done
-    assert server.ledger.idle() and server.ledger.granted <= server.ledger.finished + server.ledger.again
-    if mode.exact:
+    assert server.ledger.idle() and server.ledger.granted <= server.ledger.finished + server.ledger.regranted
+    if mode.synchronous:
         assert [push.step for update in server.updates for push in update[:1]] == list(range(8))
         assert all(update == [(update[0].step, part) for part in range(len(update))] for update in server.updates)
 
@@ -273,8 +273,8 @@ def test_every_mode_ends_with_any_trainers_alive(
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("mode", ["async", "half_async"])
 def test_no_lease_runs_further_ahead_than_the_staleness(mode: str, staleness: int) -> None:
-    merging = Async(staleness) if mode == "async" else HalfAsync(staleness, 2)
-    server, most = Server(merging, 3, 12, [3], 1), 0
+    sync_mode = Async(staleness) if mode == "async" else HalfAsync(staleness, 2)
+    server, most = Server(sync_mode, 3, 12, [3], 1), 0
     turn = server.turn
 
     def watched() -> bool:
@@ -296,7 +296,7 @@ def test_a_trainer_that_comes_again_under_its_number_gives_up_what_it_had() -> N
         0, 2, {(TRAIN, 0, 0), (TRAIN, 0, 1)}
     ) == []
     ledger.join(0, 1.0)
-    assert [lease.part for lease in ledger.grant(0, 2)] == [0, 1] and ledger.again == 2
+    assert [lease.part for lease in ledger.grant(0, 2)] == [0, 1] and ledger.regranted == 2
 
 
 def test_an_answer_that_was_lost_is_given_again() -> None:

@@ -32,8 +32,8 @@ def test_sync_ends_bit_for_bit_although_trainers_die(servers: int, seed: int) ->
     """Between any two requests, as between pushes of one lease to two servers; each is started again at once, twice at
     most.
     """
-    found = spread("pserver", 3, recipe=ANY, options={"servers": servers, "min_block": 1}, deaths=seed)
-    assert same(found, calm(servers)) and found["died"] >= 2
+    result = spread("pserver", 3, recipe=ANY, options={"servers": servers, "min_block": 1}, deaths=seed)
+    assert same(result, calm(servers)) and result["died"] >= 2
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -48,21 +48,21 @@ def test_sync_ends_bit_for_bit_although_trainers_die(servers: int, seed: int) ->
     ids=lambda mode: mode["mode"],
 )
 def test_each_ticket_is_applied_once_although_trainers_die(mode: dict[str, Any], servers: int, seed: int) -> None:
-    found = spread(
+    result = spread(
         "pserver", 3, options=mode | {"servers": servers, "min_block": 1}, deaths=seed, clip_norm=0.0, steps=10
     )
-    assert Counter(i for step in found["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), (
+    assert Counter(i for step in result["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), (
         "two epochs"
     )
-    assert found["died"] >= 2
+    assert result["died"] >= 2
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
 def test_sync_ends_bit_for_bit_as_on_a_good_network(servers: int, seed: int) -> None:
-    found = spread("pserver", 3, recipe=ANY, options={"servers": servers, "min_block": 1}, network=seed)
-    assert same(found, calm(servers))
-    met = found["met"]
+    result = spread("pserver", 3, recipe=ANY, options={"servers": servers, "min_block": 1}, network=seed)
+    assert same(result, calm(servers))
+    met = result["met"]
     assert met.keys() >= (MISDEEDS if servers > 1 else MISDEEDS - {"late"})
 
 
@@ -73,14 +73,14 @@ def test_sync_ends_bit_for_bit_as_on_a_good_network(servers: int, seed: int) -> 
 )
 def test_each_ticket_is_applied_once(mode: dict[str, Any], servers: int, seed: int) -> None:
     """Also where two servers get the pushes in different orders, one of them before it has opened the step."""
-    found = spread(
+    result = spread(
         "pserver", 3, options=mode | {"servers": servers, "min_block": 1}, network=seed, clip_norm=0.0, steps=10
     )
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(
+        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in result["ids"][str(step)]) == Counter(
             range(100)
         )
-    assert found["met"].keys() & MISDEEDS
+    assert result["met"].keys() & MISDEEDS
 
 
 @pytest.mark.parametrize("trainers", [1, pytest.param(3, marks=slow)])
@@ -106,7 +106,7 @@ def torn(rank: int, size: int, **case: Any) -> int | None:
 
     died: list[int] = []
 
-    class Torn(direct.Deadly):
+    class Torn(direct.KillableTransport):
         def __init__(self, inner: Any) -> None:
             super().__init__(inner)
             shared_memory.LEAST_BYTES = 1 << 30  # messages are looked into here
@@ -119,5 +119,5 @@ def torn(rank: int, size: int, **case: Any) -> int | None:
                 self._life.kill()
             return super().start(method, data, deadline_s)
 
-    harness.Deadly, direct.Assistants.chance = Torn, 0.0  # type: ignore[misc]
+    harness.KillableTransport, direct.HelperThreads.chance = Torn, 0.0  # type: ignore[misc]
     return harness.train(rank, size, **case).get("died")

@@ -1,5 +1,5 @@
-"""Processes of a run that are started by hand, a command for each: in any order, joining, leaving, lost and started
-again; job=status meanwhile.
+"""Externally started processes of a run, a command for each: in any order, joining, leaving, lost and started again;
+job=status meanwhile.
 """
 
 from __future__ import annotations
@@ -13,22 +13,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dtf.api.task import Task
-from dtf.core.consistency import keys_of_all_commands
-from dtf.core.errors import AuthError, ConfigError, Exit, PeerError
-from dtf.jobs.status import ask
-from dtf.pserver import manual_start
-from dtf.pserver.endpoint_file import Live, find
-from dtf.pserver.net.rpc import viewer
-from dtf.pserver.options import Role, TlsMode, TlsOptions
-from dtf.pserver.strategy import Pserver
+from dtf.core.errors import AuthError, Exit, PeerError
+from dtf.pserver.endpoint_file import find
 from tests.conftest import Result
 from tests.pserver.test_rpc import certificate
-from tests.support.harness import PRECISIONS
 from tests.support.manual_start import TOKEN, Command, commands, endpoints, members, status, until, words
 
 Run = Callable[..., Result]
@@ -53,9 +44,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Underway]:
         server = start("server", words(where, "server", 0, *task, f"run.dir={folder / 'run'}"))
         until(lambda: members(folder / "run") == [0], server, trainer)
         yield Underway(where, folder / "run", server, trainer)
-        assert server.stop() == Exit.PREEMPTED, server.said()
-        assert trainer.end() == Exit.PREEMPTED, trainer.said()
-        assert f"trainer 0 takes part in {folder / 'run'}" in trainer.said()
+        assert server.stop() == Exit.PREEMPTED, server.output()
+        assert trainer.end() == Exit.PREEMPTED, trainer.output()
+        assert f"trainer 0 takes part in {folder / 'run'}" in trainer.output()
         assert not (folder / "run" / "live.json").exists()
         with pytest.raises(PeerError, match="has ended"):
             find(folder / "run")
@@ -81,11 +72,11 @@ def test_status_of_a_live_run(live: Underway, run_dtf: Run) -> None:
     text = run_dtf("job=status", f"job.run_folder={live.folder}", "job.seconds=0.3").out
     assert "mode async, serving" in text
     assert live.where[0] in text
-    found = json.loads(
+    servers = json.loads(
         run_dtf("job=status", f"job.run_folder={live.folder}", "job.format=json", "job.seconds=0.3").out
     )["servers"]
-    assert len(found) == 1
-    server = found[0]
+    assert len(servers) == 1
+    server = servers[0]
     assert server["pushes_per_s"] > 0
     assert run_dtf("job=status", f"job.run_folder={live.folder}", "job.seconds=1e-9").code == Exit.OK
     assert server["pushes"] == sum(server["staleness"].values()) == server["updates"]
@@ -94,7 +85,7 @@ def test_status_of_a_live_run(live: Underway, run_dtf: Run) -> None:
         >= server["leases"]["granted"] - server["leases"]["granted_again"]
         >= server["leases"]["finished"]
     )
-    assert [each["trainer"] for each in server["trainers"]] == [0]
+    assert [trainer["trainer"] for trainer in server["trainers"]] == [0]
     assert server["blocks"]["bytes"] > 0
 
 
@@ -107,11 +98,11 @@ def test_status_by_endpoint_needs_the_secret_and_what_the_folder_tells_is_good_f
     assert run_dtf("job=status", f"job.endpoint={live.where[0]}").code == Exit.AUTH
     monkeypatch.setenv("DTF_TOKEN", TOKEN)
     assert run_dtf("job=status", f"job.endpoint={live.where[0]}", "job.seconds=0.1").code == Exit.OK
-    from dtf.pserver.discovery import NOBODY, Guest
+    from dtf.pserver.discovery import TRAINER, Member
     from dtf.pserver.net.rpc import Client
 
     with pytest.raises(AuthError):
-        Guest(Client(live.where[0], find(live.folder).token, "none"), NOBODY, 1, {}).ask()
+        Member(Client(live.where[0], find(live.folder).token, "none"), TRAINER, 1, {}).ask()
 
 
 def test_who_is_refused(live: Underway, run_dtf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +147,11 @@ def test_a_trainer_joins_and_leaves(live: Underway, run_dtf: Run, monkeypatch: p
 
 def finished(folder: Path) -> dict[int, dict[str, float]]:
     """Metrics by step, those of the last launch."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
-        each["step"]: {key: each[key] for key in ("loss", "grad_norm")}
-        for each in found
-        if each.get("split") == "train"
+        record["step"]: {key: record[key] for key in ("loss", "grad_norm")}
+        for record in records
+        if record.get("split") == "train"
     }
 
 
@@ -191,7 +182,11 @@ def test_two_servers_in_any_order_one_of_them_killed_and_started_again(tmp_path:
         assert len(status(folder)) == 2
         second.kill()
         second = start("server1b", words(where, "server", 1, *more))
-        assert (first.end(), second.end(), trainer.end()) == (0, 0, 0), (first.said(), second.said(), trainer.said())
+        assert (first.end(), second.end(), trainer.end()) == (0, 0, 0), (
+            first.output(),
+            second.output(),
+            trainer.output(),
+        )
     whole = run_dtf(
         *words([], "server", 0)[:-3],
         *more,
@@ -221,9 +216,9 @@ def test_server_0_is_lost_with_its_host_and_started_again(tmp_path: Path) -> Non
         server.kill()
         before = max(finished(folder))
         server = start("again", words(where, "server", 0, *more, f"run.dir={folder}"))
-        codes = [each.end() for each in (server, *trainers)]
-        assert codes == [0, 0, 0], [each.said() for each in (server, *trainers)]
-        assert "waiting for the servers to come back" in trainers[0].said()
+        codes = [command.end() for command in (server, *trainers)]
+        assert codes == [0, 0, 0], [command.output() for command in (server, *trainers)]
+        assert "waiting for the servers to come back" in trainers[0].output()
     assert max(finished(folder)) == 2000 > before
 
 
@@ -253,9 +248,9 @@ def test_a_server_whose_rank_is_killed_in_a_mode_in_which_servers_rarely_meet(mo
         )
         os.kill(second.rank(), signal.SIGKILL)
         codes = [each.end() for each in (first, second, trainer)]
-        assert codes == [0, 0, 0], [each.said() for each in (first, second, trainer)]
-        assert "restart 1 of 3" in first.said()
-        assert "restart 1 of 3" in second.said()
+        assert codes == [0, 0, 0], [each.output() for each in (first, second, trainer)]
+        assert "restart 1 of 3" in first.output()
+        assert "restart 1 of 3" in second.output()
     assert max(finished(folder)) == 1500
 
 
@@ -274,14 +269,14 @@ def test_a_trainer_of_several_threads_comes_leaves_and_ends_with_all_of_them(tmp
         server = start("server", words(where, "server", 0, *more, f"run.dir={folder}"))
         trainer = start("trainer", words(where, "trainer", 1, *more))
         until(lambda: members(folder) == [2, 3], server, trainer)
-        assert trainer.stop() == Exit.PREEMPTED, trainer.said()
+        assert trainer.stop() == Exit.PREEMPTED, trainer.output()
         assert members(folder) == []
         trainer = start("again", words(where, "trainer", 1, *more))
         until(lambda: members(folder) == [2, 3], server, trainer)
         os.kill(trainer.rank(), signal.SIGKILL)
-        until(lambda: "restart 1 of 3" in trainer.said() and members(folder) == [2, 3], server, trainer)
-        assert server.stop() == Exit.PREEMPTED, server.said()
-        assert trainer.end() == Exit.PREEMPTED, trainer.said()
+        until(lambda: "restart 1 of 3" in trainer.output() and members(folder) == [2, 3], server, trainer)
+        assert server.stop() == Exit.PREEMPTED, server.output()
+        assert trainer.end() == Exit.PREEMPTED, trainer.output()
 
 
 @pytest.mark.slow
@@ -300,7 +295,7 @@ def test_nobody_waits_for_ever(tmp_path: Path, run_dtf: Run, monkeypatch: pytest
         assert whom in alone.err
     with commands(tmp_path) as start:
         waiting = start("trainer", words(where, "trainer", 0, "strategy.trainers=1", "train.steps=1"))
-        until(lambda: "waiting for the servers" in waiting.said(), waiting)
+        until(lambda: "waiting for the servers" in waiting.output(), waiting)
         assert waiting.stop() == Exit.PREEMPTED
 
 
@@ -312,15 +307,15 @@ def test_certificates(mode: str, tmp_path: Path, run_dtf: Run, monkeypatch: pyte
     (key, cert), (_, stranger) = certificate(tmp_path, "run"), certificate(tmp_path, "stranger")
     where, folder = endpoints(2), tmp_path / "run"
     more = (*SYNC, f"strategy.tls.mode={mode}")
-    own = (f"strategy.tls.ca={cert}", f"strategy.tls.cert={cert}", f"strategy.tls.key={key}")
+    files = (f"strategy.tls.ca={cert}", f"strategy.tls.cert={cert}", f"strategy.tls.key={key}")
     with commands(tmp_path) as start:
         servers = [
-            start(f"server{number}", words(where, "server", number, *more, *own, f"run.dir={folder}"))
+            start(f"server{number}", words(where, "server", number, *more, *files, f"run.dir={folder}"))
             for number in range(2)
         ]
         until(lambda: (folder / "live.json").exists(), *servers)
         patience = "strategy.meet_timeout_s=2"
-        wrong = run_dtf(*words(where, "trainer", 3, *more, *own, patience, f"strategy.tls.ca={stranger}"))
+        wrong = run_dtf(*words(where, "trainer", 3, *more, *files, patience, f"strategy.tls.ca={stranger}"))
         assert wrong.code == Exit.PEER, wrong.err
         plain = run_dtf(*words(where, "trainer", 3, *SYNC, patience))
         assert plain.code == Exit.PEER, plain.err
@@ -335,12 +330,12 @@ def test_certificates(mode: str, tmp_path: Path, run_dtf: Run, monkeypatch: pyte
             "job.seconds=0.1",
             "strategy=pserver",
             f"strategy.tls.mode={mode}",
-            *own,
+            *files,
         )
         assert asked.code == 0, asked.err
-        trainer = run_dtf(*words(where, "trainer", 0, *more, *(own if mode == "mtls" else own[:1])))
+        trainer = run_dtf(*words(where, "trainer", 0, *more, *(files if mode == "mtls" else files[:1])))
         assert trainer.code == 0, trainer.err
-        assert [each.end() for each in servers] == [0, 0], [each.said() for each in servers]
+        assert [command.end() for command in servers] == [0, 0], [command.output() for command in servers]
 
 
 @pytest.mark.slow
@@ -353,151 +348,4 @@ def test_launcher_inline_starts_one_too(tmp_path: Path) -> None:
             for number in range(2)
         ]
         all_of_them.append(start("trainer", words(where, "trainer", 0, *more)))
-        assert [each.end() for each in all_of_them] == [0, 0, 0], [each.said() for each in all_of_them]
-
-
-# ---------------------------------------------------------------- without processes
-
-
-@pytest.fixture
-def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (manual_start.ENDPOINTS, manual_start.ROLE, manual_start.SERVER_ID, manual_start.TRAINER_ID):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(manual_start.TOKEN, TOKEN)
-
-
-TWO = ["10.0.0.1:4000", "10.0.0.2:4000"]
-
-
-@pytest.mark.usefixtures("secret")
-def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (
-        (manual_start.ENDPOINTS, ", ".join(TWO)),
-        (manual_start.ROLE, "server"),
-        (manual_start.SERVER_ID, "1"),
-        (manual_start.TRAINER_ID, "5"),
-    ):
-        monkeypatch.setenv(name, value)
-    alone = Pserver(trainers=3).external_process()
-    assert alone
-    assert (alone.role, alone.rank, alone.towards, alone.token) == ("server", 1, ("10.0.0.1", 4000), TOKEN)
-    assert TOKEN not in repr(alone)
-    cases: list[tuple[dict[str, Any], int]] = [
-        ({"role": Role.trainer}, 7),
-        ({"server_id": 0}, 0),
-        ({"role": Role.trainer, "trainer_id": 2}, 4),
-    ]
-    for options, rank in cases:
-        alone = Pserver(trainers=3, **options).external_process()
-        assert alone
-        assert alone.rank == rank
-    alone = Pserver(trainers=3, endpoints=["127.0.0.1:1"], server_id=0).external_process()
-    assert alone
-    assert alone.towards == ("127.0.0.1", 1)
-    assert Pserver(trainers=3).roles(9) == {"server": 2, "trainer": 3}
-
-
-@pytest.mark.usefixtures("secret")
-@pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        ({"role": Role.server}, "strategy.role is for processes started by hand"),
-        ({"trainer_id": 1}, "strategy.trainer_id is for processes started by hand"),
-        ({"endpoints": TWO}, "strategy.role is not given"),
-        ({"endpoints": TWO, "role": Role.server}, "strategy.server_id is not given"),
-        ({"endpoints": TWO, "role": Role.server, "server_id": 2}, "must be less than the 2"),
-        (
-            {"endpoints": TWO, "role": Role.trainer, "server_id": 1, "trainer_id": 1},
-            "strategy.server_id=1 is not for strategy.role=trainer",
-        ),
-        ({"endpoints": TWO, "role": Role.trainer}, "strategy.trainer_id is not given"),
-        ({"endpoints": TWO, "role": Role.trainer, "trainer_id": 0, "trainers": 0}, "strategy.trainers=0"),
-        ({"endpoints": TWO, "role": Role.trainer, "trainer_id": 0, "servers": 3}, "strategy.servers=3"),
-        ({"endpoints": ["a:1", "a:1"], "role": Role.trainer, "trainer_id": 0}, "names one twice"),
-        ({"endpoints": ["nonsense"], "role": Role.trainer, "trainer_id": 0}, "must be HOST:PORT"),
-    ],
-)
-def test_what_makes_no_process_of_a_run(options: dict[str, Any], wrong: str) -> None:
-    with pytest.raises(ConfigError, match=wrong):
-        Pserver(**{"trainers": 1, **options}).external_process()
-
-
-def test_what_is_for_those_started_by_hand_alone() -> None:
-    from dtf.api.options import StepOptions
-    from dtf.optim.optimizers import Sgd
-    from tests.support.toy import Toy
-
-    task = Task(Toy(), Sgd(), PRECISIONS["fp32"], StepOptions(), 0)
-    # whatever stands where nothing is given
-    cases: list[dict[str, Any]] = [{"meet_timeout_s": 600.0}, {"token_file": "x"}, {"geo_steps": 400}]
-    for options in cases:
-        with pytest.raises(ConfigError, match=f"strategy.{next(iter(options))}.* is for strategy"):
-            Pserver(**options).check(task, 1, "cpu")
-    Pserver().check(task, 1, "cpu")
-
-
-@pytest.mark.usefixtures("secret")
-def test_a_secret_is_needed_that_others_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "token"
-    file.write_text("from the file, long enough\n")
-    with pytest.raises(ConfigError, match="can be read by others"):
-        manual_start.token(str(file))
-    file.chmod(0o600)
-    assert manual_start.token(str(file)) == "from the file, long enough"
-    assert manual_start.token("") == TOKEN
-    monkeypatch.setenv(manual_start.TOKEN, "short")
-    with pytest.raises(ConfigError, match="at least 16"):
-        manual_start.token("")
-    monkeypatch.delenv(manual_start.TOKEN)
-    with pytest.raises(ConfigError, match=r"export DTF_TOKEN=\$\(openssl rand -hex 32\)"):
-        manual_start.token("")
-
-
-def test_beyond_this_host_needs_certificates_or_a_word() -> None:
-    manual_start.check_loopback(["127.0.0.1:1", "[::1]:1", "localhost:5"])
-    with pytest.raises(ConfigError, match=r"10\.0\.0\.1:1.*allow_insecure=true"):
-        manual_start.check_loopback(["127.0.0.1:1", "10.0.0.1:1"])
-
-
-def test_which_files_a_process_needs(tmp_path: Path) -> None:
-    file = tmp_path / "pem"
-    file.write_text("x")
-    paths = {"ca": str(file), "cert": str(file), "key": str(file)}
-    TlsOptions(mode=TlsMode.tls, ca=str(file)).check(serves=False, asks=True)
-    TlsOptions(mode=TlsMode.mtls, **paths).check(serves=True, asks=False)
-    for options, serves in (({"ca"}, True), ({"cert", "key"}, False)):
-        with pytest.raises(ConfigError, match="is not given"):
-            TlsOptions(mode=TlsMode.tls, **{name: paths[name] for name in options}).check(
-                serves=serves, asks=not serves
-            )
-    with pytest.raises(ConfigError, match="uses no file"):
-        TlsOptions(ca=str(file)).check(serves=False, asks=True)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        TlsOptions(mode=TlsMode.tls, ca=str(tmp_path / "none")).check(serves=False, asks=True)
-
-
-def test_what_commands_must_have_alike() -> None:
-    base = {
-        "seed": 1,
-        "run": {"dir": "a", "objective": ""},
-        "strategy": {"mode": "sync", "role": "server", "tls": {"key": "k"}},
-        "observer": {},
-        "launcher": {},
-    }
-    other = {
-        **base,
-        "run": {"dir": "b", "objective": ""},
-        "strategy": {"mode": "sync", "role": "trainer", "tls": {}},
-        "observer": {"x": 1},
-        "launcher": {"a": 1},
-    }
-    assert (
-        keys_of_all_commands(base)
-        == keys_of_all_commands(other)
-        == {"seed": 1, "run": {"objective": ""}, "strategy": {"mode": "sync"}}
-    )
-
-
-def test_nobody_answers() -> None:
-    with pytest.raises(PeerError):
-        ask(Live(endpoints(1), viewer(TOKEN), {}, False))
+        assert [command.end() for command in all_of_them] == [0, 0, 0], [command.output() for command in all_of_them]

@@ -31,10 +31,10 @@ def test_async_with_one_trainer_that_waits_is_sync(servers: int, recipe: dict[st
 @pytest.mark.parametrize("gather", [0, pytest.param(3, marks=slow)])
 def test_half_async_that_gathers_all_and_runs_not_ahead_is_sync(gather: int, recipe: dict[str, Any]) -> None:
     """But for the order of the sums, which is that of arrival."""
-    found = spread("pserver", 3, options={"mode": "half_async", "gather": gather, "staleness": 0}, recipe=recipe)
-    for run in (found, whole := reference(recipe=recipe)):
+    result = spread("pserver", 3, options={"mode": "half_async", "gather": gather, "staleness": 0}, recipe=recipe)
+    for run in (result, whole := reference(recipe=recipe)):
         run["ids"] = {step: sorted(ids) for step, ids in run["ids"].items()}
-    assert difference(whole, found) <= 1e-10
+    assert difference(whole, result) <= 1e-10
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(3, marks=slow)])
@@ -44,7 +44,7 @@ def test_every_mode_takes_every_sample_once_and_counts_evaluations_exactly(
     mode: str, servers: int, processes: int
 ) -> None:
     """The engine refuses an evaluation that counts a row twice or not at all."""
-    found = spread(
+    result = spread(
         "pserver",
         processes,
         options={"mode": mode, "servers": servers, "min_block": 1},
@@ -53,21 +53,21 @@ def test_every_mode_takes_every_sample_once_and_counts_evaluations_exactly(
         eval_every=1,
     )
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(
+        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in result["ids"][str(step)]) == Counter(
             range(100)
         )
-    assert len(found["eval"]) == 10 and found["eval"]["10"]["loss"] < found["eval"]["1"]["loss"]
+    assert len(result["eval"]) == 10 and result["eval"]["10"]["loss"] < result["eval"]["1"]["loss"]
 
 
 @pytest.mark.parametrize("servers", [1, pytest.param(2, marks=slow)])
 @pytest.mark.parametrize("mode", [mode.value for mode in Mode])
 def test_a_skipped_step_leaves_running_averages_finite(mode: str, servers: int) -> None:
     options = {"mode": mode, "servers": servers, "min_block": 1}
-    found = spread(
+    result = spread(
         "pserver", 2, options=options, recipe=TOY | {"bad_row": 17}, steps=5, clip_norm=0.0, skip_nonfinite=9
     )
-    assert all(np.isfinite(tensor).all() for tensor in found["tensors"].values()) and np.isfinite(
-        found["eval"]["4"]["loss"]
+    assert all(np.isfinite(tensor).all() for tensor in result["tensors"].values()) and np.isfinite(
+        result["eval"]["4"]["loss"]
     )
 
 
@@ -81,10 +81,10 @@ def test_resume_in_another_mode_and_of_one(mode: str, tmp_path: Any) -> None:
         "pserver", 3, options=options | {"servers": 1}, clip_norm=0.0, steps=10, start=str(tmp_path / "step_000004")
     )
     c = spread("ddp", 1, clip_norm=0.0, steps=10, start=str(tmp_path / "step_000004"))
-    for found in (b, c):
-        ids = a["ids"] | found["ids"]
+    for result in (b, c):
+        ids = a["ids"] | result["ids"]
         assert Counter(i for step in range(5) for i in ids[str(step)]) == Counter(range(100))
-        assert len(ids) == 10 and not a["ids"].keys() & found["ids"].keys()
+        assert len(ids) == 10 and not a["ids"].keys() & result["ids"].keys()
 
 
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])

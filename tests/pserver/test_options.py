@@ -72,14 +72,14 @@ def test_trainers_and_processes_that_differ_are_refused(words: str, fits: bool) 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="makes certificates with openssl")
 def test_a_certificate_for_another_host_is_refused_under_a_launcher(tmp_path: Path) -> None:
-    for names, said in (
+    for names, message in (
         ("IP:127.0.0.1", ""),
         ("IP:10.0.0.1", "does not do for 127.0.0.1"),
         ("", "does not do for 127.0.0.1"),
     ):
         key, cert = certificate(tmp_path, "run", names)
         words = f"tls.mode=mtls tls.ca={cert} tls.cert={cert} tls.key={key}"
-        with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
             check(words)
     _, stranger = certificate(tmp_path, "stranger")
     key, cert = certificate(tmp_path, "run")
@@ -114,13 +114,13 @@ def test_the_table_of_a_run_counts_processes_by_their_roles() -> None:
 def test_files_that_are_no_certificates_are_refused(tmp_path: Path) -> None:
     junk = tmp_path / "junk.pem"
     junk.write_text("-----BEGIN CERTIFICATE-----\nnone\n")
-    for names, said in (
+    for names, message in (
         (("ca", "cert", "key"), f"strategy.tls.ca={junk} holds no certificate"),
         (("cert", "key"), f"strategy.tls.key={junk} are no"),
     ):
         with pytest.raises(ConfigError) as refused:
             check_certificates("strategy.tls", dict.fromkeys(names, str(junk)))
-        assert said in str(refused.value)
+        assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtf.core.errors import ConfigError
-from dtf.pserver.placement import placed
+from dtf.pserver.placement import place_slices
 from tests.conftest import Result
 from tests.support.biggest_first import biggest_first
 from tests.support.toy import Toy  # noqa: F401 (registers itself)
@@ -23,9 +23,9 @@ SIZES = st.dictionaries(
 
 @given(SIZES, st.integers(4, 6), st.sampled_from(["round_robin", "hash_name", "biggest_first"]))
 def test_slices_of_a_parameter_go_to_different_servers(sizes: dict[str, list[int]], servers: int, rule: str) -> None:
-    found = placed(rule, sizes, servers)
-    assert found.keys() == sizes.keys()
-    for name, owners in found.items():
+    placed = place_slices(rule, sizes, servers)
+    assert placed.keys() == sizes.keys()
+    for name, owners in placed.items():
         assert len(owners) == len(set(owners)) == len(sizes[name])
         assert set(owners) <= set(range(servers))
 
@@ -38,7 +38,7 @@ def test_unknown_rules_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"strategy\.placement=round_robbin is not registered; did you mean round_robin\?"
     ):
-        placed("round_robbin", {}, 1)
+        place_slices("round_robbin", {}, 1)
 
 
 @pytest.mark.slow

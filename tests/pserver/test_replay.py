@@ -74,8 +74,8 @@ def test_a_recorded_run_has_the_same_numbers_again_and_needs_no_memory_of_what_i
 ) -> None:
     run = run_dtf(*RUN, *RECORD, *words)
     assert run.code == 0, run.err
-    made, found = replayed(run.folder)
-    assert found["tensor"] <= 1e-10 and found["start"] == 0 and all(found["updates"])
+    made, result = replayed(run.folder)
+    assert result["tensor"] <= 1e-10 and result["start"] == 0 and all(result["updates"])
     assert not (made._replies or made._computed or made._prepared or made._met)
     assert (
         "job.steps is of no account with job.replay"
@@ -112,7 +112,7 @@ def test_half_a_line_of_a_killed_server_does_not_spoil_the_record(tmp_path: Path
 
 
 def test_a_replay_that_breaks_says_the_bound_and_what_may_be_the_cause() -> None:
-    found = {
+    result = {
         "updates": [20, 20],
         "start": 0,
         "tensor": 2.6e-10,
@@ -123,13 +123,13 @@ def test_a_replay_that_breaks_says_the_bound_and_what_may_be_the_cause() -> None
         "worst": "model/a",
         "checkpoint": "C",
     }
-    said = _replayed(found | {"losses": [0.7, 5.0]}, "fp64", 1)
+    message = _replayed(result | {"losses": [0.7, 5.0]}, "fp64", 1)
     assert (
         "BREAK, within 2.6e-10, the bound of fp64 is 1e-10: 2 of 9 tensors after the last update beyond it, most of "
-        "all model/a" in said
+        "all model/a" in message
     )
-    assert "loss grew from 0.7000 to 5.0000" in said and "launcher.threads=1" in said
-    assert "loss grew" not in _replayed(found | {"losses": [0.7, 0.5]}, "fp64", 1)
+    assert "loss grew from 0.7000 to 5.0000" in message and "launcher.threads=1" in message
+    assert "loss grew" not in _replayed(result | {"losses": [0.7, 0.5]}, "fp64", 1)
 
 
 def test_a_replay_that_is_told_to_stop_says_how_far_it_was(

@@ -22,7 +22,7 @@ from dtf.core.errors import AuthError, BusyError, ConfigError
 from dtf.pserver.net.codec import Array, Schema, decode
 from dtf.pserver.net.rpc import Client, Service, Tls
 from dtf.pserver.net.transport import Failed, Lost, Refused, Stale
-from tests.support.rpc_service import EPOCH, SOON_S, TOKEN, Handlers, after, client, echo, service
+from tests.support.rpc_service import GENERATION, SOON_S, TOKEN, Handlers, after, client, echo, service
 
 
 def listening() -> set[tuple[str, int]]:
@@ -35,8 +35,8 @@ def listening() -> set[tuple[str, int]]:
     rows = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
     ]
-    found = (row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own)
-    return {(address, int(port, 16)) for address, port in found}
+    addresses = (row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own)
+    return {(address, int(port, 16)) for address, port in addresses}
 
 
 def test_bytes_there_and_back() -> None:
@@ -48,7 +48,7 @@ def test_bytes_there_and_back() -> None:
 
 
 def test_requests_since_the_construction_have_waited() -> None:
-    server = Service({"echo": echo}, TOKEN, EPOCH)
+    server = Service({"echo": echo}, TOKEN, GENERATION)
     with client(server) as caller:
         pending = caller.start("echo", b"early", SOON_S)
         server.start()
@@ -108,19 +108,19 @@ def test_the_unauthenticated_are_told_within_10_ms_and_their_body_is_not_taken()
 
 
 def test_another_attempt_of_the_run() -> None:
-    with service({"echo": echo}) as server, client(server, epoch="attempt-2") as caller:
+    with service({"echo": echo}) as server, client(server, generation="attempt-2") as caller:
         with pytest.raises(Stale, match="another attempt"):
             caller.call("echo", b"x", SOON_S)
         with pytest.raises(Stale):
             caller.start("echo", b"x", SOON_S).result()
 
 
-@pytest.mark.parametrize(("token", "epoch"), [("", "1"), ("t", ""), ("t\n", "1"), ("ü", "1")])
-def test_a_token_is_text_that_can_be_sent(token: str, epoch: str) -> None:
+@pytest.mark.parametrize(("token", "generation"), [("", "1"), ("t", ""), ("t\n", "1"), ("ü", "1")])
+def test_a_token_is_text_that_can_be_sent(token: str, generation: str) -> None:
     with pytest.raises(ValueError, match="printable ASCII"):
-        Service({}, token, epoch)
+        Service({}, token, generation)
     with pytest.raises(ValueError, match="printable ASCII"):
-        Client("127.0.0.1:1", token, epoch)
+        Client("127.0.0.1:1", token, generation)
 
 
 def test_health_as_orchestrators_ask_for_it() -> None:
@@ -141,7 +141,7 @@ def test_waiting_for_a_server_that_is_not_there_yet() -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with client(address) as caller, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(caller.wait_ready, SOON_S)
-        server = Service({"echo": echo}, TOKEN, EPOCH, address)
+        server = Service({"echo": echo}, TOKEN, GENERATION, address)
         server.ready = lambda: False
         server.start()
         with pytest.raises(Lost):
@@ -239,35 +239,35 @@ def test_garbage_on_the_socket_leaves_the_server_unharmed() -> None:
 def test_it_listens_on_loopback_alone() -> None:
     before = listening()
     with service({"echo": echo}) as server:
-        (found,) = listening() - before
-        assert found in {("0100007F", found[1]), ("0000000000000000FFFF00000100007F", found[1])}
-        assert server.endpoint == f"127.0.0.1:{found[1]}"
+        (addresses,) = listening() - before
+        assert addresses in {("0100007F", addresses[1]), ("0000000000000000FFFF00000100007F", addresses[1])}
+        assert server.endpoint == f"127.0.0.1:{addresses[1]}"
     assert listening() <= before
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
 def test_never_on_every_interface(address: str) -> None:
     with pytest.raises(ConfigError, match="every interface"):
-        Service({}, TOKEN, EPOCH, address, allow_insecure=True)
+        Service({}, TOKEN, GENERATION, address, allow_insecure=True)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:70000", "::1:0", "unix:/tmp/x", "no such host:0"])
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(ConfigError, match="address="):
-        Service({}, TOKEN, EPOCH, address)
+        Service({}, TOKEN, GENERATION, address)
 
 
 def test_beyond_loopback_needs_a_word() -> None:
     with pytest.raises(ConfigError, match="allow_insecure"):
-        Service({}, TOKEN, EPOCH, "192.0.2.1:0")
+        Service({}, TOKEN, GENERATION, "192.0.2.1:0")
     # it is allowed, but of documentation and of no host
     with pytest.raises(ConfigError, match="cannot be listened on"):
-        Service({}, TOKEN, EPOCH, "192.0.2.1:0", allow_insecure=True)
+        Service({}, TOKEN, GENERATION, "192.0.2.1:0", allow_insecure=True)
 
 
 def test_a_port_that_is_taken() -> None:
     with service({}) as server, pytest.raises(BusyError, match="taken"):
-        Service({}, TOKEN, EPOCH, server.endpoint)
+        Service({}, TOKEN, GENERATION, server.endpoint)
 
 
 def test_ipv6_loopback() -> None:
@@ -318,9 +318,9 @@ def test_tls_and_mutual_tls(tmp_path: Path) -> None:
             with client(server, tls=wrong) as caller, pytest.raises(Lost):
                 caller.call("echo", b"x", SOON_S)
     with pytest.raises(ConfigError, match="needs the file of its key"):
-        Service({}, TOKEN, EPOCH, tls=Tls(cert=cert))
+        Service({}, TOKEN, GENERATION, tls=Tls(cert=cert))
     with pytest.raises(ConfigError, match="cannot be read"):
-        Service({}, TOKEN, EPOCH, tls=Tls(cert=cert, key=tmp_path / "none"))
+        Service({}, TOKEN, GENERATION, tls=Tls(cert=cert, key=tmp_path / "none"))
     (tmp_path / "garbage").write_text("no PEM")
     with pytest.raises(ConfigError, match="no certificate"):
-        Service({}, TOKEN, EPOCH, tls=Tls(cert=tmp_path / "garbage", key=key))
+        Service({}, TOKEN, GENERATION, tls=Tls(cert=tmp_path / "garbage", key=key))

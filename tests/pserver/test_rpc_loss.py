@@ -20,19 +20,19 @@ from dtf.api.strategy import RoleContext
 from dtf.api.task import Task
 from dtf.core.errors import AuthError, PeerError
 from dtf.core.types import Place
-from dtf.pserver import session
+from dtf.pserver import manual_rendezvous
 from dtf.pserver.net.codec import WireError
 from dtf.pserver.net.rpc import Service
-from dtf.pserver.net.transport import Failed, Lost, Refused, Retrying, Stale
+from dtf.pserver.net.transport import Failed, Lost, Refused, RetryingTransport, Stale
 from dtf.pserver.strategy import Pserver
-from tests.support.lossy_network import Interposer
-from tests.support.rpc_service import EPOCH, SOON_S, TOKEN, after, client, service
+from tests.support.lossy_network import LossyTransport
+from tests.support.rpc_service import GENERATION, SOON_S, TOKEN, after, client, service
 
 CHILD = f"""
 import sys, threading
 from dtf.pserver.net.rpc import Service
 calls = {{"echo": lambda data: data, "hang": lambda data: threading.Event().wait() and b""}}
-server = Service(calls, {TOKEN!r}, {EPOCH!r}, sys.argv[1])
+server = Service(calls, {TOKEN!r}, {GENERATION!r}, sys.argv[1])
 server.start()
 print(server.endpoint, flush=True)
 threading.Event().wait()
@@ -64,7 +64,7 @@ def test_a_killed_server_is_noticed_at_once_and_a_new_one_found() -> None:
         assert time.monotonic() - killed < 1.0
         process.wait()
         with child(endpoint):
-            assert Retrying(caller, SOON_S).call("echo", b"again", 5.0) == b"again"
+            assert RetryingTransport(caller, SOON_S).call("echo", b"again", 5.0) == b"again"
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_deadline_is_kept() -> None:
 
 def test_it_stops_with_calls_under_way() -> None:
     entered, release = threading.Semaphore(0), threading.Event()
-    server = Service({"wait": after(release, entered)}, TOKEN, EPOCH)
+    server = Service({"wait": after(release, entered)}, TOKEN, GENERATION)
     server.start()
     with client(server) as caller:
         waiting = [caller.start("wait", b"", 60.0) for _ in range(4)]
@@ -109,7 +109,7 @@ def test_it_stops_with_calls_under_way() -> None:
 
 def test_it_stops_when_calls_are_done_within_the_grace() -> None:
     entered, release = threading.Semaphore(0), threading.Event()
-    server = Service({"wait": after(release, entered)}, TOKEN, EPOCH)
+    server = Service({"wait": after(release, entered)}, TOKEN, GENERATION)
     server.start()
     with client(server) as caller, ThreadPoolExecutor(1) as pool:
         waiting = caller.start("wait", b"kept", 60.0)
@@ -154,24 +154,24 @@ class Scripted:
 
 
 def test_only_what_was_lost_is_sent_again() -> None:
-    sender = Retrying(Scripted(Lost("1"), Lost("2"), b"answer"), 60.0)
-    assert sender.call("m", b"", 1.0) == b"answer" and sender.again == 2
+    sender = RetryingTransport(Scripted(Lost("1"), Lost("2"), b"answer"), 60.0)
+    assert sender.call("m", b"", 1.0) == b"answer" and sender.retries == 2
     for error in (Refused("r"), Stale("s"), Failed("f"), AuthError("a"), WireError("w")):
         with pytest.raises(type(error)):
-            Retrying(Scripted(error, b"never"), 60.0).call("m", b"", 1.0)
+            RetryingTransport(Scripted(error, b"never"), 60.0).call("m", b"", 1.0)
 
 
 def test_patience_ends() -> None:
     inner = Scripted(*[Lost("gone")] * 1000)
     start = time.monotonic()
     with pytest.raises(Lost, match="gone"):
-        Retrying(inner, 0.2).call("m", b"", 1.0)
+        RetryingTransport(inner, 0.2).call("m", b"", 1.0)
     assert 0.15 < time.monotonic() - start < 2.0
     assert 3 <= len(inner.deadlines) < 30 and all(each <= 0.2 for each in inner.deadlines[1:])
 
 
 def test_closing_ends_the_patience() -> None:
-    sender = Retrying(Scripted(*[Lost("gone")] * 1000), 60.0)
+    sender = RetryingTransport(Scripted(*[Lost("gone")] * 1000), 60.0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(sender.call, "m", b"", 1.0)
         sender.close()
@@ -192,8 +192,8 @@ def test_an_idempotent_count_survives_a_bad_network() -> None:
 
     keys = [[b"%d-%d" % (thread, number) for number in range(60)] for thread in range(4)]
     with service({"add": add}) as server, client(server) as caller, ThreadPoolExecutor(4) as pool:
-        network = Interposer(caller, seed=5)
-        sender = Retrying(network, 60.0)
+        network = LossyTransport(caller, seed=5)
+        sender = RetryingTransport(network, 60.0)
 
         def work(own: list[bytes]) -> bool:
             pending = [sender.start("add", key, SOON_S) for key in own[:30]]
@@ -202,7 +202,7 @@ def test_an_idempotent_count_survives_a_bad_network() -> None:
         assert all(pool.map(work, keys))
         network.settle()
     assert applied == set(itertools.chain(*keys))
-    assert max(arrived.values()) > 1 and sender.again > 0
+    assert max(arrived.values()) > 1 and sender.retries > 0
     assert all(network.met[name] > 0 for name in ("lose_request", "lose_response", "double", "late"))
 
 
@@ -216,11 +216,12 @@ def test_servers_that_are_lost_for_good_are_waited_for_as_long_as_was_asked(monk
         def call(self, *arguments: Any) -> bytes:
             raise Lost("lost server 0")
 
-    monkeypatch.setattr(session, "Client", Gone)
-    monkeypatch.setattr(session.Guest, "arrive", lambda *arguments: session.Told("epoch", "", "run", "id", "host"))
-    monkeypatch.setattr(session, "work", lambda *arguments: arguments[-1][0].call("lease", b"", 1.0))
-    errand = RoleContext(Place(), {"config": {}}, lambda *arguments: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type, return-value]
+    info = manual_rendezvous.RendezvousInfo("generation", "", "run", "id", "host")
+    monkeypatch.setattr(manual_rendezvous, "Client", Gone)
+    monkeypatch.setattr(manual_rendezvous.Member, "wait_complete", lambda *arguments: info)
+    monkeypatch.setattr(manual_rendezvous, "run_trainers", lambda *arguments: arguments[-1][0].call("lease", b"", 1.0))
+    context = RoleContext(Place(), {"config": {}}, lambda *arguments: None, lambda phase, step: None, lambda: False)  # type: ignore[arg-type, return-value]
     strategy, begun = Pserver(endpoints=["127.0.0.1:1"], trainers=1, meet_timeout_s=0.3), time.monotonic()
     with pytest.raises(PeerError, match=r"within strategy\.meet_timeout_s=0\.3: lost server 0"):
-        session._ByHand(cast(Task, None), errand, strategy, 1, 0).run()
+        manual_rendezvous.ExternalTrainer(cast(Task, None), context, strategy, 1, 0).run()
     assert 0.3 <= time.monotonic() - begun < 3.0

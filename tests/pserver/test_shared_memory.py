@@ -11,16 +11,16 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from dtf.pserver.net.shared_memory import LEAST_BYTES, Handler, Regions, Shared, _Region, host
-from dtf.pserver.net.transport import Lost, Pending, Refused, Retrying
-from tests.support.rpc_service import EPOCH, SOON_S, TOKEN, client, echo, service
+from dtf.pserver.net.shared_memory import LEAST_BYTES, Handler, Regions, SharedMemoryTransport, _Region, host_id
+from dtf.pserver.net.transport import Lost, Pending, Refused, RetryingTransport
+from tests.support.rpc_service import GENERATION, SOON_S, TOKEN, client, echo, service
 
 LARGE = 3 * LEAST_BYTES
-pytestmark = pytest.mark.skipif(not host(), reason="memory is shared through Linux's memfd and /proc")
+pytestmark = pytest.mark.skipif(not host_id(), reason="memory is shared through Linux's memfd and /proc")
 
 
 class Wire:
@@ -37,7 +37,9 @@ class Wire:
         return answer
 
     def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
-        raise NotImplementedError
+        done: Future[bytes] = Future()
+        done.set_result(self.call(method, data, deadline_s))
+        return done
 
 
 def doubled(data: bytes) -> bytes:
@@ -46,7 +48,7 @@ def doubled(data: bytes) -> bytes:
 
 def test_answers_are_those_of_the_handler() -> None:
     wire = Wire(Regions(8).around(doubled))
-    caller = Shared(wire)
+    caller = SharedMemoryTransport(wire)
     for size in (0, 1, LARGE, LEAST_BYTES - 1, 10 * LARGE, LARGE, 5):
         data = os.urandom(size)
         assert caller.call("double", data, SOON_S) == doubled(data)
@@ -54,7 +56,7 @@ def test_answers_are_those_of_the_handler() -> None:
 
 def test_large_messages_stay_off_the_wire() -> None:
     wire = Wire(Regions(8).around(doubled))
-    caller = Shared(wire)
+    caller = SharedMemoryTransport(wire)
     for _ in range(4):
         caller.call("double", bytes(LARGE), SOON_S)
     sizes = [len(data) for data in wire.passed]
@@ -64,22 +66,30 @@ def test_large_messages_stay_off_the_wire() -> None:
 
 def test_many_threads_over_grpc() -> None:
     with service({"double": doubled, "echo": echo}) as server, client(server) as inner, ThreadPoolExecutor(8) as pool:
-        caller = Shared(inner)
+        caller = SharedMemoryTransport(inner)
 
         def work(number: int) -> bool:
-            found = []
+            equal = []
             for size in (10, LARGE, 4 * LARGE, 100, LARGE):
                 data = bytes([number]) * (size + number)
                 pending = caller.start("echo", data, SOON_S)
-                found += [caller.call("double", data, SOON_S) == doubled(data), pending.result() == data]
-            return all(found)
+                equal += [caller.call("double", data, SOON_S) == doubled(data), pending.result() == data]
+            return all(equal)
 
         assert all(pool.map(work, range(32)))
 
 
+def test_an_answer_that_is_asked_for_twice_gives_its_region_back_once() -> None:
+    caller = SharedMemoryTransport(Wire(Regions(8).around(echo)))
+    pending = caller.start("echo", b"a" * LARGE, SOON_S)
+    assert pending.result() == pending.result() == b"a" * LARGE
+    both = [caller.start("echo", letter * LARGE, SOON_S) for letter in (b"b", b"c")]
+    assert [answer.result() for answer in both] == [b"b" * LARGE, b"c" * LARGE]
+
+
 def test_another_host_gets_messages_whole() -> None:
     wire = Wire(Regions(8).around(doubled))
-    caller = Shared(wire)
+    caller = SharedMemoryTransport(wire)
     caller._host = b"h" * 16
     for _ in range(3):
         assert caller.call("double", bytes(LARGE), SOON_S) == bytes(2 * LARGE)
@@ -97,7 +107,7 @@ def test_a_region_whose_request_was_lost_is_used_no_more() -> None:
             raise Lost("it was")
 
     wire.before = lose
-    caller = Shared(wire)
+    caller = SharedMemoryTransport(wire)
     with pytest.raises(Lost):
         caller.call("echo", b"a" * LARGE, SOON_S)
     seen: list[bytes] = []
@@ -114,7 +124,7 @@ def test_sent_again_it_arrives() -> None:
             raise Lost("it was")
 
     wire.before = lose
-    assert Retrying(Shared(wire), 5.0).call("double", bytes(LARGE), SOON_S) == bytes(2 * LARGE)
+    assert RetryingTransport(SharedMemoryTransport(wire), 5.0).call("double", bytes(LARGE), SOON_S) == bytes(2 * LARGE)
 
 
 def test_a_request_that_comes_twice_is_refused_the_second_time() -> None:
@@ -127,7 +137,7 @@ def test_a_request_that_comes_twice_is_refused_the_second_time() -> None:
 
     handler = Regions(8).around(count)
     wire = Wire(handler)
-    caller = Shared(wire)
+    caller = SharedMemoryTransport(wire)
     caller.call("echo", bytes(LARGE), SOON_S)
     with pytest.raises(Refused):
         handler(wire.passed[0])
@@ -151,7 +161,7 @@ def test_places_that_no_client_names() -> None:
 
     handler = Regions(8).around(note)
     region = _Region(LARGE)
-    here = region.put(bytes(LARGE), host())
+    here = region.put(bytes(LARGE), host_id())
     with open(os.devnull, "rb") as null, open(__file__, "rb") as plain:
         for other in (0, 10**9):
             assert handler(changed(here, 20, "<I", other or 2**32 - 1)) == b"DTFN", "no such process"
@@ -179,7 +189,7 @@ def test_memory_that_could_be_cut_off_is_not_opened() -> None:
     try:
         os.ftruncate(open_to_it, region.size)
         os.pwrite(open_to_it, region.key, 0)
-        assert Regions(8).around(echo)(changed(region.put(bytes(LARGE), host()), 24, "<I", open_to_it)) == b"DTFN"
+        assert Regions(8).around(echo)(changed(region.put(bytes(LARGE), host_id()), 24, "<I", open_to_it)) == b"DTFN"
     finally:
         os.close(open_to_it)
 
@@ -189,9 +199,9 @@ def test_a_server_keeps_few_regions_open() -> None:
     handler = regions.around(echo)
     kept = [_Region(LARGE) for _ in range(5)]
     for region in kept:
-        handler(region.put(bytes(LARGE), host()))
+        handler(region.put(bytes(LARGE), host_id()))
     assert len(regions._open) == 2
-    assert handler(kept[0].put(b"x" * LARGE, host()))[:4] == b"DTFA", "one that was given up is opened again"
+    assert handler(kept[0].put(b"x" * LARGE, host_id()))[:4] == b"DTFA", "one that was given up is opened again"
 
 
 def test_nothing_is_left_of_a_killed_client() -> None:
@@ -205,9 +215,9 @@ def test_nothing_is_left_of_a_killed_client() -> None:
 
     code = f"""
 from dtf.pserver.net.rpc import Client
-from dtf.pserver.net.shared_memory import Shared
+from dtf.pserver.net.shared_memory import SharedMemoryTransport
 import sys
-Shared(Client(sys.argv[1], "{TOKEN}", "{EPOCH}")).call("slow", bytes({LARGE}), 60.0)
+SharedMemoryTransport(Client(sys.argv[1], "{TOKEN}", "{GENERATION}")).call("slow", bytes({LARGE}), 60.0)
 """
     with service({"slow": slow, "echo": echo}) as server:
         process = subprocess.Popen([sys.executable, "-c", code, server.endpoint])
@@ -219,19 +229,19 @@ Shared(Client(sys.argv[1], "{TOKEN}", "{EPOCH}")).call("slow", bytes({LARGE}), 6
             process.wait()
         go_on.set()
         with client(server) as inner:
-            assert Shared(inner).call("echo", b"y" * LARGE, SOON_S) == b"y" * LARGE
+            assert SharedMemoryTransport(inner).call("echo", b"y" * LARGE, SOON_S) == b"y" * LARGE
         assert [owner for owner, _ in server._regions._open] == [os.getpid()]
 
 
 def test_memory_that_clients_gave_up_is_given_up() -> None:
     """Their messages grow, their descriptors are used again, and they go."""
     regions = Regions(64)
-    caller = Shared(Wire(regions.around(echo)))
+    caller = SharedMemoryTransport(Wire(regions.around(echo)))
     for size in (LARGE, 2 * LARGE, 4 * LARGE, 8 * LARGE):
         caller.call("echo", bytes(size), SOON_S)
         assert len(regions._open) == 1
     for _ in range(5):
-        other = Shared(Wire(regions.around(echo)))
+        other = SharedMemoryTransport(Wire(regions.around(echo)))
         assert other.call("echo", b"z" * LARGE, SOON_S) == b"z" * LARGE
         del other
     assert len(regions._open) <= 2
@@ -243,14 +253,14 @@ def test_without_descriptors_messages_travel_whole(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "memfd_create", refused)
     wire = Wire(Regions(8).around(doubled))
-    caller = Shared(wire)
+    caller = SharedMemoryTransport(wire)
     assert caller.call("double", bytes(LARGE), SOON_S) == bytes(2 * LARGE) and len(wire.passed[0]) == LARGE
 
 
 def test_who_may_only_look_has_no_region_opened() -> None:
-    with service({"echo": echo, "look": echo}, shown=("look",)) as server, client(server) as inner:
-        Shared(inner).call("echo", bytes(LARGE), SOON_S)
+    with service({"echo": echo, "look": echo}, viewer_methods=("look",)) as server, client(server) as inner:
+        SharedMemoryTransport(inner).call("echo", bytes(LARGE), SOON_S)
         region = _Region(LARGE)
-        request = region.put(bytes(LARGE), host())
+        request = region.put(bytes(LARGE), host_id())
         assert inner.call("look", request, SOON_S) == request, "it is taken as it comes"
         assert len(server._regions._open) == 1

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dtf.core.types import Shard
 from dtf.pserver.strategy import Pserver
-from dtf.pserver.trainer.group import meet
+from dtf.pserver.trainer.group import form_group
 from tests.laws.test_sharded_tables import ANY
 from tests.pserver.test_kill import BASE, THRICE, TWO, bits, left, visits
 from tests.support.harness import difference, reference, spread
@@ -22,8 +22,8 @@ from tests.support.manual_start import TOKEN
 
 slow = pytest.mark.slow
 TOY: dict[str, Any] = {"rows": 100}
-DAWDLING = [
-    "plugins=[tests.support.kill_trigger]", "recipe=dawdling", "recipe.rows=100", "step.batch_size=24",
+SLOW_TOY = [
+    "plugins=[tests.support.kill_trigger]", "recipe=slow_toy", "recipe.rows=100", "step.batch_size=24",
     "step.micro_batch_rows=5",
     "train.steps=45", "train.log_every=1",
     "checkpoint.every_steps=5", "train.record=true", "lr.warmup=0", "strategy=pserver", "launcher.threads=1",
@@ -74,7 +74,7 @@ def test_geo_is_what_it_is_with_trainers_of_one_process(recipe: dict[str, Any]) 
 @pytest.mark.parametrize("mode", ["async", pytest.param("half_async", marks=slow), pytest.param("geo", marks=slow)])
 def test_two_teams_take_every_sample_once_and_count_evaluations_exactly(mode: str) -> None:
     """The engine refuses an evaluation that counts a row twice or not at all."""
-    found = spread(
+    result = spread(
         "pserver",
         4,
         options={"mode": mode, "servers": 2, "min_block": 1, "team": 2},
@@ -84,10 +84,10 @@ def test_two_teams_take_every_sample_once_and_count_evaluations_exactly(mode: st
         eval_every=1,
     )
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in found["ids"][str(step)]) == Counter(
+        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in result["ids"][str(step)]) == Counter(
             range(100)
         )
-    assert len(found["eval"]) == 10 and found["eval"]["10"]["loss"] < found["eval"]["1"]["loss"]
+    assert len(result["eval"]) == 10 and result["eval"]["10"]["loss"] < result["eval"]["1"]["loss"]
 
 
 # ------------------------------------------------------------ meeting
@@ -102,7 +102,7 @@ def test_a_team_meets_anew_whichever_order_its_processes_come_back_in() -> None:
 
     def come(member: int) -> Future[str]:
         store = dist.TCPStore("127.0.0.1", master.port, is_master=False)
-        return pool.submit(meet, store, Shard(member, 3), lambda: beats.append(member), 5.0)
+        return pool.submit(form_group, store, Shard(member, 3), lambda: beats.append(member), 5.0)
 
     def names(*members: Future[str]) -> set[str]:
         return {member.result(10) for member in members}
@@ -157,9 +157,9 @@ def test_who_starts_what() -> None:
 def test_killed_processes_of_teams_leave_sync_bit_for_bit(servers: list[str], run_dtf: Any) -> None:
     """First ones and others, and a whole team at once; all of a team are started again, and nobody else."""
     first = 1 + bool(servers)  # rank of the first trainer process
-    words = [*DAWDLING, *servers, "strategy.team=2", "launcher.processes=4", "observer=[jsonl,hitman]"]
+    words = [*SLOW_TOY, *servers, "strategy.team=2", "launcher.processes=4", "observer=[jsonl,kill_trigger]"]
     orders = [f"8:{first + 1}:SIGKILL", f"20:{first}:SIGKILL", f"32:{first + 2}:SIGKILL", f"32:{first + 3}:SIGKILL"]
-    whole, killed = run_dtf(*words), run_dtf(*words, f"observer.hitman.orders=[{','.join(map(repr, orders))}]")
+    whole, killed = run_dtf(*words), run_dtf(*words, f"observer.kill_trigger.orders=[{','.join(map(repr, orders))}]")
     assert killed.code == 0, killed.err
     assert bits(whole.folder) == bits(killed.folder)
     logs = [(killed.folder / f"rank_{rank}.log").read_text().count("started again alone") for rank in range(first + 4)]

@@ -114,7 +114,7 @@ class SkippedMicroBatch(Pipeline):
 
         program: Any = Pipeline.setup(self, task, world)
         if isinstance(program, PipelineProgram):
-            link, sent = program._line.backward[0], []
+            link, sent = program._pipeline.backward[0], []
             plain = link.send
 
             def send(key: Any, tensors: list[torch.Tensor]) -> None:

@@ -35,10 +35,10 @@ from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import build_on_meta
 from dtf.model.pretrained import match_weights, open_weights
 from dtf.runs.compare import in_order
+from dtf.strategies.buffers import SHARE
 from dtf.strategies.pipeline import cost_model
-from dtf.strategies.spmd import SHARE
-from tests.support.in_process_servers import Assistants, Deadly, connect
-from tests.support.lossy_network import Interposer
+from tests.support.in_process_servers import HelperThreads, KillableTransport, connect
+from tests.support.lossy_network import LossyTransport
 from tests.support.ranks import ranks
 from tests.support.sparse_toy import Tabled  # noqa: F401 (registers itself)
 from tests.support.toy import Toy  # noqa: F401
@@ -128,13 +128,13 @@ def train(
     task = replace(task, sample=lambda rows: zero_rows_for_tables(training.fetch(np.arange(rows), 0)[0], toy.tables()))
     chosen.check(task, slots or size, "cpu")
     several = len(chosen.roles(1)) > 1
-    networks: list[Interposer] = []
+    networks: list[LossyTransport] = []
 
     def between(client: Any) -> Any:
         if network is not None:
-            client = Interposer(client, seed=network + 1000 * len(networks))
+            client = LossyTransport(client, seed=network + 1000 * len(networks))
             networks.append(client)
-        return client if deaths is None else Deadly(client)
+        return client if deaths is None else KillableTransport(client)
 
     if several:
         # of a region's request the second one is refused, and handlers have to bear it
@@ -156,8 +156,8 @@ def train(
     def rows(split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
         return Loader(*{"train": (training, epochs), "eval": (evaluation, eval_epochs)}[split], shard, micro_batch_rows)
 
-    def run_helper() -> Assistants | None:
-        return Assistants(chosen, task, slots or size, rows, program, deaths) if several and rank == 0 else None
+    def run_helper() -> HelperThreads | None:
+        return HelperThreads(chosen, task, slots or size, rows, program, deaths) if several and rank == 0 else None
 
     first = next(iter(chosen.roles(1)))
     assistants = run_helper() if first == "trainer" else None  # whoever computes asks them for rows

@@ -31,11 +31,9 @@ _here: dict[str, Service] = {}
 
 
 class Service:
-    """In the place of `rpc.Service`: of what that promises, how errors are told, and that nothing is answered after
-    `stop`.
-    """
+    """In the place of `rpc.Service`. Errors travel as they do there, and nothing is answered after `stop`."""
 
-    def __init__(self, handlers: Handlers, token: str, epoch: str, address: str, **options: Any) -> None:
+    def __init__(self, handlers: Handlers, token: str, generation: str, address: str, **options: Any) -> None:
         around = shared_memory.Regions(64).around
         self._handlers, self._over = {name: around(handler) for name, handler in handlers.items()}, False
         self.on_error: Callable[[Exception], None] = lambda error: None
@@ -77,7 +75,7 @@ class Service:
 class Client:
     """In the place of `rpc.Client`."""
 
-    def __init__(self, endpoint: str, token: str, epoch: str, tls: None = None) -> None:
+    def __init__(self, endpoint: str, token: str, generation: str, tls: None = None) -> None:
         self._endpoint = endpoint
 
     def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
@@ -105,27 +103,28 @@ class Client:
 
 
 def connect(between: Callable[[Client], Transport] = lambda client: client, least_bytes: int = 0) -> None:
-    """From now on processes of several roles find each other so.
+    """Replace gRPC by these classes, for all servers and trainers from now on.
 
-    `between`: what stands before each client; `least_bytes`: of what lies in regions.
+    `between`: wraps each client. `least_bytes`: of messages that go through shared memory.
     """
-    from dtf.pserver import session
+    from dtf.pserver import bootstrap, connections
 
-    session.Service, session.Client = Service, lambda *place, tls: between(Client(*place))  # type: ignore[assignment,misc]
-    session.announce = lambda folder, live: None  # type: ignore[assignment]  # there is no run folder
-    session.viewer = lambda token: token
+    connections.Service, connections.Client = Service, lambda *place, tls: between(Client(*place))  # type: ignore[assignment,misc]
+    bootstrap.announce = lambda folder, live: None  # type: ignore[assignment]  # there is no run folder
+    bootstrap.viewer = lambda token: token
     shared_memory.LEAST_BYTES = least_bytes
-    session.PATIENCE_S = 3.0  # nothing is away for longer
-    session._store = lambda place: dist.distributed_c10d._get_default_store().clone()  # type: ignore[assignment]  # who waits keeps others waiting
+    connections.PATIENCE_S = 3.0  # nothing is away for longer
+    # a clone for each caller: who waits on a store keeps other users of it waiting
+    connections.launcher_store = lambda place: dist.distributed_c10d._get_default_store().clone()  # type: ignore[assignment]
 
 
-class Died(BaseException):
+class Killed(BaseException):
     """A trainer was killed."""
 
 
 class Life:
-    """Of one trainer, from when it is started until it dies, at a request that a seed says: just before it is sent, or
-    when it was answered.
+    """One trainer from its start until it is killed, at a request chosen by a seed: before it is sent, or after its
+    answer.
     """
 
     current = threading.local()
@@ -140,11 +139,11 @@ class Life:
         with self._lock:
             self._dead = self._dead or self._random.random() < self._chance
         if self._dead:
-            raise Died
+            raise Killed
 
 
-class Deadly:
-    """A transport of a trainer that may die."""
+class KillableTransport:
+    """A transport of a trainer that may be killed."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner, self._life = inner, Life.current.value
@@ -160,9 +159,11 @@ class Deadly:
         return self._inner.start(method, data, deadline_s)
 
 
-class Assistants:
-    """The processes of all roles but the first, as threads of this one; the program fails with them. With `deaths`, a
-    seed, each dies `lives` - 1 times at most and is started again."""
+class HelperThreads:
+    """The processes of all roles but the first, as threads of this one; the program fails when one of them does.
+
+    With `deaths`, a seed, each is killed at most `lives` - 1 times and started again.
+    """
 
     lives, chance = 3, 0.1
 
@@ -181,7 +182,7 @@ class Assistants:
         ranks = range(leading[1], sum(count for _, count in (leading, *others)))
         names = [role for role, count in others for _ in range(count)]
         self._strategy, self._task, self._program = strategy, task, program
-        errands = [
+        contexts = [
             RoleContext(
                 Place(rank=rank, size=ranks.stop, role=role, slots=slots),
                 {},
@@ -192,21 +193,21 @@ class Assistants:
             )
             for rank, role in zip(ranks, names, strict=True)
         ]
-        self._threads = [threading.Thread(target=self._live, args=(errand,), daemon=True) for errand in errands]
+        self._threads = [threading.Thread(target=self._live, args=(context,), daemon=True) for context in contexts]
         for thread in self._threads:
             thread.start()
 
-    def _live(self, errand: RoleContext) -> None:
+    def _live(self, context: RoleContext) -> None:
         torch.set_num_threads(1)
-        random = Random(f"{self._deaths} {errand.place.rank}")
+        random = Random(f"{self._deaths} {context.place.rank}")
         try:
             for life in range(self.lives):
                 Life.current.value = Life(
                     random, self.chance if self._deaths is not None and life + 1 < self.lives else 0.0
                 )
                 try:
-                    return self._strategy.run_helper(self._task, errand)
-                except Died:
+                    return self._strategy.run_helper(self._task, context)
+                except Killed:
                     self.died += 1
         except BaseException as error:  # noqa: BLE001
             traceback.print_exc()

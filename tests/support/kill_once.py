@@ -12,14 +12,14 @@ from dtf.core.types import Event, Measured
 from dtf.launch import forkserver_cache
 
 
-@register("observer", "assassin")
-class Assassin(Observer):
-    """Send SIGKILL to the last rank; of all observers the only one that touches."""
+@register("observer", "kill_once")
+class KillOnce(Observer):
+    """Send SIGKILL to the last rank."""
 
-    step: int = option(doc="when it strikes", unit="steps")
+    step: int = option(doc="when to send it", unit="steps")
 
     def see(self, event: Event) -> None:
         if isinstance(event, Measured) and event.step == self.step and not hasattr(self, "done"):
             self.done = True
-            server = forkserver_cache.warm({}).pid
+            server = forkserver_cache.fork_server({}).pid
             os.kill(int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[-1]), signal.SIGKILL)

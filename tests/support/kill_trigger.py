@@ -26,52 +26,55 @@ if TYPE_CHECKING:
 PROOF, DELAY_S = 3, 0.03
 
 
-@register("observer", "hitman")
-class Hitman(Observer):
-    """Each order is STEP:RANK:SIGNAL; rank -1 is the launcher. Carried out once, as soon as the rank lives; the `book`
-    gets each with the seconds that went by until PROOF more steps were made."""
+@register("observer", "kill_trigger")
+class KillTrigger(Observer):
+    """Send signals. Each order is STEP:RANK:SIGNAL; rank -1 is the launcher.
 
-    orders: list[str] = option(factory=list, doc="whom to send what, and when")
-    book: str = option(default="", doc="file for what was done; empty: none")
+    An order is carried out once, as soon as the rank is alive. The `log` gets each order with the seconds until PROOF
+    more steps were made.
+    """
+
+    orders: list[str] = option(factory=list, doc="which signals to send, to which rank, at which step")
+    log: str = option(default="", doc="file for the orders that were carried out; empty: none")
 
     def see(self, event: Event) -> None:
         if not isinstance(event, Measured) or event.split != "train":
             return
-        if not hasattr(self, "left"):
-            self.left, self.out = list(self.orders), list[tuple[float, int, str]]()
-        for when, step, order in [entry for entry in self.out if event.step >= entry[1]]:
-            self.out.remove((when, step, order))
-            if self.book:
-                with open(self.book, "a") as book:
-                    book.write(f"{order} {time.monotonic() - when:.3f}\n")
-        for order in [order for order in self.left if int(order.split(":")[0]) <= event.step]:
+        if not hasattr(self, "pending"):
+            self.pending, self.sent = list(self.orders), list[tuple[float, int, str]]()
+        for when, step, order in [entry for entry in self.sent if event.step >= entry[1]]:
+            self.sent.remove((when, step, order))
+            if self.log:
+                with open(self.log, "a") as log:
+                    log.write(f"{order} {time.monotonic() - when:.3f}\n")
+        for order in [order for order in self.pending if int(order.split(":")[0]) <= event.step]:
             _, rank, name = order.split(":")
             if pid := os.getpid() if int(rank) < 0 else pids().get(int(rank), 0):
-                self.left.remove(order)
-                self.out.append((time.monotonic(), event.step + PROOF, order))
+                self.pending.remove(order)
+                self.sent.append((time.monotonic(), event.step + PROOF, order))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.Signals[name])
 
 
-@register("recipe", "dawdling")
-class Dawdling(Toy):
-    """The toy recipe with steps that take a while."""
+@register("recipe", "slow_toy")
+class SlowToy(Toy):
+    """The toy recipe with steps of DELAY_S."""
 
     def open_data(self, split: str, seed: int) -> Dataset:
-        return Slow(self.rows, split, -1) if split == "train" else super().open_data(split, seed)
+        return SlowRows(self.rows, split, -1) if split == "train" else super().open_data(split, seed)
 
 
-class Slow(Rows):
+class SlowRows(Rows):
     def fetch(self, ids: np.ndarray, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
         time.sleep(DELAY_S)
         return super().fetch(ids, epoch)
 
 
 def pids() -> dict[int, int]:
-    """Process of each rank that lives, as its log says."""
-    server, found = forkserver_cache.warm({}).pid, {}
+    """Rank -> process id, of ranks that are alive: their output goes to files named after them."""
+    server, by_rank = forkserver_cache.fork_server({}).pid, {}
     for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
         with contextlib.suppress(OSError):
             if rank := re.search(r"rank_(\d+)", os.readlink(f"/proc/{child}/fd/1")):
-                found[int(rank[1])] = int(child)
-    return found
+                by_rank[int(rank[1])] = int(child)
+    return by_rank

@@ -1,5 +1,5 @@
-"""A bad network between a caller and a server: it loses requests and responses, doubles requests and changes their
-order, as a seed says.
+"""A lossy network between a client and a server: it loses requests and responses, doubles requests and changes their
+order, driven by a seed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from contextlib import suppress
 from dtf.pserver.net.transport import Lost, Pending, Refused, Transport
 
 
-class Interposer:
-    """A transport before another one. Each rate is the chance that it happens to a request; `met` counts what did.
+class LossyTransport:
+    """A wrapper of a transport. Each rate is a probability per request; `met` counts the events.
 
     A lost request is never sent; a lost response is that of a request that was. A doubled request is sent twice, the
     second time after any number of later ones have passed. A late request is one of `start` that is sent after the next
@@ -58,19 +58,19 @@ class Interposer:
                 self._late.append(pending)
         else:
             pending = self._inner.start(method, data, deadline_s)
-        for each in late:
-            each.send()
-        for each in old:
-            self._inner.start(*each)  # nobody waits for its answer
+        for request in late:
+            request.send()
+        for double in old:
+            self._inner.start(*double)  # nothing waits for its answer
         return _Lost(pending) if "lose_response" in fate else pending
 
     def settle(self) -> None:
         """Send what is still to be sent a second time, and wait until the server has had it."""
         with self._lock:
             old, self._doubles = self._doubles, []
-        for each in old:
+        for double in old:
             with suppress(Refused):  # what lay in shared memory is there once
-                self._inner.start(*each).result()
+                self._inner.start(*double).result()
 
 
 class _Lost:

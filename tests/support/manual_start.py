@@ -23,12 +23,12 @@ SOON_S = 60.0
 
 
 def endpoints(count: int) -> list[str]:
-    """Ports of loopback that nobody has now."""
+    """Endpoints on loopback whose ports are free now."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [f"127.0.0.1:{each.getsockname()[1]}" for each in held]
-    for each in held:
-        each.close()
-    return found
+    endpoints = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in held]
+    for listener in held:
+        listener.close()
+    return endpoints
 
 
 def words(where: list[str], role: str, number: int, *more: str) -> list[str]:
@@ -62,7 +62,7 @@ class Command:
                 start_new_session=True,
             )
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.file.read_text()
 
     def end(self) -> int:
@@ -83,7 +83,7 @@ class Command:
         return self.end()
 
     def kill(self) -> None:
-        """As the loss of its host: it and its ranks."""
+        """Kill it and its ranks, as when its host is lost."""
         self.process.kill()
         self.process.wait()
 
@@ -106,12 +106,12 @@ def commands(folder: Path) -> Iterator[Callable[..., Command]]:
 
 
 def until(seen: Callable[[], Any], *watched: Command) -> Any:
-    """What `seen` returns once that is true; the commands must not end before."""
+    """Wait until `seen` returns a true value, and return it; the commands must not end before."""
     start = time.monotonic()
     while not (found := seen()):
         for command in watched:
-            assert command.process.poll() is None, command.said()
-        assert time.monotonic() - start < SOON_S, [command.said() for command in watched]
+            assert command.process.poll() is None, command.output()
+        assert time.monotonic() - start < SOON_S, [command.output() for command in watched]
         time.sleep(0.05)
     return found
 
@@ -125,5 +125,5 @@ def status(folder: Path) -> list[dict[str, Any]]:
 
 
 def members(folder: Path) -> list[int]:
-    """Trainers of the run."""
-    return [each["trainer"] for each in status(folder)[0]["trainers"]] if status(folder) else []
+    """Numbers of the trainers of the run."""
+    return [trainer["trainer"] for trainer in status(folder)[0]["trainers"]] if status(folder) else []

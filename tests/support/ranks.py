@@ -18,7 +18,8 @@ from typing import Any
 from dtf.core.types import Event, Place
 from dtf.host.signals import Stop
 from dtf.launch import forkserver_cache
-from dtf.launch.worker_group import Attempt, Limits
+from dtf.launch.rank_handle import Limits
+from dtf.launch.worker_group import WorkerGroup
 
 if "tests.support.preload" not in forkserver_cache.PRELOAD:
     forkserver_cache.PRELOAD.append("tests.support.preload")
@@ -48,8 +49,15 @@ def ranks(count: int, target: str, timeout_s: float = 60.0, **arguments: Any) ->
         ]
         limits = Limits(hang_timeout_s=timeout_s, start_timeout_s=timeout_s, grace_s=0.0)
         with contextlib.closing(Stop()) as stop:  # not entered: Ctrl-C is pytest's
-            outcome = Attempt(
-                forkserver_cache.warm({}), order, places, [[]] * count, Path(folder), limits, stop, lambda event: None
+            outcome = WorkerGroup(
+                forkserver_cache.fork_server({}),
+                order,
+                places,
+                [[]] * count,
+                Path(folder),
+                limits,
+                stop,
+                lambda event: None,
             ).run()
         if outcome.cause:
             log = Path(folder, f"rank_{outcome.cause.rank}.log").read_text(errors="replace")

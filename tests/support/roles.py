@@ -20,7 +20,7 @@ from dtf.host import heartbeat
 Send = Callable[[Event], None]
 
 
-class Served(Strategy):
+class RolesStrategy(Strategy):
     """`servers` processes lead, and as many trainers as launcher.processes hold nothing."""
 
     def __init__(self, servers: int = 1, server_device: str = "cpu") -> None:
@@ -46,14 +46,14 @@ class Served(Strategy):
 
 
 def follow(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Send) -> int:
-    """Do what `config["plan"][rank]["<attempt>.<again>"]` says, by default `work`: a trainer three steps, a server
+    """Do what `config["plan"][rank]["<attempt>.<retry>"]` says, by default `work`: a trainer three steps, a server
     until all trainers have done so.
     """
     from torch.distributed import PrefixStore, TCPStore
 
     host, _, port = place.store.rpartition(":")
     store = PrefixStore(place.prefix, TCPStore(host, int(port), is_master=False))
-    turn = f"{place.attempt}.{place.again}"
+    turn = f"{place.attempt}.{place.retry}"
     here = {
         "pid": os.getpid(),
         "role": place.role,
@@ -88,7 +88,7 @@ def _serve(action: str, store: Any, place: Place, send: Send) -> int:
 def _train(action: str, launcher: int, folder: Path, store: Any, place: Place) -> int:
     print(f"rank {place.rank} is {place}")
     if action == "die before its child" and os.fork() == 0:  # which keeps what it inherited until the next one is there
-        while not Path(folder, f"{place.rank}-{place.attempt}.{place.again + 1}.json").exists() and folder.exists():
+        while not Path(folder, f"{place.rank}-{place.attempt}.{place.retry + 1}.json").exists() and folder.exists():
             time.sleep(0.01)
         os._exit(0)
     if action in ("die", "die before its child"):

@@ -9,13 +9,13 @@ from typing import Any
 
 from dtf.pserver.net.rpc import Client, Service
 
-TOKEN, EPOCH, SOON_S = "t" * 64, "attempt-3", 60.0
+TOKEN, GENERATION, SOON_S = "t" * 64, "attempt-3", 60.0
 Handlers = dict[str, Callable[[bytes], bytes]]
 
 
 @contextlib.contextmanager
 def service(handlers: Handlers, **options: Any) -> Iterator[Service]:
-    server = Service(handlers, TOKEN, EPOCH, **options)
+    server = Service(handlers, TOKEN, GENERATION, **options)
     server.start()
     try:
         yield server
@@ -24,8 +24,8 @@ def service(handlers: Handlers, **options: Any) -> Iterator[Service]:
 
 
 @contextlib.contextmanager
-def client(server: Service | str, token: str = TOKEN, epoch: str = EPOCH, **options: Any) -> Iterator[Client]:
-    caller = Client(server if isinstance(server, str) else server.endpoint, token, epoch, **options)
+def client(server: Service | str, token: str = TOKEN, generation: str = GENERATION, **options: Any) -> Iterator[Client]:
+    caller = Client(server if isinstance(server, str) else server.endpoint, token, generation, **options)
     try:
         yield caller
     finally:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from dtf.core.errors import ConfigError
-from dtf.launch.cluster_env import Standing, standing
+from dtf.launch.cluster_env import RankEnvironment, rank_environment
 
 TORCHRUN = {
     "RANK": "1",
@@ -53,15 +53,15 @@ OPERATOR = {
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        (TORCHRUN, Standing("torchrun", 1, 4, 1, 2, "a", 29400)),
-        (SRUN, Standing("Slurm", 5, 7, 1, 3, "gpu07", 20125)),
-        ({**SRUN, "MASTER_ADDR": "c", "MASTER_PORT": "1234"}, Standing("Slurm", 5, 7, 1, 3, "c", 1234)),
-        (MPIRUN, Standing("Open MPI", 2, 3, 0, 1, "b", 29500)),
-        (MPICH, Standing("MPICH", 1, 2, 1, 2, "127.0.0.1", 29500)),
-        (INDEXED, Standing("Kubernetes", 3, 4, 0, 1, "job-0.job", 29500)),
-        (OPERATOR, Standing("torchrun", 1, 2, 0, 1, "job-master-0", 23456)),
-        (SRUN | TORCHRUN, Standing("torchrun", 1, 4, 1, 2, "a", 29400)),
-        (SRUN | MPIRUN, Standing("Open MPI", 2, 3, 0, 1, "b", 29500)),
+        (TORCHRUN, RankEnvironment("torchrun", 1, 4, 1, 2, "a", 29400)),
+        (SRUN, RankEnvironment("Slurm", 5, 7, 1, 3, "gpu07", 20125)),
+        ({**SRUN, "MASTER_ADDR": "c", "MASTER_PORT": "1234"}, RankEnvironment("Slurm", 5, 7, 1, 3, "c", 1234)),
+        (MPIRUN, RankEnvironment("Open MPI", 2, 3, 0, 1, "b", 29500)),
+        (MPICH, RankEnvironment("MPICH", 1, 2, 1, 2, "127.0.0.1", 29500)),
+        (INDEXED, RankEnvironment("Kubernetes", 3, 4, 0, 1, "job-0.job", 29500)),
+        (OPERATOR, RankEnvironment("torchrun", 1, 2, 0, 1, "job-master-0", 23456)),
+        (SRUN | TORCHRUN, RankEnvironment("torchrun", 1, 4, 1, 2, "a", 29400)),
+        (SRUN | MPIRUN, RankEnvironment("Open MPI", 2, 3, 0, 1, "b", 29500)),
     ],
     ids=[
         "torchrun",
@@ -75,15 +75,15 @@ OPERATOR = {
         "mpirun by srun",
     ],
 )
-def test_each_starter_is_understood(environment: dict[str, str], expected: Standing) -> None:
-    assert standing(environment) == expected
+def test_each_starter_is_understood(environment: dict[str, str], expected: RankEnvironment) -> None:
+    assert rank_environment(environment) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "node", "count"), [("4", 0, 4), ("4(x3)", 2, 4), ("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("1,2,3(x2)", 3, 3)]
 )
 def test_tasks_of_a_slurm_host(text: str, node: int, count: int) -> None:
-    found = standing(
+    found = rank_environment(
         {
             **SRUN,
             "SLURM_STEP_TASKS_PER_NODE": text,
@@ -107,7 +107,7 @@ def test_tasks_of_a_slurm_host(text: str, node: int, count: int) -> None:
     ],
 )
 def test_the_first_host_of_a_slurm_list(text: str, first: str) -> None:
-    assert standing({**SRUN, "SLURM_STEP_NODELIST": text}).address == first
+    assert rank_environment({**SRUN, "SLURM_STEP_NODELIST": text}).address == first
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_the_first_host_of_a_slurm_list(text: str, first: str) -> None:
 )
 def test_what_is_missing_or_contradicts_is_named(environment: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        standing(environment)
+        rank_environment(environment)
     assert words in str(caught.value)
 
 
@@ -163,7 +163,7 @@ def test_what_is_missing_or_contradicts_is_named(environment: dict[str, str], wo
 def test_any_environment_gives_a_rank_of_the_world_or_a_refusal(environment: dict[str, str]) -> None:
     for base in ({}, SRUN, TORCHRUN):
         try:
-            found = standing({**base, **environment})
+            found = rank_environment({**base, **environment})
         except ConfigError:
             continue
         assert (

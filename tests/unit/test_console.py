@@ -20,7 +20,7 @@ from rich.console import Console as Terminal
 from dtf.core.text import MetricHistory, StepRate, number_text, plain_text, time_text
 from dtf.core.types import Ended, Event, Failed, Measured, Note, Saved, Started
 from dtf.observers.console import Console, Lines
-from dtf.observers.terminal import Bar, Screen
+from dtf.observers.terminal import Bar, TerminalView
 from tests.unit.test_observers import CONFIG, evaluation, started, train, watch, whole_run
 
 
@@ -87,7 +87,7 @@ def test_a_stream_of_few_characters_gets_escapes():
 
 def drawn(events: Iterable[Event], width: int, folder: Path = Path("/runs/a")) -> str:
     stream = io.StringIO()
-    screen = Screen(
+    screen = TerminalView(
         folder, CONFIG, Terminal(file=stream, force_terminal=True, width=width, height=24, highlight=False, emoji=False)
     )
     for event in events:

@@ -216,7 +216,7 @@ def test_of_processes_that_want_the_same_one_makes_it(tmp_path: Path) -> None:
 
     def want(_: int) -> tuple[Path, dict[str, Any]]:
         start.wait()
-        return cache.kept(tmp_path, "key", make)
+        return cache.cached(tmp_path, "key", make)
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(want, range(4)))

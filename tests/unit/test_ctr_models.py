@@ -32,7 +32,7 @@ from dtf.recipes.ctr.model import (
     WideDeep,
     XDeepFM,
 )
-from dtf.recipes.ctr.recipe import ClickLog, Kind, ModelOptions, Place, Structure
+from dtf.recipes.ctr.recipe import ClickLog, EmbeddingKind, Kind, ModelOptions, Structure
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from tests.support.ctr_toy import FIELDS, SIZE, CtrToy, Drawn, DrawnOptions, options
 from tests.support.harness import difference, reference, spread, variants
@@ -301,14 +301,14 @@ def test_any_ids_ask_for_a_sparse_table_first() -> None:
     with pytest.raises(ConfigError, match=r"use recipe\.model\.table=sparse, and recipe\.model\.capacity=ROWS"):
         ClickLog(data=data, model=ModelOptions(capacity=9)).check()
     with pytest.raises(ConfigError, match=r"recipe\.model\.capacity is not set"):
-        ClickLog(data=data, model=ModelOptions(table=Place.sparse)).check()
+        ClickLog(data=data, model=ModelOptions(table=EmbeddingKind.sparse)).check()
 
 
 def test_rows_of_sparse_tables_are_as_wide_as_the_model_asks() -> None:
     recipe = CtrToy(kind="deepfm")
     assert recipe.tables() == {}
     for kind in Kind:
-        recipe.model = options(kind, table=Place.sparse)
+        recipe.model = options(kind, table=EmbeddingKind.sparse)
         (table,) = recipe.tables().values()
         dense = drawn(kind).get_parameter("table.rows.weight")
         assert (table.size, table.width) == (SIZE, dense.shape[1]) and table.capacity == SIZE

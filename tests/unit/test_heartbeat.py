@@ -12,7 +12,7 @@ import pytest
 
 from dtf.host import heartbeat
 from dtf.host.heartbeat import Beat, Board
-from dtf.launch.worker_group import Limits
+from dtf.launch.rank_handle import Limits
 
 
 @pytest.fixture(autouse=True)

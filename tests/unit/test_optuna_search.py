@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dtf.cli.optuna_search import Tuner
+from dtf.cli.optuna_search import OptunaSearch
 from dtf.config.hydra_sources import OptunaOptions
 from dtf.config.messages import parse
 from dtf.core.errors import BusyError, ConfigError
@@ -47,7 +47,7 @@ class Parabola:
 
 
 def search(folder: Path, launch: Parabola, trials: int = 12, space: Sequence[str] = SPACE) -> list[dict[str, str]]:
-    Tuner(OptunaOptions(n_trials=trials), parse(space), "min", folder).run(launch)
+    OptunaSearch(OptunaOptions(n_trials=trials), parse(space), "min", folder).run(launch)
     return launch.seen
 
 
@@ -110,7 +110,7 @@ def test_damaged_proposals_are_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("seed", [-1, 2**32 - 12])
 def test_a_seed_that_numpy_does_not_take_is_refused(tmp_path: Path, seed: int) -> None:
     with pytest.raises(ConfigError, match=f"hydra.sweeper.seed={seed} must be 0 to 4294967283"):
-        Tuner(OptunaOptions(n_trials=12, seed=seed), parse(SPACE), "min", tmp_path)
+        OptunaSearch(OptunaOptions(n_trials=12, seed=seed), parse(SPACE), "min", tmp_path)
 
 
 @pytest.mark.parametrize("bad", ["interval(2,1)", "tag(log,interval(0,1))"])

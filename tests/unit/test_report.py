@@ -129,7 +129,7 @@ class Page(HTMLParser):
 
 
 def test_what_a_run_says(runs):
-    (run,) = results.read([str(runs / "a")])
+    (run,) = results.read_runs([str(runs / "a")])
     assert run.name == "a" and run.rows_per_s == 750.0 and run.wall_s == 125  # over two launches
     assert run.epochs == [(1, pytest.approx(2.0)), (2, pytest.approx(1.0))]  # 1,000 rows at 500 and at 1,000 a second
     # a value that was not finite is no point
@@ -143,43 +143,48 @@ def test_what_a_run_says(runs):
 def test_a_part_of_an_epoch_says_what_a_whole_one_takes(tmp_path):
     folder = run_folder(tmp_path / "a")
     (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text().splitlines()[0])
-    assert results.read([str(folder)])[0].epochs == [(1.0, pytest.approx(2.0))]
+    assert results.read_runs([str(folder)])[0].epochs == [(1.0, pytest.approx(2.0))]
 
 
 def test_runs_are_named_by_what_differs(runs):
-    names = [run.name for run in results.read([str(runs / "*")])]
+    names = [run.name for run in results.read_runs([str(runs / "*")])]
     assert names == ["ddp · 2 x cpu · lr.peak=0.1", "dp · 2 x cpu · lr.peak=0.1", "dp · 1 x cpu · lr.peak=<b>0.3</b>"]
-    assert set(results.differences(results.read([str(runs / "*")]))) == {"strategy.name", "world", "lr.peak"}
+    assert set(results.differences(results.read_runs([str(runs / "*")]))) == {"strategy.name", "world", "lr.peak"}
     run_folder(runs / "d")
-    assert [run.name for run in results.read([str(runs / "d"), str(runs / "a")])] == ["#1", "#2"]
+    assert [run.name for run in results.read_runs([str(runs / "d"), str(runs / "a")])] == ["#1", "#2"]
     # each once
-    assert [run.folder.name for run in results.read([str(runs / "d"), str(runs / "*")])] == ["d", "a", "b", "c <i>"]
+    assert [run.folder.name for run in results.read_runs([str(runs / "d"), str(runs / "*")])] == [
+        "d",
+        "a",
+        "b",
+        "c <i>",
+    ]
 
 
 def test_the_time_of_a_run_under_way(tmp_path):
     folder = run_folder(tmp_path / "a")
     record = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(record | {"ended": None, "seconds": None}))
-    assert results.read([str(folder)])[0].wall_s is None
+    assert results.read_runs([str(folder)])[0].wall_s is None
     (folder / "seconds").write_text("40.5\n")
-    assert results.read([str(folder)])[0].wall_s == 40.5
+    assert results.read_runs([str(folder)])[0].wall_s == 40.5
 
 
 def test_a_folder_is_found_under_its_name_whatever_a_pattern_would_mean_by_it(tmp_path):
     run_folder(tmp_path / "a[1]")
     run_folder(tmp_path / "a1")
-    assert [run.folder.name for run in results.read([str(tmp_path / "a[1]")])] == ["a[1]"]
-    assert [run.folder.name for run in results.read([str(tmp_path / "a[0-9]")])] == ["a1"]
+    assert [run.folder.name for run in results.read_runs([str(tmp_path / "a[1]")])] == ["a[1]"]
+    assert [run.folder.name for run in results.read_runs([str(tmp_path / "a[0-9]")])] == ["a1"]
 
 
 def test_what_is_no_run_is_refused(runs):
     with pytest.raises(ConfigError, match="matches nothing"):
-        results.read([str(runs / "x*")])
+        results.read_runs([str(runs / "x*")])
     with pytest.raises(ConfigError, match="holds no run.json"):
-        results.read([str(runs / "no run")])
+        results.read_runs([str(runs / "no run")])
     (runs / "a" / "config.yaml").unlink()
     with pytest.raises(DataError, match="no run folder, or a damaged one"):
-        results.read([str(runs / "a")])
+        results.read_runs([str(runs / "a")])
 
 
 def test_a_page_that_is_complete_in_itself(runs, run_dtf):

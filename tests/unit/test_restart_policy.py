@@ -9,11 +9,11 @@ import pytest
 
 from dtf.core.errors import ConfigError, DtfError, Exit
 from dtf.core.types import Failed, Note
-from dtf.launch.exit_cause import Ending, Outcome, innermost, outcome, preload_error
-from dtf.launch.restart_policy import supervise
+from dtf.launch.exit_cause import GroupResult, RankExit, group_result, last_frame, preload_error
+from dtf.launch.restart_policy import run_with_restarts
 
 
-def ending(
+def rank_exit(
     rank: int,
     status: int = 0,
     *,
@@ -22,31 +22,31 @@ def ending(
     at: float = 0.0,
     words: str = "it broke",
     starting: bool = False,
-) -> Ending:
+) -> RankExit:
     failed = None if exit is None else Failed(rank, 7, int(exit), words, "")
-    return Ending(rank, 7, starting, status, killed, failed, at, "its log")
+    return RankExit(rank, 7, starting, status, killed, failed, at, "its log")
 
 
-def exited(rank: int, exit: Exit, at: float = 0.0, words: str = "it broke") -> Ending:
-    return ending(rank, int(exit) << 8, exit=exit, at=at, words=words)
+def exited(rank: int, exit: Exit, at: float = 0.0, words: str = "it broke") -> RankExit:
+    return rank_exit(rank, int(exit) << 8, exit=exit, at=at, words=words)
 
 
-def signalled(rank: int, number: int, **more) -> Ending:
-    return ending(rank, number, **more)
+def signalled(rank: int, number: int, **more) -> RankExit:
+    return rank_exit(rank, number, **more)
 
 
-def killed(rank: int, **more) -> Ending:
-    return ending(rank, signal.SIGKILL, killed=True, **more)
+def killed(rank: int, **more) -> RankExit:
+    return rank_exit(rank, signal.SIGKILL, killed=True, **more)
 
 
-def alone(found: Ending) -> Ending:
+def replaceable(found: RankExit) -> RankExit:
     return replace(found, replaceable=True)
 
 
 @pytest.mark.parametrize(
-    ("endings", "stop_signals", "exit", "rank", "external"),
+    ("exits", "stop_signals", "exit", "rank", "external"),
     [
-        pytest.param([ending(0), ending(1)], 0, Exit.OK, None, False, id="all end well"),
+        pytest.param([rank_exit(0), rank_exit(1)], 0, Exit.OK, None, False, id="all end well"),
         pytest.param([signalled(0, signal.SIGKILL), killed(1)], 0, Exit.PEER, 0, True, id="a rank is killed"),
         pytest.param(
             [exited(0, Exit.BUG, at=1), signalled(1, signal.SIGKILL)],
@@ -74,7 +74,7 @@ def alone(found: Ending) -> Ending:
             id="the earliest words count",
         ),
         pytest.param([exited(0, Exit.PEER, at=1), killed(1)], 0, Exit.PEER, 0, True, id="a rank says it lost a peer"),
-        pytest.param([killed(0), ending(1, 3 << 8)], 0, Exit.PEER, 1, True, id="an exit without words"),
+        pytest.param([killed(0), rank_exit(1, 3 << 8)], 0, Exit.PEER, 1, True, id="an exit without words"),
         pytest.param(
             [exited(0, Exit.PREEMPTED), exited(1, Exit.PREEMPTED)], 1, Exit.PREEMPTED, 0, False, id="asked to stop"
         ),
@@ -102,7 +102,7 @@ def alone(found: Ending) -> Ending:
         ),
         pytest.param([killed(0, starting=True), killed(1)], 1, Exit.PEER, 0, False, id="one of them had begun"),
         pytest.param(
-            [killed(0, starting=True), ending(1, 2 << 8, exit=Exit.CONFIG, starting=True)],
+            [killed(0, starting=True), rank_exit(1, 2 << 8, exit=Exit.CONFIG, starting=True)],
             1,
             Exit.CONFIG,
             1,
@@ -116,7 +116,7 @@ def alone(found: Ending) -> Ending:
         pytest.param([killed(0), killed(1)], 2, Exit.PEER, 0, False, id="second signal"),
         pytest.param([exited(0, Exit.IO, at=1), killed(1)], 1, Exit.IO, 0, False, id="a failed save while stopping"),
         pytest.param(
-            [ending(0), alone(signalled(1, signal.SIGKILL))],
+            [rank_exit(0), replaceable(signalled(1, signal.SIGKILL))],
             0,
             Exit.OK,
             None,
@@ -124,7 +124,7 @@ def alone(found: Ending) -> Ending:
             id="a replaceable rank is lost after the others' end",
         ),
         pytest.param(
-            [exited(0, Exit.PREEMPTED), alone(killed(1))],
+            [exited(0, Exit.PREEMPTED), replaceable(killed(1))],
             1,
             Exit.PREEMPTED,
             0,
@@ -132,10 +132,15 @@ def alone(found: Ending) -> Ending:
             id="a replaceable rank did not stop",
         ),
         pytest.param(
-            [ending(0), alone(exited(1, Exit.PEER))], 0, Exit.OK, None, False, id="a replaceable rank lost the others"
+            [rank_exit(0), replaceable(exited(1, Exit.PEER))],
+            0,
+            Exit.OK,
+            None,
+            False,
+            id="a replaceable rank lost the others",
         ),
         pytest.param(
-            [ending(0), alone(exited(1, Exit.BUG))],
+            [rank_exit(0), replaceable(exited(1, Exit.BUG))],
             0,
             Exit.BUG,
             1,
@@ -143,7 +148,7 @@ def alone(found: Ending) -> Ending:
             id="a replaceable rank fails after the others' end",
         ),
         pytest.param(
-            [killed(0), alone(signalled(1, signal.SIGKILL))],
+            [killed(0), replaceable(signalled(1, signal.SIGKILL))],
             0,
             Exit.PEER,
             1,
@@ -153,23 +158,25 @@ def alone(found: Ending) -> Ending:
     ],
 )
 def test_a_cause_is_told_from_its_consequences(
-    endings: list[Ending], stop_signals: int, exit: Exit, rank: int | None, external: bool
+    exits: list[RankExit], stop_signals: int, exit: Exit, rank: int | None, external: bool
 ) -> None:
-    found = outcome(endings, None, stop_signals)
+    found = group_result(exits, None, stop_signals)
     assert (found.exit, found.cause.rank if found.cause else None, found.external) == (exit, rank, external)
     assert found.cause is None or found.cause.exit == exit
 
 
 def test_a_hang_is_the_cause_when_ranks_were_killed_for_it() -> None:
     hang = Failed(1, 7, int(Exit.PEER), "silent", "")
-    assert outcome([killed(0), killed(1)], hang, 0) == Outcome(Exit.PEER, hang, external=True)
+    assert group_result([killed(0), killed(1)], hang, 0) == GroupResult(Exit.PEER, hang, external=True)
 
 
 @pytest.mark.parametrize(
     ("status", "how"), [(signal.SIGSEGV, "killed by SIGSEGV"), (3 << 8, "ended with exit status 3 without saying why")]
 )
 def test_a_log_is_promised_only_where_there_is_one(status: int, how: str) -> None:
-    found = [outcome([replace(ending(1, status), log=log)], None, 0).cause for log in (" \n", "first\nlast\n\n")]
+    found = [
+        group_result([replace(rank_exit(1, status), log=log)], None, 0).cause for log in (" \n", "first\nlast\n\n")
+    ]
     assert found[0] and (found[0].message, found[0].traceback) == (f"{how}; it printed nothing", "")
     assert found[1] and (found[1].message, found[1].traceback) == (
         f"{how}; what it printed is in rank_1.log",
@@ -179,9 +186,9 @@ def test_a_log_is_promised_only_where_there_is_one(status: int, how: str) -> Non
 
 @dataclass
 class Script:
-    """Attempts that end as told: each (outcome, saved)."""
+    """Attempts that end as told: each (result, saved)."""
 
-    ends: list[tuple[Outcome, bool]]
+    ends: list[tuple[GroupResult, bool]]
     count: int = 0
     resumed: bool = False
     saved: bool = False
@@ -190,16 +197,16 @@ class Script:
         assert number == self.count
         return self
 
-    def run(self) -> Outcome:
+    def run(self) -> GroupResult:
         end, self.saved = self.ends[self.count]
         self.count += 1
         return end
 
 
-LOST = Outcome(Exit.PEER, Failed(1, 7, int(Exit.PEER), "killed", ""), external=True)
-BUG = Outcome(Exit.BUG, Failed(1, 7, int(Exit.BUG), "it broke", "trace"))
-OTHER_BUG = Outcome(Exit.BUG, Failed(1, 9, int(Exit.BUG), "it broke elsewhere", "trace"))
-DONE = Outcome(Exit.OK)
+LOST = GroupResult(Exit.PEER, Failed(1, 7, int(Exit.PEER), "killed", ""), external=True)
+BUG = GroupResult(Exit.BUG, Failed(1, 7, int(Exit.BUG), "it broke", "trace"))
+OTHER_BUG = GroupResult(Exit.BUG, Failed(1, 9, int(Exit.BUG), "it broke elsewhere", "trace"))
+DONE = GroupResult(Exit.OK)
 
 
 @pytest.mark.parametrize(
@@ -220,15 +227,17 @@ DONE = Outcome(Exit.OK)
         pytest.param([(BUG, True), (OTHER_BUG, True), (DONE, False)], 3, Exit.OK, id="two bugs after checkpoints"),
         *(
             pytest.param(
-                [(Outcome(exit, Failed(0, 7, int(exit), "no", "")), True)], 3, exit, id=f"{exit.name} is final"
+                [(GroupResult(exit, Failed(0, 7, int(exit), "no", "")), True)], 3, exit, id=f"{exit.name} is final"
             )
             for exit in (Exit.CONFIG, Exit.DATA, Exit.DIVERGED, Exit.IO, Exit.PREEMPTED, Exit.AUTH, Exit.BUSY)
         ),
     ],
 )
-def test_restarts_are_for_what_they_may_help(ends: list[tuple[Outcome, bool]], max_restarts: int, exit: Exit) -> None:
+def test_restarts_are_for_what_they_may_help(
+    ends: list[tuple[GroupResult, bool]], max_restarts: int, exit: Exit
+) -> None:
     script, seen = Script(ends), []
-    found = supervise(script, max_restarts, lambda: False, seen.append)
+    found = run_with_restarts(script, max_restarts, lambda: False, seen.append)
     assert found.exit == exit
     assert script.count == len(ends)
     assert len(seen) == len(ends) - 1
@@ -237,7 +246,7 @@ def test_restarts_are_for_what_they_may_help(ends: list[tuple[Outcome, bool]], m
 
 def test_nothing_restarts_after_a_request_to_stop() -> None:
     script = Script([(LOST, False)])
-    assert supervise(script, 3, lambda: True, lambda event: None).exit is Exit.PEER
+    assert run_with_restarts(script, 3, lambda: True, lambda event: None).exit is Exit.PEER
 
 
 def test_a_mismatched_torchvision_is_named() -> None:
@@ -250,12 +259,12 @@ def test_a_mismatched_torchvision_is_named() -> None:
     assert "trace" in str(other)
 
 
-def test_the_innermost_line_is_of_the_main_thread_and_of_the_last_dump() -> None:
+def test_the_last_frame_is_of_the_main_thread_and_of_the_last_dump() -> None:
     old = 'Current thread 0x1 (most recent call first):\n  File "old.py", line 1 in old\n'
     other = 'Thread 0x2 (most recent call first):\n  File "loader.py", line 5 in wait\n'
     new = (
         f'{other}\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 9 in f\n  File "b.py", line 2 '
         "in g\n"
     )
-    assert innermost(f"hello\n{old}\n{new}") == "a.py:9 in f"
-    assert innermost("no dump here") == ""
+    assert last_frame(f"hello\n{old}\n{new}") == "a.py:9 in f"
+    assert last_frame("no dump here") == ""

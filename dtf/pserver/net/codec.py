@@ -69,16 +69,16 @@ class Array(NamedTuple):
 
 
 class Named(dict[str, Any]):
-    """What a message holds, by name. WireError for a name that it could have and has not."""
+    """The scalars or arrays of a message, by name. WireError for a name that the message lacks."""
 
     def __missing__(self, name: str) -> Any:
         raise WireError(f"{name} is missing")
 
 
 class Message(NamedTuple):
-    """What was in a message, each of them a Named.
+    """A decoded message; `scalars` and `arrays` are Named.
 
-    `arrays` are read-only views of its bytes; `dtypes` names what each came as.
+    `arrays` are read-only views of the bytes; `dtypes` names the dtype with which each array came.
     """
 
     scalars: dict[str, Scalar]
@@ -87,7 +87,7 @@ class Message(NamedTuple):
 
 
 class Schema:
-    """The names that a message may hold, each of them or not, and what they stand for."""
+    """The names that a message may hold, and their types. Every name is optional."""
 
     def __init__(self, scalars: Mapping[str, type] | None = None, arrays: Mapping[str, Array] | None = None) -> None:
         self.scalars, self.arrays = dict(scalars or {}), dict(arrays or {})
@@ -121,7 +121,7 @@ class Schema:
 
 
 def encode(schema: Schema, scalars: Mapping[str, Scalar], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """The message as bytes: one allocation, one copy of the arrays.
+    """The message as bytes, with one allocation and one copy of the arrays.
 
     WireError for what the schema does not have, and for scalars that are not finite.
     """
@@ -234,14 +234,14 @@ def _array(schema: Schema, name: str, array: np.ndarray) -> bytes:
 
 
 def _read_scalars(schema: Schema, front: bytes, count: int) -> tuple[dict[str, Scalar], int]:
-    found: dict[str, Scalar] = {}
+    scalars: dict[str, Scalar] = {}
     at = _BODY
     for _ in range(count):
         length, code = front[at], front[at + 1]
         raw = front[at + 2 : at + 2 + length]
         name, kind, known = schema._kinds.get(raw, ("", None, 0))
         at += 2 + length
-        if kind is None or code != known or name in found:
+        if kind is None or code != known or name in scalars:
             raise WireError(f"scalar {_shown(raw)} is unknown, of another type, or there twice")
         if kind is str:
             (size,) = _LENGTH.unpack_from(front, at)
@@ -250,7 +250,7 @@ def _read_scalars(schema: Schema, front: bytes, count: int) -> tuple[dict[str, S
             if size > LONGEST_TEXT or len(text) < size:
                 raise WireError(f"scalar {name} is too long")
             try:
-                found[name] = text.decode()
+                scalars[name] = text.decode()
             except UnicodeDecodeError:
                 raise WireError(f"scalar {name} is no text") from None
         else:
@@ -258,12 +258,12 @@ def _read_scalars(schema: Schema, front: bytes, count: int) -> tuple[dict[str, S
             at += 8
             if not math.isfinite(value):
                 raise WireError(f"scalar {name} is not finite")
-            found[name] = value
-    return found, at
+            scalars[name] = value
+    return scalars, at
 
 
 def _read_places(schema: Schema, front: bytes, count: int, at: int) -> tuple[list[_Place], int]:
-    found: list[_Place] = []
+    places: list[_Place] = []
     names: set[str] = set()
     for _ in range(count):
         length, code, dimensions = front[at], front[at + 1], front[at + 2]
@@ -279,8 +279,8 @@ def _read_places(schema: Schema, front: bytes, count: int, at: int) -> tuple[lis
         if math.prod(max(1, size) for size in shape) * numpy.itemsize >= _MOST_BYTES:
             raise WireError(f"array {name} is larger than memory can be")
         names.add(name)
-        found.append(_Place(name, dtype, numpy, tuple(shape), start, math.prod(shape) * numpy.itemsize))
-    return found, at
+        places.append(_Place(name, dtype, numpy, tuple(shape), start, math.prod(shape) * numpy.itemsize))
+    return places, at
 
 
 def _shown(name: str | bytes) -> str:

@@ -1,24 +1,24 @@
-"""Numbers that travel in a narrower format than they have: half the bytes, rounded on the way and nowhere else."""
+"""Numbers of fp32 that travel in a format of half the bytes (`strategy.wire`); they are rounded on the way only."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-FORMATS = {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What `strategy.wire` chooses -> format of fp32 numbers on their way."""
+WIRE_DTYPES = {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Value of `strategy.wire` -> dtype in which fp32 numbers travel, None: unchanged."""
 
 
-def narrow(array: np.ndarray, wire: torch.dtype | None) -> np.ndarray:
-    """An array of float32 as it travels; bf16 as its bits, uint16."""
+def compress(array: np.ndarray, wire: torch.dtype | None) -> np.ndarray:
+    """An array of float32 in the dtype `wire`; bf16 as its bits, uint16."""
     if wire is None:
         return array
-    found = torch.from_numpy(np.ascontiguousarray(array)).to(wire)
-    return found.view(torch.int16).numpy().view(np.uint16) if wire is torch.bfloat16 else found.numpy()
+    compressed = torch.from_numpy(np.ascontiguousarray(array)).to(wire)
+    return compressed.view(torch.int16).numpy().view(np.uint16) if wire is torch.bfloat16 else compressed.numpy()
 
 
-def widen(array: np.ndarray, name: str) -> np.ndarray:
-    """Inverse of `narrow`, but for what was rounded; `name` of the format as the message has it."""
+def decompress(array: np.ndarray, name: str) -> np.ndarray:
+    """Inverse of `compress`, up to the rounding. `name`: the dtype's name in the message."""
     if name == "f16":
         return array.astype(np.float32)
     if name == "bf16":
@@ -27,5 +27,5 @@ def widen(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def rounded(array: np.ndarray, wire: torch.dtype | None) -> np.ndarray:
-    """What arrives of an array that travels."""
+    """The array as it arrives after `compress` and `decompress`."""
     return array if wire is None else torch.from_numpy(np.ascontiguousarray(array)).to(wire).float().numpy()

@@ -1,4 +1,4 @@
-"""What trainers and servers say to each other: the messages, by name, as `dtf.pserver.net.codec` carries them."""
+"""The messages between trainers and servers: names of the methods, and the schemas of their requests and replies."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ from dtf.pserver.net.codec import Array, Message, Schema, WireError
 from dtf.pserver.server.leases import Lease
 
 HELLO, LEASE, EXCHANGE, REPORT = "hello", "lease", "exchange", "report"
-"""Methods: a trainer joins (server 0); it asks for work and says what is done (server 0); gradients go and parameters
-come (each server); what an evaluation batch gave (server 0)."""
+"""Methods of a run. `hello`, `lease` and `report` are of server 0: a trainer joins; it reports finished work and asks
+for more; it reports the result of an evaluation batch. `exchange` is of every server: gradients are pushed and
+parameters pulled.
+"""
 
 MEET, STATUS = "meet", "status"
-"""Methods that no attempt of the run has to be known for: where its processes meet (server 0); how it is (each server).
+"""Methods that a process may call before it knows the generation of the run: rendezvous (server 0), and the status of a
+server (every server).
 """
 
 LOOK, GIVE, COUNT, LOAD, SAVE, END = "look", "give", "count", "load", "save", "end"
-"""Methods of servers of rows alone, see `lending.Lending`: rows are looked up; gradients come; how many rows there are;
-they are read from a checkpoint, and written into one; the run is over."""
+"""Methods of servers of rows alone, see `rows_server.RowServer`: look up rows; push gradients; count rows; load rows
+from a checkpoint; save them; end the run.
+"""
 
 GO_ON, OVER = 0, 1
-"""What a reply to LEASE says of the run."""
+"""`state` of a reply to LEASE: the run goes on, or is over."""
 
 ANY, NONE = -1, -2
-"""In the place of a step or a stamp in a pull: whatever is there; and for a stamp, that no blocks are wanted."""
+"""In the place of a step or a stamp in a pull. ANY: whatever the server has. NONE, for a stamp: no blocks are wanted.
+"""
 
 NO, READY, LATE = 0, 1, 2
-"""What a reply to EXCHANGE says of what was pulled: it is not there yet, ask again; it is; others have done this work.
+"""`pulled` of a reply to EXCHANGE. NO: not there yet, ask again. READY: the reply has it. LATE: another trainer has
+finished this work.
 """
 
 REAL = ("f32", "f64")
@@ -41,16 +47,19 @@ BYTES, NUMBERS, SUMS = Array(1, ("u8",)), Array(1, ("i64",)), Array(1, ("f64",))
 
 
 def hello_schemas() -> tuple[Schema, Schema]:
-    """Request and reply of HELLO. `starter`: of the trainer, the same as long as its launcher starts it again; `facts`:
-    JSON text of what all processes must have alike; `refusal`: why this one cannot take part, or nothing; `taken`: as
-    another one of its number lives."""
+    """Request and reply of HELLO.
+
+    `starter`: launch id of the trainer, the same as long as the same launcher restarts it. `facts`: JSON text of what
+    all processes must have alike. `refusal`: why this trainer cannot take part; empty where it can. `taken`: whether
+    the reason is that another trainer of this number is alive.
+    """
     return Schema({"trainer": int, "starter": str}, {"facts": BYTES}), Schema(
         {"ready": int, "taken": int}, {"refusal": BYTES}
     )
 
 
 def facts_of(message: Message) -> Any:
-    """The JSON under `facts`. WireError when it is none."""
+    """The JSON value under `facts`. WireError when it is no JSON."""
     try:
         return json.loads(message.arrays["facts"].tobytes())
     except (ValueError, RecursionError):
@@ -58,10 +67,10 @@ def facts_of(message: Message) -> Any:
 
 
 def meet_schemas() -> tuple[Schema, Schema]:
-    """Of MEET.
+    """Request and reply of MEET.
 
-    `server`: who asks, -1 for a trainer; `born`: a number of this process; `told`: JSON, see `meeting.Told`, worth
-    something once `complete`.
+    `server`: who asks, -1 for a trainer. `born`: a random number of this process. `told`: JSON of
+    `discovery.RendezvousInfo`, valid once `complete`.
     """
     return Schema({"server": int, "born": int, "servers": int}, {"facts": BYTES}), Schema(
         {"complete": int}, {"told": BYTES}
@@ -69,15 +78,16 @@ def meet_schemas() -> tuple[Schema, Schema]:
 
 
 def status_schemas() -> tuple[Schema, Schema]:
-    """Of STATUS. `status`: JSON, see `status.snapshot`."""
+    """Request and reply of STATUS. `status`: JSON, see `status.snapshot`."""
     return Schema({}, {}), Schema({}, {"status": BYTES})
 
 
 def lease_schemas() -> tuple[Schema, Schema]:
-    """Of LEASE. `leaving`: the trainer ends; `reason`: why the run has.
+    """Request and reply of LEASE.
 
-    `done` and `has` (n, 3): keys of finished work, and of what the trainer has; `numbers` (t, 8) and `rates` (t,):
-    tickets of leases, see `pack_leases`.
+    `most`: how many leases the trainer may hold beside those in `has`. `leaving`: the trainer ends. `done`, `has` (n,
+    3): keys of finished leases, and of those that the trainer holds. `reason`: why the run is over. `numbers` (t, 8),
+    `rates` (t,): tickets of the granted leases, see `pack_leases`.
     """
     keys = Array(2, ("i64",))
     request = Schema(
@@ -88,13 +98,16 @@ def lease_schemas() -> tuple[Schema, Schema]:
 
 
 def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
-    """Of EXCHANGE: gradients of one lease, if `push`, and what is wanted for another, if `pull`.
+    """Request and reply of EXCHANGE: gradients of one lease, if `push`, and what is pulled for another one, if `pull`.
 
     Per table: `ids/<name>` (U,) and `gradients/<name>` (U, width), summed by id, each id once; `want/<name>` (V,) and,
-    in the reply, `rows/<name>` (V, width). `dense`: learning blocks as `blocks.views` lays them out; `frozen`: the
-    others, then server 0's buffers. To server 0: `sums` (M,), `statistics` (tickets x F, see `Push`), `rows`: sample
-    ids. Where trainers learn by themselves (`Merging.local`) the same names stand for differences of blocks with their
-    optimizer state, see `blocks.fields`, and of rows with theirs; `train` asks for these.
+    in the reply, `rows/<name>` (V, width). `dense`: learning blocks as `param_slices.views` lays them out. `frozen`:
+    the other blocks, then server 0's buffers.
+
+    To server 0 alone: `sums` (M,), `statistics` (tickets x F, see `Push`), `rows`: sample ids.
+
+    With local training (`SyncMode.local_training`) the same names stand for changes of blocks with their optimizer
+    state, see `param_slices.state_fields`, and of rows with theirs; `train` asks for these.
     """
     names = recipe.tables()
     numbers = (
@@ -130,19 +143,21 @@ def exchange_schemas(recipe: Recipe) -> tuple[Schema, Schema]:
 
 
 def report_schemas() -> tuple[Schema, Schema]:
-    """Of REPORT: an evaluation batch's `sums` (M,) and, where the recipe judges rows, `eval_outputs` (R, K)."""
+    """Request and reply of REPORT: of an evaluation batch `sums` (M,) and, where the recipe judges rows, `judged` (R,
+    K).
+    """
     return Schema(
         {"trainer": int, "step": int, "part": int, "unread": int}, {"sums": SUMS, "judged": Array(2, REAL)}
     ), Schema({}, {})
 
 
 def rows_schemas(recipe: Recipe) -> dict[str, tuple[Schema, Schema]]:
-    """Request and reply of LOOK to END.
+    """Request and reply of LOOK to END, by method.
 
-    `version`, `factor`, `lr`, `step`: the newest update, `version` 0 where there was none. Gradients are those of
-    `rank` for `turn`, told or, if not `given`, told before; `whole`: whether all are there, with the `squares` (1,) of
-    their sum and the `rows` of each table. `order`: key of a piece of work that is asked for until it is `done`;
-    `path`, `error`, `told`: texts, the last one JSON.
+    `version`, `factor`, `lr`, `step`: the newest update; `version` 0 where there was none. Gradients are those of
+    `rank` for `turn`; without `given` they were pushed before. `whole`: whether the gradients of all ranks are there;
+    then `squares` (1,) is the sum of squares of their sum, and `rows` the rows of each table. `order`: key of a load or
+    save, which is asked for until it is `done`. `path`, `error`, `told`: texts, the last one JSON.
     """
     names = recipe.tables()
     update = {"version": int, "factor": float, "lr": float, "step": int}
@@ -169,7 +184,7 @@ def rows_schemas(recipe: Recipe) -> dict[str, tuple[Schema, Schema]]:
 
 
 def pack_leases(leases: Sequence[Lease]) -> dict[str, np.ndarray]:
-    """Leases as the arrays of a reply to LEASE: a row for each ticket, those of one lease together."""
+    """Leases as the arrays of a reply to LEASE: one row for each ticket, the tickets of one lease together."""
     rows = [(*lease[:4], t.step, t.epoch, t.index, t.rows) for lease in leases for t in lease.tickets]
     return {
         "numbers": np.array(rows, np.int64).reshape(-1, 8),
@@ -179,7 +194,7 @@ def pack_leases(leases: Sequence[Lease]) -> dict[str, np.ndarray]:
 
 def unpack_leases(arrays: Mapping[str, np.ndarray]) -> list[Lease]:
     """Inverse of `pack_leases`."""
-    found: dict[tuple[int, ...], list[Train]] = {}
+    by_lease: dict[tuple[int, ...], list[Train]] = {}
     for row, lr in zip(arrays["numbers"].tolist(), arrays["rates"].tolist(), strict=True):
-        found.setdefault(tuple(row[:4]), []).append(Train(*row[4:], lr=lr))
-    return [Lease(*head, tickets=tuple(tickets)) for head, tickets in found.items()]
+        by_lease.setdefault(tuple(row[:4]), []).append(Train(*row[4:], lr=lr))
+    return [Lease(*head, tickets=tuple(tickets)) for head, tickets in by_lease.items()]

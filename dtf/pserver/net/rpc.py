@@ -1,5 +1,6 @@
-"""Requests over gRPC: raw bytes to named handlers, for those who know the token of the run. gRPC does not survive a
-fork: import this in ranks alone.
+"""Requests over gRPC: raw bytes to named handlers, for processes that know the token of the run.
+
+gRPC does not survive a fork: import this module in ranks alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dtf.pserver.net.codec import WireError
 from dtf.pserver.net.shared_memory import Regions
 from dtf.pserver.net.transport import MOST_BYTES, Failed, Lost, Pending, Refused, Stale, short
 
-_TOKEN, _EPOCH, _SERVICE = "dtf-token", "dtf-epoch", "/dtf.pserver/"
+_TOKEN, _GENERATION, _SERVICE = "dtf-token", "dtf-epoch", "/dtf.pserver/"
 _HEALTH, _SERVING, _NOT_SERVING = "/grpc.health.v1.Health/Check", b"\x08\x01", b"\x08\x02"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # of mallopt
 _POLL_S = 0.02
@@ -36,7 +37,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tls:
-    """Files in PEM: who vouches for the other side, and who this side is. `mutual`: clients show a certificate too."""
+    """Files in PEM: the authority that vouches for the other side, and this side's certificate and key.
+
+    `mutual`: clients show a certificate too.
+    """
 
     ca: Path | None = None
     cert: Path | None = None
@@ -50,8 +54,8 @@ class Tls:
 
     def client(self) -> grpc.ChannelCredentials:
         """ConfigError when a file is missing."""
-        own = (_pem(self.key, "key"), _pem(self.cert, "cert")) if self.mutual else (None, None)
-        return grpc.ssl_channel_credentials(_pem(self.ca, "ca"), *own)
+        certificate = (_pem(self.key, "key"), _pem(self.cert, "cert")) if self.mutual else (None, None)
+        return grpc.ssl_channel_credentials(_pem(self.ca, "ca"), *certificate)
 
 
 class Service:
@@ -59,34 +63,39 @@ class Service:
     threads.
 
     `address`: HOST:PORT, port 0 for a free one; beyond loopback only with `tls` or `allow_insecure` (ConfigError).
-    BusyError where the port is taken. `epoch` names the attempt of the run: who belongs to another one is told so, but
-    by the methods `ageless`. What a handler raises, except Refused, WireError and Stale, is logged here and handed to
-    `on_error`; the client learns only that the server failed. Health checks need no token, as orchestrators have none
-    to give; they say whether `ready` and nothing else. Methods `shown` also answer those who know no more than
-    `viewer(token)`.
+    BusyError where the port is taken.
+
+    `generation` names the attempt of the run: a client of another one gets Stale, but for the methods `any_generation`.
+    Methods `viewer_methods` also answer clients that have `viewer(token)` alone.
+
+    What a handler raises, except Refused, WireError and Stale, is logged here and handed to `on_error`; the client
+    learns only that the server failed. Health checks need no token, as orchestrators have none; they say whether
+    `ready` and nothing else.
     """
 
     def __init__(
         self,
         handlers: Mapping[str, Callable[[bytes], bytes]],
         token: str,
-        epoch: str,
+        generation: str,
         address: str = "127.0.0.1:0",
         threads: int = 16,
         most_bytes: int = MOST_BYTES,
         tls: Tls | None = None,
         allow_insecure: bool = False,
         on_error: Callable[[Exception], None] | None = None,
-        ageless: Collection[str] = (),
-        shown: Collection[str] = (),
+        any_generation: Collection[str] = (),
+        viewer_methods: Collection[str] = (),
     ) -> None:
         host, port = _listen_address(address, tls is not None or allow_insecure)
         keep_buffers()
         self.ready: Callable[[], bool] = lambda: True
         self.on_error = on_error
-        self.epoch = _checked("epoch", epoch)
+        self.generation = _checked("generation", generation)
         self._token, self._viewer = _checked("token", token).encode(), viewer(token).encode()
-        self._ageless, self._shown = ({_SERVICE + name for name in names} for names in (ageless, shown))
+        self._any_generation, self._viewer_methods = (
+            {_SERVICE + name for name in names} for names in (any_generation, viewer_methods)
+        )
         self._threads = ThreadPoolExecutor(threads, "rpc")
         self._aside = ThreadPoolExecutor(1, "rpc-aside")  # what is answered even while all handlers are busy
         self._methods = {_HEALTH: grpc.unary_unary_rpc_method_handler(self._at_once(self._health))}
@@ -103,21 +112,23 @@ class Service:
         self.endpoint = endpoint_text(host, port)
 
     def add(self, handlers: Mapping[str, Callable[[bytes], bytes]]) -> None:
-        """From now on answer these too. Until it is `ready`, who asks for what is not there is told to ask again."""
+        """Answer these methods too, from now on. Until `ready`, a request for an unknown method is answered with "ask
+        again".
+        """
         for name, handler in handlers.items():
             method = _SERVICE + name
             # those that look, and those that do not belong to the run yet, have nothing large to say
-            large = method not in self._ageless | self._shown
+            large = method not in self._any_generation | self._viewer_methods
             self._methods[method] = grpc.unary_unary_rpc_method_handler(
                 self._answer(self._regions.around(handler) if large else handler)
             )
 
     def start(self) -> None:
-        """Answer; requests since the construction have waited."""
+        """Begin to answer; requests since the construction have waited."""
         self._server.start()
 
     def stop(self, grace_s: float) -> None:
-        """Take no more requests; those under way have `grace_s` to end, then their clients are told that they are lost.
+        """Take no more requests. Those under way have `grace_s` to end; then their clients get Lost.
 
         A handler itself is not interrupted, and the interpreter does not exit before it returns.
         """
@@ -129,13 +140,13 @@ class Service:
         """Runs when the head of a request is there; its body is not received before a handler that wants it runs."""
         method = details.method
         if method != _HEALTH:
-            given = dict(details.invocation_metadata)
-            token = _bytes(given.get(_TOKEN, ""))
+            metadata = dict(details.invocation_metadata)
+            token = _bytes(metadata.get(_TOKEN, ""))
             if not hmac.compare_digest(token, self._token) and not (
-                method in self._shown and hmac.compare_digest(token, self._viewer)
+                method in self._viewer_methods and hmac.compare_digest(token, self._viewer)
             ):
                 return self._refusal(grpc.StatusCode.UNAUTHENTICATED, "the token of the run is needed")
-            if method not in self._ageless and given.get(_EPOCH) != self.epoch:
+            if method not in self._any_generation and metadata.get(_GENERATION) != self.generation:
                 return self._refusal(grpc.StatusCode.FAILED_PRECONDITION, "another attempt of the run is served here")
             if method not in self._methods and not self.ready():
                 return self._refusal(grpc.StatusCode.UNAVAILABLE, "this server is starting")
@@ -184,18 +195,20 @@ class Service:
 
 
 def viewer(token: str) -> str:
-    """The token of those who may look and change nothing, from that of the run, which does not follow from it."""
+    """The token of those who may read the status and change nothing. It is derived from the run's, which cannot be
+    derived from it.
+    """
     return hmac.digest(token.encode(), b"status", "sha256").hex()
 
 
 class Client:
-    """A connection of its own to the service at `endpoint`, made when first needed and again when it broke.
+    """A connection of its own to the service at `endpoint`, made at the first request and again when it broke.
 
-    Many threads may call.
+    Many threads may call. `generation`: the attempt of the run to which this process belongs.
     """
 
     def __init__(
-        self, endpoint: str, token: str, epoch: str, most_bytes: int = MOST_BYTES, tls: Tls | None = None
+        self, endpoint: str, token: str, generation: str, most_bytes: int = MOST_BYTES, tls: Tls | None = None
     ) -> None:
         parsed(endpoint, "endpoint")
         keep_buffers()
@@ -204,13 +217,13 @@ class Client:
         self._channel = (
             grpc.secure_channel(endpoint, tls.client(), options) if tls else grpc.insecure_channel(endpoint, options)
         )
-        self._metadata = ((_TOKEN, _checked("token", token)), (_EPOCH, _checked("epoch", epoch)))
+        self._metadata = ((_TOKEN, _checked("token", token)), (_GENERATION, _checked("generation", generation)))
         self._stubs: dict[str, grpc.UnaryUnaryMultiCallable] = {}
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Return as soon as the server says that it is ready.
+        """Return as soon as the server says that it is ready. Lost after the deadline.
 
-        Lost after the deadline; whether it will know the token shows at the first call.
+        Whether the server accepts the token shows at the first call.
         """
         until = monotonic() + deadline_s
         check = self._channel.unary_unary(_HEALTH)
@@ -234,7 +247,7 @@ class Client:
         )
 
     def close(self) -> None:
-        """Calls under way are lost."""
+        """Close the connection; calls under way raise Lost."""
         self._channel.close()
 
     def _stub(self, method: str) -> grpc.UnaryUnaryMultiCallable:
@@ -309,7 +322,7 @@ _CLIENT_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),  # or clients of one process share a connection
-    ("grpc.enable_retries", 0),  # `Retrying` does it, where it may be done
+    ("grpc.enable_retries", 0),  # `RetryingTransport` does it, where it may be done
 )
 
 

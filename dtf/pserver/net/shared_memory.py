@@ -1,13 +1,14 @@
-"""Messages between processes of one host: they lie in memory that both have, and what carries requests carries where.
+"""Messages between processes of one host: they lie in memory that both share, and the transport carries their place.
 
-A region is an anonymous file in memory that the client makes and keeps; the server opens it by the client's /proc
-entry, which only the same user can. So no file is left behind whoever dies, and where the two do not share a kernel, a
-user or a process namespace, messages travel whole, as they do elsewhere.
+A region is an anonymous file in memory that the client makes and keeps. The server opens it by the client's /proc
+entry, which only the same user can. So no file is left behind when a process dies. Where the two do not share a kernel,
+a user or a process namespace, messages travel whole.
 
-    region     key (16 bytes), number of the request it holds (uint64), zeros to 64; then the request, and in its place
-    the answer request    magic, host, process, descriptor, key, number, bytes of the region, bytes of the request
-    answer     magic, bytes of the answer; or only the magic of a refusal; or, where the region has no room for it, the
-    answer itself
+    region     key (16 bytes), number of the request it holds (uint64), zeros to 64; then the request, replaced by the
+               answer
+    request    magic, host, process, descriptor, key, number, bytes of the region, bytes of the request
+    answer     magic, bytes of the answer; or only the magic of a refusal; or, where the region has no room for it,
+               the answer itself
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import NamedTuple
 from dtf.pserver.net.transport import MOST_BYTES, Pending, Refused, Transport
 
 LEAST_BYTES = 1 << 15
-"""Of a message for which the detour pays."""
+"""Messages of fewer bytes travel whole: shared memory would be slower."""
 
 _HERE, _THERE, _NO = b"DTFM", b"DTFA", b"DTFN"
 _REQUEST, _ANSWER, _NUMBER = struct.Struct("<4s16sII16sQQQ"), struct.Struct("<4sQ"), struct.Struct("<Q")
@@ -39,18 +40,20 @@ Handler = Callable[[bytes], bytes]
 
 
 class _Region:
-    """Memory of this process that others may open. `room`: bytes of messages."""
+    """Memory of this process that others may open. `room`: bytes for messages."""
 
     def __init__(self, room: int) -> None:
         self.size = _BODY + room
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.size)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or who has opened it could be made to fault
+        fcntl.fcntl(
+            self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK
+        )  # else a process that has opened it could be made to fault
         self.memory, self.key, self.number = mmap.mmap(self.fd, self.size), secrets.token_bytes(16), 0
         self.memory[:16] = self.key
 
     def put(self, data: bytes, host: bytes) -> bytes:
-        """What tells the server where the request lies."""
+        """Write a request; returns the message that tells the server where it lies."""
         self.number += 1
         self.memory[16:24] = _NUMBER.pack(self.number)
         self.memory[_BODY : _BODY + len(data)] = data
@@ -61,14 +64,14 @@ class _Region:
             os.close(self.fd)
 
 
-class Shared:
+class SharedMemoryTransport:
     """A transport whose large messages, both ways, lie in shared memory where the server can open it.
 
     Many threads may call.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self._transport, self._host = transport, host()
+        self._transport, self._host = transport, host_id()
         self._free: list[_Region] = []
         self._largest: dict[str, int] = {}  # bytes of a message, by method
         self._lock = threading.Lock()
@@ -86,7 +89,7 @@ class Shared:
         """See `Transport`."""
         region = self._region(method, len(data))
         pending = self._transport.start(method, data if region is None else region.put(data, self._host), deadline_s)
-        return _Coming(
+        return _PendingAnswer(
             lambda: (
                 self._seen(method, pending.result())
                 if region is None
@@ -95,8 +98,8 @@ class Shared:
         )
 
     def _region(self, method: str, size: int) -> _Region | None:
-        """A region that nobody uses, with room for the request and such answers as there were; None where the message
-        should travel whole.
+        """An unused region with room for the request and for the largest answer of this method so far; None where the
+        message should travel whole.
         """
         room = max(size, self._largest.get(method, 0))
         if not self._host or not LEAST_BYTES <= room <= MOST_BYTES:
@@ -115,22 +118,23 @@ class Shared:
         self._largest[method] = max(self._largest.get(method, 0), len(answer))
         return answer
 
-    def _answer(self, region: _Region, method: str, data: bytes, deadline_s: float, told: bytes) -> bytes:
-        """After an error nobody comes here: the server may still read or write the region, which is then used no
-        more.
+    def _answer(self, region: _Region, method: str, data: bytes, deadline_s: float, reply: bytes) -> bytes:
+        """The answer that `reply` carries or points to; the region is free again.
+
+        Not called after an error: the server may still read or write the region, which is then dropped.
         """
-        if told == _NO:
+        if reply == _NO:
             self._host = b""
             return self._transport.call(method, data, deadline_s)
-        if told[:4] == _THERE:
-            _, size = _ANSWER.unpack(told)
-            told = region.memory[_BODY : _BODY + size]
+        if reply[:4] == _THERE:
+            _, size = _ANSWER.unpack(reply)
+            reply = region.memory[_BODY : _BODY + size]
         with self._lock:
             self._free.append(region)
-        return self._seen(method, told)
+        return self._seen(method, reply)
 
 
-class _Coming:
+class _PendingAnswer:
     def __init__(self, wait: Callable[[], bytes]) -> None:
         self._wait: Callable[[], bytes] | None = wait
         self._answer = b""
@@ -149,25 +153,26 @@ class _Opened(NamedTuple):
 
 
 class Regions:
-    """Those that clients of a server have, as it opened them: `most` at once, and none for longer than the client does,
-    but for until the next is opened.
+    """Regions of clients that a server has opened, at most `most` at once.
+
+    A region that its client has closed is closed here when the next one is opened.
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._host, self._lock = most, host(), threading.Lock()
+        self._most, self._host, self._lock = most, host_id(), threading.Lock()
         # by process and descriptor, those used last at the end
         self._open: OrderedDict[tuple[int, int], _Opened] = OrderedDict()
 
     def around(self, handler: Handler) -> Handler:
-        """The handler, for requests that may lie in a region."""
+        """Wrap a handler, so that its requests may lie in regions."""
 
         def handle(data: bytes) -> bytes:
             if data[:4] != _HERE:
                 return handler(data)
-            found = self._find(data)
-            if found is None:
+            region = self._find(data)
+            if region is None:
                 return _NO
-            memory, length = found
+            memory, length = region
             answer = handler(memory[_BODY : _BODY + length])
             if len(answer) > len(memory) - _BODY:
                 return answer
@@ -177,9 +182,9 @@ class Regions:
         return handle
 
     def _find(self, data: bytes) -> tuple[mmap.mmap, int] | None:
-        """The region of a request and the bytes of this; None where it cannot be opened.
+        """The memory of a request's region and the bytes of the request; None where the region cannot be opened.
 
-        Refused for what no client sends, or not any more.
+        Refused for a message that no client sends, or for a request that is not in the region any more.
         """
         if len(data) != _REQUEST.size:
             raise Refused("no place of a request")
@@ -210,7 +215,7 @@ class Regions:
 
 
 def _inode(process: int, descriptor: int) -> int | None:
-    """Of the file that a process has open there; None when there is none, or it is not this user's to see."""
+    """Inode of the file that a process has open at a descriptor; None where this user cannot see one."""
     try:
         return os.stat(f"/proc/{process}/fd/{descriptor}").st_ino
     except OSError:
@@ -218,7 +223,7 @@ def _inode(process: int, descriptor: int) -> int | None:
 
 
 def _opened(process: int, descriptor: int, key: bytes, size: int) -> _Opened | None:
-    """Another process's region; None where it cannot be opened, or is none."""
+    """Another process's region; None where it cannot be opened or is no region."""
     path = f"/proc/{process}/fd/{descriptor}"
     try:
         # to open a device or a pipe may do something, or take for ever
@@ -238,8 +243,10 @@ def _opened(process: int, descriptor: int, key: bytes, size: int) -> _Opened | N
     return _Opened(memory, status.st_ino) if memory[:16] == key else None
 
 
-def host() -> bytes:
-    """What processes have in common that see each other in /proc, 16 bytes; empty where there are no such files."""
+def host_id() -> bytes:
+    """An id, 16 bytes, that is the same for processes that see each other in /proc; empty where shared memory cannot be
+    used.
+    """
     if not hasattr(os, "memfd_create"):
         return b""
     try:

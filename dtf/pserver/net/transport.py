@@ -1,4 +1,4 @@
-"""Requests and their answers as a caller sees them, whatever carries them: what can go wrong, and sending again."""
+"""Requests and answers as a caller sees them, independent of gRPC: errors, and sending again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Protocol
 from dtf.core.errors import DtfError, PeerError
 
 MOST_BYTES = 1 << 30
-"""Of a message, either way."""
+"""Most bytes of a message, in either direction."""
 
 LONGEST = 512
-"""Characters of a text from elsewhere that are kept."""
+"""Longest text of an error from another process that is kept, in characters."""
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
 
@@ -25,49 +25,51 @@ class Lost(PeerError):
 
 
 class Failed(PeerError):
-    """The server met an error of its own; its log has it."""
+    """The server met an error of its own; its log has the traceback."""
 
 
 class Stale(PeerError):
-    """The server belongs to another attempt of the run, or what was sent does."""
+    """The server, or what was sent, belongs to another attempt of the run."""
 
 
 class Refused(DtfError):
-    """The server understood, and will not: a handler raises it with a short text that the client gets."""
+    """The server understood the request and rejects it. A handler raises it with a short text that the client gets."""
 
 
 class Pending(Protocol):
-    """An answer that may be on its way."""
+    """An answer that may still be under way."""
 
     def result(self) -> bytes:
-        """Wait for it. Raises what `Transport.call` raises."""
+        """Wait for the answer. Raises what `Transport.call` raises."""
         ...
 
 
 class Transport(Protocol):
-    """What carries a request to one server: a `Client`, and whatever stands before it."""
+    """Carries requests to one server: a `Client`, or a wrapper around one."""
 
     def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
-        """The answer. Lost, Failed, Stale, Refused or AuthError."""
+        """Send a request and return the answer. Raises Lost, Failed, Stale, Refused or AuthError."""
         ...
 
     def start(self, method: str, data: bytes, deadline_s: float) -> Pending:
-        """The same without waiting. Dearer than `call` by itself: for requests that are to be on their way together."""
+        """As `call`, without waiting. Slower than `call` for a single request; use it to have several under way at
+        once.
+        """
         ...
 
 
 def short(text: str) -> str:
-    """A text from elsewhere, or towards it: printable ASCII, not long. What is so already stays as it is."""
+    """The text as printable ASCII of at most LONGEST characters. What is so already stays as it is."""
     return "".join(
-        each if " " <= each <= "~" else each.encode("unicode_escape", "surrogatepass").decode()
-        for each in text[:LONGEST]
+        character if " " <= character <= "~" else character.encode("unicode_escape", "surrogatepass").decode()
+        for character in text[:LONGEST]
     )[:LONGEST]
 
 
-class Retrying:
-    """A transport that sends what was lost again until `patience_s` after the first try.
+class RetryingTransport:
+    """A transport that sends a lost request again until `patience_s` after the first try.
 
-    For requests that a server knows to be the same one by their key.
+    For requests that the server recognises by a key when they come twice.
     """
 
     def __init__(self, transport: Transport, patience_s: float) -> None:
@@ -75,7 +77,7 @@ class Retrying:
         self._closed = threading.Event()
         # its own: how long to wait must not depend on, or change, the numbers of the run
         self._jitter = random.Random()
-        self.again = 0
+        self.retries = 0
         """Requests that were sent again."""
 
     def call(self, method: str, data: bytes, deadline_s: float) -> bytes:
@@ -92,7 +94,7 @@ class Retrying:
         return _Persistent(self, self._transport.start(method, data, deadline_s), method, data, deadline_s, until)
 
     def close(self) -> None:
-        """Whoever waits to send again gives up at once."""
+        """Stop retrying: a call that waits to send again raises Lost at once."""
         self._closed.set()
 
     def _persist(self, first: Callable[[], bytes], method: str, data: bytes, deadline_s: float, until: float) -> bytes:
@@ -104,7 +106,7 @@ class Retrying:
                 left = until - monotonic()
                 if left <= 0 or self._closed.wait(min(left, wait_s * self._jitter.uniform(0.5, 1.0))):
                     raise
-            self.again += 1
+            self.retries += 1
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
             left = max(until - monotonic(), _FIRST_WAIT_S)
             attempt = partial(self._transport.call, method, data, min(deadline_s, left))
@@ -112,7 +114,7 @@ class Retrying:
 
 class _Persistent:
     def __init__(
-        self, owner: Retrying, first: Pending, method: str, data: bytes, deadline_s: float, until: float
+        self, owner: RetryingTransport, first: Pending, method: str, data: bytes, deadline_s: float, until: float
     ) -> None:
         self._owner, self._first, self._rest = owner, first, (method, data, deadline_s, until)
 

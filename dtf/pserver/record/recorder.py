@@ -1,6 +1,4 @@
-"""The order in which things happened on a server, as JSON lines: what trainers pulled, and which pushes became an
-update.
-"""
+"""The record of a server, as JSON lines: the order of what trainers pulled, and which pushes became an update."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from dtf.pserver.push import Push
 
 
 class Pull(NamedTuple):
-    """Who pulled for what. Numbers, so that it travels as a row of them."""
+    """Which trainer pulled for which step. All numbers, so that it is written as a row of them."""
 
     trainer: int
     step: int  # of the lease: the first one's
@@ -25,7 +23,7 @@ class Pull(NamedTuple):
 
 
 class Recorder:
-    """Writes what happens on one server from step `start` on, an attempt after the other. SaveError where it cannot."""
+    """Records what happens on one server from step `start` on, appending. SaveError where it cannot write."""
 
     def __init__(self, folder: Path, server: int, start: int) -> None:
         self._path = path_of(folder, server)
@@ -41,11 +39,11 @@ class Recorder:
         self._write({"open": [[t.step, t.epoch, t.index, t.rows, t.lr] for t in tickets]})
 
     def pulled(self, pull: Pull, applied: int) -> None:
-        """What this server had after so many updates went to a trainer."""
+        """A trainer pulled, after so many updates."""
         self._write({"pull": [*pull], "applied": applied})
 
     def applied(self, pushes: Iterable[Push]) -> None:
-        """These became one update."""
+        """These pushes became one update."""
         self._write({"apply": [[push.trainer, push.step, push.part, push.seen] for push in pushes]})
         with self._saving():
             self._file.flush()
@@ -60,7 +58,7 @@ class Recorder:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """A full or broken disk is no mistake of the program."""
+        """Turn OSError into SaveError: a full or broken disk is no defect of the program."""
         try:
             yield
         except OSError as error:
@@ -70,11 +68,11 @@ class Recorder:
 
 
 def path_of(folder: Path, server: int) -> Path:
-    """The file of a server."""
+    """The record file of a server."""
     return folder / f"order_server_{server}.jsonl"
 
 
-class Recorded(NamedTuple):
+class RecordedOrder(NamedTuple):
     """The last attempt of a run. `start`: the step it began with."""
 
     start: int
@@ -82,9 +80,9 @@ class Recorded(NamedTuple):
     events: list[Iterator[dict[str, Any]]]  # what happened on each server, read as it is asked for
 
 
-def read(folder: Path, servers: int) -> Recorded:
-    """What the servers of a run wrote. DataError when it cannot be read."""
-    starts, updates, found = set(), [], []
+def read(folder: Path, servers: int) -> RecordedOrder:
+    """Read the records of all servers of a run. DataError where one cannot be read."""
+    starts, updates, events = set(), [], []
     for server in range(servers):
         path = path_of(folder, server)
         at, start, begin, applied = 0, None, 0, 0
@@ -103,14 +101,14 @@ def read(folder: Path, servers: int) -> Recorded:
             raise DataError(f"{path} does not say where it starts")
         starts.add(start)
         updates.append(applied)
-        found.append(_events(path, begin))
+        events.append(_events(path, begin))
     if len(starts) != 1:
         raise DataError(f"the servers of {folder} recorded different attempts; it was killed while they started")
-    return Recorded(starts.pop(), updates, found)
+    return RecordedOrder(starts.pop(), updates, events)
 
 
 def _events(path: Path, begin: int) -> Iterator[dict[str, Any]]:
-    """Lines from a place on; one that a killed server left unfinished is none."""
+    """Lines from the byte `begin` on; a line that a killed server left unfinished is skipped."""
     try:
         with path.open("rb") as file:
             file.seek(begin)

@@ -1,6 +1,4 @@
-"""A recorded run once more, one thing after the other in one process: the same pulls and updates in the same order give
-the same numbers.
-"""
+"""Replays a recorded run in one process: the same pulls and updates in the same order give the same numbers."""
 
 from __future__ import annotations
 
@@ -17,18 +15,18 @@ from dtf.core.errors import DataError
 from dtf.core.types import Box, Place, Train
 from dtf.distributed.world import World
 from dtf.model.init import build_on_meta
-from dtf.pserver.net.compression import FORMATS, rounded
+from dtf.pserver.net.compression import WIRE_DTYPES, rounded
 from dtf.pserver.net.messages import ANY, NONE
-from dtf.pserver.param_slices import lay_out, travelling
+from dtf.pserver.param_slices import lay_out, wire_layout
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull
 from dtf.pserver.server.leases import TRAIN, Lease
-from dtf.pserver.server.state import Holdings
-from dtf.pserver.server.sync_modes import Merging
-from dtf.pserver.trainer.compute import Blocks, Computed, Computing, Pulled
-from dtf.pserver.trainer.local_sgd import Local
-from dtf.pserver.trainer.prefetch import Prepared
-from dtf.pserver.trainer.reader import Open, Reading
+from dtf.pserver.server.state import ServerState
+from dtf.pserver.server.sync_modes import SyncMode
+from dtf.pserver.trainer.compute import LeaseResult, ModelSetup, ParamBlocks, PulledState, TrainerModel
+from dtf.pserver.trainer.local_sgd import LocalSgd
+from dtf.pserver.trainer.prefetch import PreparedBatch
+from dtf.pserver.trainer.reader import BatchReader, Open
 
 if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions
@@ -37,8 +35,8 @@ Part = tuple[int, int]
 """First step of a lease, and its share."""
 
 
-class _Alone(World):
-    """One of several servers that are all in this process; nothing here waits for another."""
+class _LoopbackWorld(World):
+    """The world of one of several servers that are all in this process; nothing waits for another."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(Place(rank=rank, size=size))
@@ -55,22 +53,32 @@ class _Reply:
 
 
 class Replay:
-    """`rows` opens the training data; `source`: the checkpoint that the recorded attempt began with."""
+    """Replays a record. `rows`: opens the training data. `source`: the checkpoint with which the recorded attempt
+    began.
+    """
 
     def __init__(
-        self, task: Task, strategy: PserverOptions, merging: Merging, trainers: int, rows: Open, source: Source | None
+        self,
+        task: Task,
+        strategy: PserverOptions,
+        sync_mode: SyncMode,
+        trainers: int,
+        rows: Open,
+        source: Source | None,
     ) -> None:
-        self._merging = merging
-        self._servers, self._shares = strategy.count(), merging.shares(trainers)
+        self._sync_mode = sync_mode
+        self._servers, self._shares = strategy.count(), sync_mode.shares(trainers)
         self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
-        self.holdings = [
-            Holdings(task, _Alone(server, self._servers), strategy, merging, self._shares, self._micro_batch_rows)
+        self.server_state = [
+            ServerState(
+                task, _LoopbackWorld(server, self._servers), strategy, sync_mode, self._shares, self._micro_batch_rows
+            )
             for server in range(self._servers)
         ]
-        for holdings in self.holdings if source is not None else ():
+        for server_state in self.server_state if source is not None else ():
             assert source is not None
-            holdings.load(source)
-        found = lay_out(
+            server_state.load(source)
+        whole_layouts = lay_out(
             build_on_meta(task.recipe),
             task.precision,
             self._servers,
@@ -78,50 +86,51 @@ class Replay:
             strategy.min_block,
             strategy.placement,
         )
-        self._wire = FORMATS[strategy.wire.value]
-        layouts = [travelling(layout, self._wire) for layout in found]
-        whole_norm = self._servers > 1 and not merging.together
-        self._computing = Computing(
+        self._wire = WIRE_DTYPES[strategy.wire.value]
+        layouts = [wire_layout(layout, self._wire) for layout in whole_layouts]
+        whole_norm = self._servers > 1 and not sync_mode.collective
+        setup = ModelSetup(
             task, torch.device("cpu"), layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire
         )
-        for server, holdings in enumerate(self.holdings):
-            self._computing.take_frozen(server, holdings.frozen())
-        self._local = Local(task, self._computing, layouts) if merging.local else None
+        self._model = TrainerModel(setup)
+        for server, server_state in enumerate(self.server_state):
+            self._model.take_frozen(server, server_state.frozen())
+        self._local_sgd = LocalSgd(task, self._model, layouts) if sync_mode.local_training else None
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._tickets: dict[int, tuple[Train, ...]] = {}
         self._replies: dict[Part, dict[tuple[Pull, int], list[_Reply]]] = {}
-        self._computed: dict[Part, dict[int, Computed]] = {}  # by trainer
+        self._computed: dict[Part, dict[int, LeaseResult]] = {}  # by trainer
         self._applied: Counter[Part] = Counter()  # by how many servers
-        self._read = Reading(task, rows, torch.device("cpu"), self._micro_batch_rows, self._servers)
-        self._prepared: dict[tuple[int, int], Prepared] = {}
+        self._read = BatchReader(task, rows, torch.device("cpu"), self._micro_batch_rows, self._servers)
+        self._prepared: dict[tuple[int, int], PreparedBatch] = {}
         self._met: dict[tuple[int, int, int], dict[str, set[int]]] = {}
 
     def run(self, events: Sequence[Iterator[Mapping[str, Any]]], under_way: Callable[[int], None]) -> None:
-        """All that happened, by server; `under_way` is called every now and then with the updates that all have made,
-        and may raise.
+        """Do all events, by server. `under_way` is called now and then with the number of updates that all servers have
+        made, and may raise.
 
-        DataError where what one server recorded does not fit what another one did.
+        DataError where the records of two servers do not fit each other.
         """
         self._under_way = under_way
-        coming = [next(own, None) for own in events]
-        while any(event is not None for event in coming):
+        next_events = [next(server_events, None) for server_events in events]
+        while any(event is not None for event in next_events):
             moved = False
-            for server, own in enumerate(events):
-                while (event := coming[server]) is not None and self._do(server, event):
-                    coming[server], moved = next(own, None), True
-                    self._still()
+            for server, server_events in enumerate(events):
+                while (event := next_events[server]) is not None and self._do(server, event):
+                    next_events[server], moved = next(server_events, None), True
+                    self._report_progress()
             if not moved:
                 raise DataError("the recorded orders of the servers do not fit each other; was the run killed?")
 
     def boxes(self) -> list[Box]:
-        """The state at the end; of tables each server's own rows, one after the other."""
-        return [box for holdings in self.holdings for box in holdings.state().boxes]
+        """The state at the end; of tables each server's own rows, one server after the other."""
+        return [box for server_state in self.server_state for box in server_state.state().boxes]
 
-    def _still(self) -> None:
-        self._under_way(min(holdings.applied for holdings in self.holdings))
+    def _report_progress(self) -> None:
+        self._under_way(min(server_state.applied for server_state in self.server_state))
 
     def _do(self, server: int, event: Mapping[str, Any]) -> bool:
-        """One thing, if all that it needs has happened."""
+        """Do one event, if all that it needs has happened; returns whether it was done."""
         if "open" in event:
             tickets = tuple(Train(*row) for row in event["open"])
             self._tickets[tickets[0].step] = tickets
@@ -134,7 +143,7 @@ class Replay:
             pushes = [tuple(row) for row in event["apply"]]
             if not all(self._may(server, *row[:3]) for row in pushes):
                 return False
-            self.holdings[server].apply([self._push(server, *row) for row in pushes], self._tickets)
+            self.server_state[server].apply([self._push(server, *row) for row in pushes], self._tickets)
             for trainer, step, part, _ in pushes:
                 self._met.pop((trainer, step, server), None)
                 self._applied[step, part] += 1
@@ -143,102 +152,106 @@ class Replay:
         return True
 
     def _pull(self, server: int, pull: Pull, applied: int) -> None:
-        """Give what was asked for; rows that were met before are not asked for again where training is local."""
+        """Answer a pull. With local training, rows that the trainer has are not pulled again."""
         lease = self._lease(pull.step, pull.part)
         first = pull.at == lease.tickets[0].step
-        known = ANY if self._local is None or first else NONE
-        ids = self._prepare(lease, self._ticket(lease, pull.at)).wanted.ids(server)
-        if self._local is not None:
+        known = ANY if self._local_sgd is None or first else NONE
+        ids = self._prepare(lease, self._ticket(lease, pull.at)).row_request.ids(server)
+        if self._local_sgd is not None:
             met = self._met.setdefault((pull.trainer, pull.step, server), {name: set() for name in ids})
             if first:
                 for seen in met.values():
                     seen.clear()
             ids = {
-                name: found[[each not in met[name] for each in found.tolist()]] if len(found) else found
-                for name, found in ids.items()
+                name: table_ids[[row_id not in met[name] for row_id in table_ids.tolist()]]
+                if len(table_ids)
+                else table_ids
+                for name, table_ids in ids.items()
             }
-            for name, found in ids.items():
-                met[name] |= set(found.tolist())
-        _, now, dense, rows = self.holdings[server].pull(ids, pull, known)
-        rows = {name: rounded(found, self._wire) for name, found in rows.items()}
+            for name, table_ids in ids.items():
+                met[name] |= set(table_ids.tolist())
+        _, now, dense, rows = self.server_state[server].pull(ids, pull, known)
+        rows = {name: rounded(table_rows, self._wire) for name, table_rows in rows.items()}
         if now != applied:
             raise DataError(
                 f"server {server} had made {applied} updates when it was asked, here it has made {now}; the record is "
                 "not whole"
             )
-        if self._applied[pull.step, pull.part] < self._servers:  # else somebody asked who was too late
-            given = self._replies.setdefault((pull.step, pull.part), {})
-            given.setdefault((pull, server), []).append(
+        if self._applied[pull.step, pull.part] < self._servers:  # else a trainer pulled too late
+            replies = self._replies.setdefault((pull.step, pull.part), {})
+            replies.setdefault((pull, server), []).append(
                 _Reply(now, np.empty(0, np.uint8) if dense is None else dense.copy(), rows)
             )
 
     def _may(self, server: int, trainer: int, step: int, part: int) -> bool:
-        """Whether all servers have given what a push was computed from: what this one gave, as a trainer asks all for
-        the same.
+        """Whether all servers have answered the pulls that a push was computed from. A trainer asks all servers for the
+        same: the pulls that this server answered say which.
         """
-        given = self._replies.get((step, part), {})
-        asked = [pull for pull, other in given if other == server and pull.trainer == trainer]
-        return step in self._tickets and all((pull, other) in given for pull in asked for other in range(self._servers))
+        replies = self._replies.get((step, part), {})
+        asked = [pull for pull, other in replies if other == server and pull.trainer == trainer]
+        return step in self._tickets and all(
+            (pull, other) in replies for pull in asked for other in range(self._servers)
+        )
 
     def _push(self, server: int, trainer: int, step: int, part: int, seen: int) -> Push:
-        found = self._computed.setdefault((step, part), {})
-        if trainer not in found:
+        results = self._computed.setdefault((step, part), {})
+        if trainer not in results:
             lease = self._lease(step, part)
-            found[trainer] = (
-                self._alone(trainer, lease)
-                if self._local is not None
+            results[trainer] = (
+                self._train_locally(trainer, lease)
+                if self._local_sgd is not None
                 else self._gradients(trainer, lease, server, seen)
             )
-        computed, nothing = found[trainer], np.empty(0)
+        result, nothing = results[trainer], np.empty(0)
         return Push(
             *(
                 trainer,
                 step,
                 part,
-                computed.dense[server],
-                computed.rows[server],
-                computed.finite,
-                computed.norm,
+                result.dense[server],
+                result.rows[server],
+                result.finite,
+                result.norm,
                 seen,
                 0,
                 0,
-                computed.skipped,
+                result.skipped,
             ),
-            *(nothing, computed.statistics, nothing),
+            *(nothing, result.statistics, nothing),
         )
 
-    def _gradients(self, trainer: int, lease: Lease, server: int, seen: int) -> Computed:
+    def _gradients(self, trainer: int, lease: Lease, server: int, seen: int) -> LeaseResult:
         prepared = self._prepare(lease, lease.tickets[0])
-        pull, given = Pull(trainer, lease.step, lease.part, lease.step), self._replies[lease.step, lease.part]
-        replies = [given[pull, each][-1] for each in range(self._servers)]
-        replies[server] = next((reply for reply in given[pull, server] if reply.applied == seen), replies[server])
-        dense = [Blocks(reply.applied, reply.dense) for reply in replies]
+        pull, by_pull = Pull(trainer, lease.step, lease.part, lease.step), self._replies[lease.step, lease.part]
+        replies = [by_pull[pull, other][-1] for other in range(self._servers)]
+        replies[server] = next((reply for reply in by_pull[pull, server] if reply.applied == seen), replies[server])
+        dense = [ParamBlocks(reply.applied, reply.dense) for reply in replies]
         rows, applied = [reply.rows for reply in replies], [reply.applied for reply in replies]
-        found = self._computing.gradients(prepared, Pulled(dense, rows, applied, self.holdings[0].scale()))
+        result = self._model.gradients(prepared, PulledState(dense, rows, applied, self.server_state[0].scale()))
         parts = [
-            {name: (ids, rounded(numbers, self._wire)) for name, (ids, numbers) in part.items()} for part in found.rows
+            {name: (ids, rounded(numbers, self._wire)) for name, (ids, numbers) in part.items()} for part in result.rows
         ]
         # whose memory the next one uses
-        return found._replace(dense=[memory.copy() for memory in found.dense], rows=parts)
+        return result._replace(dense=[memory.copy() for memory in result.dense], rows=parts)
 
-    def _alone(self, trainer: int, lease: Lease) -> Computed:
-        local, given = self._local, self._replies[lease.step, lease.part]
+    def _train_locally(self, trainer: int, lease: Lease) -> LeaseResult:
+        local, by_pull = self._local_sgd, self._replies[lease.step, lease.part]
         assert local is not None
         for ticket in lease.tickets:
             prepared = self._prepare(lease, ticket)
             pull = Pull(trainer, lease.step, lease.part, ticket.step)
-            replies = [given[pull, server][-1] for server in range(self._servers)] if (pull, 0) in given else []
+            replies = [by_pull[pull, server][-1] for server in range(self._servers)] if (pull, 0) in by_pull else []
             if ticket is lease.tickets[0]:
                 local.begin([reply.dense for reply in replies])
             for server, reply in enumerate(replies):
-                for name, ids in local.missing(prepared.wanted, server).items():
+                for name, ids in local.missing(prepared.row_request, server).items():
                     local.keep(name, ids, reply.rows[name])
             local.step(prepared)
-            self._still()  # these may be hundreds
+            self._report_progress()  # these may be hundreds
         return local.differences()
 
     def _forget(self, step: int, part: int) -> None:
-        """What was needed for work that all servers have applied."""
+        """Drop what was needed for work that all servers have applied."""
         self._replies.pop((step, part), None)
         del self._computed[step, part]
         for ticket in self._tickets[step]:
@@ -250,7 +263,7 @@ class Replay:
     def _ticket(self, lease: Lease, step: int) -> Train:
         return next(ticket for ticket in lease.tickets if ticket.step == step)
 
-    def _prepare(self, lease: Lease, ticket: Train) -> Prepared:
+    def _prepare(self, lease: Lease, ticket: Train) -> PreparedBatch:
         key = (lease.part, ticket.step)
         if key not in self._prepared:
             self._prepared[key] = self._read(lease, ticket)

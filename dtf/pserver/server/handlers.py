@@ -1,4 +1,6 @@
-"""What a server answers trainers: messages in, messages out. Knows no transport; threads call it."""
+"""The handlers of a server's requests: messages in, messages out. Independent of gRPC; threads of the service call
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +15,31 @@ from dtf.api.task import Task
 from dtf.core.consistency import describe_differences
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import Message, decode, encode
-from dtf.pserver.net.compression import narrow, widen
+from dtf.pserver.net.compression import compress, decompress
 from dtf.pserver.net.messages import EXCHANGE, HELLO, LATE, LEASE, NO, OVER, READY, REPORT
 from dtf.pserver.net.transport import Refused
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull
-from dtf.pserver.server.program import Serving
+from dtf.pserver.server.program import ServerProgram
 
 LONGEST_WAIT_S = 5.0
-"""A call waits no longer for something to happen, whatever it asks for."""
+"""A handler waits at most so long for something to happen, whatever the request asks for."""
 
 SILENT = -1.0
-"""In the place of when somebody was heard."""
+"""In the place of the time when a trainer was heard: not since the question."""
 
 
-class Desk:
-    """`handlers` by name of the method.
+class Servicer:
+    """The request handlers of one server; `handlers`: name of a method -> handler.
 
-    `facts`: what a trainer must have alike, see `dtf.core.consistency`; `lease_s`: silence after which one is given up.
+    `facts`: what a trainer must have alike, see `dtf.core.consistency`. `lease_s`: a trainer that is silent for longer
+    loses its leases.
     """
 
-    def __init__(self, serving: Serving, task: Task, facts: dict[str, Any], rank: int, lease_s: float) -> None:
-        self._serving, self._facts, self._lease_s = serving, facts, lease_s
+    def __init__(self, program: ServerProgram, task: Task, facts: dict[str, Any], rank: int, lease_s: float) -> None:
+        self._program, self._facts, self._lease_s = program, facts, lease_s
         self._names = list(task.recipe.tables())
-        self._leads, self._measures = rank == 0, 1 + len(task.recipe.train_metrics)
+        self._leads, self._metric_count = rank == 0, 1 + len(task.recipe.train_metrics)
         self._hello, self._lease = messages.hello_schemas(), messages.lease_schemas()
         self._exchange, self._report = messages.exchange_schemas(task.recipe), messages.report_schemas()
         self.handlers: dict[str, Callable[[bytes], bytes]] = {EXCHANGE: self.exchange}
@@ -44,123 +47,120 @@ class Desk:
             self.handlers |= {HELLO: self.hello, LEASE: self.lease, REPORT: self.report}
 
     def hello(self, data: bytes) -> bytes:
-        """A trainer joins, once this server has its state."""
+        """HELLO: a trainer joins, once this server has its state."""
         message = decode(self._hello[0], data)
-        trainer, starter, serving = (
-            int(message.scalars["trainer"]),
-            str(message.scalars.get("starter", "")),
-            self._serving,
-        )
+        trainer, launch_id = int(message.scalars["trainer"]), str(message.scalars.get("starter", ""))
+        program = self._program
         refusal = describe_differences({"server 0": self._facts, f"trainer {trainer}": messages.facts_of(message)})
         taken = False
-        with serving.change:
-            ready = serving.change.wait_for(lambda: serving.begun or serving.over, LONGEST_WAIT_S)
+        with program.change:
+            ready = program.change.wait_for(lambda: program.begun or program.over, LONGEST_WAIT_S)
             if ready and not refusal:
                 asked = time.monotonic()
-                serving.change.wait_for(lambda: self._other(trainer, starter, asked) != SILENT, LONGEST_WAIT_S)
-                heard = self._other(trainer, starter, asked)
+                program.change.wait_for(lambda: self._other(trainer, launch_id, asked) != SILENT, LONGEST_WAIT_S)
+                heard = self._other(trainer, launch_id, asked)
                 ready, taken = heard is None, heard not in (None, SILENT)
                 if ready:
-                    serving.ledger.join(trainer, time.monotonic(), starter)
-                    serving.change.notify_all()
+                    program.ledger.join(trainer, time.monotonic(), launch_id)
+                    program.change.notify_all()
         if taken:
             refusal = (
                 f"another trainer of this run has the number {trainer} and is at work; give each a "
                 "strategy.trainer_id of its own"
             )
-        said = np.frombuffer(refusal.encode(errors="backslashreplace"), np.uint8)
-        return encode(self._hello[1], {"ready": int(ready), "taken": int(taken)}, {"refusal": said})
+        text = np.frombuffer(refusal.encode(errors="backslashreplace"), np.uint8)
+        return encode(self._hello[1], {"ready": int(ready), "taken": int(taken)}, {"refusal": text})
 
-    def _other(self, trainer: int, starter: str, since: float) -> float | None:
-        """When a trainer of this number was heard that another command started, SILENT if not `since`; None where there
-        is none. `change` is held.
+    def _other(self, trainer: int, launch_id: str, since: float) -> float | None:
+        """When a trainer of this number with another launch id was heard last: SILENT if not since `since`, None where
+        there is no such trainer. `change` is held.
         """
-        self._serving.ledger.give_up(time.monotonic() - self._lease_s)
-        heard = self._serving.ledger.other(trainer, starter)
+        self._program.ledger.expire(time.monotonic() - self._lease_s)
+        heard = self._program.ledger.other_heard_at(trainer, launch_id)
         return heard if heard is None or heard > since else SILENT
 
     def lease(self, data: bytes) -> bytes:
-        """Work for a trainer, and what it has done."""
+        """LEASE: take note of finished work, and grant leases."""
         message = decode(self._lease[0], data)
-        trainer, starter, serving = (
-            int(message.scalars["trainer"]),
-            str(message.scalars.get("starter", "")),
-            self._serving,
-        )
-        with serving.change:
+        trainer, launch_id = int(message.scalars["trainer"]), str(message.scalars.get("starter", ""))
+        program = self._program
+        with program.change:
             now = time.monotonic()
             if message.scalars.get("leaving"):
-                if serving.ledger.other(trainer, starter) is None:
-                    serving.ledger.leave(trainer)
-                    serving.change.notify_all()
+                if program.ledger.other_heard_at(trainer, launch_id) is None:
+                    program.ledger.leave(trainer)
+                    program.change.notify_all()
                 return self._leases([], OVER, known=True)
-            known = serving.ledger.hear(trainer, now, starter)
-            if serving.ledger.give_up(now - self._lease_s):
-                serving.change.notify_all()
+            known = program.ledger.renew(trainer, now, launch_id)
+            if program.ledger.expire(now - self._lease_s):
+                program.change.notify_all()
             if not known:
-                return self._leases([], OVER if serving.over else messages.GO_ON, known=serving.over)
+                return self._leases([], OVER if program.over else messages.GO_ON, known=program.over)
             if any(message.arrays[name].shape[1] != 3 for name in ("done", "has")):
                 raise Refused("done and has are rows of three numbers")
-            serving.stopping = serving.stopping or bool(message.scalars["stopping"])
+            program.stopping = program.stopping or bool(message.scalars["stopping"])
             finished = [
-                serving.ledger.finish((int(kind), int(step), int(part))) for kind, step, part in message.arrays["done"]
+                program.ledger.finish((int(kind), int(step), int(part))) for kind, step, part in message.arrays["done"]
             ]
             if any(finished):
-                serving.change.notify_all()
+                program.change.notify_all()
             leases = []
             most, has = int(message.scalars["most"]), {tuple(key) for key in message.arrays["has"].tolist()}
 
-            def found() -> bool:
+            def granted_or_over() -> bool:
                 nonlocal leases
                 leases = leases or (
-                    serving.ledger.grant(trainer, most, has) if most > 0 and trainer in serving.ledger.members() else []
+                    program.ledger.grant(trainer, most, has) if most > 0 and trainer in program.ledger.members() else []
                 )
-                return bool(leases) or serving.over
+                return bool(leases) or program.over
 
-            serving.change.wait_for(found, min(float(message.scalars["wait_s"]), LONGEST_WAIT_S))
-            return self._leases(leases, OVER if serving.over and not leases else messages.GO_ON, known=True)
+            program.change.wait_for(granted_or_over, min(float(message.scalars["wait_s"]), LONGEST_WAIT_S))
+            return self._leases(leases, OVER if program.over and not leases else messages.GO_ON, known=True)
 
     def exchange(self, data: bytes) -> bytes:
-        """Gradients of one lease come, what another one needs goes."""
-        message, serving = decode(self._exchange[0], data), self._serving
+        """EXCHANGE: take the gradients of one lease, and give the parameters and rows for another one."""
+        message, program = decode(self._exchange[0], data), self._program
         scalars = message.scalars
         pushed = None
         if scalars.get("push"):
             push = self._push(message)
-            serving.receive(push)
+            program.receive(push)
             pushed = push.step, push.part
         state = NO
         arrays: dict[str, np.ndarray] = {}
         answer: dict[str, int | float | str] = {}
         if scalars.get("frozen"):
-            arrays["frozen"] = serving.holdings.frozen()
+            arrays["frozen"] = program.server_state.frozen()
         if scalars.get("pull"):
             after = int(scalars["after"])
-            with serving.change:
-                serving.change.wait_for(
-                    lambda: serving.ready(after, pushed) or serving.over, min(float(scalars["wait_s"]), LONGEST_WAIT_S)
+            with program.change:
+                program.change.wait_for(
+                    lambda: program.ready(after, pushed) or program.over, min(float(scalars["wait_s"]), LONGEST_WAIT_S)
                 )
-                state = NO if not serving.ready(after, pushed) else LATE if 0 <= after < serving.version else READY
+                state = NO if not program.ready(after, pushed) else LATE if 0 <= after < program.version else READY
             if state == READY:
-                wanted = {name: message.arrays[f"want/{name}"] for name in self._names}
-                with serving.holdings.lock:  # until the state is in the message, all of one moment
-                    stamp, applied, dense, rows = serving.holdings.pull(
-                        wanted, self._pull_of(scalars), int(scalars["known"])
+                wanted_ids = {name: message.arrays[f"want/{name}"] for name in self._names}
+                with program.server_state.lock:  # until the state is in the message, all of one moment
+                    stamp, applied, dense, rows = program.server_state.pull(
+                        wanted_ids, self._pull_of(scalars), int(scalars["known"])
                     )
-                    answer |= {"stamp": stamp, "applied": applied, "scale": serving.holdings.scale()}
-                    arrays |= {f"rows/{name}": narrow(found, serving.holdings.wire) for name, found in rows.items()}
+                    answer |= {"stamp": stamp, "applied": applied, "scale": program.server_state.scale()}
+                    arrays |= {
+                        f"rows/{name}": compress(table_rows, program.server_state.wire)
+                        for name, table_rows in rows.items()
+                    }
                     if dense is not None:
                         arrays["dense"] = dense
                     return encode(self._exchange[1], {"pulled": state, **answer}, arrays)
         return encode(self._exchange[1], {"pulled": state, **answer}, arrays)
 
     def report(self, data: bytes) -> bytes:
-        """What a batch of an evaluation gave."""
+        """REPORT: take the result of an evaluation batch."""
         message = decode(self._report[0], data)
         judged = message.arrays.get("judged")
-        if len(message.arrays["sums"]) != self._measures:
-            raise Refused(f"sums are {len(message.arrays['sums'])} numbers, not {self._measures}")
-        self._serving.report(
+        if len(message.arrays["sums"]) != self._metric_count:
+            raise Refused(f"sums are {len(message.arrays['sums'])} numbers, not {self._metric_count}")
+        self._program.report(
             int(message.scalars["step"]),
             int(message.scalars["part"]),
             torch.from_numpy(message.arrays["sums"].copy()),
@@ -170,7 +170,7 @@ class Desk:
         return encode(self._report[1], {}, {})
 
     def _pull_of(self, scalars: Mapping[str, Any]) -> Pull | None:
-        """Who pulls for training; None: an evaluation."""
+        """Which trainer pulls for which step; None for an evaluation."""
         return (
             Pull(*(int(scalars[name]) for name in ("trainer", "of_step", "of_part", "at")))
             if scalars["train"]
@@ -178,27 +178,28 @@ class Desk:
         )
 
     def _push(self, message: Message) -> Push:
+        """The push in a message. Refused where it does not fit this server or an open step."""
         scalars, arrays = message.scalars, message.arrays
-        if len(arrays["dense"]) != self._serving.holdings.push_bytes:
+        if len(arrays["dense"]) != self._program.server_state.push_bytes:
             raise Refused(
-                f"dense has {len(arrays['dense'])} bytes, this server takes {self._serving.holdings.push_bytes}"
+                f"dense has {len(arrays['dense'])} bytes, this server takes {self._program.server_state.push_bytes}"
             )
-        given = [name for name in self._names if f"ids/{name}" in arrays]
-        if not self._serving.may_come(int(scalars["step"])):
+        tables = [name for name in self._names if f"ids/{name}" in arrays]
+        if not self._program.may_come(int(scalars["step"])):
             raise Refused(f"step {scalars['step']} is not open")
         if self._leads:
-            self._check_told(scalars, arrays)
+            self._check_leading(scalars, arrays)
         rows = {
-            name: (arrays[f"ids/{name}"], widen(arrays[f"gradients/{name}"], message.dtypes[f"gradients/{name}"]))
-            for name in given
+            name: (arrays[f"ids/{name}"], decompress(arrays[f"gradients/{name}"], message.dtypes[f"gradients/{name}"]))
+            for name in tables
         }
         for name, (ids, gradients) in rows.items():
-            if gradients.shape != (len(ids), self._serving.holdings.columns(name)):
+            if gradients.shape != (len(ids), self._program.server_state.columns(name)):
                 raise Refused(
                     f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, "
-                    f"{self._serving.holdings.columns(name)})"
+                    f"{self._program.server_state.columns(name)})"
                 )
-            if not self._serving.holdings.owns(name, ids):
+            if not self._program.server_state.owns(name, ids):
                 raise Refused(f"ids/{name} has some that are not of this server")
         nothing = np.empty(0)
         return Push(
@@ -218,22 +219,22 @@ class Desk:
             arrays.get("rows", nothing),
         )
 
-    def _check_told(self, scalars: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """What only server 0 is told, which alone knows all steps that are open."""
-        tickets = self._serving.tickets_of(int(scalars["step"]))
+    def _check_leading(self, scalars: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Check what only server 0 is sent; it alone knows all open steps. Refused where it does not fit."""
+        tickets = self._program.tickets_of(int(scalars["step"]))
         if tickets is None:
             raise Refused(f"step {scalars['step']} is not open")
-        if len(arrays["sums"]) != self._measures:
-            raise Refused(f"sums are {len(arrays['sums'])} numbers, not {self._measures}")
-        statistics, each = arrays["statistics"], self._serving.holdings.statistics_numbers
-        if len(statistics) != tickets * each and tickets:
-            raise Refused(f"statistics are {len(statistics)} numbers, not {tickets} times {each}")
-        if tickets and int(scalars["finite"]) > np.isfinite(statistics.reshape(tickets, each)).all(axis=1).sum():
+        if len(arrays["sums"]) != self._metric_count:
+            raise Refused(f"sums are {len(arrays['sums'])} numbers, not {self._metric_count}")
+        statistics, per_ticket = arrays["statistics"], self._program.server_state.statistics_numbers
+        if len(statistics) != tickets * per_ticket and tickets:
+            raise Refused(f"statistics are {len(statistics)} numbers, not {tickets} times {per_ticket}")
+        if tickets and int(scalars["finite"]) > np.isfinite(statistics.reshape(tickets, per_ticket)).all(axis=1).sum():
             raise Refused(f"finite={scalars['finite']}, but statistics are not")
 
     def _leases(self, leases: list, state: int, known: bool) -> bytes:
         return encode(
             self._lease[1],
-            {"state": state, "known": int(known), "reason": self._serving.reason},
+            {"state": state, "known": int(known), "reason": self._program.reason},
             messages.pack_leases(leases),
         )

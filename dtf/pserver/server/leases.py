@@ -1,6 +1,6 @@
-"""Who works on what: leases of pieces of work to trainers that may come, die and come again.
+"""Leases: pieces of work that are granted to trainers, which may join, die and join again.
 
-Pure; knows no time but what it is told, no socket.
+Pure: it has no clock and no socket; callers pass the time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TRAIN, EVALUATE = 0, 1
 
 
 class Lease(NamedTuple):
-    """One share of the rows of a step, or of several that follow each other; or one batch of an evaluation."""
+    """One share of the rows of a step, or of several steps in a row; or one batch of an evaluation."""
 
     kind: int
     step: int  # the first one's; of an evaluation its number
@@ -28,95 +28,98 @@ class Lease(NamedTuple):
 
 
 Key = tuple[int, int, int]
-"""Kind, step and part: what makes a piece of work the same one, whoever does it."""
+"""Kind, step and part: identify a piece of work, whichever trainer does it."""
 
 
 class Ledger:
-    """Each piece of work that is opened is finished once, however often it has to be granted."""
+    """Who holds which lease. Each lease that is opened is finished once, however often it has to be granted."""
 
     def __init__(self) -> None:
         self._free: dict[Key, Lease] = {}
         self._held: dict[Key, tuple[int, Lease]] = {}
         self._heard: dict[int, float] = {}
-        self._starters: dict[int, str] = {}
-        self.came: set[int] = set()
+        self._launch_ids: dict[int, str] = {}
+        self.ever_joined: set[int] = set()
         """Trainers that have ever joined."""
-        self.opened = self.granted = self.finished = self.again = 0
+        self.opened = self.granted = self.finished = self.regranted = 0
 
     def open(self, work: Iterable[Lease]) -> None:
-        """Work that anybody may be granted."""
+        """Add work that any trainer may be granted."""
         for lease in work:
             self._free[lease.key] = lease
             self.opened += 1
 
-    def join(self, trainer: int, now: float, starter: str = "") -> None:
-        """A trainer begins; what another one of its number was granted is free again. `starter`: who started it."""
-        self.leave(trainer)
-        self._heard[trainer], self._starters[trainer] = now, starter
-        self.came.add(trainer)
+    def join(self, trainer: int, now: float, launch_id: str = "") -> None:
+        """A trainer begins. The leases of an earlier trainer of this number are free again.
 
-    def other(self, trainer: int, starter: str) -> float | None:
-        """When the trainer of this number was heard last, if somebody else started it."""
-        return None if self._starters.get(trainer, starter) == starter else self._heard[trainer]
+        `launch_id`: the command that started the trainer.
+        """
+        self.leave(trainer)
+        self._heard[trainer], self._launch_ids[trainer] = now, launch_id
+        self.ever_joined.add(trainer)
+
+    def other_heard_at(self, trainer: int, launch_id: str) -> float | None:
+        """When the trainer of this number was heard last, if another command started it; else None."""
+        return None if self._launch_ids.get(trainer, launch_id) == launch_id else self._heard[trainer]
 
     def leave(self, trainer: int) -> None:
-        """A trainer is gone."""
+        """Remove a trainer; its leases are free again."""
         self._heard.pop(trainer, None)
-        self._starters.pop(trainer, None)
+        self._launch_ids.pop(trainer, None)
         for key in [key for key, (holder, _) in self._held.items() if holder == trainer]:
             self._free[key] = self._held.pop(key)[1]
-            self.again += 1
+            self.regranted += 1
 
-    def hear(self, trainer: int, now: float, starter: str = "") -> bool:
-        """A trainer is alive; False for one that has been given up, and has to join anew."""
-        if self._starters.get(trainer) != starter:
+    def renew(self, trainer: int, now: float, launch_id: str = "") -> bool:
+        """A trainer was heard. False for one that is not a member any more, and has to join again."""
+        if self._launch_ids.get(trainer) != launch_id:
             return False
         self._heard[trainer] = now
         return True
 
-    def give_up(self, before: float) -> list[int]:
-        """Let go of the trainers that were not heard since; returns them."""
+    def expire(self, before: float) -> list[int]:
+        """Remove the trainers that were last heard before the time `before`; returns them."""
         silent = [trainer for trainer, heard in self._heard.items() if heard < before]
         for trainer in silent:
             self.leave(trainer)
         return silent
 
     def grant(self, trainer: int, most: int, has: Collection[Key] = ()) -> list[Lease]:
-        """What the trainer was granted and does not have, as the answer was lost; and up to `most` leases of free work
-        in all, the first steps first.
+        """Leases of the trainer that it does not have, as the answer was lost; and free ones, the first steps first, up
+        to `most` leases in all.
 
-        Shares of a step are dealt among the living trainers, the same ones to the same: what a trainer has read ahead
-        is then what it needs; all else is for whoever asks.
+        Share `part` of a step goes to the trainer at place `part` modulo the members, the same one every step: what a
+        trainer has read ahead is then what it needs. All else goes to any trainer that asks.
         """
-        untold = [lease for key, (holder, lease) in self._held.items() if holder == trainer and key not in has]
+        lost = [lease for key, (holder, lease) in self._held.items() if holder == trainer and key not in has]
         members = sorted(self._heard)
         place = members.index(trainer)
-        mine = [
+        eligible = [
             lease
             for lease in self._free.values()
             if lease.kind == EVALUATE or lease.shares == 1 or lease.part % len(members) == place
         ]
-        chosen = sorted(mine, key=lambda lease: lease.key)[: max(0, most - len(untold))]
+        chosen = sorted(eligible, key=lambda lease: lease.key)[: max(0, most - len(lost))]
         for lease in chosen:
             self._held[lease.key] = (trainer, self._free.pop(lease.key))
             self.granted += 1
-        return untold + chosen
+        return lost + chosen
 
     def finish(self, key: Key) -> bool:
-        """A piece of work is done; False when it was before, or was never opened."""
+        """A piece of work is done. False when it was done before, or was never opened."""
         if self._free.pop(key, None) is None and self._held.pop(key, None) is None:
             return False
         self.finished += 1
         return True
 
     def idle(self) -> bool:
-        """Whether there is nothing to be done."""
+        """Whether no work is left."""
         return not self._free and not self._held
 
     def members(self) -> list[int]:
-        """Trainers that live, as far as is known."""
+        """Trainers that have joined and were not removed, sorted."""
         return sorted(self._heard)
 
     def held(self) -> Iterable[tuple[Key, int]]:
-        """What is being worked on, and by whom."""
+        """Leases that are granted, by key, and the trainer of each."""
         return [(key, holder) for key, (holder, _) in self._held.items()]

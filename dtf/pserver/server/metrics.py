@@ -1,4 +1,4 @@
-"""What a server is told beside gradients: metrics, sample ids, unreadable rows, and how stale pushes were."""
+"""What trainers report beside gradients: metrics, sample ids, and the number of unreadable rows."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from dtf.core.types import StepOutput
 from dtf.pserver.push import Push
 
 
-class Tally:
-    """Sums since they were last told. `train_metrics`: M, see `types.StepOutput`."""
+class MetricAccumulator:
+    """Sums over pushes since the last `take`. `metrics`: M, how many numbers a push's metric sums have, see
+    `StepOutput`.
+    """
 
-    def __init__(self, measures: int) -> None:
-        self._measures = measures
+    def __init__(self, metric_count: int) -> None:
+        self._metric_count = metric_count
         self._unread: Counter[tuple[str, int]] = Counter()
         self._consumed: list[tuple[int, np.ndarray]] = []
         self._clear()
 
     def add(self, push: Push) -> None:
-        """What came with one push."""
+        """Add what came with one push."""
         self._sums += torch.from_numpy(push.sums)
         self._unread["train", push.epoch] += push.unread
         self._consumed.append((push.step, push.ids))
 
-    def norm(self, norm: Tensor) -> None:
-        """Of an update, (2,) [norm, 1]; or sums of some."""
+    def add_norm(self, norm: Tensor) -> None:
+        """Add the gradient norm of an update, (2,) [norm, 1], or a sum of several."""
         self._norms += norm.cpu().double()
 
-    def evaluated(self, unread: int) -> None:
-        """A batch of an evaluation had so many rows that could not be read."""
+    def add_eval_unread(self, unread: int) -> None:
+        """Add the number of unreadable rows of an evaluation batch."""
         self._unread["eval", 0] += unread
 
     def begin_evaluation(self) -> None:
-        """Another one: its rows are read anew."""
+        """Start to count the unreadable rows of an evaluation anew."""
         self._unread["eval", 0] = 0
 
     def unread(self, split: str, epoch: int) -> int:
@@ -45,15 +47,15 @@ class Tally:
 
     def consumed(self) -> list[tuple[int, np.ndarray]]:
         """See `strategy.Program`."""
-        found, self._consumed = self._consumed, []
-        return found
+        consumed, self._consumed = self._consumed, []
+        return consumed
 
-    def told(self) -> StepOutput:
-        """The sums, which begin anew."""
+    def take(self) -> StepOutput:
+        """Return the sums and set them to zero."""
         output = StepOutput(self._sums, self._norms)
         self._clear()
         return output
 
     def _clear(self) -> None:
-        self._sums = torch.zeros(self._measures, dtype=torch.float64)
+        self._sums = torch.zeros(self._metric_count, dtype=torch.float64)
         self._norms = torch.zeros(2, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The program of a server: it opens each step for trainers, and merges and applies what they push.
+"""The program of a server: it opens each step for trainers, and merges and applies their pushes.
 
 The engine runs here as on any rank.
 """
@@ -26,38 +26,38 @@ from dtf.pserver.net.transport import MOST_BYTES
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Recorder
 from dtf.pserver.server.leases import EVALUATE, TRAIN, Lease, Ledger
-from dtf.pserver.server.metrics import Tally
-from dtf.pserver.server.state import Holdings
-from dtf.pserver.server.sync_modes import Merging
+from dtf.pserver.server.metrics import MetricAccumulator
+from dtf.pserver.server.state import ServerState
+from dtf.pserver.server.sync_modes import SyncMode
 
 if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions
 
 WAIT_S = 0.5
-"""Between two signs of life while there is nothing to merge."""
+"""Time between two heartbeats while there is nothing to merge."""
 
 POLL_S = 0.0005
-"""Between two looks whether the other servers have come."""
+"""Time between two checks whether the other servers have come to a barrier."""
 
 FAREWELL_S = 5.0
-"""For trainers to hear that the run is over."""
+"""How long a server stays for trainers to learn that the run is over."""
 
 
-class Serving(Program):
-    """One of several servers that hold a model's blocks and tables' rows. `merging` says when pushes become an update.
+class ServerProgram(Program):
+    """One of the servers that hold a model's blocks and tables' rows. `sync_mode`: says when pushes become an update.
 
-    The engine's thread alone changes the state; threads of the service read it, and leave pushes in a basket.
+    Only the engine's thread changes the state. Threads of the service read it, and put pushes into a basket.
     """
 
     shard = None
 
-    def __init__(self, task: Task, world: World, strategy: PserverOptions, merging: Merging, trainers: int) -> None:
-        self.shares = merging.shares(trainers)
+    def __init__(self, task: Task, world: World, strategy: PserverOptions, sync_mode: SyncMode, trainers: int) -> None:
+        self.shares = sync_mode.shares(trainers)
         self.micro_batch_rows = task.step.rows_each(self.shares * strategy.team)
-        self._task, self._world, self._merging, self._trainers = task, world, merging, trainers
-        self._window, self._record = merging.window(trainers), strategy.record
-        self.holdings = Holdings(task, world, strategy, merging, self.shares, self.micro_batch_rows)
-        largest = max(self.holdings.push_bytes, len(self.holdings.frozen()))
+        self._task, self._world, self._sync_mode, self._trainers = task, world, sync_mode, trainers
+        self._window, self._record = sync_mode.window(trainers), strategy.record
+        self.server_state = ServerState(task, world, strategy, sync_mode, self.shares, self.micro_batch_rows)
+        largest = max(self.server_state.push_bytes, len(self.server_state.frozen()))
         if largest > MOST_BYTES // 2:  # what else is in a message has room then
             raise ConfigError(
                 f"server {world.rank} holds {largest >> 20} MiB of parameters, and a message at most "
@@ -78,8 +78,8 @@ class Serving(Program):
         self._last = -1  # step that was opened last
         self.version = -1  # first step whose update is not whole
         self.dropped = 0  # pushes that came again
-        self._measures = 1 + len(task.recipe.train_metrics)
-        self.tally = Tally(self._measures)
+        self._metric_count = 1 + len(task.recipe.train_metrics)
+        self.metrics = MetricAccumulator(self._metric_count)
         self.failure: BaseException | None = None
         self.stopping = False  # a trainer was told to stop
         self._evaluations = self._batches = 0
@@ -87,11 +87,11 @@ class Serving(Program):
         self._close: Callable[[], None] = lambda: None
 
     def on_end(self, close: Callable[[], None]) -> None:
-        """Called when the run has ended."""
+        """Register what is called when the run has ended."""
         self._close = close
 
     def about(self) -> dict[str, str]:
-        return {"servers": self.holdings.balance}
+        return {"servers": self.server_state.balance}
 
     # ------------------------------------------------------------ the engine's side
 
@@ -100,22 +100,24 @@ class Serving(Program):
             if not self.begun:
                 self.begun, self.version = True, ticket.step
                 if self._record:
-                    self.holdings.recorder = Recorder(self._world.folder / self._record, self._world.rank, ticket.step)
+                    self.server_state.recorder = Recorder(
+                        self._world.folder / self._record, self._world.rank, ticket.step
+                    )
             self._opening.append(ticket)
-            if len(self._opening) == self._merging.steps:
+            if len(self._opening) == self._sync_mode.steps:
                 self._open()
         self._advance(
             lambda: (
                 self._opened - self._numbers.get(min(self._waiting, default=ticket.step), self._opened) <= self._window
             )
         )
-        return self.tally.told()
+        return self.metrics.take()
 
     def rest(self) -> StepOutput:
-        if self._merging.exact:
+        if self._sync_mode.synchronous:
             self.sync()
-        self.holdings.refuse_overfull()
-        return self.tally.told()
+        self.server_state.refuse_overfull()
+        return self.metrics.take()
 
     def sync(self) -> None:
         with self.change:
@@ -124,12 +126,12 @@ class Serving(Program):
 
     def eval_step(self, batch: Batch | None) -> Evaluated:
         if not self._batches:
-            self._meet()  # all are settled, and have the weights to evaluate in place
+            self._barrier()  # all are settled, and have the weights to evaluate in place
         with self.change:
             self.begun = True
             if not self._batches:
                 self._evaluations += 1
-                self.tally.begin_evaluation()
+                self.metrics.begin_evaluation()
             if self._world.rank == 0:
                 self.ledger.open(
                     [
@@ -144,7 +146,7 @@ class Serving(Program):
                 )
             self._batches += 1
             self.change.notify_all()
-        return Evaluated(torch.zeros(self._measures, dtype=torch.float64), None)
+        return Evaluated(torch.zeros(self._metric_count, dtype=torch.float64), None)
 
     def eval_rest(self) -> Evaluated | None:
         batches, self._batches = self._batches, 0
@@ -153,32 +155,32 @@ class Serving(Program):
             with self.change:
                 self._wait(lambda: len(self._reports) == batches)
                 reports, self._reports = [self._reports[part] for part in range(batches)], {}
-        self._meet()  # until then trainers evaluate what the other servers have
+        self._barrier()  # until then trainers evaluate what the other servers have
         if not reports:
             return None
         judged = [rows for _, rows in reports if rows is not None]
         return Evaluated(torch.stack([sums for sums, _ in reports]).sum(0), torch.cat(judged) if judged else None)
 
     def swap_ema(self, on: bool) -> None:
-        self.holdings.swap_ema(on)
+        self.server_state.swap_ema(on)
 
     def state(self) -> State:
-        return self.holdings.state()
+        return self.server_state.state()
 
     def load(self, source: Source) -> None:
-        self.holdings.load(source)
+        self.server_state.load(source)
 
     def memory(self) -> Memory:
-        return self.holdings.memory()
+        return self.server_state.memory()
 
     def skipped(self) -> int:
-        return self.holdings.skipped()
+        return self.server_state.skipped()
 
     def consumed(self) -> list[tuple[int, np.ndarray]]:
-        return self.tally.consumed()
+        return self.metrics.consumed()
 
     def unread(self, split: str, epoch: int) -> int:
-        return self.tally.unread(split, epoch)
+        return self.metrics.unread(split, epoch)
 
     def told_to_stop(self) -> bool:
         return self.stopping
@@ -188,21 +190,23 @@ class Serving(Program):
             self.over, self.reason = True, reason
             self.change.notify_all()
             if self._world.rank == 0:
-                # A run that was over when it began ends sooner than trainers come, who would look for servers that are
-                # gone.
+                # A run that was over when it began would end before its trainers come, and they would look for
+                # servers that are gone.
                 self.change.wait_for(
-                    lambda: not self.ledger.members() and (self.begun or len(self.ledger.came) >= self._trainers),
+                    lambda: (
+                        not self.ledger.members() and (self.begun or len(self.ledger.ever_joined) >= self._trainers)
+                    ),
                     FAREWELL_S,
                 )
-        self._meet()  # server 0 knows when trainers need no server any more
-        if self.holdings.recorder is not None:
-            self.holdings.recorder.close()
+        self._barrier()  # server 0 knows when trainers need no server any more
+        if self.server_state.recorder is not None:
+            self.server_state.recorder.close()
         self._close()
 
     # ------------------------------------------------------------ the service's side
 
     def receive(self, push: Push) -> None:
-        """Take a push, unless it came before."""
+        """Put a push into the basket, unless it came before."""
         with self.change:
             step, part = push.step, push.part
             merged = part not in self._waiting[step] if step in self._waiting else step <= self._last
@@ -213,33 +217,33 @@ class Serving(Program):
             self.change.notify_all()
 
     def ready(self, after: int, pushed: tuple[int, int] | None) -> bool:
-        """Whether a trainer may pull which has to see all updates before step `after`, and has `pushed` with the same
-        message; `change` is held.
+        """Whether a trainer may pull now. It has to see all updates before step `after`, and the push `pushed` of the
+        same message where the mode applies each push at once. `change` is held.
         """
-        known = pushed is None or not self._merging.prompt or pushed not in self._basket
+        known = pushed is None or not self._sync_mode.immediate or pushed not in self._basket
         return self.begun and self.version >= after and known
 
     def may_come(self, step: int) -> bool:
-        """Whether a push for this step can have been asked for; another server may be ahead by what may be open."""
-        return 0 <= step <= max(self._last, self.version, 0) + 2 * (self._window + 1) * self._merging.steps
+        """Whether a push for this step is possible. Another server may be ahead by as many steps as may be open."""
+        return 0 <= step <= max(self._last, self.version, 0) + 2 * (self._window + 1) * self._sync_mode.steps
 
     def tickets_of(self, step: int) -> int | None:
-        """How many tickets the leases have that begin with a step; 0 where they are done, or there are none, None where
-        they are not open yet.
+        """How many tickets the leases have whose first step this is; 0 where they are done or there are none, None
+        where they are not open yet.
         """
         with self.change:
             return len(self._tickets.get(step, ())) if step <= self._last else None
 
     def report(self, evaluation: int, part: int, sums: Tensor, judged: Tensor | None, unread: int) -> None:
-        """Take what a batch of an evaluation gave, unless it came before."""
+        """Take the result of an evaluation batch, unless it came before."""
         with self.change:
             if evaluation == self._evaluations and self.ledger.finish((EVALUATE, evaluation, part)):
                 self._reports[part] = sums, judged
-                self.tally.evaluated(unread)
+                self.metrics.add_eval_unread(unread)
                 self.change.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Something went wrong in a thread of the service: the engine ends with it."""
+        """An error in a thread of the service: the engine's thread will raise it."""
         with self.change:
             self.failure = self.failure or error
             self.change.notify_all()
@@ -247,28 +251,28 @@ class Serving(Program):
     # ------------------------------------------------------------ merging
 
     def _advance(self, enough: Callable[[], bool]) -> None:
-        """Merge and apply what arrives until it is enough."""
+        """Merge and apply pushes until `enough`."""
         while True:
             with self.change:
                 if enough():
                     return
                 self._wait(lambda: bool(self._next()))
                 pushes = sorted(self._next(), key=_order)  # arrival decides nothing more
-            if self._merging.together:
+            if self._sync_mode.collective:
                 # or a server that has all shares would keep trainers out, of which one has to compute another server's
                 # share
-                self._meet()
-            norm = self.holdings.apply(pushes, self._tickets)
+                self._barrier()
+            norm = self.server_state.apply(pushes, self._tickets)
             if self._world.rank == 0:
-                self.tally.norm(norm)
+                self.metrics.add_norm(norm)
             with self.change:
                 for push in pushes:
                     if self._world.rank == 0:
-                        self.tally.add(push)
+                        self.metrics.add(push)
                     del self._basket[push.step, push.part]
                     missing = self._waiting[push.step]
                     missing.discard(push.part)
-                    if self._world.rank == 0 and (self._world.size == 1 or self._merging.exact):
+                    if self._world.rank == 0 and (self._world.size == 1 or self._sync_mode.synchronous):
                         self.ledger.finish((TRAIN, push.step, push.part))
                     if not missing:
                         del self._waiting[push.step], self._tickets[push.step], self._numbers[push.step]
@@ -276,7 +280,7 @@ class Serving(Program):
                 self.change.notify_all()
 
     def _open(self) -> None:
-        """Work for trainers: leases of the tickets that have gathered; `change` is held."""
+        """Open leases for the tickets that were gathered; `change` is held."""
         tickets, self._opening = tuple(self._opening), []
         if not tickets:
             return
@@ -289,40 +293,40 @@ class Serving(Program):
             key for key in self._basket if first <= key[0] <= self._last and (key[0] > first or key[1] not in parts)
         ]:
             del self._basket[step, part]  # it came early, for a share that there is not
-        if self.holdings.recorder is not None:
-            self.holdings.recorder.opened(tickets)
+        if self.server_state.recorder is not None:
+            self.server_state.recorder.opened(tickets)
         self.version = min(self._waiting)
         if self._world.rank == 0:
             self.ledger.open(Lease(TRAIN, first, part, self.shares, tickets) for part in parts)
         self.change.notify_all()
 
     def _next(self) -> list[Push]:
-        """The pushes that are the next update.
+        """The pushes that make the next update; empty while more have to come.
 
-        Another server may be ahead, and trainers with it: what is not open here yet is left aside.
+        Another server may be ahead, and trainers with it: pushes for steps that are not open here are left aside.
         """
         known = [push for push in self._basket.values() if push.step in self._waiting]
-        if self._merging.exact:
+        if self._sync_mode.synchronous:
             known.sort(key=_order)
-        return known[: self._merging.ready(known, self._waiting)]
+        return known[: self._sync_mode.ready(known, self._waiting)]
 
-    def _meet(self) -> None:
-        """Wait for the other servers, and show signs of life meanwhile. Collective."""
+    def _barrier(self) -> None:
+        """Wait for the other servers, with heartbeats meanwhile. Collective."""
         if self._world.size == 1:
             return
-        meeting = dist.barrier(async_op=True)
-        assert meeting is not None
+        barrier = dist.barrier(async_op=True)
+        assert barrier is not None
         heard = 0.0
-        while not meeting.is_completed():
+        while not barrier.is_completed():
             self._raise_failure()
             if monotonic() - heard > WAIT_S:
                 heard = monotonic()
                 heartbeat.beat("wait", max(0, self.version))
             sleep(POLL_S)
-        meeting.wait()
+        barrier.wait()
 
     def _parts(self, rows: int) -> list[int]:
-        """Shares of a global batch that have micro-batches."""
+        """The shares of a global batch that have micro-batches."""
         count = len(cut(rows, self.micro_batch_rows)) - 1
         return [
             part
@@ -342,7 +346,7 @@ class Serving(Program):
             ) from failure
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Until it is so; `change` is held. Raises what went wrong in a thread of the service."""
+        """Wait until `ready`; `change` is held. Raises the error of a thread of the service."""
         while True:
             self._raise_failure()
             if ready():

@@ -1,6 +1,6 @@
-"""A server of rows alone (`strategy.dense=allreduce`): what it answers trainers.
+"""A server of rows alone (`strategy.dense=allreduce`): its request handlers.
 
-It runs no engine; what is an update, and when, trainers say.
+It runs no engine. Trainers say what an update is, and when it is made.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from dtf.core.types import Box
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Refused
-from dtf.pserver.row_routing import Given, Shelves
+from dtf.pserver.row_routing import RowGradients, ServerShards
 from dtf.pserver.server.handlers import LONGEST_WAIT_S
 from dtf.pserver.server.program import WAIT_S
 
 Write = Callable[[Path, list[Box]], dict[str, Any]]
 
 
-class Lending:
-    """The part `number` of all tables, for so many trainers, whose threads of the service call the handlers.
+class RowServer:
+    """One server's part of all tables, for `trainers` trainers; threads of the service call the handlers.
 
-    A request that comes twice counts once: gradients by their turn and trainer, updates by their version, orders by
-    their number. `folder`: of the run, the one place where this server writes; `rank`: after which its files are named.
-    `read`, `write`: see `checkpoint`.
+    A request that comes twice counts once: gradients by their turn and trainer, updates by their version, loads and
+    saves by their order number. `folder`: of the run, the only place where this server writes. `rank`: names its files.
+    `read`, `write`: of checkpoint files, see `dtf.checkpoint`.
     """
 
     def __init__(
         self,
-        shelves: Shelves,
+        shards: ServerShards,
         recipe: Recipe,
         trainers: int,
         rank: int,
@@ -46,26 +46,16 @@ class Lending:
         read: Callable[[Path], Source],
         write: Write,
     ) -> None:
-        self._shelves, self._trainers, self._rank, self._folder, self._read, self._write = (
-            shelves,
-            trainers,
-            rank,
-            folder,
-            read,
-            write,
-        )
+        self._shards, self._trainers, self._rank = shards, trainers, rank
+        self._folder, self._read, self._write = folder, read, write
         self._widths = {name: table.width for name, table in recipe.tables().items()}
         self._schemas = rows_schemas(recipe)
         self._change = threading.Condition()  # of the rows and all that follows
-        self._basket: dict[int, dict[str, Given]] = {}  # by trainer, of this turn
+        self._basket: dict[int, dict[str, RowGradients]] = {}  # by trainer, of this turn
         self._turn = self._version = self._steps = self._pushes = self._dropped = 0
         self._squares = 0.0  # of the gradient of the turn before
-        self._orders, self._worker, self._number, self._work = (
-            threading.Lock(),
-            ThreadPoolExecutor(1, "order"),
-            0,
-            Future[dict[str, np.ndarray]](),
-        )
+        self._orders, self._worker = threading.Lock(), ThreadPoolExecutor(1, "order")
+        self._number, self._work = 0, Future[dict[str, np.ndarray]]()  # of the order under way, or the last one
         self._over, self._failure, self._stopping = threading.Event(), list[BaseException](), False
         self.handlers = {
             LOOK: self.look,
@@ -77,7 +67,7 @@ class Lending:
         }
 
     def run(self, beat: Callable[[str, int], None], stop_requested: Callable[[], bool]) -> None:
-        """Until the run is over. Raises what went wrong in a thread of the service."""
+        """Wait until the run is over. Raises the error of a thread of the service."""
         while not self._over.wait(WAIT_S):
             beat("wait", self._turn)
             self._stopping = stop_requested()
@@ -90,25 +80,25 @@ class Lending:
             ) from error
 
     def fail(self, error: BaseException) -> None:
-        """Something went wrong in a thread of the service."""
+        """An error in a thread of the service: `run` raises it."""
         self._failure.append(error)
         self._over.set()
 
     # ------------------------------------------------------------ a step
 
     def look(self, data: bytes) -> bytes:
-        """Rows, after the update that the request brings."""
+        """LOOK: rows, after the update that the request brings."""
         message = decode(self._schemas[LOOK][0], data)
         with self._change:
             self._update(message)
             rows = {
-                f"rows/{name}": self._shelves.rows(name, message.arrays[f"want/{name}"], bool(message.scalars["train"]))
+                f"rows/{name}": self._shards.rows(name, message.arrays[f"want/{name}"], bool(message.scalars["train"]))
                 for name in self._widths
             }
         return encode(self._schemas[LOOK][1], {}, rows)
 
     def give(self, data: bytes) -> bytes:
-        """Gradients of one trainer; what is known of their sum once all have given theirs."""
+        """GIVE: take the gradients of one trainer; once those of all are there, answer with facts about their sum."""
         message = decode(self._schemas[GIVE][0], data)
         turn, rank = int(message.scalars["turn"]), int(message.scalars["rank"])
         if not 0 <= rank < self._trainers:
@@ -119,7 +109,7 @@ class Lending:
             if message.scalars["given"] and (turn < self._turn or rank in self._basket):
                 self._dropped += 1
             elif message.scalars["given"]:
-                self._basket[rank] = self._given(message)
+                self._basket[rank] = self._row_gradients(message)
                 self._pushes += 1
                 if len(self._basket) == self._trainers:
                     self._merge()
@@ -130,60 +120,62 @@ class Lending:
         return encode(self._schemas[GIVE][1], {"whole": int(whole), "stopping": int(self._stopping)}, arrays)
 
     def _merge(self) -> None:
-        """The sum of all gradients, in the order of trainers, is what the next update applies."""
-        given = {name: [self._basket[rank][name] for rank in range(self._trainers)] for name in self._widths}
-        self._squares = self._shelves.take(given, together=False)
+        """Sum all gradients, in the order of trainers, for the next update."""
+        gradients = {name: [self._basket[rank][name] for rank in range(self._trainers)] for name in self._widths}
+        self._squares = self._shards.merge(gradients, collective=False)
         self._basket = {}
         self._turn += 1
         self._change.notify_all()
 
     def _update(self, message: Message) -> None:
-        """Make the update that the request brings, unless it is made."""
+        """Make the update that the request brings, unless it was made."""
         version = int(message.scalars["version"])
         if version > self._version + 1:
             raise Refused(f"update {version} comes after {self._version}")
         if version == self._version + 1:
-            self._shelves.apply(
+            self._shards.apply(
                 float(message.scalars["factor"]), float(message.scalars["lr"]), int(message.scalars["step"])
             )
             self._version, self._steps = version, int(message.scalars["step"]) + 1
 
-    def _given(self, message: Message) -> dict[str, Given]:
-        given = {
-            name: Given(message.arrays[f"ids/{name}"], message.arrays[f"gradients/{name}"], 1.0)
+    def _row_gradients(self, message: Message) -> dict[str, RowGradients]:
+        by_table = {
+            name: RowGradients(message.arrays[f"ids/{name}"], message.arrays[f"gradients/{name}"], 1.0)
             for name in self._widths
         }
-        for name, (ids, gradients, _) in given.items():
-            if gradients.shape != (len(ids), self._widths[name]):
+        for name, (ids, numbers, _) in by_table.items():
+            if numbers.shape != (len(ids), self._widths[name]):
                 raise Refused(
-                    f"gradients/{name} has shape {gradients.shape}, wanted is ({len(ids)}, {self._widths[name]})"
+                    f"gradients/{name} has shape {numbers.shape}, wanted is ({len(ids)}, {self._widths[name]})"
                 )
-        return given
+        return by_table
 
     # ------------------------------------------------------------ checkpoints
 
     def count(self, data: bytes) -> bytes:
-        """How many rows there are."""
+        """COUNT: how many rows each table has."""
         message = decode(self._schemas[COUNT][0], data)
         with self._change:
             self._update(message)
             return encode(self._schemas[COUNT][1], {}, {"rows": self._counts()})
 
     def load(self, data: bytes) -> bytes:
-        """Read rows from a checkpoint, in place of those that are here."""
+        """LOAD: read rows from a checkpoint, in place of those that are here."""
         message = decode(self._schemas[LOAD][0], data)
         path = Path(message.arrays["path"].tobytes().decode())
 
         def work() -> dict[str, np.ndarray]:
             with self._change:
-                self._shelves.clear()
-                self._shelves.load(self._read(path))
+                self._shards.clear()
+                self._shards.load(self._read(path))
             return {}
 
         return self._order(message, LOAD, work)
 
     def save(self, data: bytes) -> bytes:
-        """Write all rows into a checkpoint's folder, each table after so many rows `before` of `total`."""
+        """SAVE: write all rows into a checkpoint's folder. Per table, `before` rows of `total` belong to earlier
+        servers.
+        """
         message = decode(self._schemas[SAVE][0], data)
         arrays, path = message.arrays, Path(message.arrays["path"].tobytes().decode())
         if ".." in path.parts or self._folder not in path.parents:
@@ -201,7 +193,7 @@ class Lending:
                             strict=True,
                         )
                     )
-                    if boxes := self._shelves.parts(places):
+                    if boxes := self._shards.parts(places):
                         written = self._write(path / f"rank_{self._rank}.safetensors", boxes)
                 except (OSError, MemoryError) as trouble:
                     error = str(trouble) or "out of memory"
@@ -213,7 +205,7 @@ class Lending:
         return self._order(message, SAVE, work)
 
     def _order(self, message: Message, method: str, work: Callable[[], dict[str, np.ndarray]]) -> bytes:
-        """Begin to work, unless it is begun; what came of it, if it is done soon."""
+        """Begin to work, unless it was begun; the answer has the result if it is there within LONGEST_WAIT_S."""
         number = int(message.scalars["order"])
         with self._orders:
             if number < self._number:
@@ -227,13 +219,13 @@ class Lending:
     # ------------------------------------------------------------ the end
 
     def end(self, data: bytes) -> bytes:
-        """Nobody needs this server any more."""
+        """END: the run is over."""
         decode(self._schemas[END][0], data)
         self._over.set()
         return encode(self._schemas[END][1], {}, {})
 
     def snapshot(self) -> dict[str, Any]:
-        """What this server tells of itself, see `status.snapshot`; here a version is an update that was made."""
+        """The status of this server, see `status.snapshot`; here a version is an update that was made."""
         with self._change:
             return {
                 "state": "over" if self._over.is_set() else "serving",
@@ -243,8 +235,8 @@ class Lending:
                 "dropped": self._dropped,
                 "staleness": {"0": self._pushes},
                 "blocks": {"number": 0, "bytes": 0},
-                "tables": self._shelves.sizes(),
+                "tables": self._shards.sizes(),
             }
 
     def _counts(self) -> np.ndarray:
-        return np.array([table["rows"] for table in self._shelves.sizes().values()], np.int64)
+        return np.array([table["rows"] for table in self._shards.sizes().values()], np.int64)

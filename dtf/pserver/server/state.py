@@ -1,4 +1,4 @@
-"""What one server holds, and how pushes change it: blocks, rows, optimizer state, running averages.
+"""The state of one server and how pushes change it: blocks, rows, optimizer state, running averages.
 
 Knows nothing of leases and messages.
 """
@@ -22,15 +22,15 @@ from dtf.distributed.world import World
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import cast, init_model
 from dtf.optim.update import LocalUpdate, ParamShard, update_applied
-from dtf.pserver.net.compression import FORMATS
+from dtf.pserver.net.compression import WIRE_DTYPES
 from dtf.pserver.net.messages import ANY, NONE
-from dtf.pserver.param_slices import balance, fields, lay_out, travelling, views
+from dtf.pserver.param_slices import balance, lay_out, state_fields, views, wire_layout
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull, Recorder
-from dtf.pserver.row_routing import Given, shelves_of
-from dtf.pserver.server.sync_modes import Merging
+from dtf.pserver.row_routing import RowGradients, server_shards
+from dtf.pserver.server.sync_modes import SyncMode
 from dtf.sparse.table_layouts import owner_of
-from dtf.strategies.spmd import buffers, load_buffers
+from dtf.strategies.buffers import buffers, load_buffers
 
 if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions
@@ -40,13 +40,13 @@ Tickets = Mapping[int, Sequence[Train]]
 
 
 class Part:
-    """What a server has of the model beside blocks: buffers and their averages. See `spmd.Part`."""
+    """What a server has of the model beside blocks: buffers and their running averages. See `spmd.Part`."""
 
     def __init__(self, model: nn.Module, statistics: BatchNormStatistics) -> None:
         self.model, self.statistics = model, statistics
 
 
-class Holdings:
+class ServerState:
     """This server's part of the state. One thread changes it, others may pull.
 
     `shares`, `micro_batch_rows`: how the rows of a step are cut. `stamp` changes with the state; `applied` counts
@@ -54,25 +54,26 @@ class Holdings:
     """
 
     def __init__(
-        self, task: Task, world: World, strategy: PserverOptions, merging: Merging, shares: int, micro_batch_rows: int
+        self,
+        task: Task,
+        world: World,
+        strategy: PserverOptions,
+        sync_mode: SyncMode,
+        shares: int,
+        micro_batch_rows: int,
     ) -> None:
-        self._task, self._world, self._merging, self._shares, self._micro_batch_rows = (
-            task,
-            world,
-            merging,
-            shares,
-            micro_batch_rows,
-        )
+        self._task, self._world, self._sync_mode = task, world, sync_mode
+        self._shares, self._micro_batch_rows = shares, micro_batch_rows
         model = init_model(task.recipe, task.seed, task.weights)
         masters = cast(model, task.precision, world.device)
         layouts = lay_out(
             model, task.precision, world.size, strategy.slice_parameters, strategy.min_block, strategy.placement
         )
         self.layout, self.balance = layouts[world.rank], balance(layouts)
-        self.wire = FORMATS[strategy.wire.value]
-        self._travelling = travelling(self.layout, self.wire)
+        self.wire = WIRE_DTYPES[strategy.wire.value]
+        self._wire_layout = wire_layout(self.layout, self.wire)
         self._outgoing, self._outgoing_stamp = (
-            torch.zeros(self._travelling.bytes if self.wire else 0, dtype=torch.uint8, device=world.device),
+            torch.zeros(self._wire_layout.bytes if self.wire else 0, dtype=torch.uint8, device=world.device),
             -1,
         )
         self._dense, self._frozen, self._gradients = (
@@ -81,7 +82,7 @@ class Holdings:
         )
         self._arriving = views(self._gradients, self.layout.learning)
         self._learning: list[nn.Parameter] = []
-        self._shelves = shelves_of(task, world)
+        self._shards = server_shards(task, world)
         self._update = LocalUpdate(
             self._pieces(masters),
             task.optimizer,
@@ -89,11 +90,11 @@ class Holdings:
             task.precision.loss_scale,
             gather=self._whole_norm,
             like=next(iter(masters.values())).new_zeros(0),
-            tables=self._shelves,
+            tables=self._shards,
         )
         for parameter in model.parameters():
             parameter.data = parameter.data.new_zeros(0)  # the blocks have it now
-        self._fields, self._field_bytes = fields(self.layout, task.optimizer)
+        self._state_fields, self._field_bytes = state_fields(self.layout, task.optimizer)
         self._part = Part(model, BatchNormStatistics(model, task.step.ema))
         model.train()
         self._norm: Tensor | None = None  # of the update being made, where trainers know it
@@ -107,13 +108,15 @@ class Holdings:
     # ------------------------------------------------------------ what pushes do
 
     def apply(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
-        """One update; its gradient norm, (2,) [norm, 1], or sums of these over steps.
+        """Make one update. Returns its gradient norm, (2,) [norm, 1]; with local training the sum over steps.
 
-        Collective over servers where all merge alike.
+        Collective over the servers where `SyncMode.collective`.
         """
         with self.lock:
             norm, whole = (
-                (self._learn(pushes, tickets), True) if self._merging.local else self._update_by(pushes, tickets)
+                (self._add_changes(pushes, tickets), True)
+                if self._sync_mode.local_training
+                else self._update_by(pushes, tickets)
             )
             self._absorb(pushes, tickets, whole)
             if self.recorder is not None:
@@ -125,51 +128,56 @@ class Holdings:
         return norm
 
     def _update_by(self, pushes: Sequence[Push], tickets: Tickets) -> tuple[Tensor, bool]:
-        """One update of the optimizer by the sum of gradients; its norm, (2,), and whether it was made."""
+        """One optimizer update by the sum of gradients: its norm, (2,), and whether it was made."""
         ticket, rows = tickets[max(push.step for push in pushes)][-1], sum(self._rows(push, tickets) for push in pushes)
         weights = [_global_rows(push, tickets) / rows for push in pushes]  # 1 for all shares of one step
         alone = self._world.size == 1
         self._sum(pushes, weights)
-        if self._shelves is not None:
-            self._shelves.take(self._given(pushes, weights), together=not alone and self._merging.together)
+        if self._shards is not None:
+            self._shards.merge(
+                self._row_gradients(pushes, weights), collective=not alone and self._sync_mode.collective
+            )
         finite = all(push.finite for push in pushes)
-        if not alone and not self._merging.together:  # each server has a part of the gradient, and merges when it likes
+        if (
+            not alone and not self._sync_mode.collective
+        ):  # each server has a part of the gradient, and merges when it likes
             norm = sum(push.norm for push in pushes) / len(pushes) if finite else float("inf")
             self._norm = torch.tensor([norm], dtype=torch.float64, device=self._world.device)
-            if self._shelves is not None:
-                self._shelves.norm = torch.zeros((), dtype=torch.float64)
+            if self._shards is not None:
+                self._shards.norm = torch.zeros((), dtype=torch.float64)
         elif not finite and self._arriving:
-            torch._foreach_mul_(self._arriving, float("nan"))  # which the norm tells all servers
+            torch._foreach_mul_(self._arriving, float("nan"))  # all servers see it in the norm
         known = self._update.apply(ticket.step, ticket.lr)
         whole = bool(update_applied(known))
         if whole and self._norm is not None and len(pushes) > 1:
-            known = torch.tensor([float("nan"), 1.0], dtype=torch.float64)  # that of the sum is known to nobody
+            known = torch.tensor([float("nan"), 1.0], dtype=torch.float64)  # the norm of the sum is not known
         self._norm = None
         return known, whole
 
     @torch.no_grad()
-    def _learn(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
-        """Add what trainers learnt, each as its share of the rows counts. [NaN, steps]: nobody knows the norm of a
-        whole gradient.
+    def _add_changes(self, pushes: Sequence[Push], tickets: Tickets) -> Tensor:
+        """Local training: add the changes that trainers made, each weighted by its share of the rows.
+
+        Returns [NaN, steps], as the norm of a whole gradient is not known.
         """
         weights = [self._rows(push, tickets) / _global_rows(push, tickets) for push in pushes]
-        here = [self._update.kept(field.block.name)[field.key] for field in self._fields]
+        tensors = [self._update.kept(field.block.name)[field.key] for field in self._state_fields]
         for push, weight in zip(pushes, weights, strict=True):
             for tensor, difference in zip(
-                here, views(torch.from_numpy(push.dense).to(self._world.device), self._fields), strict=True
+                tensors, views(torch.from_numpy(push.dense).to(self._world.device), self._state_fields), strict=True
             ):
                 tensor.add_(difference, alpha=weight)
-        if self._shelves is not None:
-            self._shelves.learn(self._given(pushes, weights))
+        if self._shards is not None:
+            self._shards.add_changes(self._row_gradients(pushes, weights))
         self._update.refresh(max(len(tickets[push.step]) for push in pushes))
         self._skipped += sum(push.skipped for push in pushes)
         return torch.tensor([float("nan"), sum(push.finite for push in pushes)], dtype=torch.float64)
 
-    def _given(self, pushes: Sequence[Push], weights: Sequence[float]) -> dict[str, list[Given]]:
+    def _row_gradients(self, pushes: Sequence[Push], weights: Sequence[float]) -> dict[str, list[RowGradients]]:
         names = self._task.recipe.tables()
         return {
             name: [
-                Given(*push.rows[name], weight)
+                RowGradients(*push.rows[name], weight)
                 for push, weight in zip(pushes, weights, strict=True)
                 if name in push.rows
             ]
@@ -182,8 +190,11 @@ class Holdings:
             if number == 0 and self.wire is None:
                 self._gradients.copy_(arrived)
             elif self._arriving:
-                found = views(arrived.to(self._world.device), self._travelling.learning)
-                blocks = [block.to(here.dtype) for block, here in zip(found, self._arriving, strict=True)]
+                views_of_push = views(arrived.to(self._world.device), self._wire_layout.learning)
+                blocks = [
+                    block.to(gradient_view.dtype)
+                    for block, gradient_view in zip(views_of_push, self._arriving, strict=True)
+                ]
                 if number:
                     torch._foreach_add_(self._arriving, blocks, alpha=weight)
                 else:
@@ -194,118 +205,120 @@ class Holdings:
             parameter.grad = gradient
 
     def _absorb(self, pushes: Sequence[Push], tickets: Tickets, whole: bool) -> None:
-        """Running averages live on server 0; each push says what its micro-batches add, step by step, to those of one
-        of `shares` ranks.
+        """Add the pushes' statistics to the running averages, which are on server 0.
 
-        Nothing comes of an update that was not made (`whole`), nor of a step that a trainer skipped while it learnt by
-        itself: its numbers are not finite.
+        A push says, step by step, what its micro-batches add to the averages of one of `shares` ranks. Nothing is added
+        for an update that was not made (`whole` is false), nor for a local step that its trainer skipped: its numbers
+        are not finite.
         """
         if self._world.rank or not len(self._part.statistics):
             return
         for number in range(max(len(tickets[push.step]) for push in pushes)):
             added, count, counted, total = 0.0, 0, 0, 0
             for push in pushes:
-                own = tickets[push.step]
-                if number < len(own):
-                    more = torch.from_numpy(push.statistics).view(len(own), -1)[number]
-                    ends, (first, last) = self._own(own[number], push.part)
+                push_tickets = tickets[push.step]
+                if number < len(push_tickets):
+                    statistics = torch.from_numpy(push.statistics).view(len(push_tickets), -1)[number]
+                    ends, (first, last) = self._micro_batches(push_tickets[number], push.part)
                     count, total = count + last - first, len(ends)
-                    if whole and more.isfinite().all():
-                        added, counted = added + more, counted + last - first
+                    if whole and statistics.isfinite().all():
+                        added, counted = added + statistics, counted + last - first
             if count:
                 self._part.statistics.absorb(
                     added * (total / (self._shares * counted)) if isinstance(added, Tensor) and counted else None
                 )
 
     def _whole_norm(self, norms: Tensor) -> Tensor:
-        """Norms of which the norm is that of the whole gradient, tables apart."""
+        """Norms whose norm is that of the whole gradient without tables."""
         if self._norm is not None or self._world.size == 1:
             return norms if self._norm is None else self._norm
         squares = norms.double().square().sum().cpu()
         return self._world.reduce(squares).sqrt().to(norms).reshape(1)
 
-    def _own(self, ticket: Train, part: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-        """All micro-batches of a ticket, by their rows, and the first and last + 1 of those of a share."""
+    def _micro_batches(self, ticket: Train, part: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """Row ranges of all micro-batches of a ticket, and the first and last + 1 of those of a share."""
         ends = list(pairwise(cut(ticket.rows, self._micro_batch_rows)))
         return ends, share(len(ends), Shard(part, self._shares))
 
     def _rows(self, push: Push, tickets: Tickets) -> int:
-        """Rows of global batches that a push is about."""
-        found = (self._own(ticket, push.part) for ticket in tickets[push.step])
-        return sum(last - first for ends, own in found for first, last in ends[slice(*own)])
+        """How many rows of global batches a push covers."""
+        parts = (self._micro_batches(ticket, push.part) for ticket in tickets[push.step])
+        return sum(last - first for ends, part in parts for first, last in ends[slice(*part)])
 
     # ------------------------------------------------------------ what trainers are given
 
     def pull(
-        self, wanted: Mapping[str, np.ndarray], training: Pull | None, known: int
+        self, wanted_ids: Mapping[str, np.ndarray], training: Pull | None, known: int
     ) -> tuple[int, int, np.ndarray | None, dict[str, np.ndarray]]:
-        """The stamp of the state, the updates in it, learning blocks unless those of stamp `known`, and rows by table.
+        """The stamp, the number of updates, the learning blocks unless their stamp is `known`, and the rows by table.
 
-        For training that is local, blocks and rows with their optimizer state. An evaluation makes no new rows. Call
-        it, and read what it gives, while `lock` is held.
+        With local training, blocks and rows with their optimizer state. An evaluation (`training` is None) makes no new
+        rows. Hold `lock` for the call and while its result is read.
         """
         if training is not None and self.recorder is not None:
             self.recorder.pulled(training, self.applied)
-        if training is not None and self._merging.local:
-            records = {name: self._shelves.records(name, ids) for name, ids in wanted.items()} if self._shelves else {}
-            return self.stamp, self.applied, self._kept() if known == ANY else None, records
+        if training is not None and self._sync_mode.local_training:
+            records = (
+                {name: self._shards.records(name, ids) for name, ids in wanted_ids.items()} if self._shards else {}
+            )
+            return self.stamp, self.applied, self._blocks_with_state() if known == ANY else None, records
         rows = (
-            {name: self._shelves.rows(name, ids, training is not None) for name, ids in wanted.items()}
-            if self._shelves
+            {name: self._shards.rows(name, ids, training is not None) for name, ids in wanted_ids.items()}
+            if self._shards
             else {}
         )
         return self.stamp, self.applied, None if known in (self.stamp, NONE) else self._blocks().cpu().numpy(), rows
 
     def _blocks(self) -> Tensor:
-        """The learning blocks as they travel."""
+        """The learning blocks in the format in which they travel."""
         if self.wire is None:
             return self._dense
         if self._outgoing_stamp != self.stamp:
             torch._foreach_copy_(
-                views(self._outgoing, self._travelling.learning), views(self._dense, self.layout.learning)
+                views(self._outgoing, self._wire_layout.learning), views(self._dense, self.layout.learning)
             )
             self._outgoing_stamp = self.stamp
         return self._outgoing
 
     def frozen(self) -> np.ndarray:
-        """Blocks that do not learn, and on server 0 all buffers, bytes."""
+        """Blocks that do not learn, and on server 0 all buffers, as bytes."""
         with self.lock:
-            found = [self._frozen.cpu()]
+            tensors = [self._frozen.cpu()]
             if self._world.rank == 0:
-                found += [
+                tensors += [
                     buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                     for _, buffer in self._part.model.named_buffers()
                 ]
-            return torch.cat(found).numpy()
+            return torch.cat(tensors).numpy()
 
     def scale(self) -> float:
         """The factor of the loss that trainers differentiate."""
         return float(self._update.scale(torch.ones((), dtype=torch.float64)))
 
     def refuse_overfull(self) -> None:
-        """Raise the error of a table of which all servers together hold too many rows, where updates do not show it.
+        """Raise the error of a table of which all servers together hold too many rows, where updates do not raise it.
 
         Collective.
         """
-        if self._shelves is not None and not self._merging.together and self._world.size > 1:
-            self._shelves.refuse_overfull()
+        if self._shards is not None and not self._sync_mode.collective and self._world.size > 1:
+            self._shards.refuse_overfull()
 
     def tables(self) -> dict[str, dict[str, int]]:
-        """Of each table: `rows` and `bytes` here, and the `capacity` of all servers together."""
-        return self._shelves.sizes() if self._shelves else {}
+        """Per table: `rows` and `bytes` on this server, and the `capacity` of all servers together."""
+        return self._shards.sizes() if self._shards else {}
 
-    def _kept(self) -> np.ndarray:
-        """The learning blocks with their optimizer state, as `fields` lay them out."""
+    def _blocks_with_state(self) -> np.ndarray:
+        """The learning blocks with their optimizer state, as `state_fields` lays them out."""
         memory = torch.zeros(self._field_bytes, dtype=torch.uint8)
-        here = [self._update.kept(field.block.name)[field.key] for field in self._fields]
-        for into, tensor in zip(views(memory, self._fields), here, strict=True):
+        tensors = [self._update.kept(field.block.name)[field.key] for field in self._state_fields]
+        for into, tensor in zip(views(memory, self._state_fields), tensors, strict=True):
             into.copy_(tensor)
         return memory.numpy()
 
     def columns(self, name: str) -> int:
-        """Numbers for each id in a push."""
-        assert self._shelves is not None
-        return self._shelves.columns(name) if self._merging.local else self._task.recipe.tables()[name].width
+        """How many numbers a push has for each id."""
+        assert self._shards is not None
+        return self._shards.columns(name) if self._sync_mode.local_training else self._task.recipe.tables()[name].width
 
     def owns(self, name: str, ids: np.ndarray) -> bool:
         """Whether all rows of these ids may be on this server."""
@@ -316,13 +329,13 @@ class Holdings:
 
     @property
     def statistics_numbers(self) -> int:
-        """Numbers of running averages that each step of a push has."""
+        """How many statistics a push has for each of its steps."""
         return self._part.statistics.added_numbers
 
     @property
     def push_bytes(self) -> int:
-        """Of `dense` in a push."""
-        return self._field_bytes if self._merging.local else self._travelling.bytes
+        """Bytes of `dense` in a push."""
+        return self._field_bytes if self._sync_mode.local_training else self._wire_layout.bytes
 
     # ------------------------------------------------------------ as a program's state
 
@@ -358,7 +371,7 @@ class Holdings:
         return self._update.skipped() + self._skipped
 
     def _pieces(self, masters: Mapping[str, Tensor]) -> dict[str, ParamShard]:
-        found = {}
+        pieces = {}
         for memory, blocks in ((self._dense, self.layout.learning), (self._frozen, self.layout.frozen)):
             for block, view in zip(blocks, views(memory, blocks), strict=True):
                 numbers = block.of(masters[block.name].detach())
@@ -367,8 +380,8 @@ class Holdings:
                 if memory is self._dense:
                     self._learning.append(parameter)
                 master = parameter.data if block.kept is block.dtype else numbers.clone()
-                found[block.name] = ParamShard(parameter, parameter.data, master, block.whole, block.offset)
-        return found
+                pieces[block.name] = ParamShard(parameter, parameter.data, master, block.whole, block.offset)
+        return pieces
 
 
 def _global_rows(push: Push, tickets: Tickets) -> int:

@@ -1,42 +1,45 @@
-"""What a server tells of itself to those who look: numbers of one moment, JSON. Changes nothing."""
+"""The status of a server, for `job=status`: numbers of one moment, as JSON."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from dtf.pserver.server.leases import TRAIN
-from dtf.pserver.server.program import Serving
+from dtf.pserver.server.program import ServerProgram
 
 
-def snapshot(serving: Serving, server: int, servers: int) -> dict[str, Any]:
-    """Of one server; trainers and their work are known to server 0 alone. Not collective; any thread may call it."""
-    holdings, layout = serving.holdings, serving.holdings.layout
-    with serving.change:
-        ledger = serving.ledger
+def snapshot(program: ServerProgram, server: int, servers: int) -> dict[str, Any]:
+    """The status of one server; trainers and leases are known to server 0 alone.
+
+    Changes nothing. Not collective; any thread may call it.
+    """
+    server_state, layout = program.server_state, program.server_state.layout
+    with program.change:
+        ledger = program.ledger
         held: dict[int, list[str]] = {trainer: [] for trainer in ledger.members()}
         for (kind, step, part), trainer in sorted(ledger.held()):
             held.setdefault(trainer, []).append(f"{'step' if kind == TRAIN else 'evaluation'} {step}, part {part}")
-        found = {
+        values = {
             "server": server,
             "servers": servers,
-            "state": "over" if serving.over else "serving" if serving.begun else "starting",
-            "version": serving.version,
-            "updates": holdings.applied,
-            "pushes": sum(holdings.staleness.values()),
-            "dropped": serving.dropped,
-            "staleness": {str(lag): count for lag, count in sorted(holdings.staleness.copy().items())},
+            "state": "over" if program.over else "serving" if program.begun else "starting",
+            "version": program.version,
+            "updates": server_state.applied,
+            "pushes": sum(server_state.staleness.values()),
+            "dropped": program.dropped,
+            "staleness": {str(lag): count for lag, count in sorted(server_state.staleness.copy().items())},
             "blocks": {
                 "number": len(layout.learning) + len(layout.frozen),
                 "bytes": layout.bytes + layout.frozen_bytes,
             },
-            "tables": holdings.tables(),
+            "tables": server_state.tables(),
         }
         if server == 0:
-            found["trainers"] = [{"trainer": trainer, "holds": holds} for trainer, holds in sorted(held.items())]
-            found["leases"] = {
+            values["trainers"] = [{"trainer": trainer, "holds": holds} for trainer, holds in sorted(held.items())]
+            values["leases"] = {
                 "opened": ledger.opened,
                 "granted": ledger.granted,
                 "finished": ledger.finished,
-                "granted_again": ledger.again,
+                "granted_again": ledger.regranted,
             }
-    return found
+    return values

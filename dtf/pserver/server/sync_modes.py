@@ -1,4 +1,4 @@
-"""When pushes become an update: the modes of a parameter server, as rules over what has arrived.
+"""The modes of a parameter server: rules that say when pushes become an update.
 
 Pure; knows no tensor.
 """
@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 
-class Arrived(Protocol):
-    """A push in the basket."""
+class ArrivedPush(Protocol):
+    """A push in the basket of those that are not applied yet."""
 
     @property
     def step(self) -> int: ...
@@ -19,31 +19,31 @@ class Arrived(Protocol):
     def part(self) -> int: ...
 
 
-Waiting = Mapping[int, Collection[int]]
-"""First step of each lease -> shares that were opened and are not merged yet."""
+PendingShares = Mapping[int, Collection[int]]
+"""First step of each lease -> shares that are open and not merged yet."""
 
 
-class Merging(ABC):
-    """One mode."""
+class SyncMode(ABC):
+    """A mode as a rule over the pushes that have arrived."""
 
-    exact = False
-    """Whether each step is one update, of all its shares summed in their order: the same numbers as any synchronous
-    strategy.
+    synchronous = False
+    """Whether each step is one update, of all its shares summed in their order, with the same numbers as any
+    synchronous strategy.
     """
 
-    together = False
-    """Whether all servers merge the same pushes, one update after the other: what needs the whole gradient can then be
-    known.
+    collective = False
+    """Whether all servers merge the same pushes into the same sequence of updates. Then the norm of the whole gradient
+    is known.
     """
 
-    prompt = False
-    """Whether each push is an update at once: what is asked for with it then waits for that."""
+    immediate = False
+    """Whether each push is an update by itself. A pull in the same message then waits for that update."""
 
-    local = False
-    """Whether trainers learn by themselves and push differences of the state, not gradients."""
+    local_training = False
+    """Whether trainers train locally and push changes of the state in place of gradients."""
 
     steps = 1
-    """Steps of one lease."""
+    """How many steps a lease has."""
 
     def __init__(self, staleness: int | None) -> None:
         self._staleness = staleness
@@ -57,17 +57,17 @@ class Merging(ABC):
         """How many leases of a share, one after the other, may be open beside the one that is opened next."""
 
     @abstractmethod
-    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
-        """How many pushes, from the first of the basket on, are the next update; 0: wait for more.
+    def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
+        """How many pushes, from the start of the basket, make the next update; 0: wait for more.
 
-        All of the basket are waited for.
+        `basket`: pushes for shares in `waiting`.
         """
 
 
-class Sync(Merging):
-    """All shares of a step at once. The next two steps are open meanwhile, so that their rows can be read."""
+class Sync(SyncMode):
+    """All shares of a step make one update. The next two steps are open meanwhile, so that their rows can be read."""
 
-    exact = together = True
+    synchronous = collective = True
 
     def shares(self, trainers: int) -> int:
         return trainers
@@ -75,16 +75,16 @@ class Sync(Merging):
     def window(self, trainers: int) -> int:
         return 2
 
-    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+    def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
         step = min(waiting, default=None)
-        here = sum(push.step == step for push in basket)
-        return here if step is not None and here == len(waiting[step]) else 0
+        arrived = sum(push.step == step for push in basket)
+        return arrived if step is not None and arrived == len(waiting[step]) else 0
 
 
-class Async(Merging):
-    """Each push as it arrives; a lease is a whole global batch."""
+class Async(SyncMode):
+    """Each push is an update, as it arrives; a lease is a whole global batch."""
 
-    prompt = True
+    immediate = True
 
     def shares(self, trainers: int) -> int:
         return 1
@@ -92,17 +92,17 @@ class Async(Merging):
     def window(self, trainers: int) -> int:
         return 2 * trainers if self._staleness is None else self._staleness
 
-    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+    def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
         return 1 if basket else 0
 
 
-class HalfAsync(Merging):
-    """So many pushes, whosoever they are; fewer when no more can come."""
+class HalfAsync(SyncMode):
+    """`gather` pushes of any trainers make one update (0: as many as trainers); fewer when no more can come."""
 
     def __init__(self, staleness: int | None, gather: int) -> None:
         super().__init__(staleness)
         self._gather = gather
-        self.together = staleness == 0 and not gather
+        self.collective = staleness == 0 and not gather
 
     def shares(self, trainers: int) -> int:
         self._trainers = trainers
@@ -111,17 +111,17 @@ class HalfAsync(Merging):
     def window(self, trainers: int) -> int:
         return 1 if self._staleness is None else self._staleness
 
-    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
-        wanted = min(self._gather or self._trainers, sum(len(parts) for parts in waiting.values()))
-        return wanted if len(basket) >= wanted else 0
+    def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
+        needed = min(self._gather or self._trainers, sum(len(parts) for parts in waiting.values()))
+        return needed if len(basket) >= needed else 0
 
 
-class Geo(Merging):
-    """Differences that trainers' own training made of the state it began with: each as it arrives, or, with a staleness
-    of 0, all of the same steps at once.
+class Geo(SyncMode):
+    """Local training: pushes are changes of the state with which a trainer began. Each is added as it arrives, or, with
+    a staleness of 0, all of the same steps at once.
     """
 
-    local = True
+    local_training = True
 
     def __init__(self, staleness: int | None, steps: int) -> None:
         super().__init__(staleness)
@@ -133,7 +133,7 @@ class Geo(Merging):
     def window(self, trainers: int) -> int:
         return 1 if self._staleness is None else self._staleness
 
-    def ready(self, basket: Sequence[Arrived], waiting: Waiting) -> int:
+    def ready(self, basket: Sequence[ArrivedPush], waiting: PendingShares) -> int:
         if self._staleness == 0:
             return len(basket) if len(basket) == sum(len(parts) for parts in waiting.values()) else 0
         return 1 if basket else 0

@@ -1,4 +1,4 @@
-"""What a trainer computes for one lease from what it pulled: gradients, by server. Knows no messages."""
+"""The model of a trainer: gradients of one lease from what was pulled, by server. Knows no messages."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from dtf.model.init import cast, init_model
 from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
 from dtf.pserver.param_slices import Layout, views
-from dtf.pserver.trainer.prefetch import Prepared
+from dtf.pserver.trainer.prefetch import PreparedBatch
 from dtf.strategies.spmd import Replica
 
 warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
 
 ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
-"""Ids (U,) and numbers (U, columns) of each table."""
+"""Table -> ids (U,) and numbers (U, columns)."""
 
 
-class Blocks(NamedTuple):
-    """Learning blocks of one server as they arrived, and the stamp of the state that they are of."""
+class ParamBlocks(NamedTuple):
+    """Learning blocks of one server as they arrived, and the stamp of their state."""
 
     stamp: int
     data: np.ndarray
 
 
-class Pulled(NamedTuple):
-    """What the servers gave for one lease, in their order."""
+class PulledState(NamedTuple):
+    """What the servers gave for one lease; lists are by server."""
 
-    dense: list[Blocks]
+    dense: list[ParamBlocks]
     rows: list[dict[str, np.ndarray]]
     applied: list[int]  # updates in it
     scale: float
 
 
-class Computed(NamedTuple):
-    """What came of one lease; `dense` and `rows` by server, see `Push`."""
+class LeaseResult(NamedTuple):
+    """The result of one lease; `dense` and `rows` by server, see `Push`."""
 
     dense: list[np.ndarray]
     rows: Sequence[ByTable]
@@ -57,35 +57,37 @@ class Computed(NamedTuple):
     skipped: int = 0
 
 
-class Computing:
-    """A trainer's model. `whole_norm`: whether pushes need the norm of the whole gradient. `part`: what this process
-    computes of each lease.
+class ModelSetup(NamedTuple):
+    """What all processes and threads of one trainer compute with.
 
-    `threads`: of this process that compute with one copy of the parameters; `first`: the one of them that was made
-    first, whose copy it is. Buffers, gradients and statistics each has for itself.
+    `layouts`: of what is pulled and pushed, by server. `shares`: into how many leases the rows of a step are cut.
+    `whole_norm`: whether pushes need the norm of the whole gradient. `wire`: dtype in which fp32 blocks travel, None:
+    unchanged.
+    """
+
+    task: Task
+    device: torch.device
+    layouts: Sequence[Layout]  # of what is pulled and pushed, by server
+    shares: int
+    micro_batch_rows: int
+    whole_norm: bool = False
+    wire: torch.dtype | None = None
+
+
+class TrainerModel:
+    """A trainer's copy of the model. `part`: what this process computes of each lease.
+
+    `threads`: how many of this process compute with one copy of the parameters. `first`: the model of one of them,
+    whose parameters this one uses. Buffers, gradients and statistics are its own.
     """
 
     def __init__(
-        self,
-        task: Task,
-        device: torch.device,
-        layouts: Sequence[Layout],
-        shares: int,
-        micro_batch_rows: int,
-        whole_norm: bool,
-        wire: torch.dtype | None,
-        part: Shard = WHOLE,
-        threads: int = 1,
-        first: Computing | None = None,
+        self, setup: ModelSetup, part: Shard = WHOLE, threads: int = 1, first: TrainerModel | None = None
     ) -> None:
-        self._task, self.device, self._layouts, self._shares, self._micro_batch_rows = (
-            task,
-            device,
-            layouts,
-            shares,
-            micro_batch_rows,
-        )
-        self._whole_norm, self._wire, self._part = whole_norm, wire, part
+        task, device, layouts = setup.task, setup.device, setup.layouts
+        self._task, self.device, self._layouts = task, device, layouts
+        self._shares, self._micro_batch_rows = setup.shares, setup.micro_batch_rows
+        self._whole_norm, self._wire, self._part = setup.whole_norm, setup.wire, part
         model = init_model(task.recipe, task.seed, task.weights)
         self.masters = cast(model, task.precision, device)
         self.parameters = dict(model.named_parameters())
@@ -104,68 +106,72 @@ class Computing:
         self._loaded: list[int] = first._loaded if first else [NONE] * len(layouts)
         self._loading = first._loading if first else threading.Lock()
         self._outgoing = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for layout in layouts]
-        self._leaving = [views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)]
+        self._outgoing_views = [
+            views(memory, layout.learning) for memory, layout in zip(self._outgoing, layouts, strict=True)
+        ]
 
     def warmup(self, batch: Batch) -> None:
-        """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
+        """A pass whose results are dropped: a model that cannot run fails here, before servers are asked."""
         batch = apply_receive(batch, self._task)
         batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, self._task.recipe.tables()))
         drew = self.replica.warmup(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
         if drew and self._threads > 1:
             raise refuse_global_rng("pserver", "and the threads of strategy.hogwild_threads share one generator")
 
-    def gradients(self, prepared: Prepared, pulled: Pulled) -> Computed:
-        """Of the sum of losses over the rows of a lease, divided by the rows of the global batch."""
+    def gradients(self, prepared: PreparedBatch, pulled: PulledState) -> LeaseResult:
+        """Gradients of the sum of losses over the rows of a lease, divided by the rows of the global batch."""
         self.load(pulled)
-        batch = prepared.wanted.fill(prepared.batch, pulled.rows, self.device)
-        sums = self.passes(prepared, batch, pulled.scale / prepared.ticket.rows)
-        for layout, here in zip(self._layouts, self._leaving, strict=True):
-            found = [self.parameters[block.name].grad for block in layout.learning]
+        batch = prepared.row_request.fill(prepared.batch, pulled.rows, self.device)
+        sums = self.forward_backward(prepared, batch, pulled.scale / prepared.ticket.rows)
+        for layout, outgoing in zip(self._layouts, self._outgoing_views, strict=True):
+            grads = [self.parameters[block.name].grad for block in layout.learning]
             parts = [
                 torch.zeros_like(view) if grad is None else block.of(grad)
-                for grad, block, view in zip(found, layout.learning, here, strict=True)
+                for grad, block, view in zip(grads, layout.learning, outgoing, strict=True)
             ]
-            if here:
-                torch._foreach_copy_(here, parts)
+            if outgoing:
+                torch._foreach_copy_(outgoing, parts)
         for parameter in self.parameters.values():
             parameter.grad = None
-        rows = prepared.wanted.gradients(self.replica.row_gradients)
+        rows = prepared.row_request.gradients(self.replica.row_gradients)
         dense = [memory.cpu().numpy() for memory in self._outgoing]
-        norm, added = self._norm(rows) if self._whole_norm else 0.0, self.added()
+        norm, added = self._norm(rows) if self._whole_norm else 0.0, self.statistics_added()
         finite = math.isfinite(norm)
-        return Computed(dense, rows, sums, added, norm if finite else 0.0, int(finite and np.isfinite(added).all()))
+        return LeaseResult(dense, rows, sums, added, norm if finite else 0.0, int(finite and np.isfinite(added).all()))
 
-    def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
-        """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters; the
-        metric sums (M,).
+    def forward_backward(self, prepared: PreparedBatch, batch: Batch, factor: float) -> Tensor:
+        """Forward and backward over the rows of a lease: gradients of `factor` x (sum of losses) in the parameters.
+
+        Returns the metric sums (M,).
         """
         ticket, lease = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
-        bounds, _ = self.own(prepared)
-        own = share(len(bounds) - 1, within(lease, self._part))
+        bounds, _ = self.micro_batches(prepared)
+        part = share(len(bounds) - 1, within(lease, self._part))
         self.replica.model.train()
         self.replica.statistics.forget(ticket.step)
         scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
-        return self.replica.accumulate(ticket, batch, bounds, own, lease, scale)
+        return self.replica.accumulate(ticket, batch, bounds, part, lease, scale)
 
-    def added(self) -> np.ndarray:
-        """What the last pass added to running averages, see `RunningStatistics.added`."""
+    def statistics_added(self) -> np.ndarray:
+        """What the last pass adds to running averages, see `BatchNormStatistics.added`."""
         return self.replica.statistics.added().cpu().numpy()
 
-    def own(self, prepared: Prepared) -> tuple[list[int], tuple[int, int]]:
+    def micro_batches(self, prepared: PreparedBatch) -> tuple[list[int], tuple[int, int]]:
         """Bounds of all micro-batches of the ticket, and the first and last + 1 of those of the lease."""
         bounds = cut(prepared.ticket.rows, self._micro_batch_rows)
         return bounds, share(len(bounds) - 1, Shard(prepared.lease.part, prepared.lease.shares))
 
-    def evaluate(self, prepared: Prepared, pulled: Pulled) -> Evaluated:
-        """A batch of an evaluation."""
+    def evaluate(self, prepared: PreparedBatch, pulled: PulledState) -> Evaluated:
+        """Evaluate one batch."""
         self.load(pulled)
-        return self.replica.evaluate(prepared.wanted.fill(prepared.batch, pulled.rows, self.device))
+        return self.replica.evaluate(prepared.row_request.fill(prepared.batch, pulled.rows, self.device))
 
     @torch.no_grad()
-    def load(self, pulled: Pulled) -> None:
+    def load(self, pulled: PulledState) -> None:
         """Put pulled blocks into the model.
 
-        Where several threads compute with it, they go on meanwhile; what is older than what is there stays out.
+        Other threads that compute with the same parameters go on meanwhile. Blocks older than those in the model are
+        skipped.
         """
         with self._loading:
             for server, (layout, into, (stamp, data)) in enumerate(
@@ -180,8 +186,9 @@ class Computing:
                     self._loaded[server] = stamp
 
     def _flattened(self, layout: Layout) -> Tensor | None:
-        """One piece of memory in which the parameters lie from now on as a server's blocks travel; None where these are
-        slices, or of another format.
+        """Memory in which the parameters lie from now on exactly as a server's blocks travel.
+
+        None where the blocks are slices of parameters, or of another dtype.
         """
         if any(
             block.shape != block.whole or self.parameters[block.name].dtype is not block.dtype
@@ -197,13 +204,13 @@ class Computing:
             parameter.data = view
         return memory
 
-    def forget(self) -> None:
-        """The model was changed by others."""
+    def invalidate(self) -> None:
+        """Others changed the parameters: the next `load` writes all blocks."""
         self._loaded[:] = [NONE] * len(self._layouts)
 
     @torch.no_grad()
     def take_frozen(self, server: int, data: np.ndarray) -> None:
-        """Blocks that do not learn, and server 0's buffers; see `Holdings.frozen`."""
+        """Put blocks that do not learn, and server 0's buffers, into the model; see `ServerState.frozen`."""
         layout, memory = self._layouts[server], torch.from_numpy(data)
         for block, view in zip(layout.frozen, views(memory, layout.frozen), strict=True):
             block.of(self.parameters[block.name].data).copy_(view)
@@ -217,6 +224,6 @@ class Computing:
         from dtf.sparse.store import squares
 
         total = sum(squares(rounded(gradients, self._wire)) for part in rows for _, gradients in part.values())
-        for gradients in self._leaving:
+        for gradients in self._outgoing_views:
             total += sum(float(view.double().square().sum()) for view in gradients)
         return math.sqrt(total)

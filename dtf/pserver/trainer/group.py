@@ -1,8 +1,7 @@
-"""Processes of one host that are one trainer (`strategy.team`): how they find each other, and what passes between them.
-Knows no server, and no gRPC.
+"""The processes of one host that are one trainer (`strategy.team`): rendezvous, and messages between them.
 
-Whoever loses another one ends with PeerError, and a new team meets, of those that are started again: no process is of
-two teams.
+Knows no server and no gRPC. A process that loses another one ends with PeerError. The launcher starts them again, and
+they form a new group: no process is ever in two groups.
 """
 
 from __future__ import annotations
@@ -23,27 +22,24 @@ from dtf.core.types import Shard
 from dtf.distributed.grad_allreduce import buckets
 
 BUILD_S = 30.0
-"""For processes that have met to connect; one that dies in between is missed so long."""
+"""How long processes that have met may take to connect; one that dies in between is missed so late."""
 
 PATIENCE = timedelta(days=7)
-"""With those that are connected: gloo notices at once who dies, and whether one hangs, or is gone while NCCL waits for
-it, is for the launcher to find.
+"""Timeout between connected processes. gloo notices a death at once; a process that hangs, or one that dies while NCCL
+waits for it, is found by the launcher.
 """
 
-LONGEST_ORDER = 9
-"""Numbers in it."""
+MAX_ORDER_NUMBERS = 9
+"""Most numbers in an order."""
 
 _groups: list[Any] = []
-"""Kept until the process ends, which closes them: the last to let go of one would wait for gloo's threads, which may
-wait for the interpreter.
+"""Process groups, kept until the process ends, which closes them. Destroying one could deadlock: it would wait for
+gloo's threads, which may wait for the interpreter.
 """
 
 
 class Topic(IntEnum):
-    """What a message from one process to another is about.
-
-    Those of one topic are sent by one thread, and come in order.
-    """
+    """What a message is about. Messages of one topic are sent by one thread, and arrive in order."""
 
     READ = 1
     READING = 2
@@ -51,12 +47,12 @@ class Topic(IntEnum):
     ROWS = 4
 
 
-def meet(store: dist.Store, part: Shard, beat: Callable[[], None], patience_s: float) -> str:
-    """The name of the new team, once all of its processes are there: the first one chooses it, and tells each of the
-    others in turn.
+def form_group(store: dist.Store, part: Shard, beat: Callable[[], None], patience_s: float) -> str:
+    """The name of the new group, once all of its processes are there. Process 0 chooses it and tells the others in
+    turn.
 
-    A process asks once in its life, and is answered once: so a life that was answered is of an earlier team and ends
-    with it, and the next one is waited for.
+    A process asks once in its life, and is answered once. A life that was answered before belongs to an earlier group
+    and ends with it, so process 0 waits for the next life.
     """
 
     def wait(key: str) -> None:
@@ -85,13 +81,13 @@ def meet(store: dist.Store, part: Shard, beat: Callable[[], None], patience_s: f
 
 
 def _unanswered(store: dist.Store, member: int) -> str:
-    """The life of a process that belongs to no team yet, which may be still to come."""
+    """The life of a process that belongs to no group yet; it may be still to come."""
     number = store.add(f"{member}/lives", 0)
     return f"{member}/{number + (not number or store.check([f'{member}/{number}/team']))}"
 
 
-class Team:
-    """This process and its kin; `part.index` of the first one is 0.
+class TrainerGroup:
+    """The processes of one trainer, as this one sees them; `part.index` of the first process is 0.
 
     `stopping`: whether one of the others was told to stop.
     """
@@ -100,54 +96,56 @@ class Team:
         self, store: dist.Store, part: Shard, device: torch.device, beat: Callable[[], None], patience_s: float
     ) -> None:
         self.part, self.stopping = part, False
-        with _kinship():
-            own = dist.PrefixStore(meet(store, part, beat, patience_s), store)
+        with _peer_errors():
+            group_store = dist.PrefixStore(form_group(store, part, beat, patience_s), store)
             self._host: Any = dist.ProcessGroupGloo(
-                dist.PrefixStore("host", own), part.index, part.count, timedelta(seconds=BUILD_S)
+                dist.PrefixStore("host", group_store), part.index, part.count, timedelta(seconds=BUILD_S)
             )
             self._device = self._host  # any, as torch's types leave out what a group can do
             if device.type == "cuda":
                 self._device = dist.ProcessGroupNCCL(
-                    dist.PrefixStore("device", own), part.index, part.count, dist.ProcessGroupNCCL.Options()
+                    dist.PrefixStore("device", group_store), part.index, part.count, dist.ProcessGroupNCCL.Options()
                 )
         _groups.extend([self._host, self._device])
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is the first process."""
         return self.part.index == 0
 
     @property
     def others(self) -> range:
-        """All but the first one."""
+        """Indices of all processes but the first."""
         return range(1, self.part.count)
 
     # ------------------------------------------------------------ all at once; collective, by one thread of each
 
-    def share(self, tensors: Iterable[Tensor]) -> None:
-        """The first one's numbers on all, in place."""
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the first process's numbers to all, in place. Collective."""
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, PATIENCE
         for bucket in buckets(tensors):
             flat = (
                 torch.cat([tensor.reshape(-1) for tensor in bucket])
-                if self.leads
+                if self.is_leader
                 else bucket[0].new_empty(sum(tensor.numel() for tensor in bucket))
             )
-            with _kinship():
+            with _peer_errors():
                 self._group(flat).broadcast([flat], options).wait()
-            if not self.leads:
+            if not self.is_leader:
                 _copy(bucket, flat)
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Sums over all, at the first one, in place; what the others have afterwards means nothing."""
+    def reduce(self, tensors: Iterable[Tensor]) -> None:
+        """Sum over all processes into the first one, in place. Collective. The others' tensors are undefined
+        afterwards.
+        """
         options = dist.ReduceOptions()
         options.rootRank, options.timeout = 0, PATIENCE
         for bucket in buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            with _kinship():
+            with _peer_errors():
                 self._group(flat).reduce([flat], options).wait()
-            if self.leads:
+            if self.is_leader:
                 _copy(bucket, flat)
 
     def _group(self, tensor: Tensor) -> Any:
@@ -155,42 +153,42 @@ class Team:
 
     # ------------------------------------------------------------ one to another, in host memory
 
-    def order(self, topic: Topic, *numbers: float) -> None:
-        """From the first one to each of the others; none: the run is over."""
-        order = np.zeros(1 + LONGEST_ORDER)
+    def send_order(self, topic: Topic, *numbers: float) -> None:
+        """Send numbers from the first process to all others; no numbers: the run is over."""
+        order = np.zeros(1 + MAX_ORDER_NUMBERS)
         order[: 1 + len(numbers)] = len(numbers), *numbers
         for member in self.others:
             self.send(topic, member, order)
 
-    def take_order(self, topic: Topic) -> list[float]:
-        """What the first one orders next."""
-        count, *numbers = self.receive(topic, 0, (1 + LONGEST_ORDER,)).tolist()
+    def receive_order(self, topic: Topic) -> list[float]:
+        """The next order of the first process."""
+        count, *numbers = self.receive(topic, 0, (1 + MAX_ORDER_NUMBERS,)).tolist()
         return numbers[: int(count)]
 
-    def dismiss(self) -> None:
-        """The first one tells the others that the run is over."""
-        self.order(Topic.READ)
-        self.order(Topic.WORK)
+    def send_end(self) -> None:
+        """Tell all others, from the first process, that the run is over."""
+        self.send_order(Topic.READ)
+        self.send_order(Topic.WORK)
 
     def send(self, topic: Topic, member: int, array: np.ndarray) -> None:
-        """Numbers whose shape and format the receiver knows."""
+        """Send an array whose shape and dtype the receiver knows."""
         if array.size:
-            with _kinship():
+            with _peer_errors():
                 self._host.send([torch.from_numpy(np.ascontiguousarray(array))], member, topic).wait(PATIENCE)
 
     def receive(
         self, topic: Topic, member: int, shape: Sequence[int], kind: type[np.generic] = np.float64
     ) -> np.ndarray:
-        """What a process sends next about a topic."""
+        """The next array that a process sends about a topic."""
         array = np.empty(shape, kind)
         if array.size:
-            with _kinship():
+            with _peer_errors():
                 self._host.recv([torch.from_numpy(array)], member, topic).wait(PATIENCE)
         return array
 
     def send_lists(self, topic: Topic, member: int, lists: Sequence[np.ndarray]) -> None:
-        """Whole numbers, so many lists of them as the receiver knows."""
-        self.send(topic, member, np.array([len(each) for each in lists], np.int64))
+        """Send lists of integers; the receiver knows how many lists."""
+        self.send(topic, member, np.array([len(numbers) for numbers in lists], np.int64))
         self.send(topic, member, np.concatenate(lists).astype(np.int64, copy=False))
 
     def receive_lists(self, topic: Topic, member: int, count: int) -> list[np.ndarray]:
@@ -200,8 +198,8 @@ class Team:
 
 
 @contextmanager
-def _kinship() -> Iterator[None]:
-    """Around what needs another process."""
+def _peer_errors() -> Iterator[None]:
+    """Raise PeerError for errors of communication with another process."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -1,9 +1,9 @@
-"""A lease computed by all processes of a team: the first one stands where a trainer that is one process computes, the
-others do what it says.
+"""A lease computed by all processes of a trainer. The leader stands where a trainer of one process computes; the
+followers do what it orders.
 
-It says ahead what to read, is told which rows that needs, and asks servers for each of them once. Then it hands out
-parameters and rows, each computes its own micro-batches, and gradients are added up at the first one, those of rows by
-id.
+The leader orders ahead what to read, learns which rows that needs, and asks servers for each row once. Then it sends
+out parameters and rows, each process computes its own micro-batches, and gradients are summed at the leader, those of
+rows by id.
 """
 
 from __future__ import annotations
@@ -23,181 +23,181 @@ from dtf.api.strategy import RoleContext
 from dtf.api.task import Task
 from dtf.core.types import Batch, Evaluated, Train
 from dtf.model.init import DTYPES
-from dtf.pserver.param_slices import Layout
-from dtf.pserver.row_routing import Wanted
+from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.server.leases import EVALUATE, TRAIN, Lease
-from dtf.pserver.trainer.compute import Computing, Pulled
-from dtf.pserver.trainer.group import Team, Topic
-from dtf.pserver.trainer.prefetch import WAIT_S, Prepared
-from dtf.pserver.trainer.reader import Reading
+from dtf.pserver.trainer.compute import ModelSetup, PulledState, TrainerModel
+from dtf.pserver.trainer.group import Topic, TrainerGroup
+from dtf.pserver.trainer.prefetch import WAIT_S, PreparedBatch
+from dtf.pserver.trainer.reader import BatchReader
 
 Rows = Mapping[str, np.ndarray]
-"""Rows (U, width) of the distinct ids that a process has, or their gradients, by table."""
+"""Table -> rows (U, width) of the distinct ids of one process, or their gradients."""
 
 
-class Union(Wanted):
-    """What all processes of a team want for the piece of work `number`, each id once. `own`: what the first one has
-    read itself; `counts`: ids of each process, by table; `oldest`: the first piece that is not done, and not
-    forgotten."""
+class GroupRowRequest(RowRequest):
+    """The rows that all processes need for one piece of work, each id once.
+
+    `number`: of the piece of work. `own_batch`: what the leader has read. `counts`: ids of each process, by table.
+    `oldest`: number of the first piece of work that is still needed.
+    """
 
     number: int
-    own: Prepared
+    own_batch: PreparedBatch
     counts: list[dict[str, int]]
     oldest: Callable[[], int]
 
     def fill(self, batch: Batch, rows: Sequence[Mapping[str, np.ndarray]], device: torch.device) -> Batch:
-        """In host memory, from where they go to all."""
+        """As `RowRequest.fill`, in host memory: from there the rows are sent to all."""
         return super().fill(batch, rows, torch.device("cpu"))
 
 
-class Gathering:
-    """Has all of a team read their parts of a ticket, in the place of the `reading` of a trainer that is one
-    process.
-    """
+class GroupReader:
+    """Has all processes read their parts of a ticket; stands where a trainer of one process has a BatchReader."""
 
-    def __init__(self, team: Team, reading: Reading, task: Task, servers: int) -> None:
+    def __init__(self, team: TrainerGroup, reading: BatchReader, task: Task, servers: int) -> None:
         self._team, self._reading, self._servers = team, reading, servers
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._numbers = itertools.count()
-        self._alive: WeakSet[Union] = WeakSet()  # what may have to be computed
+        self._alive: WeakSet[GroupRowRequest] = WeakSet()  # what may have to be computed
         self._lock = threading.Lock()
 
-    def __call__(self, lease: Lease, ticket: Train) -> Prepared:
+    def __call__(self, lease: Lease, ticket: Train) -> PreparedBatch:
         """Called by one thread."""
         number = next(self._numbers)
-        self._team.order(Topic.READ, *lease[:4], ticket.step, ticket.epoch, ticket.index, ticket.rows, number)
-        own = self._reading(lease, ticket)
+        self._team.send_order(Topic.READ, *lease[:4], ticket.step, ticket.epoch, ticket.index, ticket.rows, number)
+        prepared = self._reading(lease, ticket)
         parts = [
-            _told(own, False),
+            _reading_facts(prepared, False),
             *(self._team.receive_lists(Topic.READING, member, 2 + len(self._widths)) for member in self._team.others),
         ]
         facts, samples, *ids = zip(*parts, strict=True)
         unread, stopping = np.sum(facts, axis=0).tolist()
         self._team.stopping = self._team.stopping or bool(stopping)
-        inputs = {name: torch.from_numpy(np.concatenate(found)) for name, found in zip(self._widths, ids, strict=True)}
+        inputs = {
+            name: torch.from_numpy(np.concatenate(table_ids)) for name, table_ids in zip(self._widths, ids, strict=True)
+        }
         batch = Batch(inputs, torch.empty(0), torch.empty(0), np.concatenate(samples))
         counts = [dict(zip(self._widths, map(len, part[2:]), strict=True)) for part in parts]
-        wanted = Union(batch, self._widths, self._servers)
-        wanted.number, wanted.own, wanted.counts, wanted.oldest = number, own, counts, self._oldest
+        row_request = GroupRowRequest(batch, self._widths, self._servers)
+        row_request.number, row_request.own_batch, row_request.counts, row_request.oldest = (
+            number,
+            prepared,
+            counts,
+            self._oldest,
+        )
         with self._lock:
-            self._alive.add(wanted)
-        return Prepared(lease, ticket, batch, wanted, unread)
+            self._alive.add(row_request)
+        return PreparedBatch(lease, ticket, batch, row_request, unread)
 
     def _oldest(self) -> int:
         with self._lock:
-            return min(each.number for each in self._alive)
+            return min(request.number for request in self._alive)
 
 
-class Member(Computing):
-    """What each process of a team does alike."""
+class GroupModel(TrainerModel):
+    """What every process of the group does."""
 
-    def __init__(
-        self,
-        team: Team,
-        task: Task,
-        device: torch.device,
-        layouts: Sequence[Layout],
-        shares: int,
-        micro_batch_rows: int,
-        whole_norm: bool,
-        wire: torch.dtype | None,
-    ) -> None:
-        super().__init__(task, device, layouts, shares, micro_batch_rows, whole_norm, wire, team.part)
+    def __init__(self, team: TrainerGroup, setup: ModelSetup) -> None:
+        super().__init__(setup, team.part)
+        task = setup.task
         self._team = team
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._kind: type[np.generic] = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
-        self._measures = 1 + len(task.recipe.train_metrics)
+        self._metric_count = 1 + len(task.recipe.train_metrics)
         self._trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         self._others = [parameter.data for parameter in self.parameters.values() if not parameter.requires_grad] + list(
             self.replica.model.buffers()
         )
 
-    def _hand_out(self, whole: bool) -> None:
-        """Parameters that learn, and if `whole` all else that the model has, to all. Collective."""
-        self._team.share([parameter.data for parameter in self._trained] + (self._others if whole else []))
+    def _send_params(self, whole: bool) -> None:
+        """Copy the leader's learning parameters, and with `whole` all else that the model has, to all. Collective."""
+        self._team.broadcast([parameter.data for parameter in self._trained] + (self._others if whole else []))
 
-    def _pass(self, own: Prepared, rows: Rows, factor: float) -> tuple[Tensor, np.ndarray]:
-        """Metric sums, and what was added to running averages, of the whole team at its first process, where gradients
-        are then too. Collective.
+    def _pass(self, prepared: PreparedBatch, rows: Rows, factor: float) -> tuple[Tensor, np.ndarray]:
+        """Forward and backward over this process's rows. At the leader: metric sums and statistics of the whole group,
+        and its summed gradients in the parameters. Collective.
         """
         self.replica.model.train()
         sums, added = (
-            torch.zeros(self._measures, dtype=torch.float64),
-            torch.zeros(len(super().added()), dtype=torch.float64),
+            torch.zeros(self._metric_count, dtype=torch.float64),
+            torch.zeros(len(super().statistics_added()), dtype=torch.float64),
         )
-        if not _idle(own):
-            sums += super().passes(own, own.wanted.fill(own.batch, [rows], self.device), factor).cpu()
-            added += torch.from_numpy(super().added())
-        self._team.add_up([sums, added])
+        if not _idle(prepared):
+            sums += (
+                super()
+                .forward_backward(prepared, prepared.row_request.fill(prepared.batch, [rows], self.device), factor)
+                .cpu()
+            )
+            added += torch.from_numpy(super().statistics_added())
+        self._team.reduce([sums, added])
         for parameter in self._trained:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        self._team.add_up([parameter.grad for parameter in self._trained if parameter.grad is not None])
+        self._team.reduce([parameter.grad for parameter in self._trained if parameter.grad is not None])
         return sums, added.numpy()
 
-    def _look(self, own: Prepared, rows: Rows) -> tuple[Tensor, np.ndarray | None]:
-        """Of an evaluation: metric sums of the whole team at its first process, and what is judged of this one's rows.
-
-        Collective.
+    def _evaluate_part(self, prepared: PreparedBatch, rows: Rows) -> tuple[Tensor, np.ndarray | None]:
+        """Evaluate this process's rows: metric sums, at the leader those of the whole group, and the judged outputs of
+        this process's rows. Collective.
         """
-        found = Evaluated(torch.zeros(self._measures), None)
-        if not _idle(own):
-            found = self.replica.evaluate(own.wanted.fill(own.batch, [rows], self.device))
-        sums = found.sums.cpu().double()
-        self._team.add_up([sums])
-        return sums, None if found.rows is None else found.rows.cpu().double().numpy()
+        evaluated = Evaluated(torch.zeros(self._metric_count), None)
+        if not _idle(prepared):
+            evaluated = self.replica.evaluate(prepared.row_request.fill(prepared.batch, [rows], self.device))
+        sums = evaluated.sums.cpu().double()
+        self._team.reduce([sums])
+        return sums, None if evaluated.rows is None else evaluated.rows.cpu().double().numpy()
 
-    def _gradients(self, own: Prepared) -> Rows:
-        """Those of the ids that this process has."""
-        found = {} if _idle(own) else own.wanted.gradients(self.replica.row_gradients)[0]
+    def _row_gradients(self, prepared: PreparedBatch) -> Rows:
+        """Gradients of the rows of this process's ids."""
+        by_table = {} if _idle(prepared) else prepared.row_request.gradients(self.replica.row_gradients)[0]
         return {
-            name: found[name][1] if name in found else np.empty((0, width), self._kind)
+            name: by_table[name][1] if name in by_table else np.empty((0, width), self._kind)
             for name, width in self._widths.items()
         }
 
 
-class Leader(Member):
-    """The first process of a team, in the place of a trainer that computes by itself."""
+class LeaderModel(GroupModel):
+    """The first process of a group; takes the place of the model of a trainer of one process."""
 
     _whole = True  # the others do not have all that the model has beside parameters that learn
     _added: np.ndarray | None = None
 
-    def passes(self, prepared: Prepared, batch: Batch, factor: float) -> Tensor:
-        wanted = _union(prepared)
-        rows = self._begin(TRAIN, wanted, batch, factor)
-        sums, self._added = self._pass(wanted.own, rows, factor)
+    def forward_backward(self, prepared: PreparedBatch, batch: Batch, factor: float) -> Tensor:
+        row_request = _group_request(prepared)
+        rows = self._begin(TRAIN, row_request, batch, factor)
+        sums, self._added = self._pass(row_request.own_batch, rows, factor)
         parts = [
-            self._gradients(wanted.own),
-            *(self._receive_rows(member, wanted.counts[member]) for member in self._team.others),
+            self._row_gradients(row_request.own_batch),
+            *(self._receive_rows(member, row_request.counts[member]) for member in self._team.others),
         ]
         self.replica.row_gradients = {
             name: torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in self._widths
         }
         return sums
 
-    def added(self) -> np.ndarray:
-        return super().added() if self._added is None else self._added
+    def statistics_added(self) -> np.ndarray:
+        return super().statistics_added() if self._added is None else self._added
 
-    def evaluate(self, prepared: Prepared, pulled: Pulled) -> Evaluated:
+    def evaluate(self, prepared: PreparedBatch, pulled: PulledState) -> Evaluated:
         self.load(pulled)
-        wanted = _union(prepared)
-        rows = self._begin(EVALUATE, wanted, wanted.fill(prepared.batch, pulled.rows, self.device), 0.0)
-        sums, judged = self._look(wanted.own, rows)
+        row_request = _group_request(prepared)
+        rows = self._begin(EVALUATE, row_request, row_request.fill(prepared.batch, pulled.rows, self.device), 0.0)
+        sums, judged = self._evaluate_part(row_request.own_batch, rows)
         parts = [judged, *(self._receive_judged(member) for member in self._team.others)]
-        found = [torch.from_numpy(part) for part in parts if part is not None]
-        return Evaluated(sums, torch.cat(found) if found else None)
+        outputs = [torch.from_numpy(part) for part in parts if part is not None]
+        return Evaluated(sums, torch.cat(outputs) if outputs else None)
 
     def take_frozen(self, server: int, data: np.ndarray) -> None:
         super().take_frozen(server, data)
         self._whole = True
 
-    def _begin(self, kind: int, wanted: Union, batch: Batch, factor: float) -> Rows:
-        """Have all compute what they have read; returns the rows of this process."""
+    def _begin(self, kind: int, row_request: GroupRowRequest, batch: Batch, factor: float) -> Rows:
+        """Have all processes compute what they have read; returns the rows of this process."""
         whole, self._whole = self._whole, False
-        self._team.order(Topic.WORK, kind, wanted.number, wanted.oldest(), whole, factor)
-        self._hand_out(whole)
-        parts: list[dict[str, np.ndarray]] = [{} for _ in wanted.counts]
+        self._team.send_order(Topic.WORK, kind, row_request.number, row_request.oldest(), whole, factor)
+        self._send_params(whole)
+        parts: list[dict[str, np.ndarray]] = [{} for _ in row_request.counts]
         for name in self._widths:
-            ends = np.cumsum([count[name] for count in wanted.counts])
+            ends = np.cumsum([count[name] for count in row_request.counts])
             for member, part in enumerate(np.split(batch.inputs[name].numpy(), ends[:-1])):
                 parts[member][name] = part
                 if member:
@@ -215,18 +215,18 @@ class Leader(Member):
         return self._team.receive(Topic.ROWS, member, (rows, columns)) if columns else None
 
 
-class Follower(Member):
-    """Any other process of a team. One thread reads, one takes orders, and the caller's computes."""
+class FollowerModel(GroupModel):
+    """Any other process of a group. One thread reads, one receives orders, and the caller's computes."""
 
-    def run(self, errand: RoleContext, reading: Reading) -> None:
-        """To the end of the run. PeerError when another one of the team is gone."""
-        self._read: dict[int, Prepared] = {}
+    def run(self, context: RoleContext, reading: BatchReader) -> None:
+        """Work to the end of the run. PeerError when another process of the group is lost."""
+        self._read: dict[int, PreparedBatch] = {}
         self._orders: queue.SimpleQueue[list[float] | BaseException] = queue.SimpleQueue()
-        for work in (lambda: self._read_ahead(reading, errand.stop_requested), self._take_orders):
+        for work in (lambda: self._read_ahead(reading, context.stop_requested), self._take_orders):
             threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
         step = 0
         while True:
-            errand.beat("wait", step)
+            context.beat("wait", step)
             try:
                 order = self._orders.get(timeout=WAIT_S)
             except queue.Empty:
@@ -236,40 +236,40 @@ class Follower(Member):
             if not order:
                 return
             kind, number, oldest, whole = map(int, order[:4])
-            own = self._read[number]
-            for each in [each for each in list(self._read) if each < oldest]:  # a thread adds to it
-                del self._read[each]
-            self._hand_out(bool(whole))
+            prepared = self._read[number]
+            for done in [done for done in list(self._read) if done < oldest]:  # a thread adds to it
+                del self._read[done]
+            self._send_params(bool(whole))
             rows = {
                 name: self._team.receive(Topic.ROWS, 0, (len(ids), width), self._kind)
-                for (name, width), ids in zip(self._widths.items(), _ids(own), strict=True)
+                for (name, width), ids in zip(self._widths.items(), _ids(prepared), strict=True)
             }
             if kind == EVALUATE:
-                errand.beat("evaluate", step)
-                self._tell(self._look(own, rows)[1])
+                context.beat("evaluate", step)
+                self._send_judged(self._evaluate_part(prepared, rows)[1])
             else:
-                step = own.ticket.step
-                errand.beat("step", step)
-                self._pass(own, rows, order[4])
-                for gradients in self._gradients(own).values():
+                step = prepared.ticket.step
+                context.beat("step", step)
+                self._pass(prepared, rows, order[4])
+                for gradients in self._row_gradients(prepared).values():
                     self._team.send(Topic.ROWS, 0, gradients)
                 for parameter in self._trained:
                     parameter.grad = None
 
-    def _tell(self, judged: np.ndarray | None) -> None:
+    def _send_judged(self, judged: np.ndarray | None) -> None:
         self._team.send(Topic.ROWS, 0, np.array([0, 0] if judged is None else judged.shape))
         if judged is not None:
             self._team.send(Topic.ROWS, 0, judged)
 
-    def _read_ahead(self, reading: Reading, stopping: Callable[[], bool]) -> None:
-        while order := self._team.take_order(Topic.READ):
+    def _read_ahead(self, reading: BatchReader, stopping: Callable[[], bool]) -> None:
+        while order := self._team.receive_order(Topic.READ):
             kind, step, part, shares, *ticket, number = map(int, order)
-            mine = Train(*ticket, lr=0.0)
-            own = self._read[number] = reading(Lease(kind, step, part, shares, (mine,)), mine)
-            self._team.send_lists(Topic.READING, 0, _told(own, stopping()))
+            ticket_read = Train(*ticket, lr=0.0)
+            prepared = self._read[number] = reading(Lease(kind, step, part, shares, (ticket_read,)), ticket_read)
+            self._team.send_lists(Topic.READING, 0, _reading_facts(prepared, stopping()))
 
     def _take_orders(self) -> None:
-        while order := self._team.take_order(Topic.WORK):
+        while order := self._team.receive_order(Topic.WORK):
             self._orders.put(order)
         self._orders.put([])
 
@@ -280,33 +280,30 @@ class Follower(Member):
             self._orders.put(error)
 
 
-def follow(task: Task, errand: RoleContext, team: Team, shares: int) -> None:
-    """The life of a process of a team that another one leads.
-
-    `shares`: into how many leases the rows of a step are cut.
-    """
-    rows, device = task.step.rows_each(shares * team.part.count), torch.device(errand.place.device)
-    follower = Follower(team, task, device, [], shares, rows, False, None)
-    follower.run(errand, Reading(task, errand.open, device, rows, 1, team.part))
+def run_follower(task: Task, context: RoleContext, team: TrainerGroup, shares: int) -> None:
+    """Run a follower to the end of the run. `shares`: into how many leases the rows of a step are cut."""
+    rows, device = task.step.rows_each(shares * team.part.count), torch.device(context.place.device)
+    follower = FollowerModel(team, ModelSetup(task, device, [], shares, rows))  # the first process speaks with servers
+    follower.run(context, BatchReader(task, context.open, device, rows, 1, team.part))
 
 
-def _idle(own: Prepared) -> bool:
+def _idle(prepared: PreparedBatch) -> bool:
     """Whether a process has no micro-batch of a lease: it has read padding."""
-    return bool(own.batch.ids[0] < 0)
+    return bool(prepared.batch.ids[0] < 0)
 
 
-def _ids(own: Prepared) -> list[np.ndarray]:
-    """Distinct ones, by table."""
-    return [np.empty(0, np.int64) if _idle(own) else ids for ids in own.wanted.ids(0).values()]
+def _ids(prepared: PreparedBatch) -> list[np.ndarray]:
+    """Distinct ids, by table."""
+    return [np.empty(0, np.int64) if _idle(prepared) else ids for ids in prepared.row_request.ids(0).values()]
 
 
-def _told(own: Prepared, stopping: bool) -> list[np.ndarray]:
-    """What the first process has to know of what a process has read: rows that could not be, whether it was told to
-    stop; sample ids; ids by table.
+def _reading_facts(prepared: PreparedBatch, stopping: bool) -> list[np.ndarray]:
+    """What the leader has to know of a batch that a process has read: [unreadable rows, told to stop]; sample ids; ids
+    by table.
     """
-    return [np.array([own.unread, int(stopping)]), own.batch.ids[own.batch.ids >= 0], *_ids(own)]
+    return [np.array([prepared.unread, int(stopping)]), prepared.batch.ids[prepared.batch.ids >= 0], *_ids(prepared)]
 
 
-def _union(prepared: Prepared) -> Union:
-    assert isinstance(prepared.wanted, Union)
-    return prepared.wanted
+def _group_request(prepared: PreparedBatch) -> GroupRowRequest:
+    assert isinstance(prepared.row_request, GroupRowRequest)
+    return prepared.row_request

@@ -1,9 +1,9 @@
-"""Threads of one trainer process that each work as a trainer by themselves (Hogwild): with one copy of the dense
-parameters, and waiting for no other.
+"""Several trainers as threads of one process (Hogwild): they share one copy of the dense parameters, and none waits for
+another.
 
-Each takes leases, pulls, computes and pushes. What it pulled it writes into the parameters while others compute with
-them: a pass may see some of them newer than others, which learning bears as it bears staleness. Source: Niu et al. 2011
-(arXiv:1106.5730).
+Each thread takes leases, pulls, computes and pushes. It writes what it pulled into the parameters while others compute
+with them. So a pass may see some parameters newer than others; training tolerates that as it tolerates staleness.
+Source: Niu et al. 2011 (arXiv:1106.5730).
 """
 
 from __future__ import annotations
@@ -20,76 +20,92 @@ import torch
 from dtf.api.strategy import RoleContext
 from dtf.api.task import Task
 from dtf.pserver.net.transport import Transport
-from dtf.pserver.trainer.group import Team
+from dtf.pserver.trainer.group import TrainerGroup
 from dtf.pserver.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions
 
 LOOK_S = 0.5
-"""Between two looks at the threads: signals are handled in between."""
+"""Time between two checks of the threads; signals are handled in between."""
 
 END_S = 2.0
-"""For the other threads to end when one has failed; the process ends with them or without."""
+"""How long the other threads may take to end when one has failed; then the process ends without them."""
 
 
-def numbers(process: int, strategy: PserverOptions) -> range:
-    """The trainers that a process is, as servers count them."""
+def trainer_numbers(process: int, strategy: PserverOptions) -> range:
+    """The numbers of the trainers that run in a process, as servers count them."""
     return range(process * strategy.hogwild_threads, (process + 1) * strategy.hogwild_threads)
 
 
-def work(
+def run_trainers(
     task: Task,
-    errand: RoleContext,
+    context: RoleContext,
     strategy: PserverOptions,
     count: int,
     process: int,
     servers: Sequence[Transport],
-    team: Team | None = None,
+    team: TrainerGroup | None = None,
 ) -> str:
-    """The life of a trainer process, which may be the first of a `team`; why the run is over. `count`: of trainers in
-    all processes. Raises what the first thread to fail met."""
-    together, merging, trainers = Together(strategy.hogwild_threads, errand.beat), strategy.merging(), list[Trainer]()
-    for thread, number in enumerate(numbers(process, strategy)):
-        own = replace(errand, beat=together.beat(thread))
+    """Run the trainers of this process to the end of the run; returns why it is over.
+
+    `count`: of trainers in all processes. `team`: the processes of this trainer, where it has several; this one is the
+    first. Raises the error of the first thread to fail.
+    """
+    thread_group, sync_mode, trainers = (
+        ThreadGroup(strategy.hogwild_threads, context.beat),
+        strategy.sync_mode(),
+        list[Trainer](),
+    )
+    for thread, number in enumerate(trainer_numbers(process, strategy)):
+        thread_context = replace(context, beat=thread_group.beat(thread))
         trainers.append(
-            Trainer(task, own, strategy, merging, count, number, servers, trainers[0] if trainers else None, team)
+            Trainer(
+                task,
+                thread_context,
+                strategy,
+                sync_mode,
+                count,
+                number,
+                servers,
+                trainers[0] if trainers else None,
+                team,
+            )
         )
     trainers[0].warmup()
     if len(trainers) == 1:
         trainers[0].run()
     else:
-        torch.set_num_threads(max(1, errand.place.threads // len(trainers)))
-        together.run([trainer.run for trainer in trainers])
+        torch.set_num_threads(max(1, context.place.threads // len(trainers)))
+        thread_group.run([trainer.run for trainer in trainers])
     return trainers[0].reason
 
 
-class Ended(BaseException):
-    """Another thread has failed."""
+class PeerThreadFailed(BaseException):
+    """Raised in a thread because another one has failed."""
 
 
-class Together:
-    """Functions that are called at the same time, each in a thread; when one fails, the others end at their next sign
-    of life.
+class ThreadGroup:
+    """Runs functions at the same time, each in a thread. When one fails, the others end at their next heartbeat.
 
-    `beat(thread)` is the one of a thread. The process shows that of the thread that has been silent longest: as one
-    hangs, so does the process.
+    `beat(thread)` is the heartbeat of a thread. The process reports that of the thread that has been silent longest:
+    when one thread hangs, so does the process.
     """
 
     def __init__(self, threads: int, beat: Callable[[str, int], None]) -> None:
         self._beat, self._lock = beat, threading.Lock()
         # the one that was silent longest comes first
-        self._said: dict[int, tuple[str, int]] = dict.fromkeys(range(threads), ("start", 0))
+        self._heartbeats: dict[int, tuple[str, int]] = dict.fromkeys(range(threads), ("start", 0))
         self._error: BaseException | None = None
 
     def beat(self, thread: int) -> Callable[[str, int], None]:
-        return partial(self._hear, thread)
+        return partial(self._record_beat, thread)
 
-    def run(self, lives: Sequence[Callable[[], None]]) -> None:
-        """Return when all have; raise what the first to fail raised."""
+    def run(self, functions: Sequence[Callable[[], None]]) -> None:
+        """Return when all functions have returned; raise the error of the first to fail."""
         threads = [
-            threading.Thread(target=self._live, args=each, name=f"trainer {each[0]}", daemon=True)
-            for each in enumerate(lives)
+            threading.Thread(target=self._run_guarded, args=numbered, name=f"trainer {numbered[0]}", daemon=True)
+            for numbered in enumerate(functions)
         ]
         for thread in threads:
             thread.start()
@@ -102,20 +118,20 @@ class Together:
                 thread.join(max(0.0, until - monotonic()))
             raise self._error
 
-    def _hear(self, thread: int, phase: str, step: int) -> None:
+    def _record_beat(self, thread: int, phase: str, step: int) -> None:
         if self._error is not None:
-            raise Ended
+            raise PeerThreadFailed
         with self._lock:
-            longest = next(iter(self._said))
-            self._said.pop(thread)
-            self._said[thread] = phase, step
+            longest = next(iter(self._heartbeats))
+            self._heartbeats.pop(thread)
+            self._heartbeats[thread] = phase, step
             if thread == longest:
-                self._beat(*next(iter(self._said.values())))
+                self._beat(*next(iter(self._heartbeats.values())))
 
-    def _live(self, thread: int, life: Callable[[], None]) -> None:
+    def _run_guarded(self, thread: int, function: Callable[[], None]) -> None:
         try:
-            life()
+            function()
         except BaseException as error:  # noqa: BLE001  `run` raises it
             self._error = self._error or error
         with self._lock:
-            self._said.pop(thread)
+            self._heartbeats.pop(thread)

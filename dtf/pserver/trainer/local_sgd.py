@@ -1,5 +1,5 @@
-"""A trainer's own training between two exchanges (mode geo): it begins with the servers' state and ends with what it
-made of it.
+"""Local training between two exchanges (mode geo): it begins with the servers' state, and ends with the changes it
+made.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
 from dtf.optim.update import LocalUpdate, full_params, update_applied
-from dtf.pserver.param_slices import Field, Layout, fields, views
-from dtf.pserver.row_routing import Wanted
-from dtf.pserver.trainer.compute import ByTable, Computed, Computing
-from dtf.pserver.trainer.prefetch import Prepared
+from dtf.pserver.param_slices import Field, Layout, state_fields, views
+from dtf.pserver.row_routing import RowRequest
+from dtf.pserver.trainer.compute import ByTable, LeaseResult, TrainerModel
+from dtf.pserver.trainer.prefetch import PreparedBatch
 from dtf.sparse.sharded_tables import ShardedTables
 from dtf.sparse.store import SparseTable
 from dtf.sparse.table_layouts import DataParallelTable, owner_of
 
 
-class Local:
-    """Learns by itself, from `begin` to `differences`. Of tables it holds the rows it met since then, and no others."""
+class LocalSgd:
+    """Trains locally, from `begin` to `differences`. Of tables it holds only the rows that occurred since `begin`."""
 
-    def __init__(self, task: Task, computing: Computing, layouts: Sequence[Layout]) -> None:
-        self._task, self._computing = task, computing
-        self._fields: list[tuple[Field, ...]] = []
+    def __init__(self, task: Task, model: TrainerModel, layouts: Sequence[Layout]) -> None:
+        self._task, self._model = task, model
+        self._state_fields: list[tuple[Field, ...]] = []
         self._bytes: list[int] = []
         for layout in layouts:
-            found, size = fields(layout, task.optimizer)
-            self._fields.append(found)
+            layout_fields, size = state_fields(layout, task.optimizer)
+            self._state_fields.append(layout_fields)
             self._bytes.append(size)
         kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
         world = World(Place())
@@ -50,51 +50,51 @@ class Local:
             if self._stores
             else None
         )
-        pieces = full_params(computing.replica.model, computing.masters)
+        pieces = full_params(model.replica.model, model.masters)
         self._update = LocalUpdate(pieces, task.optimizer, task.step.clip_norm, 0.0, tables=self._tables)
-        self._measures = 1 + len(task.recipe.train_metrics)
+        self._metric_count = 1 + len(task.recipe.train_metrics)
 
     @torch.no_grad()
     def begin(self, states: Sequence[np.ndarray]) -> None:
-        """Take the servers' blocks with their optimizer state, as `fields` lay them out."""
+        """Take the servers' blocks with their optimizer state, as `state_fields` lays them out."""
         self._before = [torch.from_numpy(state) for state in states]
-        for own, memory in zip(self._fields, self._before, strict=True):
-            for field, arrived in zip(own, views(memory, own), strict=True):
-                self._here(field).copy_(arrived)
+        for layout_fields, memory in zip(self._state_fields, self._before, strict=True):
+            for field, arrived in zip(layout_fields, views(memory, layout_fields), strict=True):
+                self._kept_tensor(field).copy_(arrived)
         # it may have evaluated last, and a step without rows here says nothing else of it
-        self._computing.replica.model.train()
+        self._model.replica.model.train()
         self._update.refresh(0)
-        self._computing.forget()
+        self._model.invalidate()
         self._skipped_before = self._update.skipped()
         for store in self._stores.values():
             store.clear()
         self._met: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in self._stores}
-        self._sums = torch.zeros(self._measures, dtype=torch.float64)
+        self._sums = torch.zeros(self._metric_count, dtype=torch.float64)
         self._statistics: list[np.ndarray] = []
         self._updates = 0
 
-    def missing(self, wanted: Wanted, server: int) -> dict[str, np.ndarray]:
-        """Ids of a batch, of those this server holds, whose rows are not here yet."""
-        return {name: ids[~self._stores[name].has(ids)] for name, ids in wanted.ids(server).items()}
+    def missing(self, row_request: RowRequest, server: int) -> dict[str, np.ndarray]:
+        """The ids of a batch that this server owns and whose rows are not here yet, by table."""
+        return {name: ids[~self._stores[name].has(ids)] for name, ids in row_request.ids(server).items()}
 
     def keep(self, name: str, ids: np.ndarray, records: np.ndarray) -> None:
-        """Rows with their state, as a server has them."""
+        """Take rows with their state from a server."""
         self._stores[name].keep(ids, records)
         self._met[name].append((ids, records))
 
-    def step(self, prepared: Prepared) -> None:
-        """One step over the rows of a ticket of the lease."""
-        bounds, (first, last) = self._computing.own(prepared)
+    def step(self, prepared: PreparedBatch) -> None:
+        """One step over the rows of one ticket of the lease."""
+        bounds, (first, last) = self._model.micro_batches(prepared)
         if first == last:  # the last batch of an epoch may be too small for all shares
-            self._statistics.append(np.zeros_like(self._computing.added()))
+            self._statistics.append(np.zeros_like(self._model.statistics_added()))
             return
         batch = prepared.batch if self._tables is None else self._tables.lookup(prepared.batch, train=True)
-        self._sums += self._computing.passes(prepared, batch, 1.0 / (bounds[last] - bounds[first])).cpu().double()
-        added = self._computing.added()
+        self._sums += self._model.forward_backward(prepared, batch, 1.0 / (bounds[last] - bounds[first])).cpu().double()
+        added = self._model.statistics_added()
         if self._tables is not None:
-            self._tables.backward(self._computing.replica.row_gradients)
+            self._tables.backward(self._model.replica.row_gradients)
         if not np.isfinite(added).all():  # then the step is skipped, as everywhere
-            for parameter in self._computing.parameters.values():
+            for parameter in self._model.parameters.values():
                 parameter.grad = None if parameter.grad is None else torch.full_like(parameter.grad, torch.nan)
         self._update.table_steps = prepared.ticket.step
         norm = self._update.apply(prepared.ticket.step, prepared.ticket.lr)
@@ -103,28 +103,32 @@ class Local:
         self._updates += finite
 
     @torch.no_grad()
-    def differences(self) -> Computed:
-        """What was learnt since `begin`."""
+    def differences(self) -> LeaseResult:
+        """The changes since `begin`."""
         dense = []
-        for own, size, before in zip(self._fields, self._bytes, self._before, strict=True):
+        for layout_fields, size, before in zip(self._state_fields, self._bytes, self._before, strict=True):
             memory = torch.zeros(size, dtype=torch.uint8)
-            for field, into, was in zip(own, views(memory, own), views(before, own), strict=True):
-                into.copy_(self._here(field)).sub_(was)
+            for field, into, was in zip(
+                layout_fields, views(memory, layout_fields), views(before, layout_fields), strict=True
+            ):
+                into.copy_(self._kept_tensor(field)).sub_(was)
             dense.append(memory.numpy())
         skipped = self._update.skipped() - self._skipped_before
-        return Computed(dense, self._rows(), self._sums, np.concatenate(self._statistics), 0.0, self._updates, skipped)
+        return LeaseResult(
+            dense, self._rows(), self._sums, np.concatenate(self._statistics), 0.0, self._updates, skipped
+        )
 
     def _rows(self) -> Sequence[ByTable]:
-        parts: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in self._fields]
+        parts: list[dict[str, tuple[np.ndarray, np.ndarray]]] = [{} for _ in self._state_fields]
         for name, met in self._met.items():
             ids = np.concatenate([ids for ids, _ in met])
             learnt = self._stores[name].records(ids) - np.concatenate([records for _, records in met])
             owners = owner_of(ids, len(parts))
             for server, part in enumerate(parts):
-                mine = owners == server
-                part[name] = ids[mine], learnt[mine]
+                owned = owners == server
+                part[name] = ids[owned], learnt[owned]
         return parts
 
-    def _here(self, field: Field) -> Tensor:
+    def _kept_tensor(self, field: Field) -> Tensor:
         tensor = self._update.kept(field.block.name)[field.key]
         return field.block.of(tensor) if field.shape else tensor

@@ -1,4 +1,4 @@
-"""The rows that leases are about, as a process reads them."""
+"""Reads the rows of data that leases are about."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from dtf.api.task import Task
 from dtf.core.types import WHOLE, Batches, Shard, Train
 from dtf.data.samplers import within
 from dtf.model.forward import apply_receive, to_device
-from dtf.pserver.row_routing import Wanted
+from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.server.leases import EVALUATE, Lease
-from dtf.pserver.trainer.prefetch import Prepared
+from dtf.pserver.trainer.prefetch import PreparedBatch
 
 Open = Callable[[str, Shard, int], Batches]
-"""See `Errand.open`."""
+"""See `RoleContext.open`."""
 
 
-class Reading:
+class BatchReader:
     """Reads tickets of leases.
 
-    `sources`: among whom rows of tables are divided; `part`: what this process reads of each lease.
+    `servers`: over how many the rows of tables are divided. `part`: what this process reads of each lease.
     """
 
     def __init__(
-        self, task: Task, open: Open, device: torch.device, micro_batch_rows: int, sources: int, part: Shard = WHOLE
+        self, task: Task, open: Open, device: torch.device, micro_batch_rows: int, servers: int, part: Shard = WHOLE
     ) -> None:
         self._task, self._open, self._device = task, open, device
-        self._micro_batch_rows, self._sources, self._part = micro_batch_rows, sources, part
+        self._micro_batch_rows, self._servers, self._part = micro_batch_rows, servers, part
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
         self._loaders: dict[tuple[int, int, int], Batches] = {}
         self._turn = threading.Lock()
 
-    def __call__(self, lease: Lease, ticket: Train) -> Prepared:
-        """Of threads that call it, one reads after the other."""
+    def __call__(self, lease: Lease, ticket: Train) -> PreparedBatch:
+        """Read one ticket. Threads that call it take turns."""
         evaluates = lease.kind == EVALUATE
         key = (lease.kind, 0 if evaluates else lease.part, lease.shares)
         with self._turn:
@@ -52,4 +52,4 @@ class Reading:
         assert batch is not None
         unread = int(((batch.weight == 0).numpy() & (batch.ids >= 0)).sum())
         batch = apply_receive(to_device(batch, self._device, self._task), self._task)
-        return Prepared(lease, ticket, batch, Wanted(batch, self._widths, self._sources), unread)
+        return PreparedBatch(lease, ticket, batch, RowRequest(batch, self._widths, self._servers), unread)

@@ -1,9 +1,9 @@
-"""The sparse tables of trainers that hold the dense parameters themselves (`strategy.dense=allreduce`): rows lie on
-servers, who add up gradients.
+"""The sparse tables of trainers that hold the dense parameters themselves (`strategy.dense=allreduce`): rows are on
+servers, which sum gradients.
 
-A step is two requests to each server. The first brings the update of the step before and asks for rows; the second
-gives gradients, and is answered once those of all trainers are there. All trainers bring the same update: the server
-makes it when the first of them comes.
+A step is two requests to each server. The first one brings the update of the step before and looks up rows. The second
+one brings gradients, and is answered once those of all trainers are there. All trainers bring the same update; the
+server makes it when the first of them comes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from dtf.distributed.world import World
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import COUNT, END, GIVE, LOAD, LOOK, SAVE, rows_schemas
 from dtf.pserver.net.transport import Transport
-from dtf.pserver.row_routing import Wanted
+from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.trainer.prefetch import DEADLINE_S
 from dtf.sparse.sharded_tables import ShardedTables
 from dtf.strategies.spmd import Spmd
 
 
 class RemoteTables(ShardedTables):
-    """`connect`: what carries requests to each server, asked for once they are needed.
+    """Sparse tables whose rows are on servers.
 
-    `share`: the factor of ranks' gradients in their sum.
+    `connect`: makes a transport to each server, called when they are first needed. `share`: the factor of ranks'
+    gradients in their sum.
     """
 
     def __init__(self, task: Task, world: World, share: float, connect: Callable[[], Sequence[Transport]]) -> None:
@@ -46,7 +47,7 @@ class RemoteTables(ShardedTables):
         self._turn = self._orders = 0
         # the newest, until servers are known to have it
         self._update: dict[str, int | float] = {"version": 0, "factor": 0.0, "lr": 0.0, "step": 0}
-        self._wanted: tuple[Wanted, dict[str, Tensor]] | None = None
+        self._wanted: tuple[RowRequest, dict[str, Tensor]] | None = None
         self.stopping = False
         """Whether a server was told to stop."""
 
@@ -55,30 +56,30 @@ class RemoteTables(ShardedTables):
         return self._connect()
 
     def lookup(self, batch: Batch, train: bool) -> Batch:
-        wanted = Wanted(batch, self._widths, len(self._servers))
+        row_request = RowRequest(batch, self._widths, len(self._servers))
         scalars = self._update | {"train": int(train)}
         answers = self._ask(
             LOOK,
             [
-                (scalars, {f"want/{name}": ids for name, ids in wanted.ids(server).items()})
+                (scalars, {f"want/{name}": ids for name, ids in row_request.ids(server).items()})
                 for server in range(len(self._servers))
             ],
         )
         rows = [{name: answer.arrays[f"rows/{name}"] for name in self._widths} for answer in answers]
-        filled = wanted.fill(batch, rows, self._world.device)
+        filled = row_request.fill(batch, rows, self._world.device)
         if train:
-            self._wanted = wanted, {name: filled.inputs[name] for name in self._widths}
+            self._wanted = row_request, {name: filled.inputs[name] for name in self._widths}
         return filled
 
     def backward(self, gradients: Mapping[str, Tensor]) -> None:
         assert self._wanted is not None
-        wanted, looked_up = self._wanted
+        row_request, looked_up = self._wanted
         self._wanted = None
         every = {
             name: gradients[name] if name in gradients else torch.zeros_like(rows) for name, rows in looked_up.items()
         }
         common = {"rank": self._world.rank, "turn": self._turn}
-        parts = wanted.gradients(every)
+        parts = row_request.gradients(every)
         arrays = [
             {
                 f"{key}/{name}": array
@@ -87,7 +88,7 @@ class RemoteTables(ShardedTables):
             }
             for part in parts
         ]
-        answers = self._ask(GIVE, [(common | {"given": 1}, each) for each in arrays])
+        answers = self._ask(GIVE, [(common | {"given": 1}, part_arrays) for part_arrays in arrays])
         while not all(answer.scalars["whole"] for answer in answers):  # other trainers are slower
             answers = self._ask(GIVE, [(common | {"given": 0}, {}) for _ in answers])
         self._turn += 1
@@ -99,7 +100,7 @@ class RemoteTables(ShardedTables):
         )
 
     def apply(self, factor: float, lr: float, step: int) -> None:
-        """What the next request brings to the servers."""
+        """Note the update that the next request brings to the servers."""
         self._update = {"version": self._update["version"] + 1, "factor": factor * self._share, "lr": lr, "step": step}
 
     def boxes(self) -> list[Box]:
@@ -123,9 +124,9 @@ class RemoteTables(ShardedTables):
         return [part for answer in answers if (part := json.loads(_text(answer.arrays["told"])))]
 
     def load(self, source: Source, resume: bool = True) -> None:
-        """Have every server read its rows from a checkpoint, in place of those it has.
+        """Have every server read its rows from a checkpoint, in place of those that it has. Collective.
 
-        PeerError when one could not: it says why itself.
+        PeerError when a server could not: it logs why.
         """
         assert resume
         if self._world.rank == 0:
@@ -133,37 +134,37 @@ class RemoteTables(ShardedTables):
         self._world.barrier()
 
     def clear(self) -> None:
-        """`load` does."""
+        """Nothing to do: `load` replaces all rows."""
 
     def learnt(self) -> dict[str, tuple[Tensor, Tensor]]:
         raise AssertionError("rows are on servers, and whoever uses a model reads a checkpoint")
 
     def end(self) -> None:
-        """Let the servers go. Not collective."""
+        """Tell the servers that the run is over. Not collective."""
         with suppress(PeerError):  # one that cannot be reached has gone, and only its last word was lost
             self._ask(END, [({}, {})] * len(self._servers))
 
     def _order(self, method: str, arrays: Sequence[Mapping[str, np.ndarray]]) -> list[Message]:
-        """Ask for what takes a while, until all have done it."""
+        """Request what takes a while, again and again until all servers have done it."""
         self._orders += 1
         scalars = self._update | {"order": self._orders}
         while True:
-            answers = self._ask(method, [(scalars, each) for each in arrays])
+            answers = self._ask(method, [(scalars, request_arrays) for request_arrays in arrays])
             if all(answer.scalars["done"] for answer in answers):
                 return answers
 
     def _ask(
         self, method: str, requests: Sequence[tuple[Mapping[str, Any], Mapping[str, np.ndarray]]]
     ) -> list[Message]:
-        """One request to each server, all at once."""
-        asked, told = self._schemas[method]
-        messages = [encode(asked, *request) for request in requests]
+        """One request to each server, all at once; their answers."""
+        request_schema, reply_schema = self._schemas[method]
+        messages = [encode(request_schema, *request) for request in requests]
         if len(messages) == 1:
-            return [decode(told, self._servers[0].call(method, messages[0], DEADLINE_S))]
+            return [decode(reply_schema, self._servers[0].call(method, messages[0], DEADLINE_S))]
         pending = [
             server.start(method, message, DEADLINE_S) for server, message in zip(self._servers, messages, strict=True)
         ]
-        return [decode(told, each.result()) for each in pending]
+        return [decode(reply_schema, reply.result()) for reply in pending]
 
     def _refuse_overfull(self, rows: Any) -> None:
         from dtf.sparse.store import full
@@ -173,8 +174,8 @@ class RemoteTables(ShardedTables):
                 raise full(name, capacity, count)
 
 
-class Assisted(Spmd):
-    """A replica on every rank, whose tables are elsewhere."""
+class RemoteTablesProgram(Spmd):
+    """A replica on every rank, with tables on servers."""
 
     _tables: RemoteTables
 

@@ -1,6 +1,6 @@
-"""The life of a trainer: it asks for work, pulls what that needs, computes, and pushes what came of it.
+"""The loop of a trainer: it asks server 0 for work, pulls what that needs, computes, and pushes the results.
 
-It holds nothing that the servers do not.
+A trainer keeps no state of its own: all of it is on the servers.
 """
 
 from __future__ import annotations
@@ -19,386 +19,282 @@ from dtf.core.errors import BusyError, ConfigError
 from dtf.core.types import Shard, Train
 from dtf.model.forward import to_device
 from dtf.model.init import build_on_meta
-from dtf.pserver.net import messages as protocol
-from dtf.pserver.net.codec import Message, decode, encode
-from dtf.pserver.net.compression import FORMATS, narrow, widen
-from dtf.pserver.net.messages import ANY, EXCHANGE, HELLO, LATE, NO, NONE, READY, REPORT
+from dtf.pserver.net import messages
+from dtf.pserver.net.codec import decode, encode
+from dtf.pserver.net.compression import WIRE_DTYPES
+from dtf.pserver.net.messages import ANY, HELLO, LATE, NONE, REPORT
 from dtf.pserver.net.transport import Transport
-from dtf.pserver.param_slices import lay_out, travelling
+from dtf.pserver.param_slices import lay_out, wire_layout
 from dtf.pserver.server.leases import EVALUATE, Lease
-from dtf.pserver.server.sync_modes import Merging
-from dtf.pserver.trainer.compute import Blocks, Computed, Computing, Pulled
-from dtf.pserver.trainer.group import Team
-from dtf.pserver.trainer.group_compute import Gathering, Leader
-from dtf.pserver.trainer.local_sgd import Local
-from dtf.pserver.trainer.prefetch import DEADLINE_S, WAIT_S, Feeder, Prepared
-from dtf.pserver.trainer.reader import Reading
+from dtf.pserver.server.sync_modes import SyncMode
+from dtf.pserver.trainer.compute import LeaseResult, ModelSetup, ParamBlocks, PulledState, TrainerModel
+from dtf.pserver.trainer.exchange import Exchange
+from dtf.pserver.trainer.group import TrainerGroup
+from dtf.pserver.trainer.group_compute import GroupReader, LeaderModel
+from dtf.pserver.trainer.local_sgd import LocalSgd
+from dtf.pserver.trainer.prefetch import DEADLINE_S, WAIT_S, Prefetcher, PreparedBatch
+from dtf.pserver.trainer.reader import BatchReader
 
 if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions
 
 
-UNKNOWN = Blocks(ANY, np.empty(0))
-"""Before any were pulled."""
-
-
 class Trainer:
-    """`servers`: what carries requests to each of them. `number`: which trainer this is. `first`: another one of this
-    process, with whose parameters it computes and with whom it takes turns at reading, see `hogwild`. `team`: of which
-    this process is the first, if any."""
+    """One trainer of a run.
+
+    `trainers`: how many there are in all; `number`: which of them this is. `servers`: a transport to each server.
+    `first`: another trainer of this process, whose parameters and reader this one uses too, see `hogwild`. `team`: the
+    processes of this trainer, where it has several; this process is the first of them.
+    """
 
     def __init__(
         self,
         task: Task,
-        errand: RoleContext,
+        context: RoleContext,
         strategy: PserverOptions,
-        merging: Merging,
+        sync_mode: SyncMode,
         trainers: int,
         number: int,
         servers: Sequence[Transport],
         first: Trainer | None = None,
-        team: Team | None = None,
+        team: TrainerGroup | None = None,
     ) -> None:
-        self._task, self._errand, self._servers, self._number = task, errand, servers, number
-        self._merging, self._shares = merging, merging.shares(trainers)
+        self._task, self._context, self._servers, self._number = task, context, servers, number
+        self._synchronous, self._shares = sync_mode.synchronous, sync_mode.shares(trainers)
         self._micro_batch_rows = task.step.rows_each(self._shares * strategy.team)
-        self._wire = FORMATS[strategy.wire.value]
-        found = lay_out(
+        setup = self._setup(strategy, sync_mode)
+        device, threads, rows = setup.device, strategy.hogwild_threads, self._micro_batch_rows
+        self._prepare: Callable[[Lease, Train], PreparedBatch]
+        if team is not None:
+            reader = BatchReader(task, context.open, device, rows, 1, team.part)
+            self._model, self._prepare = LeaderModel(team, setup), GroupReader(team, reader, task, len(servers))
+        elif first is not None:
+            self._model = TrainerModel(setup, threads=threads, first=first._model)
+            self._prepare = first._prepare
+        else:
+            self._model = TrainerModel(setup, threads=threads)
+            self._prepare = BatchReader(task, context.open, device, rows, len(servers))
+        self._local_sgd = LocalSgd(task, self._model, setup.layouts) if sync_mode.local_training else None
+        self._exchange = Exchange(
+            task.recipe,
+            strategy,
+            servers,
+            number,
+            self._model,
+            sync_mode.synchronous,
+            first._exchange if first else None,
+        )
+        self._reports, self._hellos = messages.report_schemas(), messages.hello_schemas()
+        self._evaluation = ANY  # number of the evaluation whose buffers are in the model
+        self._sender = ThreadPoolExecutor(1, "sender")
+        # a synchronous trainer waits for the answer anyway, and needs no thread for it
+        self._start = _call_now if sync_mode.synchronous else self._sender.submit
+        self._sending: list[Future[PulledState | None]] = []
+        self._pulling: dict[tuple[int, int, int], Future[PulledState | None]] = {}  # by lease
+        self._send_queue = strategy.send_queue
+        self._identity = {"trainer": number, "starter": context.place.launch_id}
+        self._prefetcher = Prefetcher(servers[0], self._identity, self._prepare, context.stop_requested)
+
+    def _setup(self, strategy: PserverOptions, sync_mode: SyncMode) -> ModelSetup:
+        task, servers, wire = self._task, len(self._servers), WIRE_DTYPES[strategy.wire.value]
+        layouts = lay_out(
             build_on_meta(task.recipe),
             task.precision,
-            len(servers),
+            servers,
             strategy.slice_parameters,
             strategy.min_block,
             strategy.placement,
         )
-        layouts = [travelling(layout, self._wire) for layout in found]
-        whole_norm = len(servers) > 1 and not merging.together
-        device, threads = torch.device(errand.place.device), strategy.hogwild_threads
-        options = task, device, layouts, self._shares, self._micro_batch_rows, whole_norm, self._wire
-        self._prepare: Callable[[Lease, Train], Prepared]
-        if team is not None:
-            own = Reading(task, errand.open, device, self._micro_batch_rows, 1, team.part)
-            self._computing, self._prepare = Leader(team, *options), Gathering(team, own, task, len(servers))
-        elif first is not None:
-            self._computing, self._prepare = (
-                Computing(*options, threads=threads, first=first._computing),
-                first._prepare,
-            )
-        else:
-            self._computing, self._prepare = (
-                Computing(*options, threads=threads),
-                Reading(task, errand.open, device, self._micro_batch_rows, len(servers)),
-            )
-        self._local = Local(task, self._computing, layouts) if merging.local else None
-        self._widths = {name: table.width for name, table in task.recipe.tables().items()}
-        self._schemas, self._reports, self._hellos = (
-            protocol.exchange_schemas(task.recipe),
-            protocol.report_schemas(),
-            protocol.hello_schemas(),
+        return ModelSetup(
+            task,
+            torch.device(self._context.place.device),
+            [wire_layout(layout, wire) for layout in layouts],
+            self._shares,
+            self._micro_batch_rows,
+            servers > 1 and not sync_mode.collective,
+            wire,
         )
-        self._latest: list[Blocks] = first._latest if first else [UNKNOWN] * len(servers)  # the newest that were pulled
-        self._evaluation = ANY  # of which the buffers are here
-        self._sender = ThreadPoolExecutor(1, "sender")
-        # what waits for the answer may as well ask itself
-        self._start = _at_once if merging.exact else self._sender.submit
-        self._sending: list[Future[Pulled | None]] = []
-        self._coming: dict[tuple[int, int, int], Future[Pulled | None]] = {}  # what was asked for, by lease
-        self._send_queue = strategy.send_queue
-        self._name = {"trainer": number, "starter": errand.place.starter}
-        self._feeder = Feeder(servers[0], self._name, self._prepare, errand.stop_requested)
 
     @property
     def reason(self) -> str:
         """Why the run is over."""
-        return self._feeder.reason
+        return self._prefetcher.reason
 
     def run(self) -> None:
-        """Work until the run is over. PeerError when a server is gone."""
+        """Work until the run is over. PeerError when a server is lost."""
         self._join()
-        self._feeder.start()
+        self._prefetcher.start()
         try:
-            while not self._feeder.over:
-                prepared = self._feeder.next(WAIT_S)
-                if self._feeder.anew:
+            while not self._prefetcher.over:
+                prepared = self._prefetcher.next(WAIT_S)
+                if self._prefetcher.must_rejoin:
                     self._join()
-                    self._feeder.joined()
+                    self._prefetcher.rejoined()
                 elif prepared is None:
-                    self._errand.beat("wait", 0)
+                    self._context.beat("wait", 0)
                 elif prepared.lease.kind == EVALUATE:
                     self._evaluate(prepared)
-                elif self._local is not None:
-                    self._train_alone(self._local, prepared)
+                elif self._local_sgd is not None:
+                    self._train_locally(self._local_sgd, prepared)
                 else:
                     self._train(prepared)
             self._drain(0)
-            self._feeder.leave()
+            self._prefetcher.leave()
         finally:
-            self._feeder.close()
+            self._prefetcher.close()
             self._sender.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------ one piece of work
 
-    def _train(self, prepared: Prepared) -> None:
-        """Compute a lease.
+    def _train(self, prepared: PreparedBatch) -> None:
+        """Compute the gradients of a lease and push them.
 
-        Its push asks for what is ready to follow; where that need not wait for this one, it is asked for at once.
+        The push also pulls for the next lease. Where that need not see this push, it is pulled before computing.
         """
         lease = prepared.lease
-        self._errand.beat("wait", prepared.ticket.step)
-        coming = self._coming.pop(lease.key, None)
-        pulled = None if coming is None else coming.result()
+        self._context.beat("wait", prepared.ticket.step)
+        pulling = self._pulling.pop(lease.key, None)
+        pulled = None if pulling is None else pulling.result()
         if pulled is None:
-            state, pulled = self._answers(*self._pull(prepared))
+            state, pulled = self._exchange.pull(prepared)
             if state == LATE:
-                self._feeder.finished(lease)
+                self._prefetcher.finished(lease)
                 return
             if pulled is None:
-                self._feeder.back(prepared)
+                self._prefetcher.put_back(prepared)
                 return
-        # one ahead: more would only be staler
-        following = None if self._merging.exact or self._coming else self._following()
+        # one lease ahead: more would only be staler
+        following = None if self._synchronous or self._pulling else self._next_to_pull()
         if following is not None:
-            self._coming[following.lease.key] = self._sender.submit(lambda: self._answers(*self._pull(following))[1])
-        self._errand.beat("step", prepared.ticket.step)
-        computed = self._computing.gradients(prepared, pulled)
-        self._errand.beat("wait", prepared.ticket.step)
-        self._send_later(lease, self._following(), pulled.applied, computed, prepared.batch.ids, prepared.unread)
+            self._pulling[following.lease.key] = self._sender.submit(lambda: self._exchange.pull(following)[1])
+        self._context.beat("step", prepared.ticket.step)
+        result = self._model.gradients(prepared, pulled)
+        self._context.beat("wait", prepared.ticket.step)
+        self._push(lease, self._next_to_pull(), pulled.applied, result, prepared.batch.ids, prepared.unread)
 
-    def _following(self) -> Prepared | None:
-        """What is to be computed next and has not been asked for, if its rows are there."""
+    def _next_to_pull(self) -> PreparedBatch | None:
+        """The next training batch that is read and for which nothing was pulled yet; None where there is none."""
         return next(
             (
-                each
-                for each in self._feeder.ready()
-                if each.lease.kind != EVALUATE and each.lease.key not in self._coming
+                prepared
+                for prepared in self._prefetcher.ready()
+                if prepared.lease.kind != EVALUATE and prepared.lease.key not in self._pulling
             ),
             None,
         )
 
-    def _train_alone(self, local: Local, prepared: Prepared) -> None:
-        """A step of this trainer's own; after the last one of the lease, what it learnt is pushed."""
+    def _train_locally(self, local_sgd: LocalSgd, prepared: PreparedBatch) -> None:
+        """One local step (mode geo); after the last one of the lease, the changes are pushed."""
         lease, first = prepared.lease, prepared.ticket is prepared.lease.tickets[0]
-        self._errand.beat("step", prepared.ticket.step)
+        self._context.beat("step", prepared.ticket.step)
         if first:
-            self._drain(0)  # else it would begin without what it learnt last
-            self._ids, self._unread = [], 0
-        wanted = [
-            prepared.wanted.ids(server) if first else local.missing(prepared.wanted, server)
+            self._drain(0)  # else the state that it begins with would lack its own last push
+            self._sample_ids, self._unread = [], 0
+        missing = [
+            prepared.row_request.ids(server) if first else local_sgd.missing(prepared.row_request, server)
             for server in range(len(self._servers))
         ]
-        if first or any(len(ids) for part in wanted for ids in part.values()):
-            known = ANY if first else NONE
-            requests = [self._wants(prepared, part, ANY, known) for part in wanted]
-            _, pulled = self._answers([encode(self._schemas[0], *request) for request in requests], [*self._latest])
+        if first or any(len(ids) for part in missing for ids in part.values()):
+            pulled = self._exchange.pull_rows(prepared, missing, ANY if first else NONE)
             if pulled is None:
-                self._feeder.back(prepared)
+                self._prefetcher.put_back(prepared)
                 return
             if first:
                 self._applied = pulled.applied
-                local.begin([blocks.data for blocks in pulled.dense])
-                self._latest = [UNKNOWN] * len(self._servers)  # these were blocks with their optimizer state
-            for part, rows in zip(wanted, pulled.rows, strict=True):
+                local_sgd.begin([blocks.data for blocks in pulled.dense])
+                self._exchange.forget_blocks()
+            for part, rows in zip(missing, pulled.rows, strict=True):
                 for name, ids in part.items():
-                    local.keep(name, ids, rows[name])
-        local.step(prepared)
-        self._ids.append(prepared.batch.ids)
+                    local_sgd.keep(name, ids, rows[name])
+        local_sgd.step(prepared)
+        self._sample_ids.append(prepared.batch.ids)
         self._unread += prepared.unread
         if prepared.ticket is lease.tickets[-1]:
-            self._send_later(lease, None, self._applied, local.differences(), np.concatenate(self._ids), self._unread)
+            sample_ids = np.concatenate(self._sample_ids)
+            self._push(lease, None, self._applied, local_sgd.differences(), sample_ids, self._unread)
 
-    def _evaluate(self, prepared: Prepared) -> None:
+    def _evaluate(self, prepared: PreparedBatch) -> None:
+        """Evaluate one batch and report the result to server 0."""
         lease = prepared.lease
-        self._errand.beat("evaluate", 0)
+        self._context.beat("evaluate", 0)
         self._drain(0)
-        _, pulled = self._answers(*self._pull(prepared, frozen=self._evaluation != lease.step))
+        _, pulled = self._exchange.pull(prepared, frozen=self._evaluation != lease.step)
         if pulled is None:
-            self._feeder.back(prepared)
+            self._prefetcher.put_back(prepared)
             return
         self._evaluation = lease.step
-        found = self._computing.evaluate(prepared, pulled)
-        arrays = {"sums": found.sums.cpu().double().numpy()}
-        if found.rows is not None:
-            judged = found.rows.cpu()
+        evaluated = self._model.evaluate(prepared, pulled)
+        arrays = {"sums": evaluated.sums.cpu().double().numpy()}
+        if evaluated.rows is not None:
+            judged = evaluated.rows.cpu()
             arrays["judged"] = (judged if judged.dtype is torch.float64 else judged.float()).numpy()
         scalars = {"trainer": self._number, "step": lease.step, "part": lease.part, "unread": prepared.unread}
         self._servers[0].call(REPORT, encode(self._reports[0], scalars, arrays), DEADLINE_S)
-        self._feeder.finished(lease)
+        self._prefetcher.finished(lease)
 
-    # ------------------------------------------------------------ messages
-
-    def _pull(self, prepared: Prepared, frozen: bool = False) -> tuple[list[bytes], list[Blocks]]:
-        """Questions to the servers for what a lease needs, once it is the lease's turn; and the blocks that they are
-        told to be here.
-        """
-        after, held = self._after(prepared.lease), [*self._latest]
-        requests = [
-            self._wants(prepared, prepared.wanted.ids(server), after, held[server].stamp)
-            for server in range(len(self._servers))
-        ]
-        return [
-            encode(self._schemas[0], scalars | {"frozen": int(frozen)}, arrays) for scalars, arrays in requests
-        ], held
-
-    def _wants(
-        self, prepared: Prepared, ids: dict[str, np.ndarray], after: int, known: int
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        lease = prepared.lease
-        scalars = {
-            "trainer": self._number,
-            "pull": 1,
-            "after": after,
-            "train": int(lease.kind != EVALUATE),
-            "known": known,
-            "wait_s": WAIT_S,
-        }
-        scalars |= {"of_step": lease.step, "of_part": lease.part, "at": prepared.ticket.step}
-        return scalars, {f"want/{name}": found for name, found in ids.items()}
+    # ------------------------------------------------------------ pushes under way
 
     def _push(
         self,
         lease: Lease,
+        following: PreparedBatch | None,
         seen: Sequence[int],
-        computed: Computed,
-        ids: np.ndarray,
-        unread: int,
-        following: Prepared | None,
-    ) -> tuple[list[bytes], list[Blocks]]:
-        """What came of a lease, for each server; and the questions for the following one, as `_pull`."""
-        found, held = [], [*self._latest]
-        common: dict[str, Any] = {
-            "trainer": self._number,
-            "push": 1,
-            "step": lease.step,
-            "part": lease.part,
-            "epoch": lease.tickets[0].epoch,
-            "unread": unread,
-        }
-        common |= {"finite": computed.finite, "norm": computed.norm, "skipped": computed.skipped}
-        for server in range(len(self._servers)):
-            scalars = common | {"seen": seen[server]}
-            arrays = {"dense": computed.dense[server]}
-            for name, (own, numbers) in computed.rows[server].items():
-                arrays |= {f"ids/{name}": own, f"gradients/{name}": narrow(numbers, self._wire)}
-            if server == 0:
-                arrays |= {
-                    "sums": computed.sums.cpu().double().numpy(),
-                    "statistics": computed.statistics,
-                    "rows": ids[ids >= 0],
-                }
-            if following is not None:
-                more, wants = self._wants(
-                    following, following.wanted.ids(server), self._after(following.lease), held[server].stamp
-                )
-                scalars, arrays = scalars | more, arrays | wants
-            found.append(encode(self._schemas[0], scalars, arrays))
-        return found, held
-
-    def _after(self, lease: Lease) -> int:
-        """Before which step all updates have to be there."""
-        return lease.step if lease.kind != EVALUATE and self._merging.exact else ANY
-
-    def _send_later(
-        self,
-        lease: Lease,
-        following: Prepared | None,
-        seen: Sequence[int],
-        computed: Computed,
-        ids: np.ndarray,
+        result: LeaseResult,
+        sample_ids: np.ndarray,
         unread: int,
     ) -> None:
-        """Push, and ask for what follows, while this thread goes on; and have the feeder read meanwhile."""
-        messages, held = self._push(lease, seen, computed, ids, unread, following)
-        self._feeder.leaving(lease)
-        sending = self._start(self._send, messages, held, lease, following is not None)
+        """Push, and pull for `following`, in the sender's thread; wait while more than `send_queue` are under way."""
+        requests, known = self._exchange.push_requests(lease, seen, result, sample_ids, unread, following)
+        self._prefetcher.sending(lease)
+        sending = self._start(self._send, requests, known, lease, following is not None)
         self._sending.append(sending)
         if following is not None:
-            self._coming[following.lease.key] = sending
+            self._pulling[following.lease.key] = sending
         self._drain(self._send_queue)
 
-    def _send(self, messages: Sequence[bytes], held: Sequence[Blocks], lease: Lease, pulls: bool) -> Pulled | None:
-        """Push, in the thread that sends."""
-        _, pulled = self._answers(messages, held, pulls)
-        self._feeder.finished(lease)
+    def _send(
+        self, requests: Sequence[bytes], known: Sequence[ParamBlocks], lease: Lease, pulls: bool
+    ) -> PulledState | None:
+        _, pulled = self._exchange.send(requests, known, pulls)
+        self._prefetcher.finished(lease)
         return pulled
 
     def _drain(self, left: int) -> None:
-        """Wait until so few pushes are on their way. Raises what one of them met."""
+        """Wait until at most `left` pushes are under way. Raises the error of a push that failed."""
         while len(self._sending) > left:
             self._sending.pop(0).result()
 
-    def _answers(
-        self, messages: Sequence[bytes], held: Sequence[Blocks], pulls: bool = True
-    ) -> tuple[int, Pulled | None]:
-        """What the servers answer.
-
-        `held`: the blocks that they were told to be here, which are those of an answer without any.
-        """
-        if len(self._servers) == 1:
-            answers = [self._servers[0].call(EXCHANGE, messages[0], DEADLINE_S)]
-        else:
-            pending = [
-                transport.start(EXCHANGE, message, DEADLINE_S)
-                for transport, message in zip(self._servers, messages, strict=True)
-            ]
-            answers = [each.result() for each in pending]
-        if not pulls:
-            return READY, None
-        found = [decode(self._schemas[1], answer) for answer in answers]
-        states = [int(answer.scalars["pulled"]) for answer in found]
-        if LATE in states or NO in states:
-            return (LATE if LATE in states else NO), None
-        dense = [_blocks(answer, here) for answer, here in zip(found, held, strict=True)]
-        for server, (answer, blocks) in enumerate(zip(found, dense, strict=True)):
-            if blocks.stamp > self._latest[server].stamp:
-                self._latest[server] = blocks
-            if "frozen" in answer.arrays:
-                self._computing.take_frozen(server, answer.arrays["frozen"])
-        rows, applied = [self._rows(answer) for answer in found], [int(answer.scalars["applied"]) for answer in found]
-        return READY, Pulled(dense, rows, applied, float(found[0].scalars["scale"]))
-
-    def _rows(self, answer: Message) -> dict[str, np.ndarray]:
-        return {name: widen(answer.arrays[f"rows/{name}"], answer.dtypes[f"rows/{name}"]) for name in self._widths}
-
-    # ------------------------------------------------------------ beginning
+    # ------------------------------------------------------------ the start
 
     def warmup(self) -> None:
-        """A pass whose results are forgotten: what this strategy cannot run is known before a server is asked."""
-        batch = self._errand.open("train", Shard(0, self._shares), self._micro_batch_rows).get(0, 0)
+        """A pass whose results are dropped: a model that cannot run fails here, before servers are asked."""
+        batch = self._context.open("train", Shard(0, self._shares), self._micro_batch_rows).get(0, 0)
         assert batch is not None
-        self._computing.warmup(to_device(batch, self._computing.device, self._task))
+        self._model.warmup(to_device(batch, self._model.device, self._task))
 
     def _join(self) -> None:
-        """Tell server 0 that this trainer is there, and wait until the servers have their state.
+        """Tell server 0 that this trainer is there, wait until the servers have their state, and pull what is frozen.
 
-        ConfigError when this one is of another kind.
+        ConfigError when this process differs from server 0 in what all must have alike; BusyError when another trainer
+        has this number.
         """
-        facts = np.frombuffer(json.dumps(self._errand.facts).encode(), np.uint8)
+        facts = np.frombuffer(json.dumps(self._context.facts).encode(), np.uint8)
         ready = False
         while not ready:
-            self._errand.beat("wait", 0)
-            answer = decode(
-                self._hellos[1],
-                self._servers[0].call(HELLO, encode(self._hellos[0], self._name, {"facts": facts}), DEADLINE_S),
-            )
+            self._context.beat("wait", 0)
+            request = encode(self._hellos[0], self._identity, {"facts": facts})
+            answer = decode(self._hellos[1], self._servers[0].call(HELLO, request, DEADLINE_S))
             refusal = answer.arrays["refusal"].tobytes().decode()
             if refusal:
                 raise BusyError(refusal) if answer.scalars["taken"] else ConfigError(refusal)
             ready = bool(answer.scalars["ready"])
         self._evaluation = ANY
-        self._coming.clear()
-        question = encode(self._schemas[0], {"trainer": self._number, "frozen": 1}, {})
-        for server, transport in enumerate(self._servers):
-            answer = decode(self._schemas[1], transport.call(EXCHANGE, question, DEADLINE_S))
-            self._computing.take_frozen(server, answer.arrays["frozen"])
+        self._pulling.clear()
+        self._exchange.pull_frozen()
 
 
-def _blocks(answer: Message, held: Blocks) -> Blocks:
-    """Of one server's answer; `held`: see `Trainer._answers`."""
-    return Blocks(int(answer.scalars["stamp"]), answer.arrays["dense"]) if "dense" in answer.arrays else held
-
-
-def _at_once(send: Callable[..., Pulled | None], *arguments: Any) -> Future[Pulled | None]:
-    """As `Executor.submit`, without a thread."""
-    done: Future[Pulled | None] = Future()
+def _call_now(send: Callable[..., PulledState | None], *arguments: Any) -> Future[PulledState | None]:
+    """As `Executor.submit`, in the caller's thread."""
+    done: Future[PulledState | None] = Future()
     done.set_result(send(*arguments))
     return done

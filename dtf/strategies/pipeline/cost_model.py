@@ -26,7 +26,7 @@ StateBytes = Callable[[nn.Module], int]
 """A part of the model -> bytes of its parameters, their gradients and their optimizer state."""
 
 MOST_ROUNDS = 10
-"""Of `measure` over the blocks of a small model, when its time is not up."""
+"""The most rounds of `measure` over the blocks of a small model."""
 
 Work = Callable[[nn.Module, Callable[[], Any], Callable[[Any], None]], float]
 
@@ -50,8 +50,8 @@ def measure(
     each: a burst of other work on the machine then spoils one time of a block, not all. Never holds more than a block.
     """
     device = _device(sample)
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.thread_time if alone else time.perf_counter  # thread_time stands still while others have the core
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if one_thread else time.perf_counter  # thread_time stands still while others have the core
 
     def timed(run: Callable[[], Any]) -> float:
         _settle(device)
@@ -100,8 +100,9 @@ def _costs(
     prepare: Callable[[nn.Module], None] | None,
     work: Work,
 ) -> Iterator[Cost]:
-    """One round over the blocks, each fed with what the one before it made; `work` of a forward and a backward pass,
-    after one to warm up.
+    """One round over the blocks, each with the outputs of the one before as inputs.
+
+    Each makes one pass to warm up; then `work` says what a forward and a backward pass cost.
     """
     device = _device(sample)
     values: Sequence[Any] = (sample,)
@@ -143,7 +144,7 @@ def _costs(
 
 
 class _Trial:
-    """Passes of one block over the same inputs."""
+    """ForwardPass of one block over the same inputs."""
 
     def __init__(self, block: nn.Module, inputs: Sequence[Any], autocast: torch.dtype | None) -> None:
         self._block, self._inputs, self._autocast = block, inputs, autocast
@@ -167,8 +168,9 @@ class _Trial:
             torch.autograd.backward(ends, self._gradients)
 
     def keep(self) -> tuple[Any, int, int]:
-        """The outputs; the bytes that this pass makes and keeps until its backward pass, outputs among them; those that
-        backward computes again.
+        """(outputs, bytes kept until the backward pass, bytes that backward computes again).
+
+        The kept bytes include the outputs.
         """
         known = {
             tensor.untyped_storage()._cdata
@@ -188,9 +190,7 @@ class _Trial:
 
 @torch.no_grad()
 def _stand_in(block: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of the block on the device with numbers of its own: activations keep their size through it, as in a model
-    that was just drawn.
-    """
+    """A copy of the block on the device, with random numbers through which activations keep their magnitude."""
     made: dict[int, Any] = {}
     for name, old in block.named_parameters():
         new = torch.empty(old.shape, dtype=old.dtype, device=device)

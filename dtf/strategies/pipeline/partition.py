@@ -79,7 +79,7 @@ def partition(costs: Sequence[Cost], stages: int, in_flight: InFlight, memory_by
             return math.inf
         return costs[last - 1].boundary_bytes if last < count else 0
 
-    return _best(count, stages, crossing, lambda here, rest: here + rest)[1]
+    return _best(count, stages, crossing, lambda first, rest: first + rest)[1]
 
 
 def memory(costs: Sequence[Cost], first: int, last: int, in_flight: int) -> int:
@@ -105,7 +105,7 @@ def table(
     bubble: float,
     unit: Literal["time", "FLOPs"],
 ) -> str:
-    """The stages, and what the cut promises, for people: several lines. `bubble`: see schedules."""
+    """The stages, their imbalance and the bubble as text of several lines. `bubble`: see schedules."""
     total = sum(cost.work for cost in costs) or 1.0
     stages = len(bounds) - 1
     rows = [("stage", "rank", "blocks", unit, "memory")]
@@ -137,7 +137,7 @@ def table(
 
 
 def human(count: float) -> str:
-    """Bytes for people: `512 B`, `1.5 MiB`."""
+    """Bytes as text: `512 B`, `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -148,8 +148,9 @@ def human(count: float) -> str:
 def _best(
     count: int, stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The cut of `count` blocks into runs whose costs(stage, first, last), joined, are least, and its bounds; the
-    earliest cuts among equals.
+    """The least cost of a cut of `count` blocks into `stages` runs, and its bounds; of equal cuts the earliest.
+
+    `cost(stage, first, last)`: of one run. `join`: the cost of a run and of those after it.
     """
     # rest[first]: the best for the blocks from `first` on in the stages from the present one on, and where it ends the
     # present one.
@@ -170,17 +171,18 @@ def _best(
 
 
 def _work_of_runs(costs: Sequence[Cost]) -> list[list[float]]:
-    """[first][last - first - 1] -> work of blocks [first, last), each added up from its own first block: equal runs are
-    equal numbers.
+    """[first][last - first - 1] -> work of blocks [first, last).
+
+    Each is added up from its own first block, so that equal runs have equal sums.
     """
-    found = []
+    works = []
     for first in range(len(costs)):
         sums, total = [], 0.0
         for cost in costs[first:]:
             total += cost.work
             sums.append(total)
-        found.append(sums)
-    return found
+        works.append(sums)
+    return works
 
 
 def _held(in_flight: InFlight, stages: int) -> list[int]:

@@ -1,10 +1,11 @@
-"""Where the ranks of a pipeline cut the model: one of them looks, all of them agree."""
+"""Where the ranks of a pipeline cut the model: rank 0 plans, all ranks take its plan."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from dtf.api.options import Remat
@@ -16,7 +17,7 @@ from dtf.model.activation_checkpointing import apply_activation_checkpointing, m
 from dtf.model.forward import batch_norm_error, cast_floating, inputs_to_device
 from dtf.model.init import DTYPES, layout_of
 from dtf.model.seeded_dropout import SeededDropout
-from dtf.optim.update import state_bytes, warmup_bytes
+from dtf.optim.update import state_bytes, trial_update
 from dtf.strategies.pipeline import cost_model, partition
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from dtf.strategies.sharded_init import cast_on_meta
@@ -28,7 +29,7 @@ more exact.
 
 
 class PipelineSpec(NamedTuple):
-    """What stages are for."""
+    """What the stages of a model have to be."""
 
     ranks: int  # of a pipeline
     virtual: int  # stages on each
@@ -41,53 +42,34 @@ class PipelineSpec(NamedTuple):
     memory_bytes: int  # of a rank, at most; 0: no bound
 
 
-def broadcast_plan(model: nn.Module, wish: PipelineSpec, task: Task, world: World) -> tuple[GraphSplit, list[int], str]:
-    """The model (on meta) as a chain, the bounds of its stages, and a table for people. Collective.
+def broadcast_plan(model: nn.Module, spec: PipelineSpec, task: Task, world: World) -> tuple[GraphSplit, list[int], str]:
+    """The model (on meta) as a chain of units, the bounds of its stages in them, and a table of the stages as text.
 
-    ConfigError on all ranks for a model that cannot be cut like that.
+    Collective. ConfigError on all ranks for a model that cannot be cut as `spec` says.
     """
     blocks = layout_of(task.recipe, model).blocks
-    found: dict[str, Any] = {}
+    plan: dict[str, Any] = {}
     if world.rank == 0:
         try:
-            found = _look(model, blocks, wish, task, world)
+            plan = _plan(model, blocks, spec, task, world)
         except ConfigError as error:
-            found = {"refused": str(error)}
-    found = world.broadcast(found)
-    if "refused" in found:
-        raise ConfigError(found["refused"])
-    return GraphSplit(model, blocks, found["fine"]), found["bounds"], found["table"]
+            plan = {"refused": str(error)}
+    plan = world.broadcast(plan)
+    if "refused" in plan:
+        raise ConfigError(plan["refused"])
+    return GraphSplit(model, blocks, plan["fine"]), plan["bounds"], plan["table"]
 
 
-def _look(
-    model: nn.Module, blocks: tuple[tuple[str, ...], ...], wish: PipelineSpec, task: Task, world: World
+def _plan(
+    model: nn.Module, blocks: tuple[tuple[str, ...], ...], spec: PipelineSpec, task: Task, world: World
 ) -> dict[str, Any]:
-    assert task.sample is not None
-    compute = DTYPES[task.precision.compute]
-    autocast = compute if task.precision.cast is Cast.autocast else None
-    inputs = inputs_to_device(task.sample(wish.rows), world.device)
-    sample = inputs if autocast else cast_floating(inputs, compute)
-    forgetful = modules_to_checkpoint(task.recipe, task.step.remat)
-
-    def prepare(block: nn.Module) -> None:
-        cast_on_meta(block, task.precision, computing=True)
-        apply_activation_checkpointing(block, forgetful, task.step.remat, SeededDropout(block, task.seed, world.device))
-
-    def held_bytes(block: nn.Module) -> int:
-        return state_bytes(block, task.optimizer, task.precision)
-
-    def look(chain: GraphSplit) -> list[partition.Cost]:
-        if not wish.timed:
-            return cost_model.count(chain, sample, held_bytes, autocast, prepare)
-        return cost_model.measure(
-            chain, sample, held_bytes, autocast, prepare, warmup_bytes(task.optimizer), wish.micro_batches
-        )
-
-    stages = wish.ranks * wish.virtual
-    places, unit = [s % wish.ranks for s in range(stages)], "time" if wish.timed else "FLOPs"
-    found: dict[str, Any] = {}
+    """Rank 0's plan: `fine`, whether blocks are cut inside, `bounds` and `table`. ConfigError where there is none."""
+    sample = _sample(spec, task, world)
+    stages = spec.ranks * spec.virtual
+    places, unit = [s % spec.ranks for s in range(stages)], "time" if spec.timed else "FLOPs"
+    plan: dict[str, Any] = {}
     least = math.inf
-    inside = not wish.begins and task.step.remat is Remat.none  # what is cut inside cannot be computed again
+    inside = not spec.begins and task.step.remat is Remat.none  # what is cut inside cannot be computed again
     refused: ConfigError | None = None  # by blocks as they are
     for fine in (False, True) if inside else (False,):
         try:
@@ -97,65 +79,99 @@ def _look(
                 raise
             break  # a block whose code cannot be followed is not cut inside
         try:
-            each = look(chain)
-            bounds = _bounds(blocks, each, stages, wish)
+            costs = _costs(chain, sample, spec, task, world)
+            bounds = _bounds(blocks, costs, stages, spec)
         except ValueError as error:
-            raise batch_norm_error(error, wish.rows) from error
+            raise batch_norm_error(error, spec.rows) from error
         except ConfigError as error:
             refused = error
             continue
-        imbalance = partition.imbalance(each, bounds)
+        imbalance = partition.imbalance(costs, bounds)
         if imbalance < least - EVEN:
-            least, found = imbalance, {"fine": fine, "bounds": bounds}
-            found["table"] = partition.table(
-                each, bounds, places, wish.in_flight, wish.micro_batches, wish.bubble, unit
+            least, plan = imbalance, {"fine": fine, "bounds": bounds}
+            plan["table"] = partition.table(
+                costs, bounds, places, spec.in_flight, spec.micro_batches, spec.bubble, unit
             )
         if least <= EVEN:
             break
-    if not found and refused is not None:
+    if not plan and refused is not None:
         raise ConfigError(f"strategy=pipeline: {refused}")
-    if wish.micro_batches == 1:
-        found["table"] += "\none micro-batch in flight: plain model parallelism, one rank works while the others wait"
-    return found
+    if spec.micro_batches == 1:
+        plan["table"] += "\none micro-batch in flight: plain model parallelism, one rank works while the others wait"
+    return plan
+
+
+def _autocast(task: Task) -> torch.dtype | None:
+    """The format of autocast, if the task uses it."""
+    return DTYPES[task.precision.compute] if task.precision.cast is Cast.autocast else None
+
+
+def _sample(spec: PipelineSpec, task: Task, world: World) -> Any:
+    """The inputs of one micro-batch, as the model takes them."""
+    assert task.sample is not None
+    inputs = inputs_to_device(task.sample(spec.rows), world.device)
+    return inputs if _autocast(task) else cast_floating(inputs, DTYPES[task.precision.compute])
+
+
+def _costs(chain: GraphSplit, sample: Any, spec: PipelineSpec, task: Task, world: World) -> list[partition.Cost]:
+    """The cost of each unit of a chain: measured, or counted, as `spec.timed` says."""
+    autocast = _autocast(task)
+    recomputed = modules_to_checkpoint(task.recipe, task.step.remat)
+
+    def prepare(block: nn.Module) -> None:
+        cast_on_meta(block, task.precision, computing=True)
+        apply_activation_checkpointing(
+            block, recomputed, task.step.remat, SeededDropout(block, task.seed, world.device)
+        )
+
+    def held_bytes(block: nn.Module) -> int:
+        return state_bytes(block, task.optimizer, task.precision)
+
+    if not spec.timed:
+        return cost_model.count(chain, sample, held_bytes, autocast, prepare)
+    return cost_model.measure(
+        chain, sample, held_bytes, autocast, prepare, trial_update(task.optimizer), spec.micro_batches
+    )
 
 
 def _bounds(
-    blocks: tuple[tuple[str, ...], ...], each: list[partition.Cost], stages: int, wish: PipelineSpec
+    blocks: tuple[tuple[str, ...], ...], costs: list[partition.Cost], stages: int, spec: PipelineSpec
 ) -> list[int]:
-    if len(each) < wish.ranks:
+    """The first unit of each stage, and the number of units. `costs`: of each unit. ConfigError where none fit."""
+    if len(costs) < spec.ranks:
         raise ConfigError(
-            f"{len(each)} blocks do not make stages for {wish.ranks} ranks; use a smaller strategy.degree, or a "
+            f"{len(costs)} blocks do not make stages for {spec.ranks} ranks; use a smaller strategy.degree, or a "
             "smaller launcher.processes"
         )
-    if len(each) < stages:
-        most = len(each) // wish.ranks
+    if len(costs) < stages:
+        most = len(costs) // spec.ranks
         raise ConfigError(
-            f"strategy.virtual={wish.virtual}: {len(each)} blocks do not make {stages} stages; use "
+            f"strategy.virtual={spec.virtual}: {len(costs)} blocks do not make {stages} stages; use "
             f"{f'1 to {most}' if most > 1 else 1}"
         )
-    most = -(-wish.memory_bytes // wish.virtual)
-    if not wish.begins:
+    most = -(-spec.memory_bytes // spec.virtual)
+    if not spec.begins:
         try:
-            return partition.partition(each, stages, wish.in_flight, most)
+            return partition.partition(costs, stages, spec.in_flight, most)
         except partition.TooLarge as error:
-            key, more = "strategy.memory_gb", f"; a rank has {wish.virtual} such stages" if wish.virtual > 1 else ""
-            needed = _gib(error.least_bytes * wish.virtual)
+            key, more = "strategy.memory_gb", f"; a rank has {spec.virtual} such stages" if spec.virtual > 1 else ""
+            needed = _gib(error.least_bytes * spec.virtual)
             raise ConfigError(
-                f"{key}={wish.memory_bytes / 2**30:.4g}: {error}{more}; the least is {key}={needed}"
+                f"{key}={spec.memory_bytes / 2**30:.4g}: {error}{more}; the least is {key}={needed}"
             ) from error
-    bounds = _named(blocks, wish.begins)
-    needs = [partition.memory(each, bounds[s], bounds[s + 1], wish.in_flight[s]) for s in range(stages)]
+    bounds = _named(blocks, spec.begins)
+    needs = [partition.memory(costs, bounds[s], bounds[s + 1], spec.in_flight[s]) for s in range(stages)]
     if most and max(needs) > most:
-        given, needed = f"strategy.memory_gb={wish.memory_bytes / 2**30:.4g}", _gib(max(needs) * wish.virtual)
+        given, needed = f"strategy.memory_gb={spec.memory_bytes / 2**30:.4g}", _gib(max(needs) * spec.virtual)
         raise ConfigError(
-            f"strategy.cuts={wish.begins} makes a rank need more than {given}; cut elsewhere, or use "
+            f"strategy.cuts={spec.begins} makes a rank need more than {given}; cut elsewhere, or use "
             f"strategy.memory_gb={needed}"
         )
     return bounds
 
 
 def _gib(count: int) -> str:
-    """So many bytes in GiB, rounded up to three digits or so."""
+    """Bytes in GiB, rounded up, with about three digits."""
     return f"{1.005 * count / 2**30:.3g}"
 
 

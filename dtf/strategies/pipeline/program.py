@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,8 @@ from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
 from dtf.data.samplers import cut, share
 from dtf.distributed.device_mesh import ParallelDims
-from dtf.distributed.p2p import P2PChannel, PendingRecv, TensorMeta
+from dtf.distributed.p2p import P2PChannel
 from dtf.distributed.sharding import byte_count
-from dtf.distributed.strides import axes, dense
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
@@ -43,17 +42,13 @@ from dtf.model.forward import (
 from dtf.model.memory import Footprint, activations
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import update_applied
+from dtf.strategies.buffers import buffers, buffers_kept, load_buffers, own_averages
+from dtf.strategies.pipeline.messages import AHEAD, UNANSWERED, PipelineRanks, StageMessages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
-from dtf.strategies.spmd import buffers, buffers_kept, load_buffers, microbatch_load, own_averages
+from dtf.strategies.spmd import microbatch_load
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
-
-AHEAD = 2
-"""Messages that a rank is ready to receive before it needs them, so that they travel while it computes."""
-
-UNANSWERED = 2
-"""Gradients that a rank has sent and keeps: what it knows of the rank before is as old."""
 
 
 class Stage:
@@ -74,35 +69,6 @@ class Stage:
             self.model.train(mode)
 
 
-class Line(NamedTuple):
-    """One pipeline: its ranks in order of stages. Stage s is on `ranks[s % len(ranks)]`."""
-
-    ranks: list[int]
-    place: int  # of this rank among them
-    stages: int
-    forward: list[P2PChannel]  # from stage s to s + 1
-    backward: list[P2PChannel]  # from stage s + 1 to s
-
-    @property
-    def last(self) -> int:
-        return self.stages - 1
-
-
-def links(
-    lines: list[list[int]], stages: int, rank: int, device: torch.device
-) -> tuple[list[P2PChannel], list[P2PChannel]]:
-    """The links of the line that `rank` is in, forward and backward; all ranks build those of all lines. Collective."""
-    mine: tuple[list[P2PChannel], list[P2PChannel]] = [], []
-    for ranks in lines:
-        for s in range(stages - 1):
-            ends = ranks[s % len(ranks)], ranks[(s + 1) % len(ranks)]
-            pair = [P2PChannel(*ends, tag=2 * s, device=device), P2PChannel(*ends[::-1], tag=2 * s + 1, device=device)]
-            if rank in ranks:
-                mine[0].append(pair[0])
-                mine[1].append(pair[1])
-    return mine
-
-
 class _Held(NamedTuple):
     """What a stage keeps of a micro-batch between its forward and its backward pass."""
 
@@ -112,15 +78,15 @@ class _Held(NamedTuple):
 
 
 class PipelineProgram(Program):
-    """One or more stages on every rank, an update for the parameters of these. `table`: the stages, for people.
+    """One or more stages on every rank, and an update for the parameters of these.
 
-    `tables`: those of the update.
+    `table`: the stages as text, for the start-up table. `tables`: the sparse tables that the update holds.
     """
 
     def __init__(
         self,
         stages: list[Stage],
-        line: Line,
+        pipeline: PipelineRanks,
         schedule: Schedule,
         update: Update,
         task: Task,
@@ -132,21 +98,21 @@ class PipelineProgram(Program):
     ) -> None:
         self._tables, self._looked_up = tables, tuple(task.recipe.tables())
         self._stages = {stage.index: stage for stage in stages}
-        self._line, self._update, self._task, self._world, self._dims = line, update, task, world, dims
+        self._pipeline, self._update, self._task, self._world, self._dims = pipeline, update, task, world, dims
         self.shard = dims.dp_shard if dims.broadcast.reads else None
         self.shares, self.micro_batch_rows, self._table = dims.dp_shard.count, micro_batch_rows, table
         self._passes = ForwardPass(task, world.device)
-        shape = len(line.ranks), line.stages // len(line.ranks)
-        self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, line.place, *shape, count))
+        shape = len(pipeline.ranks), pipeline.stages // len(pipeline.ranks)
+        self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, pipeline.place, *shape, count))
         # of the rank before
-        self._answers = cache(lambda count: answers(order(schedule, (line.place - 1) % shape[0], *shape, count)))
-        self._settled = True
+        self._answers = cache(lambda count: answers(order(schedule, (pipeline.place - 1) % shape[0], *shape, count)))
+        self._synced = True
         self._trials: list[tuple[int, Footprint]] = []
         self._row_bytes = 0.0  # of messages that wait in memory
         dtype = loss_dtype(task)
         self._one = torch.ones((), device=world.device, dtype=dtype)
-        self._nothing = torch.zeros(1 + len(task.recipe.train_metrics), device=world.device, dtype=dtype)
-        self._unsaid = torch.zeros(2, device=world.device, dtype=dtype)
+        self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=world.device, dtype=dtype)
+        self._no_norm = torch.zeros(2, device=world.device, dtype=dtype)
 
     def about(self) -> dict[str, str]:
         return {"stages": self._table}
@@ -164,15 +130,15 @@ class PipelineProgram(Program):
         with ExitStack() as stack:
             for stage in self._stages.values():
                 stack.enter_context(buffers_kept(stage, self.shares > 1, "strategy.degree=0"))
-            self._try(batch)
+            self._warm_up(batch)
 
-    def _try(self, batch: Batch) -> None:
-        """Two steps' passes without their updates."""
+    def _warm_up(self, batch: Batch) -> None:
+        """The passes of two steps, without updates. ConfigError for a model that draws from the global generator."""
         drew, self._trials = [], []
-        seeded: list[Tensor] = []
+        seeded: list[Tensor] = []  # the generator's state after the last seeding
 
         def enter(stage: Stage, j: int) -> None:
-            # by the stage before on this rank
+            # whether the stage before on this rank drew
             drew.extend(not torch.equal(state, stage.masks.rng_state()) for state in seeded)
             stage.masks.begin_micro_batch(0, 0)
             seeded[:] = [stage.masks.rng_state()]
@@ -183,27 +149,27 @@ class PipelineProgram(Program):
                     self._run([part], torch.zeros_like(self._one), enter, train=True)
             except ValueError as error:
                 raise batch_norm_error(error, len(part.ids)) from error
-            gradients = [link for link in self._line.backward if link.target == self._world.rank]
+            gradients = [channel for channel in self._pipeline.backward if channel.target == self._world.rank]
             # there when backward began, but not kept since forward
-            footprint.saved_bytes -= sum(link.byte_count for link in gradients[-AHEAD:])
+            footprint.saved_bytes -= sum(channel.byte_count for channel in gradients[-AHEAD:])
             self._trials.append((len(part.ids), footprint))
             for stage in self._stages.values():
                 for parameter in stage.model.parameters():
                     parameter.grad = None
-        received = [
-            link.byte_count for link in (*self._line.forward, *self._line.backward) if link.target == self._world.rank
-        ]
-        sent_back = [link.byte_count for link in self._line.backward if link.source == self._world.rank]
-        self._row_bytes = (AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)) / self._trials[
-            -1
-        ][0]
+        received = [channel.byte_count for channel in self._channels() if channel.target == self._world.rank]
+        sent_back = [channel.byte_count for channel in self._pipeline.backward if channel.source == self._world.rank]
+        waiting = AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)
+        self._row_bytes = waiting / self._trials[-1][0]
         if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.rng_state()):
             raise refuse_global_rng("pipeline", "the stages before and after do not draw on")
+
+    def _channels(self) -> list[P2PChannel]:
+        return [*self._pipeline.forward, *self._pipeline.backward]
 
     def memory(self) -> Memory:
         parameters, gradients, optimizer, tables = self._update.bytes()
         sizes = (byte_count([parameter]) for stage in self._stages.values() for parameter in stage.model.parameters())
-        gradients += max(sizes, default=0)  # one that is not yet added to those of earlier micro-batches
+        gradients += max(sizes, default=0)  # of the one that is not yet added to those of earlier micro-batches
         buffers = byte_count(buffer for stage in self._stages.values() for buffer in stage.model.buffers())
         micro_batches, rows = microbatch_load(self._task, self.shares, self.micro_batch_rows)
         # passes of one stage each
@@ -234,13 +200,13 @@ class PipelineProgram(Program):
             self._tables.backward(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
         for stage in self._stages.values():
             stage.statistics.end()
-        self._settled = False
+        self._synced = False
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
         for stage in self._stages.values():
             stage.statistics.finish(update_applied(norm))
-        # every rank knows the norm, one tells it
-        return StepOutput(sums, norm if self._world.rank == 0 else self._unsaid)
+        # every rank knows the norm, one reports it
+        return StepOutput(sums, norm if self._world.rank == 0 else self._no_norm)
 
     def _leaves(self, part: Batch) -> Batch:
         """Rows of a batch with gradients for rows of sparse tables, where the first layers are."""
@@ -254,44 +220,45 @@ class PipelineProgram(Program):
         for stage in self._stages.values():
             stage.train(False)
         # as many parts as there are ranks to work on them
-        bounds = cut(len(batch.ids), -(-len(batch.ids) // len(self._line.ranks)))
+        bounds = cut(len(batch.ids), -(-len(batch.ids) // len(self._pipeline.ranks)))
         return self._run(
             [rows_of(batch, *ends) for ends in pairwise(bounds)], self._one, lambda stage, j: None, train=False
         )
 
     def _run(self, parts: list[Batch], factor: Tensor, enter: Callable[[Stage, int], None], train: bool) -> Evaluated:
-        """Micro-batches through this rank's stages; returns what is measured of those whose losses are computed here.
+        """Micro-batches through this rank's stages; returns the sums of those whose losses are computed here.
 
-        Collective over the line.
+        `factor`: of the loss, shape (). `enter(stage, micro_batch)`: called before each forward pass. Collective over
+        the pipeline.
         """
         actions = [action for action in self._order(len(parts)) if train or action.forward]
-        mail = _Mail(self._line, actions, parts, self._answers(len(parts)) if train else None)
+        messages = StageMessages(self._pipeline, actions, parts, self._answers(len(parts)) if train else None)
         held: dict[tuple[int, int], _Held] = {}
-        found = [Evaluated(self._nothing, None)]
+        measured = [Evaluated(self._no_sums, None)]
         for number, (forward, s, j) in enumerate(actions):
-            mail.open(number)
+            messages.open(number)
             if forward:
                 enter(self._stages[s], j)
                 with section("forward"):
-                    kept, more = self._forward(s, j, parts[j], factor, mail, train)
-                found += [] if more is None else [more]
+                    kept, evaluated = self._forward(s, j, parts[j], factor, messages, train)
+                measured += [] if evaluated is None else [evaluated]
                 if train:
                     held[s, j] = kept
                 del kept  # activations live as long as the schedule says
             else:
                 with section("backward"):
-                    self._backward(s, j, held.pop((s, j)), mail)
-        for link in (*self._line.forward, *self._line.backward):
-            link.flush()
-        return merge_evaluated(found, self._world.device)
+                    self._backward(s, j, held.pop((s, j)), messages)
+        for channel in self._channels():
+            channel.flush()
+        return merge_evaluated(measured, self._world.device)
 
     def _forward(
-        self, s: int, j: int, batch: Batch, factor: Tensor, mail: _Mail, train: bool
+        self, s: int, j: int, batch: Batch, factor: Tensor, messages: StageMessages, train: bool
     ) -> tuple[_Held, Evaluated | None]:
-        inputs = mail.inputs(s, j) if s else ()
+        inputs = messages.inputs(s, j) if s else ()
         outputs = self._passes.forward(self._stages[s].model, *(inputs if s else (batch.inputs,)), cast=not s)
-        if s < self._line.last:
-            mail.pass_on(s, j, outputs)
+        if s < self._pipeline.last:
+            messages.send_outputs(s, j, outputs)
             return _Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None
         outputs, loss = self._passes.losses(outputs, batch)
         total, seed = self._passes.total(loss, batch, factor)
@@ -302,12 +269,12 @@ class PipelineProgram(Program):
         )
         return _Held(inputs, (total,), seed), measured
 
-    def _backward(self, s: int, j: int, kept: _Held, mail: _Mail) -> None:
-        gradients = (kept.seed,) if kept.seed is not None else mail.gradients(s, j)
+    def _backward(self, s: int, j: int, kept: _Held, messages: StageMessages) -> None:
+        gradients = (kept.seed,) if kept.seed is not None else messages.gradients(s, j)
         if any(output.requires_grad for output in kept.outputs):
             torch.autograd.backward(kept.outputs, gradients)
         if s:
-            mail.pass_back(s, j, kept.inputs)
+            messages.send_gradients(s, j, kept.inputs)
 
     def swap_ema(self, on: bool) -> None:
         self._update.swap_ema(on)
@@ -315,19 +282,17 @@ class PipelineProgram(Program):
             stage.statistics.swap_ema(on)
 
     def sync(self) -> None:
-        if not self._settled:
+        if not self._synced:
             for stage in self._stages.values():
                 stage.statistics.average(self._dims.average)
-            self._settled = True
+            self._synced = True
 
     def state(self) -> State:
         state = self._update.state()
         share = self._dims.dp_shard
-        kept = [box for stage in self._stages.values() if share.index == 0 for box in buffers(stage)]
-        return State(
-            state.boxes + kept + [box for stage in self._stages.values() for box in own_averages(stage, share)],
-            state.scalars,
-        )
+        common = [box for stage in self._stages.values() if share.index == 0 for box in buffers(stage)]
+        averages = [box for stage in self._stages.values() for box in own_averages(stage, share)]
+        return State(state.boxes + common + averages, state.scalars)
 
     def load(self, source: Source) -> None:
         self._update.load(source)
@@ -339,73 +304,3 @@ class PipelineProgram(Program):
 
     def skipped(self) -> int:
         return self._update.skipped()
-
-
-class _Mail:
-    """The messages of one rank in one run of its actions. Neighbouring stages are always on different ranks.
-
-    What was sent stays in memory until an answer shows that it was received: its gradient, or of a gradient, inputs
-    that were computed after it. `answers`: see schedules; None: nothing comes back.
-    """
-
-    def __init__(
-        self, line: Line, actions: list[Action], parts: list[Batch], answers: dict[tuple[int, int], int] | None
-    ) -> None:
-        self._line, self._actions, self._answers = line, actions, answers or {}
-        self._keys = [(_form(part.inputs), answers is not None) for part in parts]
-        self._wanted = [
-            n for n, action in enumerate(actions) if (action.stage if action.forward else action.stage < line.last)
-        ]
-        self._begun = 0  # of what is wanted
-        self._arrivals: dict[Action, PendingRecv] = {}
-        self._sent: dict[tuple[int, int], list[TensorMeta]] = {}  # what went forward and gets gradients back
-
-    def open(self, number: int) -> None:
-        """Before action `number`: begin to receive what it and the next few need, as far as it is known what that looks
-        like.
-        """
-        while self._begun < len(self._wanted):
-            at = self._wanted[self._begun]
-            if at > number and len(self._arrivals) >= AHEAD:
-                return
-            forward, s, j = action = self._actions[at]
-            link = self._line.forward[s - 1] if forward else self._line.backward[s]
-            if forward:
-                forms = link.meta(self._keys[j]) if at == number or link.has_meta(self._keys[j]) else None
-            else:
-                forms = self._sent.pop((s, j), None)
-            if forms is None:
-                return
-            self._arrivals[action] = link.receive(forms)
-            self._begun += 1
-
-    def inputs(self, s: int, j: int) -> tuple[Tensor, ...]:
-        """What the stage before has sent on; leaves of this stage's graph."""
-        forms = self._line.forward[s - 1].meta(self._keys[j])
-        tensors = self._arrivals.pop(Action(True, s, j)).wait()
-        self._line.backward[s - 1].free(self._answers.get((s - 1, j), 0))
-        return tuple(tensor.requires_grad_(form.gradient) for tensor, form in zip(tensors, forms, strict=True))
-
-    def pass_on(self, s: int, j: int, outputs: tuple[Tensor, ...]) -> None:
-        sent = [dense(tensor) for tensor in outputs]
-        self._line.forward[s].send(self._keys[j], sent)
-        self._sent[s, j] = [TensorMeta.of(tensor) for tensor in sent if tensor.requires_grad]
-
-    def gradients(self, s: int, j: int) -> tuple[Tensor, ...]:
-        """Of a stage's outputs, from the stage after."""
-        gradients = self._arrivals.pop(Action(False, s, j)).wait()
-        self._line.forward[s].free(j + 1)
-        return gradients
-
-    def pass_back(self, s: int, j: int, inputs: tuple[Tensor, ...]) -> None:
-        """The gradients of a stage's inputs; zeros where it did not use one."""
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        self._line.backward[s - 1].send(
-            None, [torch.zeros_like(t) if t.grad is None else dense(t.grad, axes(t)) for t in wanted]
-        )
-
-
-def _form(inputs: Any) -> Any:
-    """What decides the shapes of everything that follows from a micro-batch's inputs."""
-    named = inputs if isinstance(inputs, dict) else {"": inputs}
-    return tuple((name, tuple(t.shape), str(t.dtype)) for name, t in named.items())

@@ -1,4 +1,4 @@
-"""In which order the ranks of a pipeline compute the micro-batches of a step: pure lists, nothing runs here."""
+"""The order in which the ranks of a pipeline compute the micro-batches of a step. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Action(NamedTuple):
 
 
 def order(schedule: Schedule, rank: int, ranks: int, virtual: int, micro_batches: int) -> list[Action]:
-    """What `rank` does; it holds the stages rank, rank + ranks, ...: `virtual` of them.
+    """The actions of `rank` in order. It holds the stages rank, rank + ranks, ...: `virtual` of them.
 
     Forward and backward passes of each stage go through the micro-batches from the first to the last. With several
     stages per rank, micro-batches go round in groups of `ranks`; when they do not divide, the last group is smaller.
@@ -31,25 +31,26 @@ def order(schedule: Schedule, rank: int, ranks: int, virtual: int, micro_batches
         ahead = total
     else:  # so many forward passes before the first backward pass; one more follows at once
         ahead = min(total, ranks - 1 - rank if virtual == 1 else (virtual - 1) * ranks + 2 * (ranks - 1 - rank))
-    found = forwards[:ahead]
+    actions = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        found += [forward, backward]
-    found += backwards[total - ahead :]
-    return [action for action in found if action.micro_batch < micro_batches]
+        actions += [forward, backward]
+    actions += backwards[total - ahead :]
+    return [action for action in actions if action.micro_batch < micro_batches]
 
 
 def answers(actions: list[Action]) -> dict[tuple[int, int], int]:
-    """(stage, micro-batch) of a rank's forward passes -> backward passes of that stage before it; who gets what it
-    computed knows that these are done.
+    """(stage, micro-batch) of a rank's forward passes -> the number of backward passes of that stage before it.
+
+    The rank that receives the output of such a forward pass knows that these are done.
     """
     done: Counter[int] = Counter()
-    found = {}
+    counts = {}
     for forward, stage, j in actions:
         if forward:
-            found[stage, j] = done[stage]
+            counts[stage, j] = done[stage]
         else:
             done[stage] += 1
-    return found
+    return counts
 
 
 def in_flight(schedule: Schedule, stage: int, ranks: int, virtual: int, micro_batches: int) -> int:

@@ -18,7 +18,11 @@ from dtf.strategies.pipeline.schedules import Schedule, bubble, in_flight
 if TYPE_CHECKING:
     import torch
 
+    from dtf.distributed.device_mesh import ParallelDims
     from dtf.distributed.world import World
+    from dtf.optim.update import LocalUpdate, ParamShard
+    from dtf.sparse.sharded_tables import ShardedTables
+    from dtf.strategies.pipeline.planner import PipelineSpec
 
 PER_RANK = 4
 """Micro-batches of a global batch for each rank of a pipeline, unless step.micro_batch_rows says otherwise: the bubble
@@ -102,90 +106,109 @@ class Pipeline(Strategy):
                 f"strategy.cuts={self.cuts} makes {len(self.cuts) + 1} stages, this run has {stages}; name "
                 f"{stages - 1}, or none"
             )
-        again = [name for i, name in enumerate(self.cuts) if name in self.cuts[:i]]
-        if again:
-            raise ConfigError(f"strategy.cuts={self.cuts} names {again[0]} twice; each stage begins with another block")
+        repeated = [name for i, name in enumerate(self.cuts) if name in self.cuts[:i]]
+        if repeated:
+            raise ConfigError(
+                f"strategy.cuts={self.cuts} names {repeated[0]} twice; each stage begins with another block"
+            )
 
     def communication(self, devices: str) -> str | None:
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
-        import torch
-
         from dtf.model.init import build_on_meta
         from dtf.strategies.spmd import single_process
 
         if world.size == 1:
             return single_process(task, world)
 
-        from dtf.data.samplers import cut
         from dtf.distributed.device_mesh import ParallelDims
-        from dtf.optim.update import LocalUpdate
         from dtf.sparse.placement import tables_of
-        from dtf.strategies.pipeline.planner import PipelineSpec, broadcast_plan
-        from dtf.strategies.pipeline.program import Line, PipelineProgram, Stage, links
+        from dtf.strategies.pipeline.messages import PipelineRanks, channels
+        from dtf.strategies.pipeline.planner import broadcast_plan
+        from dtf.strategies.pipeline.program import PipelineProgram, Stage
         from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, pieces
 
-        ranks = self.degree or world.size
-        virtual = self.virtual if ranks > 1 else 1
-        stages = ranks * virtual
-        dims = ParallelDims(world, "pp", ranks, inputs=False)
-        # batch statistics need two rows
-        count = max(dims.dp_shard.count, min(PER_RANK * world.size, task.step.batch_size // 2))
-        rows = task.step.rows_each(count)
-        ends = cut(task.step.batch_size, rows)
-        each = -(-(len(ends) - 1) // dims.dp_shard.count)  # of a pipeline, at most
-        held = [in_flight(self.schedule, s, ranks, virtual, each) for s in range(stages)]
-        idle = bubble(self.schedule, ranks, virtual, each)
-        wish = PipelineSpec(
-            ranks,
-            virtual,
-            each,
-            idle,
-            ends[1],
-            held,
-            self.cuts,
-            self.balance is Balance.time,
-            math.ceil(self.memory_gb * 2**30),
-        )
+        dims = ParallelDims(world, "pp", self.degree or world.size, inputs=False)
+        rows, spec = self._spec(task, world, dims.dp_shard.count)
+        stages = spec.ranks * spec.virtual
         model = build_on_meta(task.recipe)
-        chain, bounds, table = broadcast_plan(model, wish, task, world)
+        split, bounds, table = broadcast_plan(model, spec, task, world)
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not names:
             raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
         cast_on_meta(model, task.precision, computing=True)
-        segments, found = {}, {}
-        for s in range(dims.axis_rank, stages, ranks):
-            segments[s] = chain.segment(bounds[s], bounds[s + 1])
+        segments, shards = {}, {}
+        for s in range(dims.axis_rank, stages, spec.ranks):
+            segments[s] = split.segment(bounds[s], bounds[s + 1])
             masters = lay_out(segments[s], task.precision, world.device)
             draw(segments[s], task, masters)
-            found |= pieces(segments[s], masters)
-        own = [names.index(name) for name, piece in found.items() if piece.parameter.requires_grad]
-        mine = torch.tensor(own, dtype=torch.int64, device=world.device)
-
-        def gather(norms: torch.Tensor) -> torch.Tensor:
-            """Norms of all parameters in the model's order, whichever stage has them: the same bits for every cut."""
-            every = norms.new_zeros(len(names))
-            every[mine] = norms
-            return dims.total(every)
-
-        options = task.optimizer, task.step.clip_norm, task.precision.loss_scale
-        like = torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)
+            shards |= pieces(segments[s], masters)
         tables = tables_of(task, world, self.tables, gives=dims.broadcast.reads)
-        update = LocalUpdate(
-            found,
-            *options,
-            writes=dims.dp_shard.index == 0,
-            reduce=dims.reduce,
-            gather=gather,
-            like=like,
-            tables=tables,
-        )
-        line = Line(
-            dims.mesh_rows[dims.dp_shard.index],
-            dims.axis_rank,
-            stages,
-            *links(dims.mesh_rows, stages, world.rank, world.device),
-        )
+        dtype = next(model.parameters()).dtype
+        update = _update(task, world, dims, shards, names, dtype, tables)
+        links = channels(dims.mesh_rows, stages, world.rank, world.device)
+        pipeline = PipelineRanks(dims.mesh_rows[dims.dp_shard.index], dims.axis_rank, stages, *links)
         parts = [Stage(s, segment, task, world.device) for s, segment in segments.items()]
-        return PipelineProgram(parts, line, self.schedule, update, task, world, dims, rows, table, tables)
+        return PipelineProgram(parts, pipeline, self.schedule, update, task, world, dims, rows, table, tables)
+
+    def _spec(self, task: Task, world: World, shares: int) -> tuple[int, PipelineSpec]:
+        """The rows of a micro-batch, and what the stages have to be. `shares`: pipelines that divide the rows."""
+        from dtf.data.samplers import cut
+        from dtf.strategies.pipeline.planner import PipelineSpec
+
+        ranks = self.degree or world.size
+        virtual = self.virtual if ranks > 1 else 1
+        # batch statistics need two rows
+        count = max(shares, min(PER_RANK * world.size, task.step.batch_size // 2))
+        rows = task.step.rows_each(count)
+        bounds = cut(task.step.batch_size, rows)
+        micro_batches = -(-(len(bounds) - 1) // shares)  # of one pipeline, at most
+        spec = PipelineSpec(
+            ranks,
+            virtual,
+            micro_batches,
+            bubble(self.schedule, ranks, virtual, micro_batches),
+            bounds[1],
+            [in_flight(self.schedule, s, ranks, virtual, micro_batches) for s in range(ranks * virtual)],
+            self.cuts,
+            self.balance is Balance.time,
+            math.ceil(self.memory_gb * 2**30),
+        )
+        return rows, spec
+
+
+def _update(
+    task: Task,
+    world: World,
+    dims: ParallelDims,
+    shards: dict[str, ParamShard],
+    names: list[str],
+    dtype: torch.dtype,
+    tables: ShardedTables | None,
+) -> LocalUpdate:
+    """The update of this rank's stages, `shards`. `names`: all trained parameters of the model, in its order."""
+    import torch
+
+    from dtf.optim.update import LocalUpdate
+
+    local_indices = [names.index(name) for name, shard in shards.items() if shard.parameter.requires_grad]
+    positions = torch.tensor(local_indices, dtype=torch.int64, device=world.device)
+
+    def gather(norms: torch.Tensor) -> torch.Tensor:
+        """Norms of all parameters in the model's order, whichever stage has them: the same bits for every cut."""
+        all_norms = norms.new_zeros(len(names))
+        all_norms[positions] = norms
+        return dims.total(all_norms)
+
+    return LocalUpdate(
+        shards,
+        task.optimizer,
+        task.step.clip_norm,
+        task.precision.loss_scale,
+        writes=dims.dp_shard.index == 0,
+        reduce=dims.reduce,
+        gather=gather,
+        like=torch.empty(0, dtype=dtype, device=world.device),
+        tables=tables,
+    )

@@ -1,4 +1,4 @@
-"""What models of click-through rates are made of. A part takes rows (B, F, W): a row of numbers for each of F fields.
+"""Layers of click-through models. Most take rows (B, F, W): W numbers for each of F fields.
 
 Knows no data.
 """
@@ -25,10 +25,10 @@ class DenseTable(nn.Module):
         return self.rows(ids + 1)
 
 
-class First(nn.Module):
-    """The first-order term (B,): a weight for each row, already looked up, and for each number.
+class FirstOrder(nn.Module):
+    """The first-order term (B,): the weights of the rows, already looked up, and a weighted sum of the numbers.
 
-    `bias`: whether nothing else in the model has one.
+    `bias`: whether to add a bias, where no other layer of the model has one.
     """
 
     def __init__(self, numbers: int, bias: bool) -> None:
@@ -47,7 +47,7 @@ class First(nn.Module):
         return total if self.bias is None else total + self.bias
 
 
-class Pairs(nn.Module):
+class PairwiseProducts(nn.Module):
     """Sum over all pairs of rows of their products, (B, W): half of (square of the sum - sum of the squares).
 
     Source: Rendle 2010, lemma 3.1.
@@ -58,7 +58,7 @@ class Pairs(nn.Module):
 
 
 def layer(inputs: int, outputs: int, batch_norm: bool, dropout: float) -> nn.Sequential:
-    """One layer of a tower; no bias before a normalisation."""
+    """One layer of a multilayer perceptron. It has no bias before a normalisation."""
     parts = nn.Sequential()
     parts.add_module("linear", nn.Linear(inputs, outputs, bias=not batch_norm))
     if batch_norm:
@@ -69,12 +69,12 @@ def layer(inputs: int, outputs: int, batch_norm: bool, dropout: float) -> nn.Seq
     return parts
 
 
-def tower(inputs: int, widths: Sequence[int], batch_norm: bool, dropout: float) -> nn.Sequential:
-    """Layers one after the other, (B, inputs) -> (B, last width)."""
+def mlp(inputs: int, widths: Sequence[int], batch_norm: bool, dropout: float) -> nn.Sequential:
+    """A multilayer perceptron, (B, inputs) -> (B, last width)."""
     return nn.Sequential(*(layer(*ends, batch_norm, dropout) for ends in zip((inputs, *widths), widths, strict=False)))
 
 
-class Cross(nn.Module):
+class CrossLayer(nn.Module):
     """x0 * (x . w) + b + x. Source: Wang et al. 2017, eq. 3 (arXiv:1708.05123)."""
 
     def __init__(self, width: int) -> None:
@@ -89,10 +89,10 @@ class Cross(nn.Module):
         return first * self.weight(x) + self.bias + x
 
 
-class MatrixCross(nn.Module):
-    """x0 * (W x + b) + x, W being U V of a smaller rank where that is not 0. Source: Wang et al. 2021, eqs.
+class MatrixCrossLayer(nn.Module):
+    """x0 * (W x + b) + x. Where `rank` is not 0, W is a product U V of that rank.
 
-    1, 2 (arXiv:2008.13535).
+    Source: Wang et al. 2021, equations 1 and 2 (arXiv:2008.13535).
     """
 
     def __init__(self, width: int, rank: int) -> None:
@@ -108,9 +108,9 @@ class MatrixCross(nn.Module):
         return first * (self.outer(self.inner(x)) if self._rank else self.matrix(x)) + x
 
 
-class Compressed(nn.Module):
-    """Products of `inputs` maps with the rows, each feature for itself, mixed into `maps`: (B, inputs, D), (B, F, D) ->
-    (B, maps, D).
+class CompressedInteraction(nn.Module):
+    """A layer of a compressed interaction network: products of `inputs` feature maps with the rows, element by element,
+    mixed into `maps` feature maps. (B, inputs, D), (B, F, D) -> (B, maps, D).
 
     Source: Lian et al. 2018, eq. 6 (arXiv:1803.05170).
     """
@@ -123,10 +123,10 @@ class Compressed(nn.Module):
         return self.mix((x[:, :, None] * rows[:, None]).flatten(1, 2))
 
 
-class Dots(nn.Module):
-    """The product of each row with each before it, (B, F (F - 1) / 2). Source: Naumov et al.
+class PairwiseDots(nn.Module):
+    """The dot product of each row with each row before it, (B, F (F - 1) / 2).
 
-    2019, section 2.1.3 (arXiv:1906.00091).
+    Source: Naumov et al. 2019, section 2.1.3 (arXiv:1906.00091).
     """
 
     def forward(self, rows: Tensor) -> Tensor:

@@ -1,0 +1,255 @@
+"""What one rank needs before its first step: its place among the others, data, model, program, plan."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtf.api.name_patterns import check_used
+from dtf.api.recipe import Recipe
+from dtf.api.strategy import Program, RendezvousContext
+from dtf.api.task import Task
+from dtf.checkpoint.checkpointer import Checkpointer
+from dtf.config.settings import Settings
+from dtf.core.consistency import check_consistent, digest, keys_of_all_commands
+from dtf.core.errors import ConfigError, DataError, Preempted
+from dtf.core.types import Event, Note, Saved, Started
+from dtf.core.version import __version__
+from dtf.data.loader import Loader
+from dtf.data.samplers import Epochs
+from dtf.data.splits import Splits
+from dtf.distributed.world import World
+from dtf.engine.clock import Plan
+from dtf.engine.rank import Rank, ignore
+from dtf.model.ema import with_ema
+from dtf.model.init import build_on_meta
+from dtf.model.pretrained import WeightMatch, Weights, match_weights, open_weights
+from dtf.runs.run_folder import redact
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank that has joined the others of its role."""
+
+    rank: Rank
+    """With the place, folder and id of the run as the rendezvous gave them."""
+
+    world: World
+    trains: bool
+    """Whether it has the strategy's first role; ranks of the others run `Strategy.run_helper`."""
+
+    external: bool
+    """Whether a command of its own started its process, and composed a config of its own."""
+
+    facts: dict[str, Any]
+    """What must be the same on all ranks and is known before the data is open."""
+
+    @cached_property
+    def see(self) -> Callable[[Event], None]:
+        """Reports to the observers: rank 0 everything, others nothing.
+
+        An externally started rank also tells its own launching process whether starting again may help.
+        """
+        if self.world.rank == 0:
+            return self.rank.send
+        send = self.rank.send
+        return (lambda event: send(event) if isinstance(event, Saved | Started) else None) if self.external else ignore
+
+
+@dataclass(frozen=True)
+class TaskInputs:
+    """The task, and what it was made from."""
+
+    task: Task
+    splits: Splits
+    epochs: Epochs
+    facts: dict[str, Any]
+    """What must be the same on all ranks."""
+
+    model: nn.Module
+    """On meta: names and shapes only."""
+
+    weights: Weights | None
+    weights_digest: str
+    weights_fit: WeightMatch | None
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Everything a rank trains with, before a checkpoint is loaded."""
+
+    member: Member
+    inputs: TaskInputs
+    program: Program
+    train: Loader
+    evaluation: Loader
+    plan: Plan
+    checkpointer: Checkpointer
+
+
+def join(rank: Rank) -> Member:
+    """Find the other ranks and form a world with those of the same role. Collective."""
+    strategy, place = rank.settings.strategy, rank.place
+    kind = place.device.partition(":")[0]
+    first_role, count = next(iter(strategy.roles(place.slots).items()))
+    trains = place.role == first_role
+    external = strategy.external_process() is not None
+    # Externally started processes each composed a config: an error names the keys that differ. Ranks of one launching
+    # process have the same config.
+    facts = (
+        {"config": redact(keys_of_all_commands(rank.config))}
+        if external
+        else {"digest of the config": digest(rank.config)}
+    )
+    if trains:
+        rank = _rendezvous(rank, facts)
+        world = World.join(replace(rank.place, size=count), strategy.communication(kind))
+    else:
+        world = World(replace(place, size=1))
+    return Member(rank, world, trains, external, facts)
+
+
+def _rendezvous(rank: Rank, facts: dict[str, Any]) -> Rank:
+    """The rank with the place, folder and id that the strategy's rendezvous gives. Preempted when told to stop."""
+
+    def wait() -> None:
+        rank.beat("start", 0)
+        if rank.stop_requested():
+            raise Preempted(
+                "asked to stop before the others were there; nothing is lost; start again with the same command"
+            )
+
+    def say(text: str) -> None:
+        rank.send(Note("info", text))
+
+    context = rank.settings.strategy.rendezvous(
+        RendezvousContext(rank.place, rank.folder, rank.run_id, facts, wait, say)
+    )
+    return replace(rank, place=context.place, folder=context.folder, run_id=context.run_id)
+
+
+def prepare_task(member: Member) -> TaskInputs:
+    """Open the data and the weights, check that all ranks have the same, and describe the task. Collective."""
+    rank, world = member.rank, member.world
+    settings, kind = rank.settings, rank.place.device.partition(":")[0]
+    recipe = settings.recipe
+    splits = Splits(recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=kind == "cuda")
+    facts = {"versions": _versions(settings.strategy.communication(kind) == "nccl"), **member.facts}
+    facts |= {"training data": splits.fingerprint, "evaluation data": splits.eval.fingerprint()}
+    if member.trains:
+        world.facts, world.folder = facts, rank.folder
+        check_consistent(world, facts | {"finds the run folder": _finds(rank.folder, rank.run_id)})
+    epochs = splits.cut()
+    model = build_on_meta(recipe)
+    parameters = dict(model.named_parameters())
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    check_used("recipe.model.freeze", recipe.fine_tuning.freeze, parameters)
+    check_used("optimizer.lr_factors", settings.optimizer.lr_factors, parameters, frozen)
+    check_used("optimizer.weight_decays", settings.optimizer.weight_decays, parameters, frozen)
+    weights, weights_digest, weights_fit = _weights(recipe, model, world)
+    task = Task(
+        recipe,
+        with_ema(settings.optimizer, settings.step.ema),
+        settings.precision,
+        settings.step,
+        settings.seed,
+        splits.sample,
+        weights,
+        settings.sparse,
+    )
+    return TaskInputs(task, splits, epochs, facts, model, weights, weights_digest, weights_fit)
+
+
+def assemble(member: Member, inputs: TaskInputs) -> Trainer:
+    """Set up the program and try it once. Collective.
+
+    ConfigError when the program's micro-batches do not suit the recipe, or the model cannot compute the smallest batch.
+    """
+    rank, splits, epochs = member.rank, inputs.splits, inputs.epochs
+    settings, config = rank.settings, rank.config
+    program = settings.strategy.setup(inputs.task, member.world)
+    if settings.recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
+        raise ConfigError(
+            f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} "
+            "rows, as strategy="
+            f"{config['strategy']['name']} chooses them, part them; set step.micro_batch_rows to an even number"
+        )
+    train = splits.loader("train", program.shard, program.micro_batch_rows)
+    evaluation = splits.loader("eval", program.shard, -(-settings.step.batch_size // program.shares))
+    plan = _plan(settings, epochs.batches)
+    checkpointer = Checkpointer(
+        rank.folder / "checkpoints",
+        settings.checkpoint,
+        member.world,
+        rank.run_id,
+        plan.objective,
+        config["strategy"]["name"],
+        note=lambda text: member.see(Note("warning", text)),
+    )
+    # The last global batch of an epoch may be a single row, which not every model can compute: find out now.
+    last = epochs.batches - 1
+    program.warmup(program.prepare(train.get(0, last if epochs.size(last) == 1 else 0)))
+    return Trainer(member, inputs, program, train, evaluation, plan, checkpointer)
+
+
+def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | None, str, WeightMatch | None]:
+    """The weights to start from, their digest, and how they fit the model; (None, "", None) when none were given.
+
+    Collective. DataError on all ranks when two hosts have different files.
+    """
+    place, key = recipe.fine_tuning.weights, "recipe.model.weights"
+    if not place:
+        return None, "", None
+    weights, weights_fit = match_weights(open_weights(place, key), recipe, model, key)
+    digests = world.gather(weights.digest() if world.place.local_rank == 0 else "") or []  # once for each host
+    other = next((rank for rank, digest in enumerate(digests) if digest not in ("", digests[0])), None)
+    digest, other = world.broadcast([*digests[:1], other])
+    if other is not None:
+        raise DataError(f"{key}={place} is another file on rank {other} than on rank 0; copy one to all hosts")
+    return weights, digest, weights_fit
+
+
+def _versions(nccl_is_used: bool) -> dict[str, str]:
+    """Of the libraries that this process has loaded."""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if nccl_is_used else ""  # type: ignore[attr-defined]
+    return {"dtf": __version__, "python": platform.python_version(), "torch": torch.__version__, "nccl": nccl}
+
+
+def _finds(folder: Path, run_id: str) -> bool:
+    """Whether this rank sees the folder that the launching process made.
+
+    With several hosts it does so only on shared storage.
+    """
+    try:
+        return json.loads((folder / "run.json").read_text())["id"] == run_id
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _plan(settings: Settings, batches: int) -> Plan:
+    """The plan of the run in steps. `batches`: of an epoch; an interval of `None` means each end of an epoch."""
+    options, recipe = settings.train, settings.recipe
+    objective = (
+        (settings.run.objective, recipe.direction(settings.run.objective))
+        if settings.run.objective
+        else recipe.objective
+    )
+    total = options.steps if options.steps is not None else max(1, round((options.epochs or 0) * batches))
+    return Plan(
+        total=total,
+        log_every=options.log_every,
+        eval_every=batches if options.eval_every is None else options.eval_every,
+        save_every=batches if settings.checkpoint.every_steps is None else settings.checkpoint.every_steps,
+        save_best=settings.checkpoint.keep_best > 0,
+        patience=options.early_stop,
+        objective=objective,
+        until=options.until,
+    )

@@ -1,0 +1,121 @@
+"""Going on from a checkpoint: what has to be the same, what may change, and what is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dtf.api.task import Source
+from dtf.core.errors import ConfigError
+from dtf.core.files import flat
+from dtf.core.types import Measured, Note
+from dtf.engine.assemble import Trainer
+
+RECENT_BYTES = 65536
+"""Of the measurements sent again: as much as a pipe holds, and half of what a message may."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on; the defaults are those of a run without a checkpoint."""
+
+    clock: dict[str, Any] | None = None
+    """The clock's state."""
+
+    carried: list[float] | None = None
+    """The sums of the open metric window, over all ranks."""
+
+    updated: bool = False
+    """Whether an update was ever made."""
+
+    recent: tuple[Measured, ...] = ()
+    """The last measurements before the checkpoint."""
+
+    @property
+    def step(self) -> int:
+        return self.clock["step"] if self.clock else 0
+
+
+def identity(trainer: Trainer) -> dict[str, Any]:
+    """What must be the same when a run goes on, else its data position and numbers would not continue."""
+    settings, config = trainer.member.rank.settings, trainer.member.rank.config
+    recipe = settings.recipe
+    return {
+        "recipe": config["recipe"]["name"],
+        "seed": settings.seed,
+        "batch_size": settings.step.batch_size,
+        "data": trainer.inputs.splits.fingerprint,
+        "sampler": config["sampler"],
+        "optimizer": config["optimizer"]["name"],
+        "objective": list(trainer.plan.objective),
+        "recipe.model.weights": trainer.inputs.weights_digest,
+        "recipe.model.freeze": recipe.fine_tuning.freeze,
+        "averaged weights (step.ema)": bool(settings.step.ema),
+        "sparse": config["sparse"]["name"] if recipe.tables() else "",
+        **{f"sparse.{key}": config["sparse"][key] for key in (settings.sparse.bound if recipe.tables() else ())},
+    }
+
+
+def hyperparameters(trainer: Trainer) -> dict[str, Any]:
+    """What changes the numbers and may be another when a run goes on."""
+    config = trainer.member.rank.config
+    groups = ["precision", "optimizer", "lr", "step"]
+    if trainer.member.rank.settings.recipe.tables():
+        groups.append("sparse")
+    values = {group: config[group] for group in groups} | {"train": {"steps": trainer.plan.total}}
+    # the config's 0 is another number under another strategy
+    values["step"] = values["step"] | {"micro_batch_rows": trainer.program.micro_batch_rows}
+    return values
+
+
+def resume(trainer: Trainer) -> Resumed:
+    """Load the newest checkpoint, if there is one to go on from. Collective.
+
+    ConfigError when it is of another task, or lies behind the end of this run.
+    """
+    checkpointer, plan = trainer.checkpointer, trainer.plan
+    path = checkpointer.find(trainer.member.rank.place.attempt)
+    resumed = _load(trainer, path) if path is not None else Resumed()
+    if resumed.step > plan.end:
+        key = f"train.until={plan.until}" if plan.end < plan.total else f"a run of {plan.total} steps"
+        raise ConfigError(
+            f"{key} ends before step {resumed.step}, where the checkpoint is; train on, or go to another run.dir"
+        )
+    if resumed.clock:
+        checkpointer.retain()  # now that this run is known to go on from here
+    return resumed
+
+
+def _load(trainer: Trainer, path: Path) -> Resumed:
+    checkpointer = trainer.checkpointer
+    source = checkpointer.load(path)
+    scalars = source.scalars
+    _refuse_another_task(trainer, path, source)
+    now, before = dict(flat(hyperparameters(trainer), "")), dict(flat(scalars["course"], ""))
+    changed = [
+        f"{key}={now.get(key)} (was {before.get(key)})"
+        for key in sorted(now.keys() | before.keys())
+        if now.get(key) != before.get(key)
+    ]
+    if changed:
+        trainer.member.see(Note("warning", f"from step {scalars['clock']['step']} on with {', '.join(changed)}"))
+    source.scalars = scalars["program"]
+    trainer.program.load(source)
+    recent = [Measured(**fields) for fields in scalars["recent"]] if checkpointer.owns(path) else []
+    while len(json.dumps([asdict(measured) for measured in recent])) > RECENT_BYTES:
+        recent = recent[len(recent) // 2 + 1 :]
+    return Resumed(scalars["clock"], scalars["window"], scalars.get("updated", True), tuple(recent))
+
+
+def _refuse_another_task(trainer: Trainer, path: Path, source: Source) -> None:
+    """Raise ConfigError that names the first key in which the checkpoint is not of this run's task."""
+    for key, value in identity(trainer).items():
+        if source.scalars.get(key) != value:
+            raise ConfigError(
+                f"checkpoint {path} was written with {key}={source.scalars.get(key)!r}, this run has {key}={value!r}; "
+                "data position and "
+                "numbers would not continue; use the "
+                f"same{', or start anew in another run.dir' if trainer.checkpointer.owns(path) else ''}"
+            )

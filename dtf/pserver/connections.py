@@ -1,0 +1,76 @@
+"""Services and clients of one run, and the launcher's store through which its processes exchange endpoints.
+
+With `dtf.pserver.manual_rendezvous` the only part of the parameter server that opens sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.distributed import PrefixStore, TCPStore
+
+from dtf.core.types import Place
+from dtf.pserver.net.messages import MEET, STATUS
+from dtf.pserver.net.rpc import Client, Service, Tls
+from dtf.pserver.net.shared_memory import SharedMemoryTransport
+from dtf.pserver.net.transport import RetryingTransport
+
+if TYPE_CHECKING:
+    from dtf.pserver.options import PserverOptions
+
+Handlers = Mapping[str, Callable[[bytes], bytes]]
+"""Name of a method -> its handler."""
+
+PATIENCE_S = 10.0
+"""For how long a lost request is sent again."""
+
+
+def make_service(
+    handlers: Handlers, place: Place, strategy: PserverOptions, trainers: int, address: str = "127.0.0.1:0"
+) -> Service:
+    """The service of a server, not started. `address`: HOST:PORT, port 0 for a free one. Errors as of `Service`."""
+    return Service(
+        handlers,
+        place.token,
+        place.prefix,
+        address,
+        threads=strategy.rpc_threads or 4 + 2 * trainers,
+        tls=tls_files(strategy),
+        allow_insecure=strategy.allow_insecure,
+        any_generation=(MEET, STATUS),
+        viewer_methods=(STATUS,),
+    )
+
+
+def tls_files(strategy: PserverOptions) -> Tls | None:
+    """The files of `strategy.tls`; None without TLS."""
+    files = {name: Path(path) for name, path in strategy.tls.files().items()}
+    return Tls(**files, mutual=strategy.tls.mutual) if files else None
+
+
+def launcher_store(place: Place) -> PrefixStore:
+    """The store that the launcher keeps for this attempt of the run."""
+    host, _, port = place.store.rpartition(":")
+    return PrefixStore(
+        place.prefix, TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=place.start_timeout_s))
+    )
+
+
+def publish_endpoint(store: PrefixStore, server: int, endpoint: str) -> None:
+    """Tell the other processes where a server listens."""
+    store.set(f"server/{server}", endpoint)
+
+
+def read_endpoints(store: PrefixStore, servers: int) -> list[str]:
+    """Endpoints of all servers; waits until each server has published its own."""
+    return [store.get(f"server/{server}").decode() for server in range(servers)]
+
+
+def connect_servers(place: Place, strategy: PserverOptions) -> list[RetryingTransport]:
+    """A transport to each server that the launcher started. Waits until all servers have published their endpoints."""
+    endpoints, tls = read_endpoints(launcher_store(place), strategy.count()), tls_files(strategy)
+    clients = [Client(endpoint, place.token, place.prefix, tls=tls) for endpoint in endpoints]
+    return [RetryingTransport(SharedMemoryTransport(client), PATIENCE_S) for client in clients]

@@ -1,0 +1,266 @@
+"""Servers and trainers that are started externally, each by a command of its own: how they wait for each other.
+
+Server 0 is the coordinator: all others ask it, by MEET, which attempt of the run this is (`dtf.pserver.discovery`).
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.distributed import TCPStore
+
+from dtf.api.strategy import RendezvousContext, RoleContext
+from dtf.api.task import Task
+from dtf.core.errors import BudgetError, BusyError, ConfigError, DtfError, PeerError, Preempted
+from dtf.core.types import Shard
+from dtf.host import network
+from dtf.pserver.connections import PATIENCE_S, make_service, tls_files
+from dtf.pserver.discovery import (
+    ASK_S,
+    QUIET_S,
+    TRAINER,
+    Coordinator,
+    Member,
+    RendezvousInfo,
+    RendezvousTimeout,
+    refuse_rendezvous,
+)
+from dtf.pserver.net import messages
+from dtf.pserver.net.codec import encode
+from dtf.pserver.net.messages import LEASE, MEET
+from dtf.pserver.net.rpc import Client, Service
+from dtf.pserver.net.shared_memory import SharedMemoryTransport
+from dtf.pserver.net.transport import Lost, RetryingTransport
+from dtf.pserver.trainer.hogwild import run_trainers, trainer_numbers
+
+if TYPE_CHECKING:
+    from dtf.core.types import Batches
+    from dtf.pserver.options import PserverOptions
+
+READY_S = 1.0
+"""How long a server may take to have its state, before server 0 is asked again whether all servers are there."""
+
+UNKNOWN = "none"
+"""In the place of a generation, for a process that does not know it yet."""
+
+
+@dataclass
+class ServerBootstrap:
+    """What a server has before it has a state; all empty where a launcher started it."""
+
+    service: Service | None = None  # already started
+    endpoint: str = ""  # of the service
+    failure: Callable[[], str] | None = None  # why this attempt of the run cannot go on, or nothing
+    store: TCPStore | None = None  # on server 0: the store of all servers, open as long as this object lives
+
+
+def rendezvous(
+    context: RendezvousContext, strategy: PserverOptions, trainers: int
+) -> tuple[RendezvousContext, ServerBootstrap]:
+    """Wait until all servers that were started externally are there; trainers that ask meanwhile are told to wait.
+
+    Returns at once where a launcher starts the servers. BusyError or ConfigError where this process cannot listen,
+    RendezvousTimeout when servers are missing after `strategy.meet_timeout_s`.
+    """
+    place, endpoints = context.place, strategy.where()
+    if not endpoints:
+        return context, ServerBootstrap()
+    _check_free(endpoints[place.rank], place.rank)
+    service = make_service({}, place, strategy, trainers, endpoints[place.rank])
+    service.ready = lambda: False
+    bootstrap = ServerBootstrap(service, endpoints[place.rank])
+    if place.rank:
+        return _join(context, strategy, bootstrap, service), bootstrap
+    store = ""
+    if len(endpoints) > 1:
+        host = network.endpoint(bootstrap.endpoint, "strategy.endpoints")[0]
+        listener = network.listen(host, 0)
+        port = listener.getsockname()[1]
+        store = network.endpoint_text(host, port)
+        bootstrap.store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    info = RendezvousInfo(place.prefix, store, str(context.folder), context.run_id, socket.gethostname())
+    coordinator = Coordinator(info, len(endpoints), context.facts, place.hang_timeout_s)
+    service.add({MEET: coordinator.answer})
+    service.start()
+    _wait_for_servers(coordinator, strategy.patience_s, context, endpoints)
+    bootstrap.failure = coordinator.failure
+    return replace(context, place=replace(place, store=store)), bootstrap
+
+
+def _check_free(endpoint: str, server: int) -> None:
+    """BusyError or ConfigError where this process cannot listen at its endpoint."""
+    try:
+        network.listen(*network.endpoint(endpoint, "strategy.endpoints")).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise BusyError(
+                f"strategy.endpoints: {endpoint} is taken by another process; is server {server} of this run at work "
+                "already?"
+            ) from None
+        problem = f"strategy.endpoints: {endpoint} cannot be listened on: {error.strerror or error}"
+        raise ConfigError(
+            f"{problem}; is this host really that of strategy.server_id={server}, and are the endpoints in order?"
+        ) from None
+
+
+def _join(
+    context: RendezvousContext, strategy: PserverOptions, bootstrap: ServerBootstrap, service: Service
+) -> RendezvousContext:
+    """A server other than server 0 asks server 0 where it belongs."""
+    place, endpoints = context.place, strategy.where()
+    service.generation = UNKNOWN
+    service.add({MEET: refuse_rendezvous(place.rank)})
+    service.start()
+    client = Client(endpoints[0], place.token, UNKNOWN, tls=tls_files(strategy))
+    member = Member(client, place.rank, len(endpoints), context.facts)
+    info = member.wait_complete(strategy.patience_s, context.wait, context.say)
+    service.generation = info.generation
+    bootstrap.failure = lambda: member.failure(_retry_s(strategy))
+    context.say(f"server {place.rank} takes part in {info.folder}; server 0, on {info.host}, reports")
+    return replace(
+        context,
+        place=replace(place, store=info.store, prefix=info.generation),
+        folder=Path(info.folder),
+        run_id=info.run_id,
+    )
+
+
+def _wait_for_servers(
+    coordinator: Coordinator, timeout_s: float, context: RendezvousContext, endpoints: list[str]
+) -> None:
+    """On server 0: wait until all servers are there. RendezvousTimeout when one is missing after `timeout_s`."""
+    start, reported = time.monotonic(), False
+    while not coordinator.complete():
+        context.wait()
+        waited_s = time.monotonic() - start
+        missing = ", ".join(f"server {server} (at {endpoints[server]})" for server in coordinator.missing())
+        missing = missing or "servers that came and have gone"
+        if waited_s > timeout_s:
+            raise RendezvousTimeout(f"{missing} did not come within strategy.meet_timeout_s={timeout_s:g}")
+        if waited_s > QUIET_S and not reported:
+            context.say(f"server 0 waits for {missing}")
+            reported = True
+        time.sleep(ASK_S)
+
+
+class ExternalTrainer:
+    """A trainer that was started externally. It waits for the servers, and outlives them: when they are lost, it waits
+    until they are started again and works on with these.
+    """
+
+    def __init__(self, task: Task, context: RoleContext, strategy: PserverOptions, trainers: int, number: int) -> None:
+        self._task, self._context, self._strategy = task, context, strategy
+        self._trainers, self._number = trainers, number
+        self._endpoints, self._loaders = strategy.where(), list[Any]()
+        self._deadline = 0.0  # for the next step to be made
+        facts = {"config": context.facts["config"]}
+        self._member = Member(self._client(0, UNKNOWN), TRAINER, len(self._endpoints), facts)
+
+    def run(self) -> None:
+        """Work to the end of the run.
+
+        Preempted when this trainer or the run was told to stop, BudgetError when the run's budget is spent.
+        """
+        reason = self._run()
+        if reason == "preempted":
+            raise Preempted(
+                "the run was asked to stop; start its servers again with the same run.dir, and its trainers, to go on"
+            )
+        if reason == "budget":
+            raise BudgetError("the budget of the run is spent; see what server 0 says")
+
+    def _run(self) -> str:
+        """Why the run is over. RendezvousTimeout when no step is made within `strategy.meet_timeout_s`."""
+        self._deadline = time.monotonic() + self._strategy.patience_s
+        generation, quiet_until = "", time.monotonic() + QUIET_S
+        while True:
+            left_s = max(0.0, self._deadline - time.monotonic())
+            info = self._member.wait_complete(left_s, lambda: self._beat("wait", 0), self._context.say)
+            clients = [self._client(server, info.generation) for server in range(len(self._endpoints))]
+            try:
+                for server, client in enumerate(clients):
+                    _wait_ready(server, client)
+                if generation != info.generation:
+                    self._context.say(
+                        f"trainer {self._number} takes part in {info.folder}, on {info.host}; server 0 reports"
+                    )
+                generation = info.generation
+                return self._work(clients)
+            except PeerError as error:
+                if time.monotonic() > self._deadline:
+                    timeout = f"strategy.meet_timeout_s={self._strategy.patience_s:g}"
+                    raise RendezvousTimeout(f"no step was finished within {timeout}: {error}") from None
+                if generation == info.generation:
+                    self._context.say(f"{error}; waiting for the servers to come back")
+                elif time.monotonic() > quiet_until:
+                    self._context.say(f"waiting for the servers: {error}")
+                    quiet_until = self._deadline
+            except Preempted:
+                self._leave(clients[0])
+                raise
+            finally:
+                for resource in (*clients, *self._loaders):
+                    resource.close()
+                self._loaders.clear()
+
+    def _work(self, clients: list[Client]) -> str:
+        context = replace(self._context, beat=self._beat, stop_requested=lambda: False, open=self._open)
+        retry_s = _retry_s(self._strategy)
+        servers = [RetryingTransport(SharedMemoryTransport(client), retry_s) for client in clients]
+        return run_trainers(self._task, context, self._strategy, self._trainers, self._number, servers)
+
+    def _beat(self, phase: str, step: int) -> None:
+        self._context.beat(phase, step)
+        if self._context.stop_requested():
+            raise Preempted("this trainer was asked to stop and has left; the others go on with its work")
+        if phase == "step":
+            self._deadline = time.monotonic() + self._strategy.patience_s
+
+    def _leave(self, server: Client) -> None:
+        """Give back all leases, so that other trainers get them at once."""
+        for trainer in trainer_numbers(self._number, self._strategy):
+            request = {
+                "trainer": trainer,
+                "starter": self._context.place.launch_id,
+                "most": 0,
+                "wait_s": 0.0,
+                "stopping": 0,
+                "leaving": 1,
+            }
+            data = encode(messages.lease_schemas()[0], request, {"done": np.empty((0, 3), np.int64)})
+            with suppress(DtfError):
+                server.call(LEASE, data, PATIENCE_S)
+
+    def _open(self, split: str, shard: Shard, rows: int) -> Batches:
+        self._loaders.append(self._context.open(split, shard, rows))
+        return self._loaders[-1]
+
+    def _client(self, server: int, generation: str) -> Client:
+        token = self._context.place.token
+        return Client(self._endpoints[server], token, generation, tls=tls_files(self._strategy))
+
+
+def _retry_s(strategy: PserverOptions) -> float:
+    """For how long a lost request is sent again: no longer than servers are waited for."""
+    return min(PATIENCE_S, strategy.patience_s)
+
+
+def _wait_ready(server: int, client: Client) -> None:
+    """Return as soon as the server is ready. Lost when it is not within READY_S."""
+    try:
+        client.wait_ready(READY_S)
+    except Lost:
+        raise Lost(
+            f"server {server} is not ready at {client.endpoint}; is it started, and is that where strategy.endpoints "
+            "has it everywhere?"
+        ) from None

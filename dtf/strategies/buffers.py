@@ -1,0 +1,102 @@
+"""Buffers of a model on their way to and from a checkpoint, and around passes that must leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dtf.api.task import Source
+from dtf.core.errors import ConfigError
+from dtf.core.types import Box, Shard
+from dtf.distributed.sharding import is_dtensor, local, offset
+from dtf.model.batch_statistics import EMA_SUFFIX, BatchNormStatistics
+from dtf.model.ema import EMA_PREFIX
+
+SHARE = "share_"
+"""Tensors under `share_<index>/` belong to one share of the rows; all others to the run."""
+
+
+class Part(Protocol):
+    """A model or a part of one, with what it averages."""
+
+    model: nn.Module
+    statistics: BatchNormStatistics
+
+
+@contextmanager
+def buffers_kept(part: Part, spread: bool, instead: str) -> Iterator[None]:
+    """A context for passes whose effects on buffers are undone at its end.
+
+    `spread`: whether the rows are divided. Then ConfigError for a buffer that the passes changed and that is no running
+    average; `instead` names the option to set.
+    """
+    tensors = {name: local(buffer) for name, buffer in part.model.named_buffers()}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    yield
+    averages = set(part.statistics.names())
+    for name, tensor in tensors.items():
+        if spread and name not in averages and not torch.equal(tensor, before[name]):
+            raise ConfigError(
+                f"the forward pass changes the buffer {name}, which only one process can keep right; use {instead}"
+            )
+        tensor.copy_(before[name])
+
+
+def buffers(part: Part, first: bool = True) -> list[Box]:
+    """Boxes of the model's persistent buffers, with running averages and their counters.
+
+    `first`: whether this rank writes the tensors that every rank holds in whole; slices are written by each.
+    """
+    persistent = part.model.state_dict().keys() - dict(part.model.named_parameters()).keys()
+    named = [(name, buffer) for name, buffer in part.model.named_buffers() if name in persistent]
+    named += [(name, torch.tensor(steps)) for name, steps in part.statistics.counters().items()]
+    return [_box(stored(name), b, b) for name, b in named if first or is_dtensor(b)]
+
+
+def stored(name: str) -> str:
+    """The name of a buffer in a checkpoint."""
+    return f"{EMA_PREFIX}{name.removesuffix(EMA_SUFFIX)}" if name.endswith(EMA_SUFFIX) else f"model/{name}"
+
+
+def own_averages(part: Part, shard: Shard, first: bool = True) -> list[Box]:
+    """Boxes of the running averages that this share of the rows has made; `first` as for `buffers`.
+
+    A run that is resumed with as many shares goes on from them, else from their mean.
+    """
+    if shard.count == 1:  # they are the mean, which `buffers` has
+        return []
+    whole = dict(part.model.named_buffers())
+    averages = part.statistics.stashed().items()
+    return [
+        _box(f"{SHARE}{shard.index}/{name}", tensor, whole[name])
+        for name, tensor in averages
+        if first or is_dtensor(whole[name])
+    ]
+
+
+@torch.no_grad()
+def load_buffers(part: Part, source: Source, shard: Shard) -> None:
+    """Inverse of `buffers` and `own_averages`."""
+    persistent, whole = set(part.model.state_dict()), dict(part.model.named_buffers())
+
+    def take(name: str, tensor: Tensor, into: Tensor) -> None:
+        into.copy_(source.read(name, offset(tensor), tuple(into.shape)))
+
+    for name, buffer in whole.items():
+        if name in persistent:
+            take(stored(name), buffer, local(buffer))
+    for name in part.statistics.counters():
+        part.statistics.restore(int(source.read(f"model/{name}", shape=())))
+    if len({name.split("/")[0] for name in source.names() if name.startswith(SHARE)}) == shard.count > 1:
+        part.statistics.stash()
+        for name, held in part.statistics.stashed().items():
+            take(f"{SHARE}{shard.index}/{name}", whole[name], held)
+
+
+def _box(name: str, tensor: Tensor, like: Tensor) -> Box:
+    """`tensor` as the part of a global tensor that `like`, perhaps a DTensor, is."""
+    return Box(name, local(tensor.detach()), tuple(like.shape), offset(like))
