@@ -25,6 +25,7 @@ from dtf.pserver.net.codec import WireError
 from dtf.pserver.net.rpc import Service
 from dtf.pserver.net.transport import Failed, Lost, Refused, RetryingTransport, Stale
 from dtf.pserver.strategy import Pserver
+from tests.support.launching import HANG_S, LONG_S
 from tests.support.lossy_network import LossyTransport
 from tests.support.rpc_service import GENERATION, SOON_S, TOKEN, after, client, service
 
@@ -54,14 +55,14 @@ def child(address: str = "127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str],
 def test_a_killed_server_is_noticed_at_once_and_a_new_one_found() -> None:
     with child() as (process, endpoint), client(endpoint) as caller:
         assert caller.call("echo", b"x", SOON_S) == b"x"
-        waiting = caller.start("hang", b"", 60.0)
+        waiting = caller.start("hang", b"", LONG_S)
         killed = time.monotonic()
         process.send_signal(signal.SIGKILL)
         with pytest.raises(Lost):
             waiting.result()
         with pytest.raises(Lost):  # nobody listens any more
-            caller.call("echo", b"x", 60.0)
-        assert time.monotonic() - killed < 1.0
+            caller.call("echo", b"x", LONG_S)
+        assert time.monotonic() - killed < HANG_S
         process.wait()
         with child(endpoint):
             assert RetryingTransport(caller, SOON_S).call("echo", b"again", 5.0) == b"again"
@@ -70,13 +71,13 @@ def test_a_killed_server_is_noticed_at_once_and_a_new_one_found() -> None:
 @pytest.mark.slow
 def test_a_server_that_stands_still_is_noticed_before_the_deadline() -> None:
     with child() as (process, endpoint), client(endpoint) as caller:
-        waiting = caller.start("hang", b"", 60.0)
+        waiting = caller.start("hang", b"", LONG_S)
         caller.call("echo", b"x", SOON_S)
         process.send_signal(signal.SIGSTOP)
         start = time.monotonic()
         with pytest.raises(Lost, match="UNAVAILABLE"):
             waiting.result()
-        assert time.monotonic() - start < 25.0
+        assert time.monotonic() - start < HANG_S
 
 
 def test_a_deadline_is_kept() -> None:
@@ -95,12 +96,12 @@ def test_it_stops_with_calls_under_way() -> None:
     server = Service({"wait": after(release, entered)}, TOKEN, GENERATION)
     server.start()
     with client(server) as caller:
-        waiting = [caller.start("wait", b"", 60.0) for _ in range(4)]
+        waiting = [caller.start("wait", b"", LONG_S) for _ in range(4)]
         for _ in waiting:
             entered.acquire()
         start = time.monotonic()
         server.stop(0.1)
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < HANG_S
         for each in waiting:
             with pytest.raises(Lost):
                 each.result()
@@ -166,7 +167,7 @@ def test_patience_ends() -> None:
     start = time.monotonic()
     with pytest.raises(Lost, match="gone"):
         RetryingTransport(inner, 0.2).call("m", b"", 1.0)
-    assert 0.15 < time.monotonic() - start < 2.0
+    assert 0.15 < time.monotonic() - start < HANG_S
     assert 3 <= len(inner.deadlines) < 30 and all(each <= 0.2 for each in inner.deadlines[1:])
 
 
@@ -224,4 +225,4 @@ def test_servers_that_are_lost_for_good_are_waited_for_as_long_as_was_asked(monk
     strategy, begun = Pserver(endpoints=["127.0.0.1:1"], trainers=1, meet_timeout_s=0.3), time.monotonic()
     with pytest.raises(PeerError, match=r"within strategy\.meet_timeout_s=0\.3: lost server 0"):
         manual_rendezvous.ExternalTrainer(cast(Task, None), context, strategy, 1, 0).run()
-    assert 0.3 <= time.monotonic() - begun < 3.0
+    assert 0.3 <= time.monotonic() - begun < HANG_S
