@@ -48,8 +48,9 @@ from dtf.api.recipe import Dataset, Recipe
 from dtf.api.sparse_table import Table
 from dtf.api.task import Task
 from dtf.core.types import Event, Measured, Place
+from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
-from dtf.data.samplers import Epochs, Sequential
+from dtf.data.samplers import Sequential
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
 from dtf.model.losses import weighted_sums

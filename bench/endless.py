@@ -6,7 +6,7 @@ from typing import Any
 
 from dtf.api.lr import Constant
 from dtf.core.types import Log, Stop, Ticket, Train
-from dtf.data.samplers import Epochs
+from dtf.data.batches import Epochs
 from dtf.engine.clock import Clock, Plan, PlannedClock
 
 

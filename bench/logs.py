@@ -27,8 +27,9 @@ import torch
 
 from dtf.api.recipe import Dataset
 from dtf.core.types import Shard
+from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
-from dtf.data.samplers import Epochs, Shuffle
+from dtf.data.samplers import Shuffle
 from dtf.recipes.ctr.clicks import write_criteo
 from dtf.recipes.ctr.generated_data import ClicksOptions
 from dtf.recipes.ctr.log_data import Ids, Integers, LogOptions, Mode

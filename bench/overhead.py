@@ -28,8 +28,9 @@ from dtf.api.precision import Precision
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.task import Task
 from dtf.core.types import Place
+from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
-from dtf.data.samplers import Epochs, Sequential
+from dtf.data.samplers import Sequential
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
 from dtf.model.init import init_model

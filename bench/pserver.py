@@ -40,8 +40,9 @@ from dtf.api.strategy import RoleContext
 from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.core.types import Event, Measured, Place, Shard
+from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
-from dtf.data.samplers import Epochs, Sequential
+from dtf.data.samplers import Sequential
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
 from dtf.optim.optimizers import Adagrad

@@ -28,8 +28,11 @@ MODULES = {
     "dtf.sampler": (
         "dtf.api.sampler",
         {
-            name: f"dtf.data.samplers:{name}"
-            for name in ("Epochs", "Repeated", "Sequential", "Shuffle", "Weighted", "cut", "share", "within")
+            **{name: f"dtf.data.samplers:{name}" for name in ("Repeated", "Sequential", "Shuffle", "Weighted")},
+            "Epochs": "dtf.data.batches:Epochs",
+            "cut": "dtf.data.batches:micro_batch_bounds",
+            "share": "dtf.data.batches:micro_batches_of",
+            "within": "dtf.data.batches:share_within",
         },
     ),
     "dtf.spmd": ("dtf.strategies.spmd", {"alone": "single_process", "workload": "microbatch_load"}),

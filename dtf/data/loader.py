@@ -10,7 +10,7 @@ import torch
 
 from dtf.api.recipe import Dataset
 from dtf.core.types import Batch, Shard
-from dtf.data.samplers import Epochs, cut, share
+from dtf.data.batches import Epochs, micro_batch_bounds, micro_batches_of
 
 MOST_AHEAD = 64
 """The most batches that are fetched ahead. Each step looks at all of them."""
@@ -132,8 +132,8 @@ class Loader:
     def _ids(self, epoch: int, index: int) -> np.ndarray:
         assert self._shard is not None
         ids = self._epochs.ids(epoch, index)
-        bounds = cut(len(ids), self._micro_batch_rows)
-        first, last = share(len(bounds) - 1, self._shard)
+        bounds = micro_batch_bounds(len(ids), self._micro_batch_rows)
+        first, last = micro_batches_of(len(bounds) - 1, self._shard)
         if first == last:
             return np.concatenate([ids[: min(2, len(ids))], [-1]])  # the marker makes it padding, see _fetch
         return ids[bounds[first] : bounds[last]]

@@ -11,8 +11,9 @@ from dtf.api.registry import name_of
 from dtf.api.sampler import Sampler
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
+from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
-from dtf.data.samplers import Epochs, Sequential
+from dtf.data.samplers import Sequential
 from dtf.model.forward import zero_rows_for_tables
 
 

@@ -23,8 +23,8 @@ from dtf.core.consistency import check_consistent, digest, keys_of_all_commands
 from dtf.core.errors import ConfigError, DataError, Preempted
 from dtf.core.types import Event, Note, Saved, Started
 from dtf.core.version import __version__
+from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
-from dtf.data.samplers import Epochs
 from dtf.data.splits import Splits
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan

@@ -11,7 +11,7 @@ from dtf.api.lr import Schedule
 from dtf.core.errors import ConfigError
 from dtf.core.text import suggest
 from dtf.core.types import Evaluate, Log, Poll, Save, Stop, Ticket, Train
-from dtf.data.samplers import Epochs
+from dtf.data.batches import Epochs
 
 
 class Clock(ABC):

@@ -22,8 +22,9 @@ from dtf.api.task import Task
 from dtf.config.settings import Settings
 from dtf.core.errors import DataError, DtfError, Preempted
 from dtf.core.types import Batch, Evaluated, Event, Measured, Place
+from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
-from dtf.data.samplers import Epochs, Sequential
+from dtf.data.samplers import Sequential
 from dtf.distributed.sharding import is_dtensor
 from dtf.distributed.world import World
 from dtf.engine.predictions import Prediction

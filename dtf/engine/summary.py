@@ -15,7 +15,7 @@ from dtf.config.settings import Settings
 from dtf.core.text import bytes_text, count_text
 from dtf.core.types import Memory
 from dtf.core.version import __version__
-from dtf.data.samplers import cut
+from dtf.data.batches import micro_batch_bounds
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan
 from dtf.model.memory import table_row
@@ -39,7 +39,7 @@ def startup_table(
     )
     frozen = f" ({learning:,} of them learn)" if learning < parameters else ""
     batch, shares = settings.step.batch_size, program.shares
-    bounds = cut(batch, program.micro_batch_rows)
+    bounds = micro_batch_bounds(batch, program.micro_batch_rows)
     roles = settings.strategy.roles(world.slots)
     alike = len(roles) == 1
     kind = "share" if not alike else "rank" if world.size == shares else "replica"

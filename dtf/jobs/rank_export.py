@@ -31,7 +31,7 @@ from dtf.engine.rank import Rank, run_rank
 from dtf.model.forward import cast_floating
 from dtf.model.init import cast, init_model
 from dtf.model.pretrained import Weights
-from dtf.sparse.placement import tables_of
+from dtf.sparse.make_tables import tables_of
 
 if TYPE_CHECKING:
     from dtf.jobs.export import ExportJob

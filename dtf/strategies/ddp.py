@@ -113,7 +113,7 @@ class Ddp(Strategy):
         from dtf.distributed.sharding import byte_count, greedy_balance
         from dtf.model.init import cast, init_model
         from dtf.optim.update import LocalUpdate, full_params
-        from dtf.sparse.placement import tables_of
+        from dtf.sparse.make_tables import tables_of
         from dtf.strategies.spmd import Replica, Spmd, microbatch_load
 
         model = init_model(task.recipe, task.seed, task.weights)

@@ -13,14 +13,14 @@ from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
-from dtf.data.samplers import cut, share
+from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.forward import apply_receive, loss_dtype, merge_evaluated, refuse_global_rng, rows_of, to_device
 from dtf.model.init import cast, init_model
 from dtf.optim.update import LocalUpdate, full_params, update_applied
-from dtf.sparse.placement import tables_of
+from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.spmd import Replica, microbatch_load
 
@@ -79,12 +79,12 @@ class DataParallelProgram(Program):
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
         count = len(self._replicas)
-        bounds = cut(ticket.rows, self.micro_batch_rows)
+        bounds = micro_batch_bounds(ticket.rows, self.micro_batch_rows)
         batch = self._looked_up(batch, train=True)
         factor = self._updates[0].scale(
             torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0])
         )
-        parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
+        parts = [micro_batches_of(len(bounds) - 1, Shard(i, count)) for i in range(count)]
         sums = self._each(lambda i: self._accumulate(i, ticket, batch, bounds, parts[i], factor))
         with section("communication"):
             self._sum_gradients()
@@ -102,8 +102,8 @@ class DataParallelProgram(Program):
         assert batch is not None
         count = len(self._replicas)
         batch = self._looked_up(batch, train=False)
-        bounds = cut(len(batch.ids), -(-len(batch.ids) // count))
-        parts = [share(len(bounds) - 1, Shard(i, count)) for i in range(count)]
+        bounds = micro_batch_bounds(len(batch.ids), -(-len(batch.ids) // count))
+        parts = [micro_batches_of(len(bounds) - 1, Shard(i, count)) for i in range(count)]
 
         def part(i: int) -> Evaluated | None:
             first, last = bounds[parts[i][0]], bounds[parts[i][1]]

@@ -95,7 +95,7 @@ class Fsdp(Strategy):
     def setup(self, task: Task, world: World) -> Program:
         from dtf.distributed.sharding import byte_count
         from dtf.model.init import build_on_meta, layout_of
-        from dtf.sparse.placement import tables_of
+        from dtf.sparse.make_tables import tables_of
         from dtf.strategies.sharded_init import cast_on_meta
         from dtf.strategies.spmd import Replica, Spmd, microbatch_load, single_process
 

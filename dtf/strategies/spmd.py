@@ -14,7 +14,7 @@ from dtf.api.strategy import Program, Update
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
-from dtf.data.samplers import cut, share
+from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.sharding import byte_count, is_dtensor, local
 from dtf.distributed.world import World
@@ -37,7 +37,7 @@ from dtf.model.init import cast, init_model
 from dtf.model.memory import Footprint, activations
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import LocalUpdate, full_params, update_applied
-from dtf.sparse.placement import tables_of
+from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, buffers_kept, load_buffers, own_averages
 
 if TYPE_CHECKING:
@@ -256,8 +256,8 @@ class Spmd(Program):
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
-        bounds = cut(ticket.rows, self.micro_batch_rows)
-        micro_batches = share(len(bounds) - 1, self._share)
+        bounds = micro_batch_bounds(ticket.rows, self.micro_batch_rows)
+        micro_batches = micro_batches_of(len(bounds) - 1, self._share)
         self._update.begin()
         if self._tables is not None:
             batch = self._tables.lookup(batch, train=True)
@@ -324,7 +324,7 @@ def microbatch_load(task: Task, shares: int, micro_batch_rows: int = 0) -> tuple
 
     `micro_batch_rows=0`: as `step.micro_batch_rows` says, or one micro-batch for each share.
     """
-    bounds = cut(task.step.batch_size, micro_batch_rows or task.step.rows_each(shares))
+    bounds = micro_batch_bounds(task.step.batch_size, micro_batch_rows or task.step.rows_each(shares))
     return -(-(len(bounds) - 1) // shares), max(b - a for a, b in pairwise(bounds))
 
 

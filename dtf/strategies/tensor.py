@@ -68,7 +68,7 @@ class Tensor(Strategy):
 
         from dtf.distributed.device_mesh import ParallelDims
         from dtf.optim.update import LocalUpdate
-        from dtf.sparse.placement import tables_of
+        from dtf.sparse.make_tables import tables_of
         from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, pieces
         from dtf.strategies.tensor_modules import divide
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from dtf.api.lr import Constant, Plateau
 from dtf.core.types import Evaluate, Log, Poll, Save, Stop, Ticket, Train
-from dtf.data.samplers import Epochs, Sequential
+from dtf.data.batches import Epochs
+from dtf.data.samplers import Sequential
 from dtf.engine.clock import Plan, PlannedClock
 
 

@@ -19,7 +19,8 @@ from dtf.api.lr import Constant
 from dtf.api.strategy import Program, Source
 from dtf.core.errors import DataError, DivergedError, DtfError
 from dtf.core.types import Batch, Evaluate, Evaluated, Log, Poll, Save, Shard, State, StepOutput, Stop, Ticket, Train
-from dtf.data.samplers import Epochs, Sequential
+from dtf.data.batches import Epochs
+from dtf.data.samplers import Sequential
 from dtf.engine import loop as engine
 from dtf.engine.clock import Clock, Plan, PlannedClock
 from dtf.engine.loop import Loop, fit

@@ -23,8 +23,9 @@ from dtf.api.task import Task
 from dtf.config.settings import load_parts
 from dtf.core.text import bytes_text, memory_text
 from dtf.core.types import Ended, Memory, Place, Started, Train
+from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
-from dtf.data.samplers import Epochs, Sequential
+from dtf.data.samplers import Sequential
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.ema import with_ema

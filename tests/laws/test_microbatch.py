@@ -10,7 +10,7 @@ from torch import nn
 
 from dtf.core.errors import ConfigError
 from dtf.core.types import Shard
-from dtf.data.samplers import share
+from dtf.data.batches import micro_batches_of
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.seeded_dropout import SeededDropout
 
@@ -23,7 +23,7 @@ def simulate(
     statistics = [BatchNormStatistics(layer) for layer in layers]
     for _ in range(steps):
         for rank, (layer, running) in enumerate(zip(layers, statistics, strict=True)):
-            first, last = share(len(micro_batches), Shard(rank, ranks))
+            first, last = micro_batches_of(len(micro_batches), Shard(rank, ranks))
             running.begin(last - first, len(micro_batches), ranks)
             if first == last:
                 layer(torch.full((4, 3), 1e6, dtype=torch.float64))  # padding must leave no trace

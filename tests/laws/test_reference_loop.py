@@ -15,7 +15,8 @@ from dtf.api.recipe import Dataset
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch
-from dtf.data.samplers import Epochs, Shuffle
+from dtf.data.batches import Epochs
+from dtf.data.samplers import Shuffle
 from dtf.distributed.world import World
 from dtf.model.init import init_model
 from dtf.model.losses import weighted_sums

@@ -21,7 +21,7 @@ from dtf.api.task import Task
 from dtf.core.errors import DataError
 from dtf.core.types import Place
 from dtf.distributed.world import World
-from dtf.sparse.placement import tables_of
+from dtf.sparse.make_tables import tables_of
 from tests.support.harness import PRECISIONS, difference, meshes, reference, spread, variants
 from tests.support.sparse_toy import Tabled
 

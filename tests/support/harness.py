@@ -25,8 +25,9 @@ from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.config.settings import load_parts
 from dtf.core.types import Box, Measured, Place, Saved, Shard, State
+from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
-from dtf.data.samplers import Epochs, Sequential, Shuffle
+from dtf.data.samplers import Sequential, Shuffle
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan, PlannedClock
 from dtf.engine.loop import Loop, fit

@@ -19,8 +19,9 @@ from dtf.api.registry import registered
 from dtf.api.sampler import Tail
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
+from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
-from dtf.data.samplers import Epochs, Shuffle
+from dtf.data.samplers import Shuffle
 from dtf.recipes.ctr import lines
 from dtf.recipes.ctr import log as log_module
 from dtf.recipes.ctr.encode import Encoder

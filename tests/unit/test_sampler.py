@@ -15,7 +15,8 @@ from dtf.api.registry import registered
 from dtf.api.sampler import Sampler, Tail
 from dtf.core.errors import ConfigError, DataError
 from dtf.core.types import Shard
-from dtf.data.samplers import Epochs, Repeated, Weighted, cut, share
+from dtf.data.batches import Epochs, micro_batch_bounds, micro_batches_of
+from dtf.data.samplers import Repeated, Weighted
 
 NAMES = list(registered("sampler"))
 ONCE = [name for name, cls in registered("sampler").items() if cls.once]
@@ -161,7 +162,7 @@ def test_order_is_the_same_on_every_machine() -> None:
 @example(rows=9, size=8)
 @example(rows=9, size=2)
 def test_micro_batches_partition_the_global_batch(rows: int, size: int) -> None:
-    bounds = cut(rows, size)
+    bounds = micro_batch_bounds(rows, size)
     assert bounds[0] == 0 and bounds[-1] == rows
     lengths = np.diff(bounds)
     assert all(lengths[:-1] == size) and 1 <= lengths[-1] <= size + (size > 1)
@@ -171,16 +172,17 @@ def test_micro_batches_partition_the_global_batch(rows: int, size: int) -> None:
 @given(batch=st.integers(1, 2000), count=st.integers(1, 17), data=st.data())
 def test_without_fixed_rows_a_shard_has_at_most_one_micro_batch(batch: int, count: int, data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, batch), "rows of a last batch")
-    bounds = cut(rows, StepOptions(batch_size=batch).rows_each(count))
+    bounds = micro_batch_bounds(rows, StepOptions(batch_size=batch).rows_each(count))
     assert len(bounds) - 1 <= count
     assert all(
-        last - first <= 1 for first, last in (share(len(bounds) - 1, Shard(index, count)) for index in range(count))
+        last - first <= 1
+        for first, last in (micro_batches_of(len(bounds) - 1, Shard(index, count)) for index in range(count))
     )
 
 
 @given(micro_batches=st.integers(0, 500), count=st.integers(1, 33))
 def test_shares_partition_the_micro_batches_evenly(micro_batches: int, count: int) -> None:
-    parts = [share(micro_batches, Shard(index, count)) for index in range(count)]
+    parts = [micro_batches_of(micro_batches, Shard(index, count)) for index in range(count)]
     assert parts[0][0] == 0 and parts[-1][1] == micro_batches
     assert all(one[1] == other[0] for one, other in pairwise(parts))
     lengths = [last - first for first, last in parts]

@@ -19,7 +19,7 @@ from dtf.api.strategy import Program
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError, DtfError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
-from dtf.data.samplers import cut, share
+from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.world import World
 from dtf.host import heartbeat
 from dtf.pserver.net.transport import MOST_BYTES
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 WAIT_S = 0.5
 """Time between two heartbeats while there is nothing to merge."""
 
-POLL_S = 0.0005
+SLEEP_S = 0.0005
 """Time between two checks whether the other servers have come to a barrier."""
 
 FAREWELL_S = 5.0
@@ -322,16 +322,17 @@ class ServerProgram(Program):
             if monotonic() - heard > WAIT_S:
                 heard = monotonic()
                 heartbeat.beat("wait", max(0, self.version))
-            sleep(POLL_S)
+            sleep(SLEEP_S)
         barrier.wait()
 
     def _parts(self, rows: int) -> list[int]:
         """The shares of a global batch that have micro-batches."""
-        count = len(cut(rows, self.micro_batch_rows)) - 1
+        count = len(micro_batch_bounds(rows, self.micro_batch_rows)) - 1
         return [
             part
             for part in range(self.shares)
-            if share(count, Shard(part, self.shares))[0] < share(count, Shard(part, self.shares))[1]
+            if micro_batches_of(count, Shard(part, self.shares))[0]
+            < micro_batches_of(count, Shard(part, self.shares))[1]
         ]
 
     # ------------------------------------------------------------ small things

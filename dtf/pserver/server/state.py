@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dtf.api.task import Source, Task
 from dtf.core.types import Memory, Shard, State, Train
-from dtf.data.samplers import cut, share
+from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.world import World
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.init import cast, init_model
@@ -237,8 +237,8 @@ class ServerState:
 
     def _micro_batches(self, ticket: Train, part: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
         """Row ranges of all micro-batches of a ticket, and the first and last + 1 of those of a share."""
-        ends = list(pairwise(cut(ticket.rows, self._micro_batch_rows)))
-        return ends, share(len(ends), Shard(part, self._shares))
+        ends = list(pairwise(micro_batch_bounds(ticket.rows, self._micro_batch_rows)))
+        return ends, micro_batches_of(len(ends), Shard(part, self._shares))
 
     def _rows(self, push: Push, tickets: Tickets) -> int:
         """How many rows of global batches a push covers."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dtf.api.task import Task
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
-from dtf.data.samplers import cut, share, within
+from dtf.data.batches import micro_batch_bounds, micro_batches_of, share_within
 from dtf.model.forward import apply_receive, loss_dtype, refuse_global_rng, rows_of, zero_rows_for_tables
 from dtf.model.init import cast, init_model
 from dtf.pserver.net.compression import rounded
@@ -146,7 +146,7 @@ class TrainerModel:
         """
         ticket, lease = prepared.ticket, Shard(prepared.lease.part, prepared.lease.shares)
         bounds, _ = self.micro_batches(prepared)
-        part = share(len(bounds) - 1, within(lease, self._part))
+        part = micro_batches_of(len(bounds) - 1, share_within(lease, self._part))
         self.replica.model.train()
         self.replica.statistics.forget(ticket.step)
         scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
@@ -158,8 +158,8 @@ class TrainerModel:
 
     def micro_batches(self, prepared: PreparedBatch) -> tuple[list[int], tuple[int, int]]:
         """Bounds of all micro-batches of the ticket, and the first and last + 1 of those of the lease."""
-        bounds = cut(prepared.ticket.rows, self._micro_batch_rows)
-        return bounds, share(len(bounds) - 1, Shard(prepared.lease.part, prepared.lease.shares))
+        bounds = micro_batch_bounds(prepared.ticket.rows, self._micro_batch_rows)
+        return bounds, micro_batches_of(len(bounds) - 1, Shard(prepared.lease.part, prepared.lease.shares))
 
     def evaluate(self, prepared: PreparedBatch, pulled: PulledState) -> Evaluated:
         """Evaluate one batch."""

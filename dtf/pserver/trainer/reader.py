@@ -9,7 +9,7 @@ import torch
 
 from dtf.api.task import Task
 from dtf.core.types import WHOLE, Batches, Shard, Train
-from dtf.data.samplers import within
+from dtf.data.batches import share_within
 from dtf.model.forward import apply_receive, to_device
 from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.server.leases import EVALUATE, Lease
@@ -45,7 +45,7 @@ class BatchReader:
                     if evaluates
                     else ("train", self._micro_batch_rows)
                 )
-                self._loaders[key] = self._open(split, within(Shard(key[1], lease.shares), self._part), rows)
+                self._loaders[key] = self._open(split, share_within(Shard(key[1], lease.shares), self._part), rows)
             loader = self._loaders[key]
             loader.ahead([(ticket.epoch, ticket.index)])
             batch = loader.get(ticket.epoch, ticket.index)

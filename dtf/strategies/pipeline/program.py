@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dtf.api.strategy import Program, Update
 from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
-from dtf.data.samplers import cut, share
+from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.p2p import P2PChannel
 from dtf.distributed.sharding import byte_count
@@ -179,8 +179,8 @@ class PipelineProgram(Program):
 
     def step(self, ticket: Train, batch: Batch | None) -> StepOutput:
         assert batch is not None
-        bounds = cut(ticket.rows, self.micro_batch_rows)
-        first, last = share(len(bounds) - 1, self._dims.dp_shard)
+        bounds = micro_batch_bounds(ticket.rows, self.micro_batch_rows)
+        first, last = micro_batches_of(len(bounds) - 1, self._dims.dp_shard)
         at = [bound - bounds[first] for bound in bounds[first : last + 1]]
         self._update.begin()
         factor = self._update.scale(self._one / ticket.rows)
@@ -220,7 +220,7 @@ class PipelineProgram(Program):
         for stage in self._stages.values():
             stage.train(False)
         # as many parts as there are ranks to work on them
-        bounds = cut(len(batch.ids), -(-len(batch.ids) // len(self._pipeline.ranks)))
+        bounds = micro_batch_bounds(len(batch.ids), -(-len(batch.ids) // len(self._pipeline.ranks)))
         return self._run(
             [rows_of(batch, *ends) for ends in pairwise(bounds)], self._one, lambda stage, j: None, train=False
         )

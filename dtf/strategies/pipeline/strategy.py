@@ -123,7 +123,7 @@ class Pipeline(Strategy):
             return single_process(task, world)
 
         from dtf.distributed.device_mesh import ParallelDims
-        from dtf.sparse.placement import tables_of
+        from dtf.sparse.make_tables import tables_of
         from dtf.strategies.pipeline.messages import PipelineRanks, channels
         from dtf.strategies.pipeline.planner import broadcast_plan
         from dtf.strategies.pipeline.program import PipelineProgram, Stage
@@ -154,7 +154,7 @@ class Pipeline(Strategy):
 
     def _spec(self, task: Task, world: World, shares: int) -> tuple[int, PipelineSpec]:
         """The rows of a micro-batch, and what the stages have to be. `shares`: pipelines that divide the rows."""
-        from dtf.data.samplers import cut
+        from dtf.data.batches import micro_batch_bounds
         from dtf.strategies.pipeline.planner import PipelineSpec
 
         ranks = self.degree or world.size
@@ -162,7 +162,7 @@ class Pipeline(Strategy):
         # batch statistics need two rows
         count = max(shares, min(PER_RANK * world.size, task.step.batch_size // 2))
         rows = task.step.rows_each(count)
-        bounds = cut(task.step.batch_size, rows)
+        bounds = micro_batch_bounds(task.step.batch_size, rows)
         micro_batches = -(-(len(bounds) - 1) // shares)  # of one pipeline, at most
         spec = PipelineSpec(
             ranks,
