@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from dtf.api.options import FineTuning, Remat, StepOptions
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.registry import lookup, registered
 from dtf.api.sampler import Tail
+from dtf.api.strategy import Strategy
 from dtf.api.task import Task
 from dtf.checkpoint.checkpointer import Checkpointer, Every
 from dtf.config.settings import load_parts
@@ -58,163 +59,198 @@ class Halt(Exception):
     """The run ends here, as if killed."""
 
 
-def train(
-    rank: int,
-    size: int,
-    strategy: str = "ddp",
-    options: dict[str, Any] | None = None,
-    slots: int = 0,
-    steps: int = 6,
-    save_every: int = 0,
-    halt: bool = False,
-    start: str = "",
-    folder: str = "",
-    micro_batch_rows: int = 5,
-    optimizer: str = "sgd",
-    precision: str = "fp64",
-    tail: str = "partial",
-    clip_norm: float = 1.0,
-    eval_every: int = 4,
-    log_every: int = 1,
-    recipe: dict[str, Any] | None = None,
-    skip_nonfinite: int = 0,
-    plugin: str = "",
-    remat: str = "none",
-    ema: float = 0.0,
-    freeze: list[str] | None = None,
-    weights: str = "",
-    lr_factors: dict[str, float] | None = None,
-    sparse: str = "adagrad",
-    sparse_options: dict[str, Any] | None = None,
-    network: int | None = None,
-    deaths: int | None = None,
-) -> dict[str, Any]:
-    """All `steps` of a run, from the checkpoint `start` if given; saves to `folder` if given; `halt`: dies after the
-    first save; `network`: the seed of a bad one between processes of several roles, whose misdeeds are counted in
-    `met`; `deaths`: the seed of those of trainers, which are counted in `died`.
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run. By default one epoch of five steps, and the first of the next."""
 
-    By default one epoch of five steps, and the first of the next.
+    strategy: str = "ddp"
+    options: dict[str, Any] = field(default_factory=dict)
+    slots: int = 0  # `launcher.processes` where it is not the number of ranks
+    steps: int = 6
+    save_every: int = 0
+    halt: bool = False  # dies after the first save
+    start: str = ""  # the checkpoint to go on from
+    folder: str = ""  # where to save
+    micro_batch_rows: int = 5
+    optimizer: str = "sgd"
+    precision: str = "fp64"
+    tail: str = "partial"
+    clip_norm: float = 1.0
+    eval_every: int = 4
+    log_every: int = 1
+    recipe: dict[str, Any] = field(default_factory=dict)
+    skip_nonfinite: int = 0
+    plugin: str = ""
+    remat: str = "none"
+    ema: float = 0.0
+    freeze: list[str] = field(default_factory=list)
+    weights: str = ""
+    lr_factors: dict[str, float] = field(default_factory=dict)
+    sparse: str = "adagrad"
+    sparse_options: dict[str, Any] = field(default_factory=dict)
+    # the seed of a bad one between processes of several roles; its faults are counted in `met`
+    network: int | None = None
+    deaths: int | None = None  # the seed of the deaths of trainers, which are counted in `died`
+
+    def task(self) -> Task:
+        """Without a sample: see `_Run`."""
+        values = {"name": "toy", "rows": 100, **self.recipe}
+        toy = lookup("recipe", values.pop("name"))(**values)
+        if self.freeze or self.weights:
+            toy.model = FineTuning(weights=self.weights, freeze=self.freeze)
+        step = StepOptions(
+            batch_size=24,
+            micro_batch_rows=self.micro_batch_rows,
+            clip_norm=self.clip_norm,
+            remat=Remat(self.remat),
+            ema=self.ema,
+        )
+        weights = None
+        if self.weights:
+            weights = match_weights(open_weights(self.weights, "weights"), toy, build_on_meta(toy), "weights")[0]
+        stepper = with_ema(lookup("optimizer", self.optimizer)(lr_factors=self.lr_factors), self.ema)
+        rows = lookup("sparse", self.sparse)(**self.sparse_options)
+        return Task(toy, stepper, PRECISIONS[self.precision], step, 0, weights=weights, rows=rows)
+
+    def chosen(self, task: Task) -> Strategy:
+        """The strategy with its options."""
+        options = self.options
+        if "servers" in options and task.optimizer.by_tensor:
+            options = {key: value for key, value in options.items() if key != "min_block"} | {"slice_parameters": False}
+        cls = lookup("strategy", self.strategy)
+        return cls(**_enums(cls, options))
+
+
+def train(rank: int, size: int, **case: Any) -> dict[str, Any]:
+    """All steps of a run as one rank of it; `case`: fields of Case.
+
     Returns metrics by split and step, sample ids by step, and every box of the state that this rank writes: global
     shape, offset, nested lists.
     """
     torch.set_num_threads(1)
     cost_model.MOST_ROUNDS = 2  # any cut will do
-    load_parts([plugin] if plugin else [])
-    values = {"name": "toy", "rows": 100, **(recipe or {})}
-    toy = lookup("recipe", values.pop("name"))(**values)
-    if freeze or weights:
-        toy.model = FineTuning(weights=weights, freeze=freeze or [])
-    step = StepOptions(
-        batch_size=24, micro_batch_rows=micro_batch_rows, clip_norm=clip_norm, remat=Remat(remat), ema=ema
-    )
-    start_from = (
-        match_weights(open_weights(weights, "weights"), toy, build_on_meta(toy), "weights")[0] if weights else None
-    )
-    stepper = with_ema(lookup("optimizer", optimizer)(lr_factors=lr_factors or {}), ema)
-    task = Task(
-        toy,
-        stepper,
-        PRECISIONS[precision],
-        step,
-        0,
-        weights=start_from,
-        rows=lookup("sparse", sparse)(**(sparse_options or {})),
-    )
-    options = options or {}
-    if "servers" in options and stepper.by_tensor:
-        options = {key: value for key, value in options.items() if key != "min_block"} | {"slice_parameters": False}
-    chosen = lookup("strategy", strategy)(**_enums(lookup("strategy", strategy), options))
-    world = World(Place(rank=rank, size=size, slots=slots or size))
-    training, evaluation = toy.open_data("train", 0), toy.open_data("eval", 0)
-    task = replace(task, sample=lambda rows: zero_rows_for_tables(training.fetch(np.arange(rows), 0)[0], toy.tables()))
-    chosen.check(task, slots or size, "cpu")
-    several = len(chosen.roles(1)) > 1
-    networks: list[LossyTransport] = []
+    run = _Run(rank, size, Case(**{key: value for key, value in case.items() if value is not None}))
+    run.fit()
+    return run.result()
 
-    def between(client: Any) -> Any:
-        if network is not None:
-            client = LossyTransport(client, seed=network + 1000 * len(networks))
-            networks.append(client)
-        return client if deaths is None else KillableTransport(client)
 
-    if several:
-        # of a region's request the second one is refused, and handlers have to bear it
-        connect(between, 0 if network is None or network % 2 else 1 << 30)
-    program = chosen.setup(task, world)
-    epochs, eval_epochs = (
-        Epochs(Shuffle(tail=Tail[tail]), len(training), 24, 0),
-        Epochs(Sequential(), len(evaluation), 24, 0),
-    )
-    result: dict[str, Any] = {
-        "train": {},
-        "eval": {},
-        "ids": {},
-        "tensors": {},
-        "micro_batch_rows": program.micro_batch_rows,
-    }
-    saver = Checkpointer(Path(folder or "unused"), Every(), world, "test", toy.objective, strategy) if folder else None
+class _Run:
+    """One rank of a run: made ready by the constructor, which is collective."""
 
-    def rows(split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
-        return Loader(*{"train": (training, epochs), "eval": (evaluation, eval_epochs)}[split], shard, micro_batch_rows)
+    def __init__(self, rank: int, size: int, case: Case) -> None:
+        load_parts([case.plugin] if case.plugin else [])
+        self.case, self.task = case, case.task()
+        self.toy, self.slots = self.task.recipe, case.slots or size
+        self.strategy = case.chosen(self.task)
+        self.world = World(Place(rank=rank, size=size, slots=self.slots))
+        self.training, self.evaluation = (self.toy.open_data(split, 0) for split in ("train", "eval"))
+        self.task = replace(self.task, sample=self._sample)
+        self.strategy.check(self.task, self.slots, "cpu")
+        self.several_roles = len(self.strategy.roles(1)) > 1
+        self.networks: list[LossyTransport] = []
+        if self.several_roles:
+            # of a region's request the second one is refused, and handlers have to bear it
+            connect(self._between, 0 if case.network is None or case.network % 2 else 1 << 30)
+        self.program = self.strategy.setup(self.task, self.world)
+        self.epochs = Epochs(Shuffle(tail=Tail[case.tail]), len(self.training), 24, 0)
+        self.eval_epochs = Epochs(Sequential(), len(self.evaluation), 24, 0)
+        # those that compute ask the others for rows
+        self.helpers = self._run_helpers() if next(iter(self.strategy.roles(1))) == "trainer" else None
+        self.loader = self._rows("train", self.program.shard, self.program.micro_batch_rows)
+        self.program.warmup(self.program.prepare(self.loader.get(0, 0)))
+        self.clock_state, self.open_window = self._load()
+        self.world.barrier()  # all servers can be found
+        self.helpers = self.helpers or self._run_helpers()
+        self.found: dict[str, Any] = {
+            "train": {},
+            "eval": {},
+            "ids": {},
+            "tensors": {},
+            "micro_batch_rows": self.program.micro_batch_rows,
+        }
 
-    def run_helper() -> HelperThreads | None:
-        return HelperThreads(chosen, task, slots or size, rows, program, deaths) if several and rank == 0 else None
+    def _sample(self, rows: int) -> Any:
+        return zero_rows_for_tables(self.training.fetch(np.arange(rows), 0)[0], self.toy.tables())
 
-    first = next(iter(chosen.roles(1)))
-    assistants = run_helper() if first == "trainer" else None  # whoever computes asks them for rows
-    loader = rows("train", program.shard, program.micro_batch_rows)
-    program.warmup(program.prepare(loader.get(0, 0)))
-    state, carried = None, None
-    if start:
-        reader = Checkpointer(Path(start), Every(resume=start), world, "test", toy.objective, strategy)
+    def _between(self, client: Any) -> Any:
+        """What stands between a trainer and a server."""
+        if self.case.network is not None:
+            client = LossyTransport(client, seed=self.case.network + 1000 * len(self.networks))
+            self.networks.append(client)
+        return client if self.case.deaths is None else KillableTransport(client)
+
+    def _rows(self, split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
+        rows = {"train": (self.training, self.epochs), "eval": (self.evaluation, self.eval_epochs)}[split]
+        return Loader(*rows, shard, micro_batch_rows)
+
+    def _run_helpers(self) -> HelperThreads | None:
+        if not self.several_roles or self.world.rank:
+            return None
+        return HelperThreads(self.strategy, self.task, self.slots, self._rows, self.program, self.case.deaths)
+
+    def _saver(self, folder: str, options: Every) -> Checkpointer:
+        return Checkpointer(Path(folder), options, self.world, "test", self.toy.objective, self.case.strategy)
+
+    def _load(self) -> tuple[Any, Any]:
+        """The clock's state and the open metric window of the checkpoint to go on from."""
+        if not self.case.start:
+            return None, None
+        reader = self._saver(self.case.start, Every(resume=self.case.start))
         path = reader.find(0)
         assert path is not None
         source = reader.load(path)
-        state, carried, source.scalars = source.scalars["clock"], source.scalars["window"], source.scalars["program"]
-        program.load(source)
-    world.barrier()  # all servers can be found
-    assistants = assistants or run_helper()
-    clock = PlannedClock(
-        Plan(steps, log_every, eval_every, save_every, objective=toy.objective), epochs, Constant(peak=0.1), state
-    )
+        state, window, source.scalars = source.scalars["clock"], source.scalars["window"], source.scalars["program"]
+        self.program.load(source)
+        return state, window
 
-    def see(event: Any) -> None:
+    def _see(self, event: Any) -> None:
         if isinstance(event, Measured):
-            result[event.split][str(event.step)] = {
-                key: value for key, value in event.values.items() if key != "rows_per_s"
-            }
-        if halt and isinstance(event, Saved):
+            values = {key: value for key, value in event.values.items() if key != "rows_per_s"}
+            self.found[event.split][str(event.step)] = values
+        if self.case.halt and isinstance(event, Saved):
             raise Halt
 
-    loop = Loop(
-        program=program,
-        clock=clock,
-        train=loader,
-        evaluation=rows("eval", program.shard, -(-24 // program.shares)),
-        evaluation_rows=len(evaluation),
-        recipe=toy,
-        world=world,
-        saver=saver,
-        see=see,
-        scalars={},
-        steps_per_epoch=epochs.batches,
-        skip_nonfinite=skip_nonfinite,
-        record=lambda step, ids: result["ids"].setdefault(str(step), []).extend(i for i in ids.tolist() if i >= 0),
-        carried=carried,
-        averages=bool(ema),
-    )
-    with suppress(Halt):
-        fit(loop)
-    program.sync()
-    left = program.state()
-    for box in [*left.boxes, *_others(left)]:
-        tensor = box.tensor if box.name.endswith("/ids") else box.tensor.double()
-        result["tensors"].setdefault(box.name, []).append([list(box.shape), list(box.offset), tensor.tolist()])
-    program.end()
-    if assistants:
-        assistants.join()
-        result |= {"met": sum((each.met for each in networks), Counter()), "died": assistants.died}
-    return result
+    def _record(self, step: int, ids: np.ndarray) -> None:
+        self.found["ids"].setdefault(str(step), []).extend(i for i in ids.tolist() if i >= 0)
+
+    def fit(self) -> None:
+        """Step to the end, or to the first save where the case halts there. Collective."""
+        case = self.case
+        plan = Plan(case.steps, case.log_every, case.eval_every, case.save_every, objective=self.toy.objective)
+        loop = Loop(
+            program=self.program,
+            clock=PlannedClock(plan, self.epochs, Constant(peak=0.1), self.clock_state),
+            train=self.loader,
+            evaluation=self._rows("eval", self.program.shard, -(-24 // self.program.shares)),
+            evaluation_rows=len(self.evaluation),
+            recipe=self.toy,
+            world=self.world,
+            saver=self._saver(case.folder, Every()) if case.folder else None,
+            see=self._see,
+            scalars={},
+            steps_per_epoch=self.epochs.batches,
+            skip_nonfinite=case.skip_nonfinite,
+            record=self._record,
+            carried=self.open_window,
+            averages=bool(case.ema),
+        )
+        with suppress(Halt):
+            fit(loop)
+
+    def result(self) -> dict[str, Any]:
+        """What `train` returns. Collective."""
+        self.program.sync()
+        state = self.program.state()
+        for box in [*state.boxes, *_others(state)]:
+            tensor = box.tensor if box.name.endswith("/ids") else box.tensor.double()
+            boxes = self.found["tensors"].setdefault(box.name, [])
+            boxes.append([list(box.shape), list(box.offset), tensor.tolist()])
+        self.program.end()
+        if self.helpers:
+            self.helpers.join()
+            met = sum((network.met for network in self.networks), Counter())
+            self.found |= {"met": met, "died": self.helpers.died}
+        return self.found
 
 
 def _others(state: State) -> list[Box]:
