@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -16,6 +17,10 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import ranks as pool
 from tests.support.budget import BUDGET_S, Budget
+
+# Dozens of processes import dtf and torch: without bytecode each of them compiles dtf again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A busy machine is not a failing property; two workers would share a database of examples.
 settings.register_profile("dtf", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])

@@ -99,7 +99,7 @@ class Counted:
     def __init__(self) -> None:
         self.norm, self.told = torch.zeros(()), []
 
-    def step(self, factor: float, lr: float, step: int) -> None:
+    def apply(self, factor: float, lr: float, step: int) -> None:
         self.told.append(step)
 
     def boxes(self) -> list[Box]:
