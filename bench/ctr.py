@@ -53,7 +53,7 @@ from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
-from dtf.model.losses import weighted_sums
+from dtf.model.metrics import weighted_sums
 from dtf.optim.optimizers import Adagrad
 from dtf.recipes.ctr.model import DNN, Inputs, Tower
 from dtf.sparse.row_optimizers import RowAdagrad

@@ -34,7 +34,7 @@ from dtf.data.samplers import Sequential
 from dtf.distributed.world import World
 from dtf.engine.loop import Loop, fit
 from dtf.model.init import init_model
-from dtf.model.losses import weighted_sums
+from dtf.model.metrics import weighted_sums
 from dtf.optim.optimizers import Sgd
 from dtf.strategies.ddp import Ddp
 

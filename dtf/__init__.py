@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from dtf.model import losses
     from dtf.model.auc import AucEvaluator, auc, grouped_auc
     from dtf.model.init import cast, init_model
-    from dtf.model.losses import cross_entropy, rank, weighted_sums
+    from dtf.model.losses import cross_entropy, rank
+    from dtf.model.metrics import weighted_sums
     from dtf.optim.update import LocalUpdate, full_params
     from dtf.pserver.placement import placing
     from dtf.strategies.spmd import Replica, Spmd
@@ -104,7 +105,7 @@ _PUBLIC = {
     "grouped_auc": "model.auc",
     "losses": "model.losses:",
     "rank": "model.losses",
-    "weighted_sums": "model.losses",
+    "weighted_sums": "model.metrics",
     # Values that parts get and give
     "Batch": "core.types",
     "Box": "core.types",

@@ -16,6 +16,7 @@ import dtf.jobs.rank_predict
 import dtf.launch.rank_process
 import dtf.model.init
 import dtf.model.losses
+import dtf.model.metrics
 import dtf.optim.update
 import dtf.recipes
 import dtf.strategies.dp_program

@@ -16,7 +16,7 @@ MODULES = {
     "dtf.launcher": ("dtf.api.launcher", {}),
     "dtf.layout": ("dtf.api.layout", {}),
     "dtf.lr": ("dtf.api.lr", {}),
-    "dtf.metrics": ("dtf.model.losses", {}),
+    "dtf.metrics": ("dtf.model.metrics", {}),
     "dtf.observer": ("dtf.api.observer", {}),
     "dtf.optimizer": ("dtf.api.optimizer", {}),
     "dtf.precision": ("dtf.api.precision", {}),

@@ -1,5 +1,5 @@
 """Losses and metrics of class scores that work under any strategy: scores may be divided by classes over ranks (a
-DTensor). Also `weighted_sums`, the additive state of any metric.
+DTensor).
 
 Scores have shape (B, C). On divided scores each call is collective over the ranks that hold the slices. It sends a few
 numbers per row, never the scores.
@@ -99,11 +99,3 @@ def _slices(scores: Tensor) -> _Slices | None:
     if not is_dtensor(scores):
         return None
     return _Slices(local(scores), offset(scores)[1], scores.device_mesh.get_group())  # type: ignore[attr-defined]
-
-
-def weighted_sums(weight: Tensor, *values: Tensor) -> Tensor:
-    """[sum(weight), sum(weight * value), ...] of values per row, each (B,). Shape (1 + len(values),), float64, so that
-    counts are exact. Not collective.
-    """
-    rows = torch.stack([torch.ones_like(weight), *(value.to(weight.dtype) for value in values)])
-    return (rows * weight).sum(dim=1, dtype=torch.float64)

@@ -299,7 +299,7 @@ class ClickThrough(Recipe):
         return binary_cross_entropy_with_logits(outputs, _clicks(targets).to(outputs.dtype), reduction="none")
 
     def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
-        from dtf.model.losses import weighted_sums
+        from dtf.model.metrics import weighted_sums
 
         return weighted_sums(batch.weight, loss, outputs.sigmoid(), _clicks(batch.targets))
 

@@ -19,7 +19,7 @@ from dtf.data.batches import Epochs
 from dtf.data.samplers import Shuffle
 from dtf.distributed.world import World
 from dtf.model.init import init_model
-from dtf.model.losses import weighted_sums
+from dtf.model.metrics import weighted_sums
 from dtf.optim.optimizers import Sgd
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.dp import Dp

@@ -10,7 +10,7 @@ from dtf.api.layout import Layout, Split
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import option, register
 from dtf.api.sparse_table import Table
-from dtf.model.losses import weighted_sums
+from dtf.model.metrics import weighted_sums
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,0 +1,21 @@
+"""Additive metric state: sums that mean the same however rows were divided among ranks, steps and micro-batches.
+
+No torch when imported: modules of recipes import it at their top.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def weighted_sums(weight: Tensor, *values: Tensor) -> Tensor:
+    """[sum(weight), sum(weight * value), ...] of values per row, each (B,). Shape (1 + len(values),), float64, so that
+    counts are exact. Not collective.
+    """
+    import torch
+
+    rows = torch.stack([torch.ones_like(weight), *(value.to(weight.dtype) for value in values)])
+    return (rows * weight).sum(dim=1, dtype=torch.float64)
