@@ -22,15 +22,18 @@ class Tensor(Strategy):
 
     Inside a group, x being an activation's bytes for one micro-batch, each micro-batch costs
 
-        all-reduce of x for each `column` and `classes` layer (x: its input; backward, unless the input needs no
-        gradient), all-reduce of x for each `row` layer (x: its output; forward), reduce-scatter and all-gather of x for
-        each `row_scatter` layer (x: its whole output; forward and backward), three to four numbers a row for the loss
-        and two for the metrics of divided classes;
+        all-reduce of x for each `column` and `classes` layer
+            (x: its input; backward, unless the input needs no gradient),
+        all-reduce of x for each `row` layer
+            (x: its output; forward),
+        reduce-scatter and all-gather of x for each `row_scatter` layer
+            (x: its whole output; forward and backward),
+        three to four numbers a row for the loss and two for the metrics of divided classes;
 
     `step.remat=blocks` does those of forward in its blocks once more, `selective` keeps what they gave;
-    each batch is broadcast once; groups all-reduce the gradients of what a rank holds once a step. A ring moves 2 (n -
-    1) / n of an all-reduced tensor and (n - 1) / n of the others through each of n ranks. Source: Shoeybi et al. 2019
-    (arXiv:1909.08053).
+    each batch is broadcast once; groups all-reduce the gradients of what a rank holds once a step. A ring moves
+    2 (n - 1) / n of an all-reduced tensor and (n - 1) / n of the others through each of n ranks. Source: Shoeybi et al.
+    2019 (arXiv:1909.08053).
     """
 
     tables: Placement = option(
