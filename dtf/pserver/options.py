@@ -14,7 +14,7 @@ from dtf.host.devices import MOST_PROCESSES, MOST_THREADS
 from dtf.pserver import manual_start
 
 if TYPE_CHECKING:
-    from dtf.pserver.server.sync_modes import SyncMode
+    from dtf.pserver.sync_modes import SyncMode
 
 GEO_STEPS, PATIENCE_S = 400, 600.0
 """The values of `geo_steps` and `meet_timeout_s` where they are null."""
@@ -232,7 +232,7 @@ class PserverOptions:
 
     def sync_mode(self) -> SyncMode:
         """The mode as a rule over pushes."""
-        from dtf.pserver.server.sync_modes import Async, Geo, HalfAsync, Sync
+        from dtf.pserver.sync_modes import Async, Geo, HalfAsync, Sync
 
         match self.mode:
             case Mode.sync:

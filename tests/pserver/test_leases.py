@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dtf.core.types import Train
-from dtf.pserver.server.leases import EVALUATE, TRAIN, Key, Lease, Ledger
-from dtf.pserver.server.sync_modes import Async, Geo, HalfAsync, Sync, SyncMode
+from dtf.pserver.leases import EVALUATE, TRAIN, Key, Lease, Ledger
+from dtf.pserver.sync_modes import Async, Geo, HalfAsync, Sync, SyncMode
 from dtf.pserver.trainer.prefetch import AHEAD
 
 SILENCE_S = 10.0

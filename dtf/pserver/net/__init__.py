@@ -1,4 +1,4 @@
 """What crosses the wire between trainers and servers: gRPC calls, codec, messages, shared memory.
 
-Imports core to strategies, nothing else of pserver.
+Imports core to strategies, and of pserver only leases, which messages carry.
 """

@@ -10,8 +10,8 @@ import numpy as np
 
 from dtf.api.recipe import Recipe
 from dtf.core.types import Train
+from dtf.pserver.leases import Lease
 from dtf.pserver.net.codec import Array, Message, Schema, WireError
-from dtf.pserver.server.leases import Lease
 
 HELLO, LEASE, EXCHANGE, REPORT = "hello", "lease", "exchange", "report"
 """Methods of a run. `hello`, `lease` and `report` are of server 0: a trainer joins; it reports finished work and asks

@@ -15,14 +15,14 @@ from dtf.core.errors import DataError
 from dtf.core.types import Box, Place, Train
 from dtf.distributed.world import World
 from dtf.model.init import build_on_meta
+from dtf.pserver.leases import TRAIN, Lease
 from dtf.pserver.net.compression import WIRE_DTYPES, rounded
 from dtf.pserver.net.messages import ANY, NONE
 from dtf.pserver.param_slices import lay_out, wire_layout
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull
-from dtf.pserver.server.leases import TRAIN, Lease
 from dtf.pserver.server.state import ServerState
-from dtf.pserver.server.sync_modes import SyncMode
+from dtf.pserver.sync_modes import SyncMode
 from dtf.pserver.trainer.compute import LeaseResult, ModelSetup, ParamBlocks, PulledState, TrainerModel
 from dtf.pserver.trainer.local_sgd import LocalSgd
 from dtf.pserver.trainer.prefetch import PreparedBatch

@@ -1,4 +1,4 @@
-"""A server process: its state, its request handlers, leases, and the sync modes.
+"""A server process: its state, its request handlers, and its metrics.
 
-Imports core to strategies, and of pserver what lies outside trainer and record.
+Imports core to strategies, and of pserver neither strategy nor trainer; of record only recorder.
 """

@@ -22,13 +22,13 @@ from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, T
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.world import World
 from dtf.host import heartbeat
+from dtf.pserver.leases import EVALUATE, TRAIN, Lease, Ledger
 from dtf.pserver.net.transport import MOST_BYTES
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Recorder
-from dtf.pserver.server.leases import EVALUATE, TRAIN, Lease, Ledger
 from dtf.pserver.server.metrics import MetricAccumulator
 from dtf.pserver.server.state import ServerState
-from dtf.pserver.server.sync_modes import SyncMode
+from dtf.pserver.sync_modes import SyncMode
 
 if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions

@@ -28,7 +28,7 @@ from dtf.pserver.param_slices import balance, lay_out, state_fields, views, wire
 from dtf.pserver.push import Push
 from dtf.pserver.record.recorder import Pull, Recorder
 from dtf.pserver.row_routing import RowGradients, server_shards
-from dtf.pserver.server.sync_modes import SyncMode
+from dtf.pserver.sync_modes import SyncMode
 from dtf.sparse.table_layouts import owner_of
 from dtf.strategies.buffers import buffers, load_buffers
 

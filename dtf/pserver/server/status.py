@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtf.pserver.server.leases import TRAIN
+from dtf.pserver.leases import TRAIN
 from dtf.pserver.server.program import ServerProgram
 
 

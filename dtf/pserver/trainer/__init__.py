@@ -1,4 +1,4 @@
 """A trainer process: it takes leases, pulls, computes and pushes.
 
-Imports core to strategies, and of pserver what lies outside server and record.
+Imports core to strategies, and of pserver neither strategy nor server nor record.
 """

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtf.api.recipe import Recipe
+from dtf.pserver.leases import EVALUATE, Lease
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.compression import WIRE_DTYPES, compress, decompress
 from dtf.pserver.net.messages import ANY, EXCHANGE, LATE, NO, READY
 from dtf.pserver.net.transport import Transport
-from dtf.pserver.server.leases import EVALUATE, Lease
 from dtf.pserver.trainer.compute import LeaseResult, ParamBlocks, PulledState, TrainerModel
 from dtf.pserver.trainer.prefetch import DEADLINE_S, WAIT_S, PreparedBatch
 

@@ -23,8 +23,8 @@ from dtf.api.strategy import RoleContext
 from dtf.api.task import Task
 from dtf.core.types import Batch, Evaluated, Train
 from dtf.model.init import DTYPES
+from dtf.pserver.leases import EVALUATE, TRAIN, Lease
 from dtf.pserver.row_routing import RowRequest
-from dtf.pserver.server.leases import EVALUATE, TRAIN, Lease
 from dtf.pserver.trainer.compute import ModelSetup, PulledState, TrainerModel
 from dtf.pserver.trainer.group import Topic, TrainerGroup
 from dtf.pserver.trainer.prefetch import WAIT_S, PreparedBatch

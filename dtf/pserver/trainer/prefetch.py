@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from dtf.core.types import Batch, Train
+from dtf.pserver.leases import TRAIN, Key, Lease
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import Message, decode, encode
 from dtf.pserver.net.messages import LEASE
 from dtf.pserver.net.transport import Lost, Transport
 from dtf.pserver.row_routing import RowRequest
-from dtf.pserver.server.leases import TRAIN, Key, Lease
 
 AHEAD = 3
 """Leases that a trainer holds at once: the one that is computed, the next, and one that is being read."""

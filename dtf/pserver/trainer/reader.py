@@ -11,8 +11,8 @@ from dtf.api.task import Task
 from dtf.core.types import WHOLE, Batches, Shard, Train
 from dtf.data.batches import share_within
 from dtf.model.forward import apply_receive, to_device
+from dtf.pserver.leases import EVALUATE, Lease
 from dtf.pserver.row_routing import RowRequest
-from dtf.pserver.server.leases import EVALUATE, Lease
 from dtf.pserver.trainer.prefetch import PreparedBatch
 
 Open = Callable[[str, Shard, int], Batches]

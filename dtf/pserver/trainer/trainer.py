@@ -19,14 +19,14 @@ from dtf.core.errors import BusyError, ConfigError
 from dtf.core.types import Shard, Train
 from dtf.model.forward import to_device
 from dtf.model.init import build_on_meta
+from dtf.pserver.leases import EVALUATE, Lease
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import decode, encode
 from dtf.pserver.net.compression import WIRE_DTYPES
 from dtf.pserver.net.messages import ANY, HELLO, LATE, NONE, REPORT
 from dtf.pserver.net.transport import Transport
 from dtf.pserver.param_slices import lay_out, wire_layout
-from dtf.pserver.server.leases import EVALUATE, Lease
-from dtf.pserver.server.sync_modes import SyncMode
+from dtf.pserver.sync_modes import SyncMode
 from dtf.pserver.trainer.compute import LeaseResult, ModelSetup, ParamBlocks, PulledState, TrainerModel
 from dtf.pserver.trainer.exchange import Exchange
 from dtf.pserver.trainer.group import TrainerGroup
