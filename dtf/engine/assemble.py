@@ -36,7 +36,7 @@ from dtf.runs.run_folder import redact
 
 
 @dataclass(frozen=True)
-class Member:
+class JoinedRank:
     """A rank that has joined the others of its role."""
 
     rank: Rank
@@ -83,10 +83,10 @@ class TaskInputs:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainingSetup:
     """Everything a rank trains with, before a checkpoint is loaded."""
 
-    member: Member
+    joined: JoinedRank
     inputs: TaskInputs
     program: Program
     train: Loader
@@ -95,7 +95,7 @@ class Trainer:
     checkpointer: Checkpointer
 
 
-def join(rank: Rank) -> Member:
+def join(rank: Rank) -> JoinedRank:
     """Find the other ranks and form a world with those of the same role. Collective."""
     strategy, place = rank.settings.strategy, rank.place
     kind = place.device.partition(":")[0]
@@ -114,7 +114,7 @@ def join(rank: Rank) -> Member:
         world = World.join(replace(rank.place, size=count), strategy.communication(kind))
     else:
         world = World(replace(place, size=1))
-    return Member(rank, world, trains, external, facts)
+    return JoinedRank(rank, world, trains, external, facts)
 
 
 def _rendezvous(rank: Rank, facts: dict[str, Any]) -> Rank:
@@ -136,15 +136,15 @@ def _rendezvous(rank: Rank, facts: dict[str, Any]) -> Rank:
     return replace(rank, place=context.place, folder=context.folder, run_id=context.run_id)
 
 
-def prepare_task(member: Member) -> TaskInputs:
+def prepare_task(joined: JoinedRank) -> TaskInputs:
     """Open the data and the weights, check that all ranks have the same, and describe the task. Collective."""
-    rank, world = member.rank, member.world
+    rank, world = joined.rank, joined.world
     settings, kind = rank.settings, rank.place.device.partition(":")[0]
     recipe = settings.recipe
     splits = Splits(recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=kind == "cuda")
-    facts = {"versions": _versions(settings.strategy.communication(kind) == "nccl"), **member.facts}
+    facts = {"versions": _versions(settings.strategy.communication(kind) == "nccl"), **joined.facts}
     facts |= {"training data": splits.fingerprint, "evaluation data": splits.eval.fingerprint()}
-    if member.trains:
+    if joined.trains:
         world.facts, world.folder = facts, rank.folder
         check_consistent(world, facts | {"finds the run folder": _finds(rank.folder, rank.run_id)})
     epochs = splits.cut()
@@ -168,14 +168,14 @@ def prepare_task(member: Member) -> TaskInputs:
     return TaskInputs(task, splits, epochs, facts, model, weights, weights_digest, weights_fit)
 
 
-def assemble(member: Member, inputs: TaskInputs) -> Trainer:
+def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     """Set up the program and try it once. Collective.
 
     ConfigError when the program's micro-batches do not suit the recipe, or the model cannot compute the smallest batch.
     """
-    rank, splits, epochs = member.rank, inputs.splits, inputs.epochs
+    rank, splits, epochs = joined.rank, inputs.splits, inputs.epochs
     settings, config = rank.settings, rank.config
-    program = settings.strategy.setup(inputs.task, member.world)
+    program = settings.strategy.setup(inputs.task, joined.world)
     if settings.recipe.pairs and settings.step.parts_pairs(program.micro_batch_rows):
         raise ConfigError(
             f"recipe={config['recipe']['name']} mixes pairs of rows, and micro-batches of {program.micro_batch_rows} "
@@ -188,16 +188,16 @@ def assemble(member: Member, inputs: TaskInputs) -> Trainer:
     checkpointer = Checkpointer(
         rank.folder / "checkpoints",
         settings.checkpoint,
-        member.world,
+        joined.world,
         rank.run_id,
         plan.objective,
         config["strategy"]["name"],
-        note=lambda text: member.see(Note("warning", text)),
+        note=lambda text: joined.see(Note("warning", text)),
     )
     # The last global batch of an epoch may be a single row, which not every model can compute: find out now.
     last = epochs.batches - 1
     program.warmup(program.prepare(train.get(0, last if epochs.size(last) == 1 else 0)))
-    return Trainer(member, inputs, program, train, evaluation, plan, checkpointer)
+    return TrainingSetup(joined, inputs, program, train, evaluation, plan, checkpointer)
 
 
 def _weights(recipe: Recipe, model: nn.Module, world: World) -> tuple[Weights | None, str, WeightMatch | None]:

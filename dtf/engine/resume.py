@@ -11,7 +11,7 @@ from dtf.api.task import Source
 from dtf.core.errors import ConfigError
 from dtf.core.files import flat
 from dtf.core.types import Measured, Note
-from dtf.engine.assemble import Trainer
+from dtf.engine.assemble import TrainingSetup
 
 RECENT_BYTES = 65536
 """Of the measurements sent again: as much as a pipe holds, and half of what a message may."""
@@ -38,19 +38,19 @@ class Resumed:
         return self.clock["step"] if self.clock else 0
 
 
-def identity(trainer: Trainer) -> dict[str, Any]:
+def identity(setup: TrainingSetup) -> dict[str, Any]:
     """What must be the same when a run goes on, else its data position and numbers would not continue."""
-    settings, config = trainer.member.rank.settings, trainer.member.rank.config
+    settings, config = setup.joined.rank.settings, setup.joined.rank.config
     recipe = settings.recipe
     return {
         "recipe": config["recipe"]["name"],
         "seed": settings.seed,
         "batch_size": settings.step.batch_size,
-        "data": trainer.inputs.splits.fingerprint,
+        "data": setup.inputs.splits.fingerprint,
         "sampler": config["sampler"],
         "optimizer": config["optimizer"]["name"],
-        "objective": list(trainer.plan.objective),
-        "recipe.model.weights": trainer.inputs.weights_digest,
+        "objective": list(setup.plan.objective),
+        "recipe.model.weights": setup.inputs.weights_digest,
         "recipe.model.freeze": recipe.fine_tuning.freeze,
         "averaged weights (step.ema)": bool(settings.step.ema),
         "sparse": config["sparse"]["name"] if recipe.tables() else "",
@@ -58,26 +58,26 @@ def identity(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def hyperparameters(trainer: Trainer) -> dict[str, Any]:
+def hyperparameters(setup: TrainingSetup) -> dict[str, Any]:
     """What changes the numbers and may be another when a run goes on."""
-    config = trainer.member.rank.config
+    config = setup.joined.rank.config
     groups = ["precision", "optimizer", "lr", "step"]
-    if trainer.member.rank.settings.recipe.tables():
+    if setup.joined.rank.settings.recipe.tables():
         groups.append("sparse")
-    values = {group: config[group] for group in groups} | {"train": {"steps": trainer.plan.total}}
+    values = {group: config[group] for group in groups} | {"train": {"steps": setup.plan.total}}
     # the config's 0 is another number under another strategy
-    values["step"] = values["step"] | {"micro_batch_rows": trainer.program.micro_batch_rows}
+    values["step"] = values["step"] | {"micro_batch_rows": setup.program.micro_batch_rows}
     return values
 
 
-def resume(trainer: Trainer) -> Resumed:
+def resume(setup: TrainingSetup) -> Resumed:
     """Load the newest checkpoint, if there is one to go on from. Collective.
 
     ConfigError when it is of another task, or lies behind the end of this run.
     """
-    checkpointer, plan = trainer.checkpointer, trainer.plan
-    path = checkpointer.find(trainer.member.rank.place.attempt)
-    resumed = _load(trainer, path) if path is not None else Resumed()
+    checkpointer, plan = setup.checkpointer, setup.plan
+    path = checkpointer.find(setup.joined.rank.place.attempt)
+    resumed = _load(setup, path) if path is not None else Resumed()
     if resumed.step > plan.end:
         key = f"train.until={plan.until}" if plan.end < plan.total else f"a run of {plan.total} steps"
         raise ConfigError(
@@ -88,34 +88,34 @@ def resume(trainer: Trainer) -> Resumed:
     return resumed
 
 
-def _load(trainer: Trainer, path: Path) -> Resumed:
-    checkpointer = trainer.checkpointer
+def _load(setup: TrainingSetup, path: Path) -> Resumed:
+    checkpointer = setup.checkpointer
     source = checkpointer.load(path)
     scalars = source.scalars
-    _refuse_another_task(trainer, path, source)
-    now, before = dict(flat(hyperparameters(trainer), "")), dict(flat(scalars["course"], ""))
+    _refuse_another_task(setup, path, source)
+    now, before = dict(flat(hyperparameters(setup), "")), dict(flat(scalars["course"], ""))
     changed = [
         f"{key}={now.get(key)} (was {before.get(key)})"
         for key in sorted(now.keys() | before.keys())
         if now.get(key) != before.get(key)
     ]
     if changed:
-        trainer.member.see(Note("warning", f"from step {scalars['clock']['step']} on with {', '.join(changed)}"))
+        setup.joined.see(Note("warning", f"from step {scalars['clock']['step']} on with {', '.join(changed)}"))
     source.scalars = scalars["program"]
-    trainer.program.load(source)
+    setup.program.load(source)
     recent = [Measured(**fields) for fields in scalars["recent"]] if checkpointer.owns(path) else []
     while len(json.dumps([asdict(measured) for measured in recent])) > RECENT_BYTES:
         recent = recent[len(recent) // 2 + 1 :]
     return Resumed(scalars["clock"], scalars["window"], scalars.get("updated", True), tuple(recent))
 
 
-def _refuse_another_task(trainer: Trainer, path: Path, source: Source) -> None:
+def _refuse_another_task(setup: TrainingSetup, path: Path, source: Source) -> None:
     """Raise ConfigError that names the first key in which the checkpoint is not of this run's task."""
-    for key, value in identity(trainer).items():
+    for key, value in identity(setup).items():
         if source.scalars.get(key) != value:
             raise ConfigError(
                 f"checkpoint {path} was written with {key}={source.scalars.get(key)!r}, this run has {key}={value!r}; "
                 "data position and "
                 "numbers would not continue; use the "
-                f"same{', or start anew in another run.dir' if trainer.checkpointer.owns(path) else ''}"
+                f"same{', or start anew in another run.dir' if setup.checkpointer.owns(path) else ''}"
             )

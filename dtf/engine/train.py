@@ -17,7 +17,7 @@ from dtf.config.settings import Settings
 from dtf.core.errors import BudgetError, Preempted
 from dtf.core.types import Ended, Event, Memory, Note, Place, Started, Stop
 from dtf.distributed.world import World
-from dtf.engine.assemble import Member, TaskInputs, Trainer, assemble, join, prepare_task
+from dtf.engine.assemble import JoinedRank, TaskInputs, TrainingSetup, assemble, join, prepare_task
 from dtf.engine.clock import PlannedClock
 from dtf.engine.loop import RECENT, Loop, fit
 from dtf.engine.rank import Rank, run_rank
@@ -36,20 +36,20 @@ def work(config: dict[str, Any], folder: str, run_id: str, place: Place, send: C
 def _train(rank: Rank) -> None:
     """One rank's life. Collective over the ranks of its role."""
     meter = _set_up_process(rank)
-    member = join(rank)
-    inputs = prepare_task(member)
-    if not member.trains:
-        _run_helper(member, inputs)
+    joined = join(rank)
+    inputs = prepare_task(joined)
+    if not joined.trains:
+        _run_helper(joined, inputs)
         return
-    trainer = assemble(member, inputs)
-    resumed = resume(trainer)
-    clock = PlannedClock(trainer.plan, inputs.epochs, rank.settings.lr, resumed.clock)
-    planned = _report_start(trainer, resumed)
-    stop, metrics = _run(trainer, resumed, clock)
-    _report_end(trainer, stop, metrics | _best(clock), meter, planned)
-    trainer.program.end(stop.reason)
-    member.world.leave()
-    _refuse_early_end(trainer, resumed, stop)
+    setup = assemble(joined, inputs)
+    resumed = resume(setup)
+    clock = PlannedClock(setup.plan, inputs.epochs, rank.settings.lr, resumed.clock)
+    planned = _report_start(setup, resumed)
+    stop, metrics = _run(setup, resumed, clock)
+    _report_end(setup, stop, metrics | _best(clock), meter, planned)
+    setup.program.end(stop.reason)
+    joined.world.leave()
+    _refuse_early_end(setup, resumed, stop)
 
 
 def _set_up_process(rank: Rank) -> MemoryMeter:
@@ -63,9 +63,9 @@ def _set_up_process(rank: Rank) -> MemoryMeter:
     return MemoryMeter(kind)
 
 
-def _run_helper(member: Member, inputs: TaskInputs) -> None:
+def _run_helper(joined: JoinedRank, inputs: TaskInputs) -> None:
     """The life of a rank of another role than the first: the strategy's."""
-    rank = member.rank
+    rank = joined.rank
 
     def say(text: str) -> None:
         rank.send(Note("info", text))
@@ -76,10 +76,10 @@ def _run_helper(member: Member, inputs: TaskInputs) -> None:
     rank.settings.strategy.run_helper(inputs.task, context)
 
 
-def _report_start(trainer: Trainer, resumed: Resumed) -> list[Memory]:
+def _report_start(setup: TrainingSetup, resumed: Resumed) -> list[Memory]:
     """Report what is about to run; returns the planned memory of each rank, on rank 0. Collective."""
-    member, inputs, program, plan = trainer.member, trainer.inputs, trainer.program, trainer.plan
-    rank, world, splits = member.rank, member.world, inputs.splits
+    joined, inputs, program, plan = setup.joined, setup.inputs, setup.program, setup.plan
+    rank, world, splits = joined.rank, joined.world, inputs.splits
     planned = [Memory(*needs) for needs in world.gather(program.memory() or ()) or () if needs]
     table = startup_table(
         rank.settings,
@@ -97,29 +97,29 @@ def _report_start(trainer: Trainer, resumed: Resumed) -> list[Memory]:
     if inputs.weights and inputs.weights_fit:
         digest = inputs.weights_digest[:19]
         table["weights"] = f"{inputs.weights.about}, {digest}: {inputs.weights_fit.text()}"
-    member.see(Started(resumed.step, plan.total, inputs.epochs.batches, table, rank.place.attempt, resumed.recent))
+    joined.see(Started(resumed.step, plan.total, inputs.epochs.batches, table, rank.place.attempt, resumed.recent))
     return planned
 
 
-def _run(trainer: Trainer, resumed: Resumed, clock: PlannedClock) -> tuple[Stop, dict[str, float]]:
+def _run(setup: TrainingSetup, resumed: Resumed, clock: PlannedClock) -> tuple[Stop, dict[str, float]]:
     """Follow the clock to its end; returns that and the last evaluation. Collective."""
-    member, program = trainer.member, trainer.program
-    rank, world, recipe = member.rank, member.world, member.rank.settings.recipe
+    joined, program = setup.joined, setup.program
+    rank, world, recipe = joined.rank, joined.world, joined.rank.settings.recipe
     options = rank.settings.train
     record = Record(rank.folder, world.rank, resumed.step) if options.record else None
     probes = _probes(rank.settings, rank.place, rank.folder, rank.send)
     loop = Loop(
         program=program,
         clock=clock,
-        train=trainer.train,
-        evaluation=trainer.evaluation,
-        evaluation_rows=len(trainer.inputs.splits.eval),
+        train=setup.train,
+        evaluation=setup.evaluation,
+        evaluation_rows=len(setup.inputs.splits.eval),
         recipe=recipe,
         world=world,
-        saver=trainer.checkpointer,
-        see=member.see,
-        scalars=identity(trainer) | {"course": hyperparameters(trainer), "classes": list(recipe.class_names())},
-        steps_per_epoch=trainer.inputs.epochs.batches,
+        saver=setup.checkpointer,
+        see=joined.see,
+        scalars=identity(setup) | {"course": hyperparameters(setup), "classes": list(recipe.class_names())},
+        steps_per_epoch=setup.inputs.epochs.batches,
         skip_nonfinite=options.skip_nonfinite,
         stop_requested=rank.stop_requested,
         over_budget=lambda: world.rank == 0 and budget.is_spent(rank.folder),
@@ -137,29 +137,29 @@ def _run(trainer: Trainer, resumed: Resumed, clock: PlannedClock) -> tuple[Stop,
         return stop, metrics
     finally:
         probes.close()
-        for loader in (trainer.train, trainer.evaluation):
+        for loader in (setup.train, setup.evaluation):
             loader.close()
 
 
 def _report_end(
-    trainer: Trainer, stop: Stop, metrics: dict[str, float], meter: MemoryMeter, planned: list[Memory]
+    setup: TrainingSetup, stop: Stop, metrics: dict[str, float], meter: MemoryMeter, planned: list[Memory]
 ) -> None:
     """Report how the run ended, with the measured peaks of memory. Collective."""
-    peaks = trainer.member.world.gather(meter.peak())
-    trainer.member.see(Ended(stop.step, stop.reason, metrics, meter.summary(planned, peaks) if peaks else {}))
-    trainer.member.rank.beat("stop", stop.step)
+    peaks = setup.joined.world.gather(meter.peak())
+    setup.joined.see(Ended(stop.step, stop.reason, metrics, meter.summary(planned, peaks) if peaks else {}))
+    setup.joined.rank.beat("stop", stop.step)
 
 
-def _refuse_early_end(trainer: Trainer, resumed: Resumed, stop: Stop) -> None:
+def _refuse_early_end(setup: TrainingSetup, resumed: Resumed, stop: Stop) -> None:
     """Raise BudgetError or Preempted when the run ended before its plan, and say what is lost."""
     if stop.step == resumed.step:
         kept = "nothing is lost"
-    elif trainer.plan.save_every:
+    elif setup.plan.save_every:
         kept = "the state is saved"
     else:
         kept = "checkpoint.every_steps=0, so nothing was saved"
     if stop.reason == "budget":
-        key = budget.key(trainer.member.rank.settings.budget)
+        key = budget.key(setup.joined.rank.settings.budget)
         raise BudgetError(f"the budget is spent after step {stop.step}; {kept}; raise {key} and start again to go on")
     if stop.reason == "preempted":
         raise Preempted(f"asked to stop after step {stop.step}; {kept}; start again with the same run.dir to go on")
