@@ -98,7 +98,7 @@ def trial_update(optimizer: Optimizer) -> Callable[[nn.Module], Callable[[], Non
 class LocalUpdate(Update):
     """The optimizer runs in this process, over the parameters that are here, or over those that this rank owns.
 
-    `pieces`: parameter name -> ParamShard. `clip_norm`: the largest gradient norm, 0 for no clipping. `loss_scale`: the
+    `shards`: parameter name -> ParamShard. `clip_norm`: the largest gradient norm, 0 for no clipping. `loss_scale`: the
     first dynamic loss scale, 0 for none.
 
     `owned`: names whose optimizer state is here (default: all). `after`: called when owned parameters have changed, to
@@ -115,7 +115,7 @@ class LocalUpdate(Update):
 
     def __init__(
         self,
-        pieces: Mapping[str, ParamShard],
+        shards: Mapping[str, ParamShard],
         optimizer: Optimizer,
         clip_norm: float,
         loss_scale: float,
@@ -133,31 +133,31 @@ class LocalUpdate(Update):
         self.table_steps = 0  # without those that were skipped, as dense optimizers count
         self._clip, self._after, self._writes = clip_norm, after, writes
         self._combine, self._reduce, self._gather = combine, reduce, gather
-        self._pieces = {name: piece for name, piece in pieces.items() if piece.parameter.requires_grad}
-        self._frozen = {name: piece for name, piece in pieces.items() if not piece.parameter.requires_grad}
-        if not self._pieces and gather is None:  # else other ranks have some
+        self._shards = {name: shard for name, shard in shards.items() if shard.parameter.requires_grad}
+        self._frozen = {name: shard for name, shard in shards.items() if not shard.parameter.requires_grad}
+        if not self._shards and gather is None:  # else other ranks have some
             raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
-        owned_names = [name for name in self._pieces if owned is None or name in owned]
+        owned_names = [name for name in self._shards if owned is None or name in owned]
         self._own, self._divided = owned_names, owned is not None
-        self._own_index = [i for i, name in enumerate(self._pieces) if owned is None or name in owned]
-        masters = {name: self._pieces[name].master for name in owned_names}
-        shapes = {name: self._pieces[name].shape for name in owned_names}
-        counts = {name: self._pieces[name].is_primary for name in owned_names}
+        self._own_index = [i for i, name in enumerate(self._shards) if owned is None or name in owned]
+        masters = {name: self._shards[name].master for name in owned_names}
+        shapes = {name: self._shards[name].shape for name in owned_names}
+        counts = {name: self._shards[name].is_primary for name in owned_names}
         self._bound = optimizer.bind(masters, shapes, combine, counts)
-        self._trained = list(self._pieces.values())
+        self._trained = list(self._shards.values())
         # weights of a narrower format than their averages, while these stand in for them
         self._aside: dict[str, Tensor] = {}
         self._copies = [
-            (self._pieces[name].local, master)
+            (self._shards[name].local, master)
             for name, master in masters.items()
-            if self._pieces[name].local is not master
+            if self._shards[name].local is not master
         ]
-        like = next(iter(pieces.values())).local if like is None else like
+        like = next(iter(shards.values())).local if like is None else like
         device, self._norm_dtype = like.device, _norm_dtype([like])
         self._host, self._none = device.type == "cpu", torch.zeros(0, dtype=self._norm_dtype, device=device)
         self._counts = (
             None
-            if all(piece.is_primary for piece in self._trained)
+            if all(shard.is_primary for shard in self._trained)
             else torch.tensor([float(p.is_primary) for p in self._trained], device=device)
         )
         self._scale = torch.full((), loss_scale, dtype=torch.float32, device=device) if loss_scale else None
@@ -174,8 +174,8 @@ class LocalUpdate(Update):
     def apply(self, step: int, lr: float) -> Tensor:
         # Zeros for parameters that the loss did not reach: their update is the optimizer's own (decay, momentum).
         gradients = [
-            torch.zeros_like(piece.local) if piece.parameter.grad is None else local(piece.parameter.grad)
-            for piece in self._trained
+            torch.zeros_like(shard.local) if shard.parameter.grad is None else local(shard.parameter.grad)
+            for shard in self._trained
         ]
         if self._reduce is not None:
             self._reduce(gradients)
@@ -206,8 +206,8 @@ class LocalUpdate(Update):
             # tables lie in host memory, which has to wait for their gradients anyway
             if self._tables is not None and not skip.item():
                 self._step_tables(factor, lr)
-        for piece in self._trained:
-            piece.parameter.grad = None
+        for shard in self._trained:
+            shard.parameter.grad = None
         known = torch.ones_like(norm)
         if self._scale is not None:  # an overflow is routine then, and says nothing of the gradient's size
             known = torch.isfinite(norm).to(norm.dtype)
@@ -218,7 +218,7 @@ class LocalUpdate(Update):
         if self._divided:
             gradients = [gradients[i] for i in self._own_index]
         if self._copies:
-            gradients = [g.to(self._pieces[name].master.dtype) for name, g in zip(self._own, gradients, strict=True)]
+            gradients = [g.to(self._shards[name].master.dtype) for name, g in zip(self._own, gradients, strict=True)]
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor)
         self._bound.apply(gradients, lr, skip)
@@ -253,7 +253,7 @@ class LocalUpdate(Update):
     @torch.no_grad()
     def swap_ema(self, on: bool) -> None:
         for name in self._own:
-            master, average = self._pieces[name].master, self._bound.states[name][EMA]
+            master, average = self._shards[name].master, self._bound.states[name][EMA]
             if master.dtype is average.dtype:  # they change places, one by one: a copy of all weights might not fit
                 weights = master.clone()
                 master.copy_(average)
@@ -272,9 +272,9 @@ class LocalUpdate(Update):
         return int(self._skipped)
 
     def bytes(self) -> tuple[int, int, int, int]:
-        pieces, trained = [*self._pieces.values(), *self._frozen.values()], [piece.local for piece in self._trained]
-        parameters = [piece.local for piece in pieces] + [
-            piece.master for piece in pieces if piece.master is not piece.local
+        shards, trained = [*self._shards.values(), *self._frozen.values()], [shard.local for shard in self._trained]
+        parameters = [shard.local for shard in shards] + [
+            shard.master for shard in shards if shard.master is not shard.local
         ]
         gradients = trained + [master for _, master in self._copies]  # converted before the step
         rows = self._tables.byte_count() if self._tables is not None and self._leads else 0
@@ -282,17 +282,17 @@ class LocalUpdate(Update):
         return byte_count(parameters), byte_count(gradients), states, rows
 
     def held(self) -> dict[str, Tensor]:
-        pieces = {**self._pieces, **self._frozen}
+        shards = {**self._shards, **self._frozen}
         return {
-            name if piece.local.shape == piece.shape else f"{name} at {list(piece.offset)}": piece.local
-            for name, piece in pieces.items()
+            name if shard.local.shape == shard.shape else f"{name} at {list(shard.offset)}": shard.local
+            for name, shard in shards.items()
         }
 
     def kept(self, name: str) -> dict[str, Tensor]:
         """The numbers that are kept of a trained parameter: those that are stepped, under an empty key, and the
         optimizer's state.
         """
-        return {"": self._pieces[name].master, **self._bound.states[name]}
+        return {"": self._shards[name].master, **self._bound.states[name]}
 
     @torch.no_grad()
     def refresh(self, steps: int) -> None:
@@ -305,11 +305,11 @@ class LocalUpdate(Update):
         boxes: list[Box] = []
         if self._writes:
             boxes += [
-                box for name, piece in self._frozen.items() if piece.is_primary for box in _boxes(name, piece, {})
+                box for name, shard in self._frozen.items() if shard.is_primary for box in _boxes(name, shard, {})
             ]
         if self._writes or self._divided:
-            kept = ((name, self._pieces[name], state) for name, state in self._bound.states.items())
-            boxes += [box for name, piece, state in kept if piece.is_primary for box in _boxes(name, piece, state)]
+            kept = ((name, self._shards[name], state) for name, state in self._bound.states.items())
+            boxes += [box for name, shard, state in kept if shard.is_primary for box in _boxes(name, shard, state)]
         if self._tables is not None and self._leads:
             boxes += self._tables.boxes()
         boxes = [box for box in boxes if box.tensor.numel()]
@@ -322,14 +322,14 @@ class LocalUpdate(Update):
 
     @torch.no_grad()
     def load(self, source: Source) -> None:
-        for name, piece in [*self._pieces.items(), *self._frozen.items()]:
-            piece.master.copy_(source.read(f"model/{name}", piece.offset, tuple(piece.master.shape)))
-            if piece.local is not piece.master:
-                piece.local.copy_(piece.master)
+        for name, shard in [*self._shards.items(), *self._frozen.items()]:
+            shard.master.copy_(source.read(f"model/{name}", shard.offset, tuple(shard.master.shape)))
+            if shard.local is not shard.master:
+                shard.local.copy_(shard.master)
         for name, state in self._bound.states.items():
-            piece = self._pieces[name]
+            shard = self._shards[name]
             for key, tensor in state.items():
-                offset = piece.offset if tensor.dim() else ()
+                offset = shard.offset if tensor.dim() else ()
                 tensor.copy_(source.read(f"optimizer/{name}/{key}", offset, tuple(tensor.shape)))
         if self._tables is not None and self._leads:
             self._tables.clear()  # of rows to start from, where the run goes on
@@ -346,12 +346,12 @@ class LocalUpdate(Update):
             self._skipped.fill_(skipped)
 
 
-def _boxes(name: str, piece: ParamShard, state: Mapping[str, Tensor]) -> Iterator[Box]:
-    yield Box(f"model/{name}", piece.master, piece.shape, piece.offset)
+def _boxes(name: str, shard: ParamShard, state: Mapping[str, Tensor]) -> Iterator[Box]:
+    yield Box(f"model/{name}", shard.master, shard.shape, shard.offset)
     for key, tensor in state.items():
-        if tensor.dim() == len(piece.shape):
-            yield Box(f"optimizer/{name}/{key}", tensor, piece.shape, piece.offset)
-        elif not any(piece.offset):  # a counter, the same for all slices: the first one's
+        if tensor.dim() == len(shard.shape):
+            yield Box(f"optimizer/{name}/{key}", tensor, shard.shape, shard.offset)
+        elif not any(shard.offset):  # a counter, the same for all slices: the first one's
             yield Box(f"optimizer/{name}/{key}", tensor, (), ())
 
 

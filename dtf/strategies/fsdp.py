@@ -236,7 +236,7 @@ def _update(
     import torch.distributed as dist
 
     from dtf.optim.update import LocalUpdate
-    from dtf.strategies.sharded_init import pieces
+    from dtf.strategies.sharded_init import param_shards
 
     group = mesh["shard"].get_group()
 
@@ -245,7 +245,7 @@ def _update(
         dist.all_reduce(sums, group=group)
         return sums
 
-    shards = pieces(model, masters, first=mesh["shard"].get_local_rank() == 0)
+    shards = param_shards(model, masters, first=mesh["shard"].get_local_rank() == 0)
     trained = [shard for shard in shards.values() if shard.parameter.requires_grad]
     scalars = [i for i, shard in enumerate(trained) if not shard.shape]
 

@@ -48,7 +48,9 @@ def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dic
     }
 
 
-def pieces(model: nn.Module, masters: Mapping[str, Tensor] | None = None, first: bool = True) -> dict[str, ParamShard]:
+def param_shards(
+    model: nn.Module, masters: Mapping[str, Tensor] | None = None, first: bool = True
+) -> dict[str, ParamShard]:
     """This rank's slices of a model, by name. Parameters are DTensors or plain tensors.
 
     The optimizer steps the slices, or their `masters` where there are some. `first`: whether this rank writes the

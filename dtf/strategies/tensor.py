@@ -72,7 +72,7 @@ class Tensor(Strategy):
         from dtf.distributed.device_mesh import ParallelDims
         from dtf.optim.update import LocalUpdate
         from dtf.sparse.make_tables import tables_of
-        from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, pieces
+        from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, param_shards
         from dtf.strategies.tensor_modules import divide
 
         dims = ParallelDims(world, "tp", self.degree or world.size)
@@ -82,7 +82,7 @@ class Tensor(Strategy):
         draw(model, task, masters)
         tables = tables_of(task, world, self.tables, gives=dims.broadcast.reads)
         update = LocalUpdate(
-            pieces(model, masters, first=dims.broadcast.reads),
+            param_shards(model, masters, first=dims.broadcast.reads),
             task.optimizer,
             task.step.clip_norm,
             task.precision.loss_scale,

@@ -116,8 +116,8 @@ FAULTS = [
     Fault(
         "a frozen part learns",
         "dtf/optim/update.py",
-        "for name, piece in pieces.items() if piece.parameter.requires_grad}",
-        "for name, piece in pieces.items()}",
+        "for name, shard in shards.items() if shard.parameter.requires_grad}",
+        "for name, shard in shards.items()}",
         ("tests/laws/test_fine_tuning.py::test_frozen_parts_stay_as_they_are",),
     ),
     Fault(

@@ -69,7 +69,7 @@ class WrongShardOffset(Fsdp):
 
     def setup(self, task: Task, world: World) -> Program:
         program: Any = Fsdp.setup(self, task, world)
-        local = program._update._pieces["layer2.0.conv1.weight"].local
+        local = program._update._shards["layer2.0.conv1.weight"].local
         local.copy_(local.roll(1, 0))
         return program
 

@@ -84,7 +84,7 @@ class ServerState:
         self._learning: list[nn.Parameter] = []
         self._shards = server_shards(task, world)
         self._update = LocalUpdate(
-            self._pieces(masters),
+            self._param_shards(masters),
             task.optimizer,
             task.step.clip_norm,
             task.precision.loss_scale,
@@ -370,8 +370,8 @@ class ServerState:
         """See `strategy.Program`."""
         return self._update.skipped() + self._skipped
 
-    def _pieces(self, masters: Mapping[str, Tensor]) -> dict[str, ParamShard]:
-        pieces = {}
+    def _param_shards(self, masters: Mapping[str, Tensor]) -> dict[str, ParamShard]:
+        shards = {}
         for memory, blocks in ((self._dense, self.layout.learning), (self._frozen, self.layout.frozen)):
             for block, view in zip(blocks, views(memory, blocks), strict=True):
                 numbers = block.of(masters[block.name].detach())
@@ -380,8 +380,8 @@ class ServerState:
                 if memory is self._dense:
                     self._learning.append(parameter)
                 master = parameter.data if block.kept is block.dtype else numbers.clone()
-                pieces[block.name] = ParamShard(parameter, parameter.data, master, block.whole, block.offset)
-        return pieces
+                shards[block.name] = ParamShard(parameter, parameter.data, master, block.whole, block.offset)
+        return shards
 
 
 def _global_rows(push: Push, tickets: Tickets) -> int:

@@ -50,8 +50,8 @@ class LocalSgd:
             if self._stores
             else None
         )
-        pieces = full_params(model.replica.model, model.masters)
-        self._update = LocalUpdate(pieces, task.optimizer, task.step.clip_norm, 0.0, tables=self._tables)
+        shards = full_params(model.replica.model, model.masters)
+        self._update = LocalUpdate(shards, task.optimizer, task.step.clip_norm, 0.0, tables=self._tables)
         self._metric_count = 1 + len(task.recipe.train_metrics)
 
     @torch.no_grad()

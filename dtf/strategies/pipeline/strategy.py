@@ -127,7 +127,7 @@ class Pipeline(Strategy):
         from dtf.strategies.pipeline.messages import PipelineRanks, channels
         from dtf.strategies.pipeline.planner import broadcast_plan
         from dtf.strategies.pipeline.program import PipelineProgram, Stage
-        from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, pieces
+        from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, param_shards
 
         dims = ParallelDims(world, "pp", self.degree or world.size, inputs=False)
         rows, spec = self._spec(task, world, dims.dp_shard.count)
@@ -143,7 +143,7 @@ class Pipeline(Strategy):
             segments[s] = split.segment(bounds[s], bounds[s + 1])
             masters = lay_out(segments[s], task.precision, world.device)
             draw(segments[s], task, masters)
-            shards |= pieces(segments[s], masters)
+            shards |= param_shards(segments[s], masters)
         tables = tables_of(task, world, self.tables, gives=dims.broadcast.reads)
         dtype = next(model.parameters()).dtype
         update = _update(task, world, dims, shards, names, dtype, tables)
