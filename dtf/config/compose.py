@@ -27,7 +27,7 @@ from dtf.checkpoint.resolve_path import check_weights_path
 from dtf.config.command_line import parse_arguments
 from dtf.config.hydra_sources import ROOT, YamlFile, make_loader, record_files
 from dtf.config.limits import resolve_interpolations
-from dtf.config.messages import is_set_by, origin, parse, suggest_keys, translate_error
+from dtf.config.messages import is_set_by, origin, parse, translated, with_suggestions
 from dtf.config.override_checks import check_override, refuse_shadows, refuse_targets
 from dtf.config.settings import (
     EXPERIMENT,
@@ -233,7 +233,7 @@ class Composer:
             named = [name for read in reads.values() for name in _plugins_in(read.content)]
             if set(named) <= set(self._plugins):
                 if failure is not None:
-                    raise translate_error(failure, overrides, self.loader, reads) from failure
+                    raise translated(failure, overrides, self.loader, reads) from failure
                 return result, reads  # type: ignore[return-value]
 
     def finish(self, composed: DictConfig, overrides: Sequence[str], reads: dict[str, YamlFile]) -> Composed:
@@ -261,7 +261,7 @@ class Composer:
                     str(error.full_key or ""), f"{error.full_key}: {str(error).splitlines()[0]}"
                 ) from error
             except Exception as error:
-                raise translate_error(error, overrides, self.loader, reads) from error
+                raise translated(error, overrides, self.loader, reads) from error
             finally:
                 state.cfg = before
         config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
@@ -355,7 +355,7 @@ def _fit(plain: dict[Any, Any]) -> dict[str, Any]:
     try:
         return coerce_config(plain)
     except KeyProblem as problem:
-        raise suggest_keys(problem, plain) from problem
+        raise with_suggestions(problem, plain) from problem
 
 
 def _plugins_in_overrides(overrides: Sequence[str]) -> list[str]:

@@ -57,9 +57,7 @@ def parse(overrides: Sequence[str], loader: Loader | None = None) -> list[Overri
     return parsed
 
 
-def translate_error(
-    error: Exception, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]
-) -> Exception:
+def translated(error: Exception, overrides: Sequence[str], loader: Loader, reads: dict[str, YamlFile]) -> Exception:
     """The ConfigError that says what the user has to change; an error that is not the user's is returned as it is."""
     if isinstance(error, ConfigError) or not isinstance(error, _THEIRS):
         return error
@@ -110,7 +108,7 @@ def translate_error(
     return ConfigError(one_line(ValueError(text or type(error).__name__)))
 
 
-def suggest_keys(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
+def with_suggestions(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
     """The problem. Where a few known keys have the same last part as an unknown one, it suggests these."""
     head, unknown, choices = str(problem).partition(" is no known key; ")
     if not unknown:

@@ -161,7 +161,7 @@ def batch_norm_error(error: ValueError, rows: int) -> Exception:
     )
 
 
-def refuse_global_rng(strategy: str, why: str) -> ConfigError:
+def global_rng_error(strategy: str, why: str) -> ConfigError:
     """The ConfigError for a model that draws from the global generator. `why`: why a strategy cannot run it
     correctly.
     """

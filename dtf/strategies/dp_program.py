@@ -17,7 +17,7 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
-from dtf.model.forward import apply_receive, loss_dtype, merge_evaluated, refuse_global_rng, rows_of, to_device
+from dtf.model.forward import apply_receive, global_rng_error, loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, init_model
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
@@ -62,7 +62,7 @@ class DataParallelProgram(Program):
         assert batch is not None
         part = self._received(self._looked_up(batch, train=False), 0, 4, 0)
         if self._replicas[0].warmup(part, spread=self.shares > 1) and self.shares > 1:
-            raise refuse_global_rng("dp", "and replicas share one generator")
+            raise global_rng_error("dp", "and replicas share one generator")
 
     def memory(self) -> Memory:
         """Of all replicas together."""

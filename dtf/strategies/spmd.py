@@ -26,9 +26,9 @@ from dtf.model.forward import (
     ForwardPass,
     apply_receive,
     batch_norm_error,
+    global_rng_error,
     leaf_gradients,
     loss_dtype,
-    refuse_global_rng,
     rows_of,
     to_device,
     with_leaves,
@@ -246,7 +246,7 @@ class Spmd(Program):
         with name_failing_module(self._replica.model), self._replica.masks.record_input_norms() as seen:
             drew = self._replica.warmup(rows_of(batch, 0, 4), spread=self.shares > 1)
         if drew:
-            raise refuse_global_rng("tensor", "and ranks that divide its channels would draw alike for different ones")
+            raise global_rng_error("tensor", "and ranks that divide its channels would draw alike for different ones")
         self._dims.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
 
     def memory(self) -> Memory:

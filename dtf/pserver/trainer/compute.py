@@ -15,7 +15,7 @@ from torch import Tensor
 from dtf.api.task import Task
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
 from dtf.data.batches import micro_batch_bounds, micro_batches_of, share_within
-from dtf.model.forward import apply_receive, loss_dtype, refuse_global_rng, rows_of, zero_rows_for_tables
+from dtf.model.forward import apply_receive, global_rng_error, loss_dtype, rows_of, zero_rows_for_tables
 from dtf.model.init import cast, init_model
 from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
@@ -116,7 +116,7 @@ class TrainerModel:
         batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, self._task.recipe.tables()))
         drew = self.replica.warmup(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
         if drew and self._threads > 1:
-            raise refuse_global_rng("pserver", "and the threads of strategy.hogwild_threads share one generator")
+            raise global_rng_error("pserver", "and the threads of strategy.hogwild_threads share one generator")
 
     def gradients(self, prepared: PreparedBatch, pulled: PulledState) -> LeaseResult:
         """Gradients of the sum of losses over the rows of a lease, divided by the rows of the global batch."""

@@ -31,10 +31,10 @@ from dtf.model.forward import (
     ForwardPass,
     apply_receive,
     batch_norm_error,
+    global_rng_error,
     leaf_gradients,
     loss_dtype,
     merge_evaluated,
-    refuse_global_rng,
     rows_of,
     to_device,
     with_leaves,
@@ -161,7 +161,7 @@ class PipelineProgram(Program):
         waiting = AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)
         self._row_bytes = waiting / self._trials[-1][0]
         if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.rng_state()):
-            raise refuse_global_rng("pipeline", "the stages before and after do not draw on")
+            raise global_rng_error("pipeline", "the stages before and after do not draw on")
 
     def _channels(self) -> list[P2PChannel]:
         return [*self._pipeline.forward, *self._pipeline.backward]
