@@ -179,8 +179,8 @@ def resnet() -> Task:
 def counted(task: Task, memory_bytes: int = 0) -> tuple[int, list[str]]:
     """Two stages by floating-point operations: blocks of the chain that was cut, the lines of the table."""
     wish = PipelineSpec(2, 1, 8, 0.1, 16, [2, 1], [], False, memory_bytes)
-    chain, _, table = broadcast_plan(build_on_meta(task.recipe), wish, task, World(Place()))
-    return len(chain), table.splitlines()
+    split, _, table = broadcast_plan(build_on_meta(task.recipe), wish, task, World(Place()))
+    return len(split), table.splitlines()
 
 
 @pytest.mark.parametrize(("inside", "fine"), [(0.0, True), (0.04, False), (0.2, False)])
@@ -191,9 +191,9 @@ def test_blocks_are_cut_inside_only_where_that_helps_clearly(
     task = resnet()
     blocks = len(task.recipe.layout(build_on_meta(task.recipe)).blocks)
 
-    def count(chain: GraphSplit, *rest: Any) -> list[Cost]:
-        over = 0.08 if len(chain) == blocks else inside
-        return [Cost("b", work, 0, 0, 0) for work in (1 + over, *[0.0] * (len(chain) - 2), 1 - over)]
+    def count(split: GraphSplit, *rest: Any) -> list[Cost]:
+        over = 0.08 if len(split) == blocks else inside
+        return [Cost("b", work, 0, 0, 0) for work in (1 + over, *[0.0] * (len(split) - 2), 1 - over)]
 
     monkeypatch.setattr(cost_model, "count", count)
     found, table = counted(task)

@@ -80,10 +80,10 @@ def test_operations_and_bytes_are_those_on_paper() -> None:
 def test_counting_finds_the_bytes_that_measuring_finds(fine: bool, autocast: torch.dtype | None) -> None:
     recipe = Resnet("resnet8")
     model = build_on_meta(recipe)
-    chain, sample = GraphSplit(model, recipe.layout(model).blocks, fine), torch.randn(4, 3, 16, 16)
+    split, sample = GraphSplit(model, recipe.layout(model).blocks, fine), torch.randn(4, 3, 16, 16)
     counted, measured = (
-        sizes(count(chain, sample, state_bytes, autocast)),
-        sizes(measure(chain, sample, state_bytes, autocast, seconds=0)),
+        sizes(count(split, sample, state_bytes, autocast)),
+        sizes(measure(split, sample, state_bytes, autocast, seconds=0)),
     )
     for one, other in zip(counted, measured, strict=True):
         # in bf16, shape functions and kernels save a norm's statistics in different formats
@@ -98,11 +98,11 @@ def test_half_precision_halves_what_is_sent() -> None:
 
 @pytest.mark.parametrize("look", [measure, count])
 def test_nothing_is_left_behind(look: Any) -> None:
-    chain = wide()
-    model = chain._model
+    split = wide()
+    model = split._model
     model.eval()
     before = torch.get_rng_state()
-    look(chain, torch.zeros(2, 64), state_bytes)
+    look(split, torch.zeros(2, 64), state_bytes)
     assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
     assert torch.get_rng_state().equal(before) and not any(module.training for module in model.modules())
 
@@ -116,20 +116,20 @@ def test_more_work_takes_more_time() -> None:
 def test_integers_and_inputs_by_name(look: Any) -> None:
     """Embedding ids need no gradient; one input goes on to the second block."""
     with torch.device("meta"):
-        chain = GraphSplit(Words(between=False), [["table"], ["top"]])
-    found = look(chain, WORDS, state_bytes)
+        split = GraphSplit(Words(between=False), [["table"], ["top"]])
+    found = look(split, WORDS, state_bytes)
     assert [cost.name for cost in found] == ["table", "top"]
     assert found[0].boundary_bytes == 4 * 4 * 8 + 4 * 4 * 2
 
 
 @pytest.mark.parametrize("look", [measure, count])
 def test_only_tensors_cross_cuts(look: Any) -> None:
-    chain = GraphSplit(Words(between=True), [["table"], ["top"]])
+    split = GraphSplit(Words(between=True), [["table"], ["top"]])
     with pytest.raises(
         ConfigError,
         match="cannot be cut after block table: only tensors can be sent on, what is used after it is .*int",
     ):
-        look(chain, WORDS, state_bytes)
+        look(split, WORDS, state_bytes)
 
 
 class Eager(nn.Module):
@@ -144,9 +144,9 @@ class Eager(nn.Module):
 
 
 def test_a_block_that_cannot_run_by_itself_is_named() -> None:
-    chain = GraphSplit(nn.Sequential(nn.Linear(3, 3), Eager()), [["0"], ["1"]])
+    split = GraphSplit(nn.Sequential(nn.Linear(3, 3), Eager()), [["0"], ["1"]])
     with pytest.raises(ConfigError, match="block 1 does not run by itself on cpu: a leaf Variable"):
-        measure(chain, torch.zeros(2, 3), state_bytes)
+        measure(split, torch.zeros(2, 3), state_bytes)
 
 
 def test_prepare_makes_the_block_what_a_run_makes_it() -> None:

@@ -158,7 +158,7 @@ def cuts(count: int) -> Iterator[list[int]]:
 def test_any_cut_computes_the_same(name: str, fine: bool) -> None:
     """Outputs, gradients and running averages, bit for bit; with dropout, whose layers keep their names."""
     model, blocks, sample = CASES[name]()
-    chain = GraphSplit(model, blocks, fine)
+    split = GraphSplit(model, blocks, fine)
     before = {key: value.clone() for key, value in model.state_dict().items()}
 
     def result(stages: list[nn.Module]) -> Any:
@@ -169,8 +169,8 @@ def test_any_cut_computes_the_same(name: str, fine: bool) -> None:
         return run(stages, sample)
 
     whole = result([model])
-    for bounds in cuts(len(chain)):
-        parts = result([chain.segment(*ends) for ends in pairwise(bounds)])
+    for bounds in cuts(len(split)):
+        parts = result([split.segment(*ends) for ends in pairwise(bounds)])
         same = tree_map(torch.equal, whole, parts)
         assert all(tree_leaves(same)), (bounds, same)
 
@@ -181,8 +181,8 @@ def test_segments_share_out_the_model(name: str, fine: bool) -> None:
     saved.
     """
     model, blocks, _ = CASES[name]()
-    chain = GraphSplit(model, blocks, fine)
-    segments = [chain.segment(i, i + 1) for i in range(len(chain))]
+    split = GraphSplit(model, blocks, fine)
+    segments = [split.segment(i, i + 1) for i in range(len(split))]
     for names in (nn.Module.named_parameters, nn.Module.named_buffers):
         parts = [pair for segment in segments for pair in names(segment)]
         assert len(parts) == len(dict(parts)) and {k: id(v) for k, v in parts} == {k: id(v) for k, v in names(model)}
@@ -226,9 +226,9 @@ def test_the_model_stays_as_it_is() -> None:
     norm, dropout = model.get_submodule("1"), model.get_submodule("3")
     dropout.eval()
     modes, keys = [module.training for module in model.modules()], set(vars(model))
-    chain = GraphSplit(model, blocks)
+    split = GraphSplit(model, blocks)
     assert [module.training for module in model.modules()] == modes and set(vars(model)) == keys
-    segment = chain.segment(0, 1)
+    segment = split.segment(0, 1)
     assert segment.eval()(sample)[0].equal(segment(sample)[0])  # no dropout
     assert not norm.training and segment.train() and norm.training
 

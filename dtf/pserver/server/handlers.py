@@ -157,14 +157,14 @@ class Servicer:
     def report(self, data: bytes) -> bytes:
         """REPORT: take the result of an evaluation batch."""
         message = decode(self._report[0], data)
-        judged = message.arrays.get("judged")
+        eval_outputs = message.arrays.get("judged")
         if len(message.arrays["sums"]) != self._metric_count:
             raise Refused(f"sums are {len(message.arrays['sums'])} numbers, not {self._metric_count}")
         self._program.report(
             int(message.scalars["step"]),
             int(message.scalars["part"]),
             torch.from_numpy(message.arrays["sums"].copy()),
-            None if judged is None else torch.from_numpy(judged.copy()),
+            None if eval_outputs is None else torch.from_numpy(eval_outputs.copy()),
             int(message.scalars["unread"]),
         )
         return encode(self._report[1], {}, {})

@@ -158,8 +158,10 @@ class ServerProgram(Program):
         self._barrier()  # until then trainers evaluate what the other servers have
         if not reports:
             return None
-        judged = [rows for _, rows in reports if rows is not None]
-        return Evaluated(torch.stack([sums for sums, _ in reports]).sum(0), torch.cat(judged) if judged else None)
+        eval_outputs = [rows for _, rows in reports if rows is not None]
+        return Evaluated(
+            torch.stack([sums for sums, _ in reports]).sum(0), torch.cat(eval_outputs) if eval_outputs else None
+        )
 
     def swap_ema(self, on: bool) -> None:
         self.server_state.swap_ema(on)
@@ -234,11 +236,11 @@ class ServerProgram(Program):
         with self.change:
             return len(self._tickets.get(step, ())) if step <= self._last else None
 
-    def report(self, evaluation: int, part: int, sums: Tensor, judged: Tensor | None, unread: int) -> None:
+    def report(self, evaluation: int, part: int, sums: Tensor, eval_outputs: Tensor | None, unread: int) -> None:
         """Take the result of an evaluation batch, unless it came before."""
         with self.change:
             if evaluation == self._evaluations and self.ledger.finish((EVALUATE, evaluation, part)):
-                self._reports[part] = sums, judged
+                self._reports[part] = sums, eval_outputs
                 self.metrics.add_eval_unread(unread)
                 self.change.notify_all()
 

@@ -136,7 +136,7 @@ class GroupModel(TrainerModel):
         return sums, added.numpy()
 
     def _evaluate_part(self, prepared: PreparedBatch, rows: Rows) -> tuple[Tensor, np.ndarray | None]:
-        """Evaluate this process's rows: metric sums, at the leader those of the whole group, and the judged outputs of
+        """Evaluate this process's rows: metric sums, at the leader those of the whole group, and the `eval_outputs` of
         this process's rows. Collective.
         """
         evaluated = Evaluated(torch.zeros(self._metric_count), None)
@@ -181,8 +181,8 @@ class LeaderModel(GroupModel):
         self.load(pulled)
         row_request = _group_request(prepared)
         rows = self._begin(EVALUATE, row_request, row_request.fill(prepared.batch, pulled.rows, self.device), 0.0)
-        sums, judged = self._evaluate_part(row_request.own_batch, rows)
-        parts = [judged, *(self._receive_judged(member) for member in self._team.others)]
+        sums, eval_outputs = self._evaluate_part(row_request.own_batch, rows)
+        parts = [eval_outputs, *(self._receive_eval_outputs(member) for member in self._team.others)]
         outputs = [torch.from_numpy(part) for part in parts if part is not None]
         return Evaluated(sums, torch.cat(outputs) if outputs else None)
 
@@ -210,7 +210,7 @@ class LeaderModel(GroupModel):
             for name, width in self._widths.items()
         }
 
-    def _receive_judged(self, member: int) -> np.ndarray | None:
+    def _receive_eval_outputs(self, member: int) -> np.ndarray | None:
         rows, columns = self._team.receive(Topic.ROWS, member, (2,), np.int64).tolist()
         return self._team.receive(Topic.ROWS, member, (rows, columns)) if columns else None
 
@@ -246,7 +246,7 @@ class FollowerModel(GroupModel):
             }
             if kind == EVALUATE:
                 context.beat("evaluate", step)
-                self._send_judged(self._evaluate_part(prepared, rows)[1])
+                self._send_eval_outputs(self._evaluate_part(prepared, rows)[1])
             else:
                 step = prepared.ticket.step
                 context.beat("step", step)
@@ -256,10 +256,10 @@ class FollowerModel(GroupModel):
                 for parameter in self._trained:
                     parameter.grad = None
 
-    def _send_judged(self, judged: np.ndarray | None) -> None:
-        self._team.send(Topic.ROWS, 0, np.array([0, 0] if judged is None else judged.shape))
-        if judged is not None:
-            self._team.send(Topic.ROWS, 0, judged)
+    def _send_eval_outputs(self, eval_outputs: np.ndarray | None) -> None:
+        self._team.send(Topic.ROWS, 0, np.array([0, 0] if eval_outputs is None else eval_outputs.shape))
+        if eval_outputs is not None:
+            self._team.send(Topic.ROWS, 0, eval_outputs)
 
     def _read_ahead(self, reading: BatchReader, stopping: Callable[[], bool]) -> None:
         while order := self._team.receive_order(Topic.READ):

@@ -226,8 +226,8 @@ class Trainer:
         evaluated = self._model.evaluate(prepared, pulled)
         arrays = {"sums": evaluated.sums.cpu().double().numpy()}
         if evaluated.rows is not None:
-            judged = evaluated.rows.cpu()
-            arrays["judged"] = (judged if judged.dtype is torch.float64 else judged.float()).numpy()
+            eval_outputs = evaluated.rows.cpu()
+            arrays["judged"] = (eval_outputs if eval_outputs.dtype is torch.float64 else eval_outputs.float()).numpy()
         scalars = {"trainer": self._number, "step": lease.step, "part": lease.part, "unread": prepared.unread}
         self._servers[0].call(REPORT, encode(self._reports[0], scalars, arrays), DEADLINE_S)
         self._prefetcher.finished(lease)

@@ -1,4 +1,4 @@
-"""What each block of a chain costs: measured on the device, or counted without running.
+"""What each block of a split model costs: measured on the device, or counted without running.
 
 The model itself is never touched nor materialised.
 """
@@ -32,7 +32,7 @@ Work = Callable[[nn.Module, Callable[[], Any], Callable[[Any], None]], float]
 
 
 def measure(
-    chain: GraphSplit,
+    split: GraphSplit,
     sample: Any,
     state_bytes: StateBytes,
     autocast: torch.dtype | None = None,
@@ -66,12 +66,12 @@ def measure(
 
     start, rounds = time.monotonic(), []
     while len(rounds) < 2 or (len(rounds) < MOST_ROUNDS and time.monotonic() - start < seconds):
-        rounds.append(list(_costs(chain, sample, state_bytes, autocast, prepare, work)))
+        rounds.append(list(_costs(split, sample, state_bytes, autocast, prepare, work)))
     return [min(times, key=lambda cost: cost.work) for times in zip(*rounds, strict=True)]
 
 
 def count(
-    chain: GraphSplit,
+    split: GraphSplit,
     sample: Any,
     state_bytes: StateBytes,
     autocast: torch.dtype | None = None,
@@ -89,11 +89,11 @@ def count(
 
     with FakeTensorMode():
         sample = tree_map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device), sample)
-        return list(_costs(chain, sample, state_bytes, autocast, prepare, work))
+        return list(_costs(split, sample, state_bytes, autocast, prepare, work))
 
 
 def _costs(
-    chain: GraphSplit,
+    split: GraphSplit,
     sample: Any,
     state_bytes: StateBytes,
     autocast: torch.dtype | None,
@@ -108,8 +108,8 @@ def _costs(
     values: Sequence[Any] = (sample,)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(0)
-        for index, name in enumerate(chain.names):
-            block = _stand_in(chain.segment(index, index + 1), device)
+        for index, name in enumerate(split.names):
+            block = _stand_in(split.segment(index, index + 1), device)
             state = state_bytes(block)
             if prepare is not None:
                 prepare(block)
@@ -119,7 +119,7 @@ def _costs(
                 cost = work(block, trial.forward, trial.backward)
             except RuntimeError as error:
                 raise ConfigError(f"block {name} does not run by itself on {device}: {error}") from error
-            last = index == len(chain) - 1
+            last = index == len(split) - 1
             if not last and not all(isinstance(value, Tensor) for value in outputs):
                 kinds = ", ".join(type(value).__name__ for value in outputs)
                 raise ConfigError(
@@ -129,7 +129,7 @@ def _costs(
             places = [value.untyped_storage()._cdata for value in outputs] if not last else []
             if any(
                 changes and places.count(place) > 1
-                for changes, place in zip(chain.changed(index + 1) if places else [], places, strict=True)
+                for changes, place in zip(split.changed(index + 1) if places else [], places, strict=True)
             ):
                 raise ConfigError(
                     f"the model cannot be cut after block {name}: a tensor is changed in place later, and another "

@@ -43,7 +43,7 @@ class PipelineSpec(NamedTuple):
 
 
 def broadcast_plan(model: nn.Module, spec: PipelineSpec, task: Task, world: World) -> tuple[GraphSplit, list[int], str]:
-    """The model (on meta) as a chain of units, the bounds of its stages in them, and a table of the stages as text.
+    """The model (on meta) split into units, the bounds of its stages in them, and a table of the stages as text.
 
     Collective. ConfigError on all ranks for a model that cannot be cut as `spec` says.
     """
@@ -73,13 +73,13 @@ def _plan(
     refused: ConfigError | None = None  # by blocks as they are
     for fine in (False, True) if inside else (False,):
         try:
-            chain = GraphSplit(model, blocks, fine)
+            split = GraphSplit(model, blocks, fine)
         except ConfigError:
             if not fine:
                 raise
             break  # a block whose code cannot be followed is not cut inside
         try:
-            costs = _costs(chain, sample, spec, task, world)
+            costs = _costs(split, sample, spec, task, world)
             bounds = _bounds(blocks, costs, stages, spec)
         except ValueError as error:
             raise batch_norm_error(error, spec.rows) from error
@@ -113,8 +113,8 @@ def _sample(spec: PipelineSpec, task: Task, world: World) -> Any:
     return inputs if _autocast(task) else cast_floating(inputs, DTYPES[task.precision.compute])
 
 
-def _costs(chain: GraphSplit, sample: Any, spec: PipelineSpec, task: Task, world: World) -> list[partition.Cost]:
-    """The cost of each unit of a chain: measured, or counted, as `spec.timed` says."""
+def _costs(split: GraphSplit, sample: Any, spec: PipelineSpec, task: Task, world: World) -> list[partition.Cost]:
+    """The cost of each unit of a split model: measured, or counted, as `spec.timed` says."""
     autocast = _autocast(task)
     recomputed = modules_to_checkpoint(task.recipe, task.step.remat)
 
@@ -128,9 +128,9 @@ def _costs(chain: GraphSplit, sample: Any, spec: PipelineSpec, task: Task, world
         return state_bytes(block, task.optimizer, task.precision)
 
     if not spec.timed:
-        return cost_model.count(chain, sample, held_bytes, autocast, prepare)
+        return cost_model.count(split, sample, held_bytes, autocast, prepare)
     return cost_model.measure(
-        chain, sample, held_bytes, autocast, prepare, trial_update(task.optimizer), spec.micro_batches
+        split, sample, held_bytes, autocast, prepare, trial_update(task.optimizer), spec.micro_batches
     )
 
 

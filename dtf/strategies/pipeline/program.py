@@ -130,9 +130,9 @@ class PipelineProgram(Program):
         with ExitStack() as stack:
             for stage in self._stages.values():
                 stack.enter_context(buffers_kept(stage, self.shares > 1, "strategy.degree=0"))
-            self._warm_up(batch)
+            self._trial_passes(batch)
 
-    def _warm_up(self, batch: Batch) -> None:
+    def _trial_passes(self, batch: Batch) -> None:
         """The passes of two steps, without updates. ConfigError for a model that draws from the global generator."""
         drew, self._trials = [], []
         seeded: list[Tensor] = []  # the generator's state after the last seeding
