@@ -286,7 +286,7 @@ def _run_segment(segment: Segment, folder: Path) -> KillRecord | None:
     killed = trigger.record(who)
     if killed is None:
         raise DtfError(
-            f"the leg '{segment.entry.text}' was over before {who} was missed, killed at step {segment.kill.after}; "
+            f"the segment '{segment.entry.text}' was over before {who} was missed, killed at step {segment.kill.after}; "
             "give it more steps"
         )
     return killed
@@ -300,7 +300,7 @@ def _train(segment: Segment, trigger: KillTrigger | None = None) -> None:
     if code == Exit.PREEMPTED:
         raise Preempted(STOP_REQUESTED)
     if code:
-        raise DtfError(f"the leg '{segment.entry.text}' ended with exit code {code}; its own error line says why")
+        raise DtfError(f"the segment '{segment.entry.text}' ended with exit code {code}; its own error line says why")
 
 
 def _roles(roles: dict[str, int]) -> list[str]:
@@ -359,13 +359,13 @@ def _title(report: dict[str, Any]) -> str:
         else f"all parameters within {report['parameters']:.0e}"
     )
     end = f"{near} of the undisturbed run" if report["ok"] else f"broken: {report['first']}"
-    return f"One run, {count_text(len(segments), 'leg')}, {killed}, the same {report['samples']:,} samples: {end}"
+    return f"One run, {count_text(len(segments), 'segment')}, {killed}, the same {report['samples']:,} samples: {end}"
 
 
 def _summary(report: dict[str, Any], verdict: Comparison) -> str:
     segments = report["legs"]
     killed = [segment["killed"] for segment in segments if "killed" in segment]
-    done = f"{segments[-1]['last']} steps in {count_text(len(segments), 'leg')}, {count_text(len(killed), 'kill')}"
+    done = f"{segments[-1]['last']} steps in {count_text(len(segments), 'segment')}, {count_text(len(killed), 'kill')}"
     done += f", {count_text(sum(kill['at'] - kill['again'] for kill in killed), 'step')} done again" if killed else ""
     if not verdict.ok:
         step = re.search(r" at step (\d+)", verdict.first)

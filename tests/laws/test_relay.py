@@ -43,7 +43,7 @@ def test_three_legs_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Path) 
     assert done.code == 0, done.err + done.out
     report = json.loads((done.folder / "relay.json").read_text())
     assert report["ok"] and report["tensor"] <= 1e-10 and len(report["tensors"]) > 20
-    assert [(leg["first"], leg["last"], leg["world"]) for leg in report["legs"]] == [
+    assert [(segment["first"], segment["last"], segment["world"]) for segment in report["legs"]] == [
         (0, 4, "1 process, 2 replicas"),
         (4, 16, "3 processes"),
         (16, 20, "1 server, 2 trainers"),
@@ -116,7 +116,7 @@ def test_a_signal_while_no_ranks_run_leaves_nothing(
 ) -> None:
     folders: list[Path] = []
 
-    def go(leg: Any, folder: Path) -> None:
+    def go(segment: Any, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         folders.append(folder)
 
@@ -182,7 +182,7 @@ def test_a_killed_launcher_a_server_and_a_trainer(run_dtf: Any) -> None:
     )
     done = run_dtf(*SMALL, "job.steps=14", many, "job.keep=true")
     assert done.code == 0, done.err + done.out
-    killed = [leg.get("killed") for leg in json.loads((done.folder / "relay.json").read_text())["legs"]]
+    killed = [segment.get("killed") for segment in json.loads((done.folder / "relay.json").read_text())["legs"]]
     assert [kill and kill["who"][:-2] for kill in killed] == ["the launch", "server", "trainer", None]
     assert killed[2]["at"] == killed[2]["again"], "a trainer holds nothing"
     assert {"relay", "reference"} <= {path.name for path in done.folder.iterdir()}
@@ -195,4 +195,4 @@ def test_the_whole_relay(run_dtf: Any, recipe: str) -> None:
     done = run_dtf("experiment=relay", f"recipe={recipe}", *([] if recipe == "resnet_shapes" else ["lr.peak=0.002"]))
     assert done.code == 0, done.err + done.out
     report = json.loads((done.folder / "relay.json").read_text())
-    assert len(report["legs"]) == 6 and sum("killed" in leg for leg in report["legs"]) == 3
+    assert len(report["legs"]) == 6 and sum("killed" in segment for segment in report["legs"]) == 3
