@@ -188,8 +188,8 @@ class ExternalProcess:
 
 @dataclass(frozen=True)
 class RendezvousContext:
-    """Where a process of the first role is in a run, and what it may do while it looks for the others. See
-    `Strategy.rendezvous`.
+    """Where a process of the role that runs the engine is in a run, and what it may do while it looks for the others.
+    See `Strategy.rendezvous`.
     """
 
     place: Place
@@ -264,7 +264,7 @@ class Strategy(ABC):
     @property
     def replaceable(self) -> frozenset[str]:
         """Roles whose processes hold no state. When one of them is lost, it alone is started again while the others go
-        on; none of them outlives the others. Never the first role.
+        on; none of them outlives the others. Never the role that runs the engine.
 
         Default: none.
         """
@@ -274,7 +274,7 @@ class Strategy(ABC):
         """How many processes of which role to start for `launcher.processes`, in order of rank. Default: all are
         trainers.
 
-        Processes of the first role run the engine. The others run `run_helper`.
+        The role given first is the one that runs the engine. Processes of the others run `run_helper`.
         """
         return {"trainer": processes}
 
@@ -303,7 +303,7 @@ class Strategy(ABC):
 
     def rendezvous(self, context: RendezvousContext) -> RendezvousContext:
         """Find the other processes and return the rank that this process gets. Called first of all in processes of the
-        first role; returns when all are there.
+        role that runs the engine; returns when all are there.
 
         Default: the context as the launcher set it.
         """
@@ -324,7 +324,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def setup(self, task: Task, world: World) -> Program:
-        """Make the program of this rank. Collective over the processes of the first role. May raise ConfigError."""
+        """Make the program of this rank. Collective over the processes of the role that runs the engine. May raise
+        ConfigError.
+        """
 
     def run_helper(self, task: Task, context: RoleContext) -> None:
         """Run a process of another role to the end of the run. PeerError when the processes that it helps are gone."""

@@ -44,7 +44,7 @@ class JoinedRank:
 
     world: World
     trains: bool
-    """Whether it has the strategy's first role; ranks of the others run `Strategy.run_helper`."""
+    """Whether it has the role that runs the engine; ranks of the others run `Strategy.run_helper`."""
 
     external: bool
     """Whether a command of its own started its process, and composed a config of its own."""
@@ -99,8 +99,8 @@ def join(rank: Rank) -> JoinedRank:
     """Find the other ranks and form a world with those of the same role. Collective."""
     strategy, place = rank.settings.strategy, rank.place
     kind = place.device.partition(":")[0]
-    first_role, count = next(iter(strategy.roles(place.slots).items()))
-    trains = place.role == first_role
+    engine_role, count = next(iter(strategy.roles(place.slots).items()))
+    trains = place.role == engine_role
     external = strategy.external_process() is not None
     # Externally started processes each composed a config: an error names the keys that differ. Ranks of one launching
     # process have the same config.

@@ -64,7 +64,7 @@ def _set_up_process(rank: Rank) -> MemoryMeter:
 
 
 def _run_helper(joined: JoinedRank, inputs: TaskInputs) -> None:
-    """The life of a rank of another role than the first: the strategy's."""
+    """What a rank does whose role does not run the engine: the strategy says."""
     rank = joined.rank
 
     def say(text: str) -> None:

@@ -137,7 +137,7 @@ class RemoteTables(ShardedTables):
         """Nothing to do: `load` replaces all rows."""
 
     def learnt(self) -> dict[str, tuple[Tensor, Tensor]]:
-        raise AssertionError("rows are on servers, and whoever uses a model reads a checkpoint")
+        raise AssertionError("rows are on servers, and a job that uses a model reads a checkpoint")
 
     def end(self) -> None:
         """Tell the servers that the run is over. Not collective."""
