@@ -23,7 +23,7 @@ class RankExit:
     status: int  # as of os.waitpid
     killed: bool  # by the launching process
     failed: Failed | None  # its own last message
-    at: float  # when it sent them, time.monotonic()
+    at: float  # when it sent it, time.monotonic()
     log: str  # what it printed in this attempt
     replaceable: bool = False  # of a role that holds nothing, see `Strategy.replaceable`
 

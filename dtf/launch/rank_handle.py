@@ -42,7 +42,7 @@ class RankHandle:
     status: int | None = None  # as of os.waitpid; None while it lives
     killed: bool = False  # by us
     failed: Failed | None = None  # its own last message
-    at: float = 0.0  # when it sent them
+    at: float = 0.0  # when it sent it
     silent_since: float = 0.0  # when it closed its channel: it has ended, though the server has not reported it
     stopped_since: float = 0.0  # it was found stopped by a signal, and at every check since
     hung_since: float = 0.0  # it was found to hang, and asked for its stacks, to be replaced
