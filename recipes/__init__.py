@@ -1,1 +1,4 @@
-"""The recipes dtf ships: models, data and settings. Imported as `dtf.recipes`."""
+"""The recipes dtf ships: models, data and settings. Imported as `dtf.recipes`.
+
+Imports core to engine.
+"""

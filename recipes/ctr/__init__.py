@@ -1,1 +1,4 @@
-"""Click-through rate: readers of click logs, a log that is generated, and models of who clicks."""
+"""Click-through rate: readers of click logs, a log that is generated, and models of who clicks.
+
+Imports core to engine.
+"""

@@ -1,1 +1,4 @@
-"""Residual networks for image classification."""
+"""Residual networks for image classification.
+
+Imports core to engine.
+"""
