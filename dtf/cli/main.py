@@ -217,7 +217,3 @@ def _complete(overrides: list[str]) -> int:
     except ValueError as error:
         raise ConfigError(f"{error}") from error
     return Exit.OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())

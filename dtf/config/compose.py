@@ -265,8 +265,8 @@ class Composer:
             finally:
                 state.cfg = before
         config["plugins"] += [name for name in self._plugins if name not in config["plugins"]]
-        plain: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(choices))  # type: ignore[assignment]
-        return Composed(config, plain, tuple(overrides), composed, self, reads)
+        options: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(choices))  # type: ignore[assignment]
+        return Composed(config, options, tuple(overrides), composed, self, reads)
 
     def _reset_inactive_keys(
         self, composed: DictConfig, config: dict[str, Any], overrides: Sequence[str]
