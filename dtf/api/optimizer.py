@@ -55,8 +55,7 @@ class Optimizer(ABC):
         factory=dict,
         least=0,
         doc="weight decay of parts of the model in place of `weight_decay`, by name as in `lr_factors`: {table:0.05}; "
-        "of all patterns that cover a parameter "
-        "the longest decides, whatever `decay_norm_and_bias` says",
+        "of all patterns that cover a parameter the longest decides, whatever `decay_norm_and_bias` says",
     )
     weight_decay = 0.0
     decay_norm_and_bias = True

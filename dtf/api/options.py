@@ -73,8 +73,7 @@ class StepOptions:
         least=0,
         below=1,
         doc="also keep an exponential moving average of the weights and of batch statistics with this decay, in the "
-        "first n steps at most "
-        "(1 + n) / (10 + n), and evaluate it in place of them; 0: no average",
+        "first n steps at most (1 + n) / (10 + n), and evaluate it in place of them; 0: no average",
     )
 
     def parts_pairs(self, micro_batch_rows: int) -> bool:

@@ -298,9 +298,8 @@ def _check_steps(settings: Settings) -> None:
     if settings.job.trains and settings.recipe.pairs and step.parts_pairs(step.micro_batch_rows):
         raise KeyProblem(
             "step.micro_batch_rows",
-            f"step.micro_batch_rows={step.micro_batch_rows} parts the pairs of rows that the recipe mixes; use an "
-            "even number, or the whole batch of "
-            f"{step.batch_size} rows",
+            f"step.micro_batch_rows={step.micro_batch_rows} parts the pairs of rows that the recipe mixes; use an even "
+            f"number, or the whole batch of {step.batch_size} rows",
         )
     rows = settings.recipe.training_rows()
     if settings.sampler.tail is Tail.drop and rows and rows < step.batch_size:

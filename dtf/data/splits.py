@@ -27,9 +27,8 @@ class Splits:
         self.train, self.eval = (recipe.open_data(split, seed) for split in ("train", "eval"))
         if not len(self.train) or not len(self.eval):
             raise DataError(
-                f"recipe={name_of('recipe', recipe)}: "
-                f"{len(self.train)} training and {len(self.eval)} evaluation rows; both need at "
-                "least one"
+                f"recipe={name_of('recipe', recipe)}: {len(self.train)} training and {len(self.eval)} evaluation rows; "
+                "both need at least one"
             )
         self.fingerprint = self.train.fingerprint() + sampler.fingerprint()
 
@@ -42,8 +41,7 @@ class Splits:
         if sampler.repeats and not self.train.repeats:
             raise ConfigError(
                 f"sampler={name_of('sampler', sampler)} shows rows several times, and the data of "
-                f"recipe={name_of('recipe', self._recipe)} has one "
-                "view of each"
+                f"recipe={name_of('recipe', self._recipe)} has one view of each"
             )
         epochs = Epochs(sampler, len(self.train), batch, self._seed, self.train.groups(), self.train.runs())
         if not epochs.batches:

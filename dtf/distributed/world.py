@@ -65,8 +65,7 @@ class World:
             if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
                 raise ConfigError(
                     f"strategy.backend={backend}: this is rank {dist.get_rank()} of {dist.get_world_size()} there and "
-                    f"{place.rank} of {place.size} here; "
-                    "start the ranks with mpirun and launcher=env"
+                    f"{place.rank} of {place.size} here; start the ranks with mpirun and launcher=env"
                 )
         return cls(place)
 

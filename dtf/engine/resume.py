@@ -113,9 +113,8 @@ def _refuse_another_task(setup: TrainingSetup, path: Path, source: Source) -> No
     """Raise ConfigError that names the first key in which the checkpoint is not of this run's task."""
     for key, value in identity(setup).items():
         if source.scalars.get(key) != value:
+            start_anew = ", or start anew in another run.dir" if setup.checkpointer.owns(path) else ""
             raise ConfigError(
                 f"checkpoint {path} was written with {key}={source.scalars.get(key)!r}, this run has {key}={value!r}; "
-                "data position and "
-                "numbers would not continue; use the "
-                f"same{', or start anew in another run.dir' if setup.checkpointer.owns(path) else ''}"
+                f"data position and numbers would not continue; use the same{start_anew}"
             )

@@ -286,8 +286,8 @@ def _run_segment(segment: Segment, folder: Path) -> KillRecord | None:
     killed = trigger.record(who)
     if killed is None:
         raise DtfError(
-            f"the segment '{segment.entry.text}' was over before {who} was missed, killed at step {segment.kill.after}; "
-            "give it more steps"
+            f"the segment '{segment.entry.text}' was over before {who} was missed, killed at step "
+            f"{segment.kill.after}; give it more steps"
         )
     return killed
 

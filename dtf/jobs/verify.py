@@ -312,8 +312,7 @@ def _replayed(result: dict[str, Any], precision: str, threads: int) -> str:
         return f"{head}has the run's numbers, {apart} ({result['worst']}); {result['checkpoint']}"
     lines = [
         f"{head}BREAK, {apart}: {result['beyond']} of {count_text(result['tensors'], 'tensor')} after the last update "
-        f"beyond it, most of all {result['worst']}; "
-        f"{result['checkpoint']}"
+        f"beyond it, most of all {result['worst']}; {result['checkpoint']}"
     ]
     if result["losses"] and not result["losses"][-1] <= result["losses"][0]:
         first, last = map(number_text, result["losses"])
@@ -323,8 +322,7 @@ def _replayed(result: dict[str, Any], precision: str, threads: int) -> str:
         )
     lines.append(
         "sums are made as in the run on a CPU of its kind with as many threads as its trainers had, here "
-        f"launcher.threads={threads}; "
-        "a difference that stays there is a mistake: please report it"
+        f"launcher.threads={threads}; a difference that stays there is a mistake: please report it"
     )
     return "\n".join(lines)
 

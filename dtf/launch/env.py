@@ -210,8 +210,7 @@ class Env(Launcher):
             except OSError as error:
                 raise ConfigError(
                     f"MASTER_ADDR={environment.address} MASTER_PORT={environment.port}: rank 0 cannot listen there: "
-                    f"{error.strerror or error}; "
-                    "give an address of its host and a free port"
+                    f"{error.strerror or error}; give an address of its host and a free port"
                 ) from error
         timeout = timedelta(seconds=self.meet_timeout_s)
         try:

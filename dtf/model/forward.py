@@ -167,8 +167,7 @@ def global_rng_error(strategy: str, why: str) -> ConfigError:
     """
     return ConfigError(
         f"strategy={strategy}: the model draws random numbers in its forward pass (functional dropout, torch.rand), "
-        f"{why}; "
-        "use modules such as nn.Dropout, or strategy=ddp"
+        f"{why}; use modules such as nn.Dropout, or strategy=ddp"
     )
 
 

@@ -59,8 +59,7 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
         listed = ", ".join(f"{name} is {kind}" for kind, name in first.items())
         raise ConfigError(
             f"{who} makes parameters of several formats ({listed}), but all become precision.param; leave the format "
-            "out, "
-            "and let the forward pass cast to that of a weight where it must"
+            "out, and let the forward pass cast to that of a weight where it must"
         )
     freeze(model, recipe.fine_tuning.freeze)
     return model

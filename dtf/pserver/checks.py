@@ -85,8 +85,7 @@ def _check_service(strategy: PserverOptions, trainers: int) -> None:
     if strategy.record and (not _FOLDER.fullmatch(strategy.record) or strategy.record in _TAKEN):
         raise ConfigError(
             f"strategy.record={strategy.record} must name a folder of its own in the run folder: letters, digits, '_' "
-            f"and '-', not {' or '.join(_TAKEN)}; "
-            "use strategy.record=order"
+            f"and '-', not {' or '.join(_TAKEN)}; use strategy.record=order"
         )
     if not strategy.slice_parameters and strategy.min_block != 8192:
         raise ConfigError(
@@ -96,8 +95,7 @@ def _check_service(strategy: PserverOptions, trainers: int) -> None:
     if 0 < strategy.rpc_threads <= 2 * trainers and not strategy.rows_alone:
         raise ConfigError(
             f"strategy.rpc_threads={strategy.rpc_threads}: each of {trainers} trainers may wait in two, for work and "
-            "for state, and a push "
-            "needs one more; use more, or 0"
+            "for state, and a push needs one more; use more, or 0"
         )
 
 
@@ -135,8 +133,7 @@ def _check_task(strategy: PserverOptions, task: Task) -> None:
     if several and task.step.clip_norm and mode is Mode.half_async and not strategy.sync_mode().collective:
         raise ConfigError(
             f"step.clip_norm={task.step.clip_norm:g} needs the norm of what is merged, and with "
-            "strategy.mode=half_async no server has all of it; "
-            "use strategy.servers=1, or strategy.staleness=0"
+            "strategy.mode=half_async no server has all of it; use strategy.servers=1, or strategy.staleness=0"
         )
     if strategy.wire is not Wire.same and (mode is Mode.geo or task.precision.param is not Format.fp32):
         what = (
@@ -178,8 +175,7 @@ def _check_hogwild(strategy: PserverOptions, devices: str) -> None:
     if strategy.mode is Mode.sync:
         raise ConfigError(
             f"{option}: threads refresh the parameters while others compute, and with strategy.mode=sync all gradients "
-            "of a step are of the same ones; "
-            "use async or half_async, or more strategy.trainers"
+            "of a step are of the same ones; use async or half_async, or more strategy.trainers"
         )
     if strategy.mode is Mode.geo:
         raise ConfigError(

@@ -102,8 +102,7 @@ def token(file: str) -> str:
     if not file and not os.environ.get(TOKEN):
         raise ConfigError(
             "processes started externally know each other by a secret, and none is given; make one and set it for all: "
-            f"export {TOKEN}=$({how}), "
-            f"or (umask 077; {how} > FILE) and strategy.token_file=FILE"
+            f"export {TOKEN}=$({how}), or (umask 077; {how} > FILE) and strategy.token_file=FILE"
         )
     text = os.environ.get(TOKEN, "")
     if file:

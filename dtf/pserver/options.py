@@ -124,8 +124,7 @@ class PserverOptions:
         least=1,
         most=MOST_PROCESSES,
         doc="processes of a trainer: they share the rows of each lease, add up gradients among themselves (nccl on "
-        "GPUs, gloo on CPUs), and one of them "
-        "talks to the servers",
+        "GPUs, gloo on CPUs), and one of them talks to the servers",
     )
     hogwild_threads: int = option(
         default=1,
@@ -139,8 +138,7 @@ class PserverOptions:
         default=None,
         least=0,
         doc="steps (with geo: exchanges) that may be handed out beyond the oldest that is not applied yet, in modes "
-        "other than sync; null: twice the trainers "
-        "with async, else 1; 0: none, each waits for the one before",
+        "other than sync; null: twice the trainers with async, else 1; 0: none, each waits for the one before",
         unit="steps",
     )
     geo_steps: int | None = option(
@@ -158,8 +156,7 @@ class PserverOptions:
     wire: Wire = option(
         default=Wire.same,
         doc="format in which blocks, rows and gradients of fp32 travel: as they are, or rounded to bf16 or fp16, half "
-        "the bytes. "
-        "All but `same` change the numbers",
+        "the bytes. All but `same` change the numbers",
     )
     send_queue: int = option(
         default=1, least=0, doc="pushes on their way while the next batch is computed, in modes other than sync"
@@ -177,8 +174,7 @@ class PserverOptions:
     endpoints: list[str] = option(
         factory=list,
         doc="HOST:PORT of each server, in order, for processes that are started externally, a command for each; empty: "
-        "the launcher starts all. "
-        "Also DTF_ENDPOINTS, with commas between",
+        "the launcher starts all. Also DTF_ENDPOINTS, with commas between",
     )
     role: Role | None = option(
         default=None, doc="with endpoints: what this command starts, `server` or `trainer`; also DTF_ROLE"

@@ -64,8 +64,7 @@ class Ddp(Strategy):
     comm_hook: CommHook = option(
         default=CommHook.none,
         doc="what crosses the network: gradients as they are, rounded to fp16 or bf16, or a low-rank approximation "
-        "(PowerSGD). "
-        "All but `none` change the numbers",
+        "(PowerSGD). All but `none` change the numbers",
     )
     powersgd_rank: int = option(default=2, least=1, doc="rank of the PowerSGD approximation")
     powersgd_start: int = option(
@@ -96,9 +95,7 @@ class Ddp(Strategy):
         if self.find_unused_parameters and not self.gradient_as_bucket_view:
             raise ConfigError(
                 "strategy.find_unused_parameters=true with strategy.gradient_as_bucket_view=false loses gradients of "
-                "parameters "
-                "that only some micro-batches use; "
-                "leave gradient_as_bucket_view=true"
+                "parameters that only some micro-batches use; leave gradient_as_bucket_view=true"
             )
         if self.static_graph and self.find_unused_parameters:
             raise ConfigError(

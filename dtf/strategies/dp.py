@@ -50,9 +50,8 @@ class Dp(Strategy):
     )
     reduce: Reduce = option(
         default=Reduce.owner,
-        doc="`owner`: one replica sums the gradients, updates and sends parameters to the others; `all`: every "
-        "replica gets the sum and "
-        "runs the optimizer itself, which costs its memory on every device",
+        doc="`owner`: one replica sums the gradients, updates and sends parameters to the others; `all`: every replica "
+        "gets the sum and runs the optimizer itself, which costs its memory on every device",
     )
 
     def roles(self, processes: int) -> dict[str, int]:

@@ -49,8 +49,7 @@ class Fsdp(Strategy):
     unit: Unit = option(
         default=Unit.block,
         doc="what is gathered at once: each layer, each block that the recipe's layout names, or the blocks of each "
-        "stage together; "
-        "a recipe that names none is cut into eight parts of equal size, for `block` and `stage`",
+        "stage together; a recipe that names none is cut into eight parts of equal size, for `block` and `stage`",
     )
     reshard_after_forward: bool = option(
         default=True, doc="drop gathered parameters between forward and backward: less memory, one more gathering"

@@ -85,14 +85,12 @@ class LogOptions(DataOptions):
     mode: Mode = option(
         default=Mode.memory,
         doc="`memory` parses all rows once into `cache`, which the ranks of a host share, and shuffles rows; `queue` "
-        "parses blocks of the files as they are "
-        "wanted, in every epoch anew, and shuffles blocks",
+        "parses blocks of the files as they are wanted, in every epoch anew, and shuffles blocks",
     )
     integers: Integers = option(
         default=Integers.log,
         doc="how an integer x is encoded: `log` sign(x) log(1 + |x|), `raw` x itself, missing ones 0 under both; "
-        "`bucket` a further category, floor(log(x)^2) "
-        "or x up to 2",
+        "`bucket` a further category, floor(log(x)^2) or x up to 2",
     )
     ids: Ids = option(
         default=Ids.hash,
@@ -132,8 +130,7 @@ class LogOptions(DataOptions):
         least=0,
         most=MOST_ROWS,
         doc="for mode=queue: rows that stay together when blocks are shuffled, 0 means 4096; those of .gz files have "
-        "4 MiB of text or more, those of Parquet "
-        "files are row groups",
+        "4 MiB of text or more, those of Parquet files are row groups",
         unit="rows",
     )
     threads: int = option(

@@ -66,8 +66,7 @@ class ModelOptions(FineTuning):
     arch: Arch = option(
         default=Arch.resnet20,
         doc="network: resnet8, 14, 20, 32, 44, 56 and 110 are the small ones for 32-pixel images (He et al. 2015, "
-        "section 4.2), the others "
-        "are torchvision's, and their weight files fit",
+        "section 4.2), the others are torchvision's, and their weight files fit",
     )
     stem: Stem = option(
         default=Stem.cifar,

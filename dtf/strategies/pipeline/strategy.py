@@ -57,9 +57,8 @@ class Pipeline(Strategy):
     )
     schedule: Schedule = option(  # type: ignore[valid-type]
         default=Schedule["1f1b"],
-        doc="`gpipe`: all forward passes of a step, then all backward passes; `1f1b`: a backward pass as soon as "
-        "there is one to do, "
-        "which holds the activations of fewer micro-batches; the numbers are the same",
+        doc="`gpipe`: all forward passes of a step, then all backward passes; `1f1b`: a backward pass as soon as there "
+        "is one to do, which holds the activations of fewer micro-batches; the numbers are the same",
     )
     virtual: int = option(
         default=1,
