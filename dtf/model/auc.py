@@ -36,8 +36,9 @@ def auc(scores: np.ndarray, clicked: np.ndarray) -> float:
 
 
 def grouped_auc(scores: np.ndarray, clicked: np.ndarray, groups: np.ndarray) -> float:
-    """The mean of the AUCs of the groups that have one, weighted by their rows. All arguments (N,). Source: Zhu et al.
-    2017, eq. 5 (arXiv:1703.02091).
+    """The mean of the AUCs of the groups that have one, weighted by their rows. All arguments (N,).
+
+    Source: Zhu et al. 2017, eq. 5 (arXiv:1703.02091).
     """
     if np.isnan(scores).any() or not len(scores):
         return float("nan")

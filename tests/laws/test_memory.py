@@ -112,7 +112,7 @@ def made(
     micro: int,
     ema: float = 0.0,
 ) -> tuple[Any, Any]:
-    """A program after its rehearsal, and a batch of so many rows."""
+    """A program after its warmup, and a batch of so many rows."""
     torch.set_num_threads(1)
     data = recipe.open_data("train", 0)
     step = StepOptions(batch_size=rows, micro_batch_rows=micro, ema=ema)

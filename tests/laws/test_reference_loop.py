@@ -133,7 +133,7 @@ class Counting(nn.Linear):
         return super().forward(input)
 
 
-def rehearse(made: type[nn.Module], strategy: Ddp | Dp, rows: int = 2, mean: bool = False) -> None:
+def warmup(made: type[nn.Module], strategy: Ddp | Dp, rows: int = 2, mean: bool = False) -> None:
     recipe = Own()
     recipe.made, recipe.mean = made, mean
     task = Task(recipe, Sgd(), Precision(), StepOptions(batch_size=8), 0)
@@ -170,12 +170,12 @@ def test_what_cannot_keep_the_laws_is_refused_before_the_first_step(
     made: type[nn.Module], strategy: Ddp | Dp, message: str, more: dict
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        rehearse(made, strategy, **more)
+        warmup(made, strategy, **more)
 
 
 @pytest.mark.parametrize(("made", "strategy"), [(Noisy, Ddp()), (Noisy, Dp(replicas=1)), (Counting, Ddp())])
 def test_one_process_may(made: type[nn.Module], strategy: Ddp | Dp) -> None:
-    rehearse(made, strategy)
+    warmup(made, strategy)
 
 
 def test_weighted_sums_of_padding_are_zero() -> None:

@@ -201,7 +201,7 @@ def test_an_idempotent_count_survives_a_bad_network() -> None:
             return [each.result() for each in pending] + [sender.call("add", key, SOON_S) for key in own[30:]] == own
 
         assert all(pool.map(work, keys))
-        network.settle()
+        network.flush()
     assert applied == set(itertools.chain(*keys))
     assert max(arrived.values()) > 1 and sender.retries > 0
     assert all(network.met[name] > 0 for name in ("lose_request", "lose_response", "double", "late"))

@@ -75,11 +75,11 @@ class WrongShardOffset(Fsdp):
 
 
 def _silent(program: Any, name: str) -> Any:
-    """One layer no longer talks to other ranks, from the first step on: the rehearsal would notice."""
-    rehearse = program.warmup
+    """One layer no longer talks to other ranks, from the first step on: the warmup would notice."""
+    warmup = program.warmup
 
     def damaged(batch: Any) -> None:
-        rehearse(batch)
+        warmup(batch)
         layer = program._replica.model.get_submodule(name)
         layer.__class__ = type(
             "Silent", (layer.__class__,), {"forward": lambda self, x: self._conv_forward(x, self.weight, None)}

@@ -64,7 +64,7 @@ class LossyTransport:
             self._inner.start(*double)  # nothing waits for its answer
         return _Lost(pending) if "lose_response" in fate else pending
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Send what is still to be sent a second time, and wait until the server has had it."""
         with self._lock:
             old, self._doubles = self._doubles, []

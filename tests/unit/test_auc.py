@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from dtf.distributed.world import World
-from dtf.model import auc as ranking
+from dtf.model import auc as auc_module
 from dtf.model.auc import AucEvaluator, auc, grouped_auc
 from tests.support.ranks import ranks
 
@@ -28,7 +28,7 @@ ROWS = st.integers(2, 60).flatmap(
 )
 
 
-class Alone:
+class OneRank:
     """One rank without others."""
 
     def reduce(self, sums: Tensor) -> Tensor:
@@ -73,8 +73,8 @@ def test_groups_cost_no_call_each(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     known = [(expected(scores[groups == g], clicked[groups == g]), int((groups == g).sum())) for g in range(300)]
     inside = groups < 300
-    calls, counts = [], ranking._counts
-    monkeypatch.setattr(ranking, "_counts", lambda *arguments: calls.append(1) or counts(*arguments))
+    calls, counts = [], auc_module._counts
+    monkeypatch.setattr(auc_module, "_counts", lambda *arguments: calls.append(1) or counts(*arguments))
     found = grouped_auc(scores[inside], clicked[inside], groups[inside])
     some = [(area, rows) for area, rows in known if area == area]
     assert (
@@ -86,11 +86,11 @@ def test_groups_cost_no_call_each(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(ROWS)
 def test_a_histogram_is_within_the_bound_it_tells(rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     scores, clicked, _ = rows
-    judge = AucEvaluator(ranking.EXACT_ROWS + 1)
+    evaluator = AucEvaluator(auc_module.EXACT_ROWS + 1)
     columns = [torch.from_numpy(column.astype(np.float32)) for column in (scores, clicked)]
-    judge.add(torch.stack([*columns, torch.ones(len(scores))], 1))
-    judge.add(torch.tensor([[3.0, 1.0, 0.0]]))  # padding
-    found = judge.values(Alone())
+    evaluator.add(torch.stack([*columns, torch.ones(len(scores))], 1))
+    evaluator.add(torch.tensor([[3.0, 1.0, 0.0]]))  # padding
+    found = evaluator.values(OneRank())
     exact = auc(scores, clicked)
     assert found["auc"] == pytest.approx(exact, abs=found["auc_error"] + 1e-12) or exact != exact
 
@@ -99,38 +99,38 @@ def test_a_histogram_of_many_is_close() -> None:
     random = np.random.default_rng(0)
     clicked = random.random(200_000) < 0.2
     scores = (random.standard_normal(200_000) + clicked).astype(np.float32)
-    judge = AucEvaluator(ranking.EXACT_ROWS + 1)
+    evaluator = AucEvaluator(auc_module.EXACT_ROWS + 1)
     for part in np.array_split(np.arange(200_000), 7):
-        judge.add(torch.from_numpy(np.stack([scores[part], clicked[part], np.ones(len(part))], 1)))
-    found = judge.values(Alone())
+        evaluator.add(torch.from_numpy(np.stack([scores[part], clicked[part], np.ones(len(part))], 1)))
+    found = evaluator.values(OneRank())
     assert abs(found["auc"] - auc(scores, clicked)) <= found["auc_error"] < 2e-4
 
 
-@pytest.mark.parametrize("rows", [10, ranking.EXACT_ROWS + 1])
+@pytest.mark.parametrize("rows", [10, auc_module.EXACT_ROWS + 1])
 def test_a_score_that_is_no_number_leaves_no_area(rows: int) -> None:
-    judge = AucEvaluator(rows)
-    judge.add(torch.tensor([[0.1, 1.0, 1.0], [torch.nan, 0.0, 1.0], [torch.inf, 0.0, 1.0]]))
-    assert np.isnan(judge.values(Alone())["auc"])
+    evaluator = AucEvaluator(rows)
+    evaluator.add(torch.tensor([[0.1, 1.0, 1.0], [torch.nan, 0.0, 1.0], [torch.inf, 0.0, 1.0]]))
+    assert np.isnan(evaluator.values(OneRank())["auc"])
 
 
 def test_bins_are_in_the_order_of_scores() -> None:
     scores = torch.tensor(
         [-torch.inf, -1e30, -2.0, -1.0, -1e-30, 0.0, 1e-30, 1.0, 1.001, 2.0, 1e30, torch.inf, torch.nan]
     )
-    bins = ranking._bin(scores)
-    assert (bins.diff() > 0).all() and bins.min() >= 0 and bins.max() < 1 << ranking.BITS
-    assert ranking._bin(torch.tensor([-0.0])) == ranking._bin(torch.tensor([0.0]))
+    bins = auc_module._bin(scores)
+    assert (bins.diff() > 0).all() and bins.min() >= 0 and bins.max() < 1 << auc_module.BITS
+    assert auc_module._bin(torch.tensor([-0.0])) == auc_module._bin(torch.tensor([0.0]))
 
 
 def rank_part(rank: int, size: int, exact: bool, grouped: bool) -> dict[str, float]:
     """What one rank of several is told: the last has no rows, others uneven shares and padding."""
-    judge = AucEvaluator(0 if exact else ranking.EXACT_ROWS + 1, grouped)
+    evaluator = AucEvaluator(0 if exact else auc_module.EXACT_ROWS + 1, grouped)
     part = rows_of(grouped)[rank :: max(1, size - 1)] if rank < max(1, size - 1) else None
     if part is not None:
-        judge.add(torch.cat([part, part[:1] * torch.tensor([1.0, 1.0, 0.0, 1.0])[: part.shape[1]]]))
+        evaluator.add(torch.cat([part, part[:1] * torch.tensor([1.0, 1.0, 0.0, 1.0])[: part.shape[1]]]))
     from dtf.core.types import Place
 
-    return judge.values(World(Place(rank=rank, size=size, slots=size)))
+    return evaluator.values(World(Place(rank=rank, size=size, slots=size)))
 
 
 def rows_of(grouped: bool) -> Tensor:

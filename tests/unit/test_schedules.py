@@ -69,9 +69,8 @@ def test_one_forward_one_backward_bounds_memory(ranks: int, virtual: int, m: int
 
 @pytest.mark.parametrize(("ranks", "virtual", "m"), [(2, 2, 4), (4, 2, 8), (3, 2, 6), (4, 3, 4)])
 def test_interleaving_follows_the_published_order(ranks: int, virtual: int, m: int) -> None:
-    """The first rank's warm-up of Narayanan et al.
-
-    2021, figure 4: groups of p micro-batches through each of its stages in turn.
+    """The first rank's warm-up of Narayanan et al. 2021, figure 4: groups of p micro-batches through each
+    of its stages in turn.
     """
     first = [(a.stage, a.micro_batch) for a in order(Schedule["1f1b"], 0, ranks, virtual, m) if a.forward]
     assert first[: 2 * ranks] == [(0, j) for j in range(ranks)] + [(ranks, j) for j in range(ranks)]

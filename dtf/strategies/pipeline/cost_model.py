@@ -54,10 +54,10 @@ def measure(
     clock = time.thread_time if one_thread else time.perf_counter  # thread_time stands still while others have the core
 
     def timed(run: Callable[[], Any]) -> float:
-        _settle(device)
+        _synchronize(device)
         start = clock()
         run()
-        _settle(device)
+        _synchronize(device)
         return clock() - start
 
     def work(block: nn.Module, forward: Callable[[], Any], backward: Callable[[Any], None]) -> float:
@@ -214,6 +214,6 @@ def _device(values: Any) -> torch.device:
     return next(_tensors(values)).device
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
