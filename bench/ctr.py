@@ -269,8 +269,7 @@ def main() -> None:
     seen = sum(len(np.unique(ids)) for ids in log.ids.T)
     print(
         f"{processor()}, {given.threads} threads, torch {torch.__version__}; {sum(log.sizes):,} ids in "
-        f"{len(log.sizes)} fields, "
-        f"{seen:,} of them in the {len(log.clicks):,} rows of the log; batches of {log.batch}",
+        f"{len(log.sizes)} fields, {seen:,} of them in the {len(log.clicks):,} rows of the log; batches of {log.batch}",
         flush=True,
     )
     with TemporaryDirectory() as folder:

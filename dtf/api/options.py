@@ -55,18 +55,16 @@ class StepOptions:
     micro_batch_rows: int = option(
         default=0,
         least=0,
-        doc="rows per forward pass; batch statistics, dropout and accumulation act per micro-batch, so fixing it "
-        "makes results "
-        "independent of the number of ranks; 0: as the strategy chooses, a rank's whole share under most",
+        doc="rows per forward pass; batch statistics, dropout and accumulation act per micro-batch, so fixing it makes "
+        "results independent of the number of ranks; 0: as the strategy chooses, a rank's whole share under most",
         unit="rows",
     )
     clip_norm: float = option(default=0.0, least=0, doc="largest global L2 norm of the gradient; 0: no clipping")
     remat: Remat = option(
         default=Remat.none,
-        doc="activation checkpointing, at the same numbers: what the blocks named by the recipe's layout compute "
-        "again in backward: `none`, `blocks` (all, a "
-        "third more arithmetic, least memory) or `selective` (all but convolutions, matrix products and collectives, "
-        "a few per cent more)",
+        doc="activation checkpointing, at the same numbers: what the blocks named by the recipe's layout compute again "
+        "in backward: `none`, `blocks` (all, a third more arithmetic, least memory) or `selective` (all but "
+        "convolutions, matrix products and collectives, a few per cent more)",
     )
     ema: float = option(
         default=0.0,

@@ -32,8 +32,7 @@ class Epochs:
         if runs is not None and not sampler.once:
             raise ConfigError(
                 f"sampler={type(sampler).__name__.lower()} chooses single rows, and these data are read in runs of "
-                "rows (recipe.data.mode=queue); "
-                "use sampler=shuffle, or recipe.data.mode=memory"
+                "rows (recipe.data.mode=queue); use sampler=shuffle, or recipe.data.mode=memory"
             )
         self._sampler, self._rows, self._batch_size, self._seed, self._groups, self._runs = (
             sampler,

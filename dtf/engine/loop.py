@@ -259,9 +259,8 @@ class _TicketHandler:
         at_the_end = ticket.step and ticket.reason in ("finished", "early_stop")
         if at_the_end and not self.updated and not self.window.total(self.loop.world, self.width)[-1]:
             raise DivergedError(
-                f"gradients overflowed in each of the {ticket.step} steps, which halved precision.loss_scale "
-                "every time, and no update was made; "
-                "set a smaller precision.loss_scale, train longer or use precision=bf16"
+                f"gradients overflowed in each of the {ticket.step} steps, which halved precision.loss_scale every "
+                "time, and no update was made; set a smaller precision.loss_scale, train longer or use precision=bf16"
             )
 
     def _close_window(self) -> list[float]:

@@ -377,6 +377,5 @@ def _summary(report: dict[str, Any], verdict: Comparison) -> str:
     return (
         f"{done}; {report['samples']:,} samples, the same ones in the same order as the reference\n"
         f"differences: loss {verdict.loss:.1e}, gradient norm {verdict.grad_norm:.1e}, all parameters "
-        f"{verdict.parameters:.1e}, "
-        f"worst tensor {verdict.tensor:.1e} ({verdict.worst}); bound {verdict.bound:.0e}"
+        f"{verdict.parameters:.1e}, worst tensor {verdict.tensor:.1e} ({verdict.worst}); bound {verdict.bound:.0e}"
     )

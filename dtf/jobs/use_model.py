@@ -71,9 +71,8 @@ def _check_one_role(composed: Composed) -> None:
         name, choices = config["strategy"]["name"], composed.composer.options("strategy")
         raise ConfigError(
             f"strategy={name} has {' and '.join(f'{role}s' for role in roles)}, who train, and "
-            f"job={config['job']['name']} uses a model that exists, in "
-            "processes that are all alike; whatever trained it, use "
-            f"{', '.join(choice for choice in choices if choice != name)}"
+            f"job={config['job']['name']} uses a model that exists, in processes that are all alike; whatever trained "
+            f"it, use {', '.join(choice for choice in choices if choice != name)}"
         )
 
 

@@ -145,8 +145,7 @@ class Verify(Job):
         if max(self.processes) * max(self.micro_batches) > self.batch_size:
             raise ConfigError(
                 f"job.batch_size={self.batch_size} is less than {max(self.processes)} processes x "
-                f"{max(self.micro_batches)} micro-batches; "
-                f"use at least {max(self.processes) * max(self.micro_batches)}"
+                f"{max(self.micro_batches)} micro-batches; use at least {max(self.processes) * max(self.micro_batches)}"
             )
         self._check_any(composed, strategies)
         return strategies

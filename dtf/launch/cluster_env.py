@@ -168,8 +168,7 @@ def _refuse_contradiction(chosen: _Starter, size: str, present: Mapping[str, str
         if not stepless and theirs and (present[chosen.rank], present[size]) != (present[other.rank], present[theirs]):
             raise ConfigError(
                 f"{chosen.rank}={present[chosen.rank]} of {size}={present[size]} contradicts "
-                f"{other.rank}={present[other.rank]} of "
-                f"{theirs}={present[theirs]} ({other.name}); unset one of them"
+                f"{other.rank}={present[other.rank]} of {theirs}={present[theirs]} ({other.name}); unset one of them"
             )
 
 

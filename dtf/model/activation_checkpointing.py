@@ -176,8 +176,7 @@ class _ReuseResults(TorchDispatchMode):
         if _versions(value) != versions:
             raise ConfigError(
                 f"{self._name} changes the result of a convolution, matrix product or collective in place, which "
-                "step.remat=selective keeps; "
-                "leave out inplace=True after it, or use step.remat=blocks"
+                "step.remat=selective keeps; leave out inplace=True after it, or use step.remat=blocks"
             )
         return value
 

@@ -83,10 +83,9 @@ class _Seeded:
             axis, width, first, last = self._slice
             if shape[axis] != last - first:
                 raise ConfigError(
-                    f"the recipe's layout splits {self._name} as local, but axis {axis} of its input has "
-                    f"{shape[axis]} elements and not the {last - first} "
-                    f"that are this rank's of the {width} channels divided before it; put it where channels are as "
-                    "the divided layer makes them"
+                    f"the recipe's layout splits {self._name} as local, but axis {axis} of its input has {shape[axis]} "
+                    f"elements and not the {last - first} that are this rank's of the {width} channels divided before "
+                    "it; put it where channels are as the divided layer makes them"
                 )
             shape[axis] = width
         if self._channels:

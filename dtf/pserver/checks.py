@@ -153,10 +153,9 @@ def _check_task(strategy: PserverOptions, task: Task) -> None:
         if rule is not None and rule.averages_squares:
             raise KeyProblem(
                 group,
-                "strategy.mode=geo adds up what trainers learnt from states of different age, and averages of "
-                f"squares, as {group}={name_of(group, rule)} "
-                "keeps them, may become negative; set strategy.staleness=0, with which all exchange at once, or use "
-                f"{group}=sgd or adagrad",
+                "strategy.mode=geo adds up what trainers learnt from states of different age, and averages of squares, "
+                f"as {group}={name_of(group, rule)} keeps them, may become negative; set strategy.staleness=0, with "
+                f"which all exchange at once, or use {group}=sgd or adagrad",
             )
     if mode is Mode.geo and tables and task.rows is not None and task.rows.shrinkage(1.0):
         raise ConfigError(

@@ -102,10 +102,9 @@ class PserverOptions:
     mode: Mode = option(
         default=Mode.sync,
         doc="`sync`: gradients of all trainers make one update, the same numbers as ddp; `async`: each trainer works "
-        "on global batches of its own, whose "
-        "gradients are applied as they arrive; `half_async`: trainers run free, and `gather` gradients make one "
-        "update; `geo`: each trains locally for "
-        "`geo_steps` from the servers' state, and the servers add up the changes, each by its share of the rows",
+        "on global batches of its own, whose gradients are applied as they arrive; `half_async`: trainers run free, "
+        "and `gather` gradients make one update; `geo`: each trains locally for `geo_steps` from the servers' state, "
+        "and the servers add up the changes, each by its share of the rows",
     )
     dense: Dense = option(
         default=Dense.pserver,

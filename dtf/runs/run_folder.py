@@ -159,10 +159,9 @@ class Run:
             if old.get(key) != new.get(key):
                 was, now = _show(old.get(key)), _show(new.get(key))
                 raise BusyError(
-                    f"{self.folder} holds a run with {key}={was}, this one has {key}={now}; choose another run.dir, "
-                    f"or the same {key.removesuffix('.name')}: "
-                    "a run goes on under the command that started it, recipe=NAME included; its config.yaml says all "
-                    "of it"
+                    f"{self.folder} holds a run with {key}={was}, this one has {key}={now}; choose another run.dir, or "
+                    f"the same {key.removesuffix('.name')}: a run goes on under the command that started it, "
+                    "recipe=NAME included; its config.yaml says all of it"
                 )
         self._record["earlier"] = past
         saved = self.folder / "config.yaml"

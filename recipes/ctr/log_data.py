@@ -94,10 +94,9 @@ class LogOptions(DataOptions):
     )
     ids: Ids = option(
         default=Ids.hash,
-        doc="which row of the table a value has: `hash` hash(field, value) modulo `table_size`; `raw` the hash "
-        "itself, of 63 bits; `vocabulary` its number "
-        "among the values that the training split has `min_count` times, and one number per field for all others; "
-        "`given` (libsvm) the id in the file",
+        doc="which row of the table a value has: `hash` hash(field, value) modulo `table_size`; `raw` the hash itself, "
+        "of 63 bits; `vocabulary` its number among the values that the training split has `min_count` times, and one "
+        "number per field for all others; `given` (libsvm) the id in the file",
     )
     table_size: int = option(
         default=0,

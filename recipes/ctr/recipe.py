@@ -76,10 +76,9 @@ class Structure(Enum):
 class ModelOptions(FineTuning):
     kind: Kind = option(
         default=Kind.dnn,
-        doc="`lr` logistic regression; `fm` factorization machine; `dnn` multilayer perceptron; `wide_deep`, "
-        "`deepfm`, `xdeepfm` it beside a logistic "
-        "regression, a factorization machine, a compressed interaction network; `dcn`, `dcnv2` it with cross layers; "
-        "`dlrm` it on products of pairs of vectors",
+        doc="`lr` logistic regression; `fm` factorization machine; `dnn` multilayer perceptron; `wide_deep`, `deepfm`, "
+        "`xdeepfm` it beside a logistic regression, a factorization machine, a compressed interaction network; `dcn`, "
+        "`dcnv2` it with cross layers; `dlrm` it on products of pairs of vectors",
     )
     table: EmbeddingKind = option(
         default=EmbeddingKind.dense,
@@ -218,8 +217,7 @@ class ClickThrough(Recipe):
         if self.data.any_ids and self.model.table is EmbeddingKind.dense:
             raise ConfigError(
                 "recipe.model.table=dense has a row for each id, and the ids of recipe.data.ids=raw are any; use "
-                "recipe.model.table=sparse, and "
-                "recipe.model.capacity=ROWS that it may come to hold"
+                "recipe.model.table=sparse, and recipe.model.capacity=ROWS that it may come to hold"
             )
         self.model.check()
         if self.data.any_ids and not self.model.capacity:

@@ -61,8 +61,7 @@ class ServerProgram(Program):
         if largest > MOST_BYTES // 2:  # what else is in a message has room then
             raise ConfigError(
                 f"server {world.rank} holds {largest >> 20} MiB of parameters, and a message at most "
-                f"{MOST_BYTES >> 21}; use more servers (strategy.servers), "
-                "or strategy=fsdp for models of this size"
+                f"{MOST_BYTES >> 21}; use more servers (strategy.servers), or strategy=fsdp for models of this size"
             )
         self.ledger = Ledger()
         self._opening: list[Train] = []  # tickets that the next leases will have
