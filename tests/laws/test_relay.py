@@ -35,7 +35,7 @@ def legs(*texts: str) -> str:
     return "job.legs=[" + ",".join(f"'{text}'" for text in texts) + "]"
 
 
-def test_three_legs_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Path) -> None:
+def test_three_segments_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Path) -> None:
     done = run_dtf(
         *SMALL,
         legs("dp processes=2 steps=4", "fsdp processes=3 kill=rank steps=12", "pserver processes=2 servers=1 steps=4"),
@@ -73,7 +73,7 @@ def test_three_legs_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Path) 
         ("forgetful processes=2", r"BREAK, under forgetful \(2 processes\): loss at step 5: "),
     ],
 )
-def test_a_leg_that_breaks_the_law_is_named(
+def test_a_segment_that_breaks_the_law_is_named(
     run_dtf: Any, monkeypatch: pytest.MonkeyPatch, fault: str, said: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
