@@ -2,3 +2,8 @@
 
 Imports core to strategies, nothing else of pserver.
 """
+
+import os
+
+# Read when grpc is imported. Otherwise it reports every connection that ends.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
