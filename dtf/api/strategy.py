@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from dtf.api.recipe import Recipe
 from dtf.api.sparse_table import Placement
 from dtf.api.task import Source, Task
-from dtf.core.renamed import accept_old_names
 from dtf.core.errors import ConfigError
+from dtf.core.renamed import accept_old_names
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.sharding import bounds
 

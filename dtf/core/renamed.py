@@ -14,7 +14,7 @@ MODULES = {
         "dtf.model.init",
         {"cast_model": "cast", "draw_model": "init_model", "drawn": "init_modules", "sketch": "build_on_meta"},
     ),
-    "dtf.classes": ("dtf.model.losses", {}),
+    "dtf.classes": ("dtf.model.losses", {"rank": "target_rank"}),
     "dtf.errors": ("dtf.core.errors", {"ORDERLY": "PLANNED_EXITS"}),
     "dtf.launcher": ("dtf.api.launcher", {"Place": "dtf.core.types:Place"}),
     "dtf.layout": ("dtf.api.layout", {}),
