@@ -105,7 +105,7 @@ def accept_old_names(cls: type, names: Mapping[str, str]) -> None:
         if old in vars(cls) and new not in vars(cls):
             _warn(f"{cls.__module__}.{cls.__qualname__}.{old} is now called {new}; rename it", 4)
             setattr(cls, new, vars(cls)[old])
-        elif not hasattr(cls, old):
+        elif not any(old in vars(base) for base in cls.__mro__):
             setattr(cls, old, _Renamed(old, new))
 
 
