@@ -12,7 +12,7 @@ FAULTS = [
     ),
     Fault(
         "a batch begins with the last row of the one before it",
-        "dtf/data/samplers.py",
+        "dtf/data/batches.py",
         "return self._order[index * self._batch_size : (index + 1)",
         "return self._order[max(0, index * self._batch_size - 1) : (index + 1)",
         ("tests/unit/test_sampler.py::test_partial_visits_every_row_once",),
@@ -26,14 +26,14 @@ FAULTS = [
     ),
     Fault(
         "two ranks compute the same micro-batch",
-        "dtf/data/samplers.py",
+        "dtf/data/batches.py",
         "micro_batches * (shard.index + 1) // shard.count",
         "-(-micro_batches * (shard.index + 1) // shard.count)",
         ("tests/unit/test_sampler.py::test_shares_partition_the_micro_batches_evenly",),
     ),
     Fault(
         "a micro-batch of a single row",
-        "dtf/data/samplers.py",
+        "dtf/data/batches.py",
         "        del bounds[-2]",
         "        pass",
         ("tests/unit/test_sampler.py::test_micro_batches_partition_the_global_batch",),

@@ -57,7 +57,7 @@ FAULTS = [
     Fault(
         "running statistics learn from a step that was skipped",
         "dtf/model/batch_statistics.py",
-        "self._set(torch.where(made.to(self._last.device), self._flat(), self._last))",
+        "self._set(torch.where(applied.to(self._last.device), self._flat(), self._last))",
         "self._set(self._flat())",
         ("tests/laws/test_update.py::test_a_skipped_step_leaves_running_averages_as_they_were[ddp-{}]",),
     ),
@@ -174,7 +174,7 @@ FAULTS = [
         "dtf/strategies/ddp.py",
         "owned, after = shares[world.rank],",
         "owned, after = shares[world.rank - 1],",
-        (f"{SAME}[ddp-{{'shard_optimizer': True}}-2]",),
+        (f"{SAME}[ddp-{{'shard_optimizer': True}}-3]",),
     ),
     Fault(
         "FSDP gives ranks each other's slices",
@@ -200,8 +200,8 @@ FAULTS = [
     Fault(
         "a pipeline computes a micro-batch twice and loses one",
         "dtf/strategies/pipeline/program.py",
-        "self._forward(s, j, parts[j], factor, mail, train)",
-        "self._forward(s, j, parts[j - 1 if 0 < j < len(parts) - 1 else j], factor, mail, train)",
+        "self._forward(s, j, parts[j], factor, messages, train)",
+        "self._forward(s, j, parts[j - 1 if 0 < j < len(parts) - 1 else j], factor, messages, train)",
         (f"{SAME}[pipeline-{{}}-2]",),
     ),
     Fault(
@@ -213,7 +213,7 @@ FAULTS = [
     ),
     Fault(
         "a stage sends no gradients back for one micro-batch",
-        "dtf/strategies/pipeline/program.py",
+        "dtf/strategies/pipeline/messages.py",
         "[torch.zeros_like(t) if t.grad is None else",
         "[torch.zeros_like(t) if t.grad is None or j == 1 else",
         (f"{SAME}[pipeline-{{}}-2]",),

@@ -32,21 +32,21 @@ FAULTS = [
         "dtf/pserver/server/program.py",
         "return self.begun and self.version >= after and known",
         "return self.begun and self.version >= after - 1 and known",
-        ("tests/pserver/test_server.py::test_a_pull_for_work_that_others_have_done_says_so",),
+        ("tests/pserver/test_handlers.py::test_a_pull_for_work_that_others_have_done_says_so",),
     ),
     Fault(
         "a trainer of another kind is let in",
         "dtf/pserver/server/handlers.py",
         "            if ready and not refusal:\n",
         "            if ready:\n",
-        ("tests/pserver/test_server.py::test_a_trainer_of_another_kind_is_refused",),
+        ("tests/pserver/test_handlers.py::test_a_trainer_of_another_kind_is_refused",),
     ),
     Fault(
         "rows of another server are taken",
         "dtf/pserver/server/state.py",
         "ids, self._world.size) == self._world.rank).all()",
         "ids, self._world.size) >= self._world.rank).all()",
-        ("tests/pserver/test_server.py::test_a_push_of_rows_that_are_not_here_is_refused",),
+        ("tests/pserver/test_handlers.py::test_a_push_of_rows_that_are_not_here_is_refused",),
     ),
     Fault(
         "the bound of staleness is ignored",
@@ -58,8 +58,8 @@ FAULTS = [
     Fault(
         "pushes of two steps make one synchronous update",
         "dtf/pserver/server/sync_modes.py",
-        "here = sum(push.step == step for push in basket)",
-        "here = len(basket)",
+        "arrived = sum(push.step == step for push in basket)",
+        "arrived = len(basket)",
         ("tests/pserver/test_server.py::test_pushes_in_any_order_and_number_are_applied_once_and_in_order",),
     ),
     Fault(
@@ -79,15 +79,15 @@ FAULTS = [
     Fault(
         "an answer that was lost is not given again",
         "dtf/pserver/server/leases.py",
-        "return untold + chosen",
+        "return lost + chosen",
         "return chosen",
         ("tests/pserver/test_leases.py::test_an_answer_that_was_lost_is_given_again",),
     ),
     Fault(
         "what a trainer learnt is subtracted",
         "dtf/pserver/trainer/local_sgd.py",
-        "into.copy_(self._here(field)).sub_(was)",
-        "into.copy_(was).sub_(self._here(field))",
+        "into.copy_(self._kept_tensor(field)).sub_(was)",
+        "into.copy_(was).sub_(self._kept_tensor(field))",
         ("tests/pserver/test_geo.py::test_differences_of_one_step_add_up_to_the_step_of_all",),
     ),
     Fault(
@@ -156,8 +156,8 @@ FAULTS = [
     Fault(
         "requests of another attempt are answered",
         "dtf/pserver/net/rpc.py",
-        "if method not in self._ageless and given.get(_EPOCH) != self.epoch:",
-        "if method not in self._ageless and not given.get(_EPOCH):",
+        "if method not in self._any_generation and metadata.get(_GENERATION) != self.generation:",
+        "if method not in self._any_generation and not metadata.get(_GENERATION):",
         ("tests/pserver/test_rpc.py::test_another_attempt_of_the_run",),
     ),
     Fault(
