@@ -143,7 +143,7 @@ FAULTS = [
     ),
     Fault(
         "metrics are sums of the means of batches",
-        "dtf/model/losses.py",
+        "dtf/model/metrics.py",
         "(rows * weight).sum(dim=1, dtype=torch.float64)",
         "(rows * weight).mean(dim=1, dtype=torch.float64)",
         (f"{SAME}[ddp-{{}}-2]",),
