@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dtf.api.layout import Layout
 from dtf.api.options import FineTuning
 from dtf.core.errors import ConfigError
-from dtf.core.renamed import accept_old_methods
+from dtf.core.renamed import accept_old_names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ class Dataset(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        accept_old_methods(cls, {"ceiling": "best_possible"})
+        accept_old_names(cls, {"ceiling": "best_possible"})
 
     prefetch: int = 2
     """Batches to fetch ahead in a thread. 0 where a fetch costs less than handing its result to another thread (data in
@@ -148,7 +148,7 @@ class Recipe(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        accept_old_methods(
+        accept_old_names(
             cls, {"idle": "inactive_keys", "judge": "evaluator", "judged": "eval_outputs", "measures": "train_metrics"}
         )
 

@@ -156,7 +156,7 @@ def coerce(hint: Any, value: Any, key: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if isinstance(value, str) and value in _members(hint):
             return value
-        if isinstance(value, str) and value in hint.__members__:
+        if isinstance(value, str) and value in _spellings(hint):
             return str(hint[value].value)
         if isinstance(value, dict) and value:
             inner = f"{key}.{show(next(iter(value)))}"

@@ -25,7 +25,8 @@ class Table:
 
 
 class Placement(Enum):
-    """Which rank holds which part of a sparse table. Members have TorchRec's names.
+    """Which rank holds which part of a sparse table. row_wise, column_wise and table_wise are TorchRec's names;
+    its name for `replicated` is data_parallel.
 
     A config may use a member's name or its value (`row_wise` or `rows`). A resolved config holds the value, so that
     configs of earlier runs stay what they are and both spellings mean the same run.

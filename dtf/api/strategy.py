@@ -13,6 +13,7 @@ from dtf.api.recipe import Recipe
 from dtf.api.sparse_table import Placement
 from dtf.api.task import Source, Task
 from dtf.core.errors import ConfigError
+from dtf.core.renamed import accept_old_names
 from dtf.core.types import Batch, Evaluated, Shard, State, StepOutput, Train
 from dtf.distributed.sharding import bounds
 
@@ -31,6 +32,10 @@ class Program(ABC):
 
     The engine drives a program and never asks which strategy made it. A step is one whole optimizer step.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        accept_old_names(cls, {"rehearse": "warmup", "settle": "sync", "use_averages": "swap_ema"})
 
     shard: Shard | None
     """The part of each global batch that this rank reads. None: it reads nothing, and gets None for a batch."""
@@ -211,6 +216,10 @@ class Update(ABC):
     device of the parameters.
     """
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        accept_old_names(cls, {"use_averages": "swap_ema"})
+
     @abstractmethod
     def begin(self) -> None:
         """Called before the first forward pass of a step. Does nothing, or takes parameters that were pulled."""
@@ -260,6 +269,10 @@ class Strategy(ABC):
     """A way to spread a task over ranks. Fields are the config node `strategy`. The module imports torch only inside
     `setup`.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        accept_old_names(cls, {"alone": "external_process", "meet": "rendezvous", "assist": "run_helper"})
 
     @property
     def replaceable(self) -> frozenset[str]:

@@ -10,10 +10,13 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 MODULES = {
-    "dtf.build": ("dtf.model.init", {"cast_model": "cast", "draw_model": "init_model", "sketch": "build_on_meta"}),
-    "dtf.classes": ("dtf.model.losses", {}),
-    "dtf.errors": ("dtf.core.errors", {}),
-    "dtf.launcher": ("dtf.api.launcher", {}),
+    "dtf.build": (
+        "dtf.model.init",
+        {"cast_model": "cast", "draw_model": "init_model", "drawn": "init_modules", "sketch": "build_on_meta"},
+    ),
+    "dtf.classes": ("dtf.model.losses", {"rank": "target_rank"}),
+    "dtf.errors": ("dtf.core.errors", {"ORDERLY": "PLANNED_EXITS"}),
+    "dtf.launcher": ("dtf.api.launcher", {"Place": "dtf.core.types:Place"}),
     "dtf.layout": ("dtf.api.layout", {}),
     "dtf.lr": ("dtf.api.lr", {}),
     "dtf.metrics": ("dtf.model.metrics", {}),
@@ -23,7 +26,7 @@ MODULES = {
     "dtf.pserver.placing": ("dtf.pserver.placement", {}),
     "dtf.ranking": ("dtf.model.auc", {"Ranking": "AucEvaluator"}),
     "dtf.recipe": ("dtf.api.recipe", {"Judge": "Evaluator"}),
-    "dtf.registry": ("dtf.api.registry", {}),
+    "dtf.registry": ("dtf.api.registry", {"suggest": "dtf.core.text:suggest"}),
     "dtf.row_optimizer": ("dtf.api.row_optimizer", {}),
     "dtf.sampler": (
         "dtf.api.sampler",
@@ -35,10 +38,14 @@ MODULES = {
             "within": "dtf.data.batches:share_within",
         },
     ),
-    "dtf.spmd": ("dtf.strategies.spmd", {"alone": "single_process", "workload": "microbatch_load"}),
+    "dtf.spmd": (
+        "dtf.strategies.spmd",
+        {"alone": "single_process", "waiting": "pending_grad_bytes", "workload": "microbatch_load"},
+    ),
     "dtf.strategy": (
         "dtf.api.strategy",
         {
+            "Alone": "ExternalProcess",
             "Errand": "RoleContext",
             "Source": "dtf.api.task:Source",
             "Standing": "RendezvousContext",
@@ -47,7 +54,10 @@ MODULES = {
         },
     ),
     "dtf.table": ("dtf.api.sparse_table", {}),
-    "dtf.update": ("dtf.optim.update", {"Piece": "ParamShard", "whole": "full_params"}),
+    "dtf.update": (
+        "dtf.optim.update",
+        {"Piece": "ParamShard", "made": "update_applied", "rehearsed": "trial_update", "whole": "full_params"},
+    ),
     "dtf.values": ("dtf.core.types", {}),
 }
 """Old module -> the module that has its names now, and the names that changed: `name`, or `module:name` elsewhere."""
@@ -75,7 +85,7 @@ class OldModules:
             where, _, renamed = names.get(name, name).rpartition(":")
             module = where or new
             value = getattr(importlib.import_module(module), renamed)
-            _warn(f"{old}.{name} is now {module}.{renamed}; import what is public from dtf", 3)
+            _warn(f"{old}.{name} is now {module}.{renamed}; import what is public from dtf", 2)
             return value
 
         vars(module)["__getattr__"] = get
@@ -87,12 +97,27 @@ def find_old_modules() -> None:
         sys.meta_path.append(OldModules())
 
 
-def accept_old_methods(cls: type, names: Mapping[str, str]) -> None:
-    """For `__init_subclass__`: what a class defines under an old name counts under the new one."""
+def accept_old_names(cls: type, names: Mapping[str, str]) -> None:
+    """For `__init_subclass__`: what a class defines under an old name counts under the new one, and what it reads
+    under an old name is what has the new one.
+    """
     for old, new in names.items():
         if old in vars(cls) and new not in vars(cls):
             _warn(f"{cls.__module__}.{cls.__qualname__}.{old} is now called {new}; rename it", 4)
             setattr(cls, new, vars(cls)[old])
+        elif not any(old in vars(base) for base in cls.__mro__):
+            setattr(cls, old, _Renamed(old, new))
+
+
+class _Renamed:
+    """An attribute read under its old name."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old, self._new = old, new
+
+    def __get__(self, instance: object, owner: type) -> object:
+        _warn(f"{owner.__module__}.{owner.__qualname__}.{self._old} is now called {self._new}; rename it", 2)
+        return getattr(owner if instance is None else instance, self._new)
 
 
 def _warn(text: str, level: int) -> None:

@@ -147,12 +147,13 @@ class SupervisedLauncher(Launcher):
         token = external.token if external else run.token if several_roles else ""
         shared = {"attempt": attempt, "prefix": f"{run.id}/{attempt}", "token": token}
         shared |= {"hang_timeout_s": self.hang_timeout_s, "start_timeout_s": self.start_timeout_s}
+        logs = log_folder(self.log_dir, run.folder)
         return WorkerGroup(
             fork_server(self.env),
             order,
             [Place(**{**place, **shared}) for place in places],
             pins,
-            log_folder(self.log_dir, run.folder),
+            logs,
             limits,
             stop,
             see,

@@ -129,8 +129,9 @@ class Torchrun(Launcher):
         # address nobody writes (torch 2.15).
         os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **self.env}
         address = self._own_address()
+        logs = log_folder(self.log_dir, run.folder) if self.log_dir else None
         handler = self._rendezvous_handler(run, address)
-        agent = self._agent(run, handler, address)
+        agent = self._agent(logs, handler, address)
         try:
             return agent.exit_code(agent.run())  # type: ignore[arg-type]
         except SignalException:
@@ -190,18 +191,14 @@ class Torchrun(Launcher):
                 f"launcher.rendezvous={self.rendezvous} cannot be reached: {str(error).splitlines()[0]}; see job=doctor"
             ) from error
 
-    def _agent(self, run: LaunchedRun, handler: RendezvousHandler, address: str) -> Agent:
-        """The agent of this host, about to start its ranks."""
+    def _agent(self, logs: Path | None, handler: RendezvousHandler, address: str) -> Agent:
+        """The agent of this host, about to start its ranks. `logs`: the folder of their logs."""
         from torch.distributed.elastic.agent.server.api import WorkerSpec
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
         from dtf.launch.elastic_agent import Agent
 
-        logs = (
-            DefaultLogsSpecs(log_dir=str(log_folder(self.log_dir, run.folder)), redirects=Std.ALL, tee=Std.ALL)
-            if self.log_dir
-            else DefaultLogsSpecs()
-        )
+        specs = DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL, tee=Std.ALL) if logs else DefaultLogsSpecs()
         spec = WorkerSpec(
             role="dtf",
             local_world_size=devices.processes(self.processes, devices.choose(self.devices)),
@@ -212,7 +209,7 @@ class Torchrun(Launcher):
             monitor_interval=0.1,
             local_addr=address,
         )
-        return Agent(spec, logs)
+        return Agent(spec, specs)
 
     def _nodes(self) -> tuple[int, int]:
         """The fewest and most hosts. ConfigError for a malformed option."""

@@ -78,7 +78,7 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
     except Exception as error:
         raise ConfigError(f"{who} raised {type(error).__name__}: {error}") from error
     if not isinstance(layout, Layout):
-        raise ConfigError(f"{who} returned {type(layout).__name__}; it must return a dtf.api.layout.Layout")
+        raise ConfigError(f"{who} returned {type(layout).__name__}; it must return a dtf.Layout")
     names = [name for name, _ in model.named_modules() if name]
     for block in layout.blocks:
         if isinstance(block, str) or not block:

@@ -50,7 +50,7 @@ def cross_entropy(scores: Tensor, targets: Tensor, label_smoothing: float = 0.0)
     return loss.masked_fill(_beyond(scores, targets), torch.nan).masked_fill(targets == IGNORED, 0.0)
 
 
-def rank(scores: Tensor, targets: Tensor) -> Tensor:
+def target_rank(scores: Tensor, targets: Tensor) -> Tensor:
     """How many scores of a row are at least that of its target, the target's own included: (B,) int64, 1 is the best.
     `scores` (B, C), `targets` (B,) int64. Collective on divided scores.
 

@@ -88,10 +88,10 @@ class Classification(Recipe):
         return cross_entropy(outputs.float() if outputs.dtype.itemsize < 4 else outputs, targets, self.label_smoothing)
 
     def measure(self, outputs: Tensor, batch: Batch, loss: Tensor) -> Tensor:
-        from dtf.model.losses import rank
+        from dtf.model.losses import target_rank
         from dtf.model.metrics import weighted_sums
 
-        place = rank(outputs, batch.targets)
+        place = target_rank(outputs, batch.targets)
         return weighted_sums(batch.weight, loss, *(place <= k for k in (1, 5)[: len(self.train_metrics) - 1]))
 
     @abstractmethod

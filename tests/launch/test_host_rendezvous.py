@@ -19,7 +19,7 @@ import pytest
 from dtf.core.consistency import describe_differences, digest
 from dtf.core.errors import BusyError, ConfigError, Exit, PeerError, Preempted
 from dtf.core.types import Failed
-from dtf.launch import host_rendezvous
+from dtf.launch import host_connection, host_rendezvous
 from dtf.launch.exit_cause import GroupResult
 from dtf.launch.host_rendezvous import HostRendezvous
 from tests.support.launching import HANG_S
@@ -343,7 +343,8 @@ def test_beats_keep_a_waiting_host(meeting: Meeting, monkeypatch: pytest.MonkeyP
     """On a clock of the test: three times as long as the silence that would mean a loss."""
     leader, other = meeting.pair(silence_s=60.0)
     now = time.monotonic()
-    monkeypatch.setattr(host_rendezvous, "time", SimpleNamespace(monotonic=lambda: now))
+    for module in (host_rendezvous, host_connection):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     for _ in range(12):
         now += 16.0
         for host in (leader, other, leader):

@@ -30,9 +30,9 @@ def alone(kind: str, precision: str = "fp64") -> dict[str, Any]:
         ("tied", "fsdp", 2, {}),
         ("tied", "pipeline", 2, {}),
         ("tied_blocks", "fsdp", 2, {}),
-        ("tied_blocks", "fsdp", 3, {"unit": "layer"}),
+        pytest.param("tied_blocks", "fsdp", 3, {"unit": "layer"}, marks=pytest.mark.slow),
         ("frozen", "pipeline", 4, PIPELINE),
-        ("frozen", "pipeline", 2, {}),
+        pytest.param("frozen", "pipeline", 2, {}, marks=pytest.mark.slow),
         ("frozen", "fsdp", 2, {}),
         ("frozen", "tensor", 2, {}),
         ("root", "fsdp", 2, {"unit": "layer"}),
@@ -41,7 +41,7 @@ def alone(kind: str, precision: str = "fp64") -> dict[str, Any]:
         ("stubborn", "fsdp", 2, {}),
         ("scalar", "pipeline", 2, {}),
         ("gain", "fsdp", 3, {"unit": "layer"}),
-        ("gain", "fsdp", 4, {"replicate": 2}),
+        pytest.param("gain", "fsdp", 4, {"replicate": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_trains_as_in_one_process(kind: str, strategy: str, processes: int, options: dict[str, Any]) -> None:

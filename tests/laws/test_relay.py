@@ -109,8 +109,15 @@ def test_what_cannot_run_is_refused_before_anything_runs(run_dtf: Any, override:
     assert done.code == 2 and words in done.err and not done.folder.exists(), done.err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, Exit.PREEMPTED), (signal.SIGINT, INTERRUPTED)])
-@pytest.mark.parametrize("moment", ["dtf.jobs.relay._run_segment", "dtf.runs.compare.RecordedRun.read"])
+@pytest.mark.parametrize(
+    ("moment", "number", "code"),
+    [
+        ("dtf.jobs.relay._run_segment", signal.SIGTERM, Exit.PREEMPTED),
+        ("dtf.runs.compare.RecordedRun.read", signal.SIGINT, INTERRUPTED),
+        pytest.param("dtf.jobs.relay._run_segment", signal.SIGINT, INTERRUPTED, marks=pytest.mark.slow),
+        pytest.param("dtf.runs.compare.RecordedRun.read", signal.SIGTERM, Exit.PREEMPTED, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_while_no_ranks_run_leaves_nothing(
     run_dtf: Any, monkeypatch: pytest.MonkeyPatch, moment: str, number: int, code: int
 ) -> None:

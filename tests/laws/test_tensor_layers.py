@@ -106,7 +106,7 @@ def every(rank: int, size: int) -> list[Any]:
         loss = losses.cross_entropy(scores, targets, label_smoothing=0.1)
         loss.sum().backward()
         with torch.no_grad():
-            found.append([loss, losses.rank(scores, targets), *(local(b) for b in model.buffers())])
+            found.append([loss, losses.target_rank(scores, targets), *(local(b) for b in model.buffers())])
     worst = max(float((a - b).abs().max()) for a, b in zip(found[0][:2], found[1][:2], strict=True))
     averages = dict(parts.named_buffers())
     for name, buffer in whole.named_buffers():
@@ -238,7 +238,8 @@ def strangers(rank: int, size: int) -> dict[str, Any]:
     return {
         "rows": table(torch.tensor([0, -1, 6, 7, 3])).isnan().any(dim=1).tolist(),
         "ranks": [
-            losses.rank(given, targets).tolist() for given in (scores, distribute_tensor(scores, mesh, [Shard(1)]))
+            losses.target_rank(given, targets).tolist()
+            for given in (scores, distribute_tensor(scores, mesh, [Shard(1)]))
         ],
     }
 

@@ -174,7 +174,7 @@ FAULTS = [
         "dtf/strategies/ddp.py",
         "owned, after = shares[world.rank],",
         "owned, after = shares[world.rank - 1],",
-        (f"{SAME}[ddp-{{'shard_optimizer': True}}-2]",),
+        (f"{SAME}[ddp-{{'shard_optimizer': True}}-3]",),
     ),
     Fault(
         "FSDP gives ranks each other's slices",

@@ -41,8 +41,8 @@ FAULTS = [
     Fault(
         "the last words count instead of the first",
         "dtf/launch/exit_cause.py",
-        "message[1].exit == Exit.PEER, message[0]))",
-        "message[1].exit == Exit.PEER, -message[0]))",
+        "key=lambda message: (message[1].exit == Exit.PEER, message[0]))",
+        "key=lambda message: (message[1].exit == Exit.PEER, -message[0]))",
         ("tests/unit/test_restart_policy.py::test_a_cause_is_told_from_its_consequences",),
     ),
     Fault(

@@ -82,7 +82,7 @@ FAULTS = [
         "dtf/optim/update.py",
         "if self._writes or self._divided:",
         "if self._writes:",
-        (f"{SAME}[ddp-{{'shard_optimizer': True}}-2]",),
+        (f"{SAME}[ddp-{{'shard_optimizer': True}}-3]",),
     ),
     Fault(
         "a resumed run begins with a new optimizer",

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -317,3 +318,11 @@ def test_tls_and_mutual_tls(tmp_path: Path) -> None:
     (tmp_path / "garbage").write_text("no PEM")
     with pytest.raises(ConfigError, match="no certificate"):
         Service({}, TOKEN, GENERATION, tls=Tls(cert=tmp_path / "garbage", key=key))
+
+
+def test_grpc_is_told_to_be_quiet_before_it_is_imported() -> None:
+    """Otherwise it reports every connection that ends."""
+    code = "import dtf.pserver.net.rpc, os; print(os.environ['GRPC_VERBOSITY'])"
+    environment = {key: value for key, value in os.environ.items() if key != "GRPC_VERBOSITY"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ERROR\n", done.stderr

@@ -81,7 +81,7 @@ class Toy(Recipe):
     def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
         from dtf.model import losses
 
-        return weighted_sums(batch.weight, loss, losses.rank(outputs, batch.targets) == 1)
+        return weighted_sums(batch.weight, loss, losses.target_rank(outputs, batch.targets) == 1)
 
 
 class Rows(Dataset):

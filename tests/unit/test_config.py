@@ -297,3 +297,10 @@ def test_an_unknown_placement_is_answered_with_all_spellings(composer: Composer)
     with pytest.raises(ConfigError, match="strategy.tables=row_wize is no choice; did you mean row_wise") as caught:
         composer.compose(["strategy=fsdp", "strategy.tables=row_wize"])
     assert all(f" {word}" in str(caught.value) for word in ("rows", "row_wise", "replicated", "table_wise", "tables"))
+
+
+def test_a_member_whose_name_only_escapes_a_keyword_has_one_spelling() -> None:
+    """`async` is the value; `async_` is how Python has to call the member."""
+    assert compose(["strategy=pserver", "strategy.mode=async"]).config["strategy"]["mode"] == "async"
+    with pytest.raises(ConfigError, match="strategy.mode=async_ is no choice"):
+        compose(["strategy=pserver", "strategy.mode=async_"])

@@ -78,7 +78,7 @@ def broken() -> Layout:
 @pytest.mark.parametrize(
     ("falls", "words"),
     [
-        (lambda: None, "returned NoneType; it must return a dtf.api.layout.Layout"),
+        (lambda: None, "returned NoneType; it must return a dtf.Layout"),
         (broken, "raised KeyError: 'b.2'"),
         (lambda: Layout(("a", "b")), "has the block 'a'; a block is a tuple of names"),  # type: ignore[arg-type]
         (lambda: Layout((("a",), ("c",))), "names 'c', which is no module of its model; choices: a, b, b.0, b.1"),
