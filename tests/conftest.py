@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Budget(config.getoption("hold_budget")), "budget")
+    config.pluginmanager.register(Budget(bool(config.getoption("hold_budget"))), "budget")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -66,7 +66,8 @@ def _is_fast(item: pytest.Item) -> bool:
     if item.path.parent.name == "unit":
         return item.path.stem not in LONG
     parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    return parameters.get("processes", 9) <= 2
+    processes = parameters.get("processes")
+    return isinstance(processes, int) and processes <= 2
 
 
 def pytest_collection_finish() -> None:
