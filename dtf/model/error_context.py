@@ -37,7 +37,7 @@ def name_failing_module(model: nn.Module) -> Iterator[None]:
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         if any(word in str(error) for word in _OTHERS):
             raise
-        hint = "; divided classes need the loss and metrics of dtf.losses" if "DTensor" in str(error) else ""
+        hint = "; divided classes need dtf.cross_entropy and dtf.target_rank" if "DTensor" in str(error) else ""
         raise ConfigError(
             f"the pass fails at or after {entered[-1]} ({error}); look at how the recipe's layout splits it and what "
             f"is before it{hint}"
