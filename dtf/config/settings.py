@@ -186,8 +186,8 @@ def build_settings(config: dict[str, Any]) -> Settings:
 def inactive_keys(config: Mapping[str, Any], on_command_line: Callable[[str], bool]) -> list[str]:
     """Keys that have no effect because of what the command line set. Their values come from files or are defaults.
 
-    `on_command_line`: whether the command line set a key. A key that it set itself is left out: whoever reads the key
-    refuses it.
+    `on_command_line`: whether the command line set a key. A key that it set itself is left out: the part that reads the
+    key refuses it.
     """
     node = config["recipe"]
     if lookup("recipe", node["name"]).inactive_keys is Recipe.inactive_keys or unset(node):  # type: ignore[attr-defined]
