@@ -4,6 +4,7 @@ those of other ranks by a socket.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import traceback
 import uuid
@@ -28,6 +29,7 @@ from dtf.pserver.net.transport import Failed, Lost, Refused, Stale, Transport
 Handlers = Mapping[str, Callable[[bytes], bytes]]
 _ERRORS = (Refused, WireError, Stale, Failed, Lost)
 _here: dict[str, Service] = {}
+_runs = itertools.count()  # of these ranks
 
 
 class Service:
@@ -114,8 +116,11 @@ def connect(between: Callable[[Client], Transport] = lambda client: client, leas
     bootstrap.viewer = lambda token: token
     shared_memory.LEAST_BYTES = least_bytes
     connections.PATIENCE_S = 3.0  # nothing is away for longer
+    prefix = f"servers {next(_runs)}"  # the ranks have had other runs
     # a clone for each caller: who waits on a store keeps other users of it waiting
-    connections.launcher_store = lambda place: dist.distributed_c10d._get_default_store().clone()  # type: ignore[assignment]
+    connections.launcher_store = lambda place: dist.PrefixStore(  # type: ignore[assignment]
+        prefix, dist.distributed_c10d._get_default_store().clone()
+    )
 
 
 class Killed(BaseException):

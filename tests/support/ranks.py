@@ -1,82 +1,211 @@
-"""Functions on several ranks, for tests: processes forked from the warm server that runs use too, a gloo group on
-loopback, JSON results.
+"""Functions on several ranks, for tests: processes that wait for calls, a gloo group on loopback, JSON results.
+
+One set of ranks of a size answers the calls of many tests, so that nothing is imported or connected anew.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
+import itertools
 import json
 import os
+import random
+import selectors
+import shutil
+import signal
+import socket
 import sys
 import tempfile
-import uuid
+import time
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dtf.core.types import Event, Place
-from dtf.host.signals import Stop
+from dtf.core.types import Event, Failed, Note, Place, event_from_json
+from dtf.host.heartbeat import Board
 from dtf.launch import forkserver_cache
-from dtf.launch.rank_handle import Limits
-from dtf.launch.worker_group import WorkerGroup
+from dtf.launch.forkserver import ForkServer
+from dtf.launch.rank_process import MESSAGE_BYTES
 
 if "tests.support.preload" not in forkserver_cache.PRELOAD:
     forkserver_cache.PRELOAD.append("tests.support.preload")
 
+CALLS = 50
+"""What a set of ranks answers before another takes its place: process groups that strategies make stay open."""
 
-def ranks(count: int, target: str, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
+_waiting: dict[int, RankSet] = {}
+_numbers = itertools.count()  # of the processes of the fork server
+_ended: dict[int, int] = {}  # status by number
+
+
+def ranks(count: int, target: str, timeout_s: float = 60.0, fresh: bool = False, **arguments: Any) -> list[Any]:
     """Call `target` ("module:function") as `function(rank, size, **arguments)` on `count` ranks; their results by rank.
 
-    Arguments and results are JSON. A gloo group spans the ranks. AssertionError with the traceback of the first rank
-    that fails, or when a rank takes longer than `timeout_s`; no process is left either way.
+    Arguments and results are JSON. A gloo group spans the ranks. `fresh`: in processes of its own, for a function that
+    measures its process or leaves it changed. AssertionError with the traceback of the first rank that fails, or when
+    a rank takes longer than `timeout_s`; no process is left either way.
     """
-    with tempfile.TemporaryDirectory(prefix="dtf-ranks-") as folder:
+    chosen = None if fresh else _waiting.pop(count, None)
+    chosen = chosen or RankSet(count)
+    try:
+        results = chosen.call(target, arguments, timeout_s)
+    except BaseException:
+        chosen.end()
+        raise
+    if fresh or chosen.calls == CALLS:
+        chosen.end()
+    else:
+        _waiting[count] = chosen
+    return results
+
+
+class RankSet:
+    """Ranks that wait for calls, until `end` or the end of this process."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.calls = count, 0
+        self.numbers = [next(_numbers) for _ in range(count)]
+        self.folder = Path(tempfile.mkdtemp(prefix="dtf-ranks-"))
+        self.lines, self.selector = [], selectors.DefaultSelector()
         order = {
-            "entry": "tests.support.ranks:call",
-            "config": {"target": target, "arguments": arguments},
-            "folder": folder,
-            "run_id": uuid.uuid4().hex,
-            "environment": {**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            "directory": os.getcwd(),
-            "path": [os.path.abspath(part) for part in sys.path],
+            "entry": "tests.support.ranks:serve",
+            "config": {"first": self.numbers[0]},
+            "folder": str(self.folder),
+            "run_id": "",
+            **_surroundings(),
         }
-        places = [
-            Place(
-                rank=rank, size=count, local_rank=rank, local_size=count, slots=count, threads=1, prefix=order["run_id"]
-            )
-            for rank in range(count)
-        ]
-        limits = Limits(hang_timeout_s=timeout_s, start_timeout_s=timeout_s, grace_s=0.0)
-        with contextlib.closing(Stop()) as stop:  # not entered: Ctrl-C is pytest's
-            outcome = WorkerGroup(
-                forkserver_cache.fork_server({}),
-                order,
-                places,
-                [[]] * count,
-                Path(folder),
-                limits,
-                stop,
-                lambda event: None,
-            ).run()
-        if outcome.cause:
-            log = Path(folder, f"rank_{outcome.cause.rank}.log").read_text(errors="replace")
-            raise AssertionError(
-                f"{target}: rank {outcome.cause.rank} of {count}: "
-                f"{outcome.cause.message}\n{outcome.cause.traceback}\nits log:\n{log[-4000:]}"
-            )
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            contextlib.closing(Board(self.numbers[-1] + 1)) as board,
+            tempfile.TemporaryFile() as shared,
+        ):
+            shared.write(json.dumps(order).encode())
+            shared.flush()
+            store = f"127.0.0.1:{listener.getsockname()[1]}"
+            for rank in range(count):
+                fds = [board.fd, shared.fileno(), *([] if rank else [listener.fileno()])]
+                self.selector.register(self._start(rank, store, fds), selectors.EVENT_READ, rank)
+
+    def _path(self, rank: int, kind: str) -> Path:
+        return self.folder / f"{rank}.{kind}"
+
+    def _start(self, rank: int, store: str, shared: list[int]) -> socket.socket:
+        """Fork a rank; the channel on which it answers."""
+        os.mkfifo(self._path(rank, "calls"))
+        # also for reading: nobody waits for the other end
+        self.lines.append(os.fdopen(os.open(self._path(rank, "calls"), os.O_RDWR), "w", buffering=1))
+        place = Place(rank=self.numbers[rank], size=self.count, threads=1, store=store)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, self._path(rank, "log").open("ab") as log:
+            _server().fork({"place": asdict(place), "pin": []}, [theirs.fileno(), log.fileno(), *shared])
+        _hear("started", place.rank)
+        return ours
+
+    def call(self, target: str, arguments: dict[str, Any], timeout_s: float) -> list[Any]:
+        """See `ranks`."""
+        self.calls += 1
+        for rank, line in enumerate(self.lines):
+            os.truncate(self._path(rank, "log"), 0)
+            line.write(json.dumps({"target": target, "arguments": arguments, **_surroundings()}) + "\n")
+        missing, until = set(range(self.count)), time.monotonic() + timeout_s
+        while missing:
+            heard = [self._hear(key.data, key.fileobj) for key, _ in self.selector.select(until - time.monotonic())]
+            failed = sorted((at, rank, why) for at, rank, why in heard if why)
+            if failed or not heard:
+                _, rank, why = failed[0] if failed else (0.0, min(missing), f"no answer within {timeout_s:g} s")
+                log = self._path(rank, "log").read_text(errors="replace")[-4000:]
+                raise AssertionError(f"{target}: rank {rank} of {self.count}: {why}\nits log:\n{log}")
+            missing -= {rank for _, rank, _ in heard}
+        return [json.loads(self._path(rank, "json").read_text()) for rank in range(self.count)]
+
+    def _hear(self, rank: int, channel: Any) -> tuple[float, int, str]:
+        """When a rank said something, its number, and why it failed, if it has."""
+        data = channel.recv(MESSAGE_BYTES)
+        if not data:
+            _hear("ended", number := self.numbers[rank])
+            return time.monotonic(), rank, f"ended with exit status {os.waitstatus_to_exitcode(_ended[number])}"
+        message = json.loads(data)
+        at, event = message.pop("at"), event_from_json(message)
+        return at, rank, f"{event.message}\n{event.traceback}" if isinstance(event, Failed) else ""
+
+    def end(self) -> None:
+        """End the processes, whatever they are doing."""
+        for number in self.numbers:
+            _server().signal(number, signal.SIGKILL)
+        for line in self.lines:
+            line.close()
+        for key in list(self.selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self.selector.close()
+        shutil.rmtree(self.folder)
 
 
-def call(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
-    """Entry of a rank."""
+@cache
+def _server() -> ForkServer:
+    """Not that of runs, which ends with some of them."""
+    server = ForkServer(forkserver_cache.PRELOAD, {})
+    atexit.register(server.close)
+    atexit.register(lambda: [chosen.end() for chosen in _waiting.values()])
+    return server
+
+
+def _hear(what: str, number: int) -> None:
+    """Wait until the fork server has said this of a process. AssertionError when it cannot fork any."""
+    while not (what == "ended" and number in _ended):
+        message = _server().receive()
+        assert message and "error" not in message, f"the fork server of the tests ended: {message}"
+        if "ended" in message:
+            _ended[message["ended"]] = message["status"]
+        elif what == "started" and message["started"] == number:
+            return
+
+
+def _surroundings() -> dict[str, Any]:
+    """What a function finds around it is what surrounds its caller."""
+    return {
+        "environment": {**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        "directory": os.getcwd(),
+        "path": [os.path.abspath(part) for part in sys.path],
+    }
+
+
+def serve(config: dict[str, Any], folder: str, run_id: str, place: Place, send: Callable[[Event], None]) -> int:
+    """Entry of a rank: answer calls."""
     import torch.distributed as dist
 
+    rank = place.rank - config["first"]
     host, _, port = place.store.rpartition(":")
-    store = dist.PrefixStore(place.prefix, dist.TCPStore(host, int(port), is_master=False))
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
-    module, _, name = config["target"].partition(":")
-    result = getattr(importlib.import_module(module), name)(place.rank, place.size, **config["arguments"])
-    Path(folder, f"{place.rank}.json").write_text(json.dumps(result))
-    dist.barrier()
+    store = dist.TCPStore(host, int(port), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=place.size)
+    with Path(folder, f"{rank}.calls").open() as calls:
+        for line in calls:
+            result = _answer(rank, place.size, **json.loads(line))
+            Path(folder, f"{rank}.json").write_text(json.dumps(result))
+            send(Note("info", "answered"))
     return 0
+
+
+def _answer(
+    rank: int,
+    size: int,
+    target: str,
+    arguments: dict[str, Any],
+    environment: dict[str, str],
+    directory: str,
+    path: list[str],
+) -> Any:
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    sys.path[:] = path
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)(rank, size, **arguments)
