@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dtf.config.settings import load_parts
-from tests.support.harness import difference, spread
+from tests.support.harness import ROWS, difference, spread
 
 CASE: dict[str, Any] = {"plugin": "tests.support.corner_cases", "steps": 4, "eval_every": 2}
 load_parts([])
@@ -16,7 +16,7 @@ PIPELINE = {"cuts": ["b", "c", "d"]}
 
 
 def odd(kind: str) -> dict[str, Any]:
-    return {**CASE, "recipe": {"name": "odd", "rows": 100, "kind": kind}}
+    return {**CASE, "recipe": {"name": "odd", "rows": ROWS, "kind": kind}}
 
 
 @cache

@@ -22,12 +22,12 @@ from dtf.core.errors import DataError
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.sparse.make_tables import tables_of
-from tests.support.harness import PRECISIONS, difference, meshes, reference, spread, variants
+from tests.support.harness import PRECISIONS, ROWS, difference, meshes, reference, spread, variants
 from tests.support.sparse_toy import Tabled
 
 slow = pytest.mark.slow
-ANY: dict[str, Any] = {"name": "tabled", "rows": 100, "scale": 2**54 + 1}  # ids of up to 62 bits
-RANGE: dict[str, Any] = {"name": "tabled", "rows": 100, "size": 150}
+ANY: dict[str, Any] = {"name": "tabled", "rows": ROWS, "scale": 2**54 + 1}  # ids of up to 62 bits
+RANGE: dict[str, Any] = {"name": "tabled", "rows": ROWS, "size": 150}
 
 
 def cases() -> list[Any]:
@@ -83,8 +83,8 @@ def test_tensor_divides_tables_where_it_can_divide_nothing_else() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pserver"])
 def test_a_full_table_is_refused(strategy: str) -> None:
-    with pytest.raises(AssertionError, match="table ids is full: capacity=100"):
-        spread(strategy, 2, recipe=ANY | {"capacity": 100})
+    with pytest.raises(AssertionError, match="table ids is full: capacity=50"):
+        spread(strategy, 2, recipe=ANY | {"capacity": 50})
 
 
 def test_a_table_that_met_no_id_yet_is_saved(tmp_path: Path) -> None:
@@ -246,11 +246,11 @@ def pairs() -> list[Any]:
 def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(
     first: str, second: str, rule: str, tmp_path: Path
 ) -> None:
-    """Six steps, the last three of them elsewhere, with weight decay that acts on rows nobody touches."""
+    """Four steps, the last two of them elsewhere, with weight decay that acts on rows nobody touches."""
     case: dict[str, Any] = {"recipe": ANY, "sparse": rule, "sparse_options": {"weight_decay": 0.1}}
     (one, processes, options), (other, more, others) = WAYS[first], WAYS[second]
-    a = spread(one, processes, options=options, folder=str(tmp_path), save_every=3, halt=True, **case)
-    b = spread(other, more, options=others, start=str(tmp_path / "step_000003"), **case)
+    a = spread(one, processes, options=options, folder=str(tmp_path), save_every=2, halt=True, **case)
+    b = spread(other, more, options=others, start=str(tmp_path / "step_000002"), **case)
     whole = {key: a[key] | b[key] for key in ("train", "eval", "ids")} | {"tensors": b["tensors"]}
     assert difference(reference(**case), whole) <= 1e-10
 
@@ -258,13 +258,13 @@ def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])
 def test_a_run_goes_on_in_another_precision(rule: str, tmp_path: Path) -> None:
     case: dict[str, Any] = {"recipe": ANY, "sparse": rule, "sparse_options": {"weight_decay": 0.1}}
-    spread("fsdp", 2, folder=str(tmp_path), save_every=3, halt=True, precision="fp32", **case)
-    found = spread("ddp", 2, start=str(tmp_path / "step_000003"), **case)["train"]
+    spread("fsdp", 2, folder=str(tmp_path), save_every=2, halt=True, precision="fp32", **case)
+    found = spread("ddp", 2, start=str(tmp_path / "step_000002"), **case)["train"]
     expected = reference(**case)["train"]
     assert [found[step]["loss"] for step in found] == pytest.approx(
         [expected[step]["loss"] for step in found], rel=1e-4
     )
-    assert len(found) == 3
+    assert len(found) == 2
 
 
 def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_only(run_dtf: Any) -> None:

@@ -15,10 +15,10 @@ from dtf.core.types import Box, State
 from dtf.optim.optimizers import Adam
 from dtf.optim.update import LocalUpdate, full_params
 from tests.support.arrays import crossed
-from tests.support.harness import difference, reference, spread, variants
+from tests.support.harness import ROWS, difference, reference, spread, variants
 from tests.support.ranks import ranks
 
-BAD: dict[str, Any] = {"recipe": {"rows": 100, "bad_row": 17, "batch_norm": False}}
+BAD: dict[str, Any] = {"recipe": {"rows": ROWS, "bad_row": 17, "batch_norm": False}}
 
 
 @pytest.mark.parametrize(
@@ -27,11 +27,11 @@ BAD: dict[str, Any] = {"recipe": {"rows": 100, "bad_row": 17, "batch_norm": Fals
 )
 def test_a_non_finite_row_on_one_rank_updates_nobody(strategy: str, options: dict, precision: str) -> None:
     """The step with the bad row is skipped on every rank: the others go on as if it had not been there."""
-    result = spread(strategy, 2, options=options, precision=precision, skip_nonfinite=9, steps=5, **BAD)
+    result = spread(strategy, 2, options=options, precision=precision, skip_nonfinite=9, steps=3, **BAD)
     norms = [v["grad_norm"] for v in result["train"].values()]
-    assert sum(not np.isfinite(norm) for norm in norms) == 1, "one epoch of five steps meets the row once"
+    assert sum(not np.isfinite(norm) for norm in norms) == 1, "one epoch of three steps meets the row once"
     assert all(np.isfinite(t).all() for t in result["tensors"].values())
-    alone = reference(precision=precision, skip_nonfinite=9, steps=5, **BAD)
+    alone = reference(precision=precision, skip_nonfinite=9, steps=3, **BAD)
     bound = {"fp32": 1e-5, "bf16_params": 0.2}.get(precision, 0.05)
     assert all(np.allclose(alone["tensors"][name], t, rtol=bound, atol=bound) for name, t in result["tensors"].items())
     bad = next(int(step) for step, values in result["train"].items() if not np.isfinite(values["grad_norm"]))
@@ -43,7 +43,7 @@ def test_a_non_finite_row_on_one_rank_updates_nobody(strategy: str, options: dic
 
 @pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
 def test_a_skipped_step_leaves_running_averages_as_they_were(strategy: str, options: dict) -> None:
-    case: dict[str, Any] = {"recipe": {"rows": 100, "bad_row": 17}, "skip_nonfinite": 9, "steps": 5, "ema": 0.9}
+    case: dict[str, Any] = {"recipe": {"rows": ROWS, "bad_row": 17}, "skip_nonfinite": 9, "steps": 3, "ema": 0.9}
     whole = reference(**case)
     found = spread(strategy, 2, options=options, **case)
     bad = [step for step, values in found["train"].items() if not np.isfinite(values["grad_norm"])]

@@ -71,8 +71,8 @@ def test_with_every_row_optimizer(rule: str) -> None:
 
 def test_a_full_table_is_refused() -> None:
     """No server is full by itself."""
-    with pytest.raises(AssertionError, match="table ids is full: capacity=100"):
-        spread("pserver", 2, options=TWO, recipe=ANY | {"capacity": 100})
+    with pytest.raises(AssertionError, match="table ids is full: capacity=50"):
+        spread("pserver", 2, options=TWO, recipe=ANY | {"capacity": 50})
 
 
 @cache

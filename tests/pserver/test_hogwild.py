@@ -32,7 +32,7 @@ from dtf.pserver.trainer.trainer import Trainer
 from tests.laws.test_sharded_tables import ANY
 from tests.pserver.test_kill import BASE, THRICE, left, visits
 from tests.support import harness
-from tests.support.harness import PRECISIONS, spread
+from tests.support.harness import PRECISIONS, ROWS, spread
 from tests.support.ranks import ranks
 from tests.support.toy import Toy
 
@@ -60,7 +60,6 @@ def crowd(processes: int, options: dict[str, Any], **case: Any) -> dict[str, Any
         strategy="pserver",
         slots=processes,
         options=options,
-        steps=10,
         clip_norm=0.0,
         eval_every=1,
         **case,
@@ -77,17 +76,17 @@ def crowd(processes: int, options: dict[str, Any], **case: Any) -> dict[str, Any
 )
 def test_every_sample_once_and_evaluations_exactly(options: dict[str, Any], processes: int) -> None:
     """The engine refuses an evaluation that counts a row twice or not at all."""
-    result = crowd(processes, options, recipe=ANY)
+    result = crowd(processes, options, recipe=ANY, steps=6)
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in result["ids"][str(step)]) == Counter(
-            range(100)
+        assert Counter(i for step in range(3 * epoch, 3 * epoch + 3) for i in result["ids"][str(step)]) == Counter(
+            range(ROWS)
         )
-    assert len(result["eval"]) == 10 and result["eval"]["10"]["loss"] < result["eval"]["1"]["loss"]
+    assert len(result["eval"]) == 6 and result["eval"]["6"]["loss"] < result["eval"]["1"]["loss"]
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=slow) for seed in (0, 2, 3, 4, 5))])
 def test_each_ticket_is_applied_once_although_processes_die(seed: int) -> None:
-    result = crowd(2, {"servers": 2}, deaths=seed)
+    result = crowd(2, {"servers": 2}, deaths=seed, steps=10, recipe={"rows": 100})
     assert Counter(i for step in result["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), (
         "two epochs"
     )

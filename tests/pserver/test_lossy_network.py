@@ -14,6 +14,7 @@ from tests.support.ranks import ranks
 
 slow = pytest.mark.slow
 SEEDS = [pytest.param(seed, marks=slow if seed else ()) for seed in range(8)]
+LONG: dict[str, Any] = {"steps": 10, "recipe": {"rows": 100}, "clip_norm": 0.0}
 MISDEEDS = {"lose_request", "lose_response", "double", "late"}
 
 
@@ -48,9 +49,7 @@ def test_sync_ends_bit_for_bit_although_trainers_die(servers: int, seed: int) ->
     ids=lambda mode: mode["mode"],
 )
 def test_each_ticket_is_applied_once_although_trainers_die(mode: dict[str, Any], servers: int, seed: int) -> None:
-    result = spread(
-        "pserver", 3, options=mode | {"servers": servers, "min_block": 1}, deaths=seed, clip_norm=0.0, steps=10
-    )
+    result = spread("pserver", 3, options=mode | {"servers": servers, "min_block": 1}, deaths=seed, **LONG)
     assert Counter(i for step in result["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), (
         "two epochs"
     )
@@ -73,9 +72,7 @@ def test_sync_ends_bit_for_bit_as_on_a_good_network(servers: int, seed: int) -> 
 )
 def test_each_ticket_is_applied_once(mode: dict[str, Any], servers: int, seed: int) -> None:
     """Also where two servers get the pushes in different orders, one of them before it has opened the step."""
-    result = spread(
-        "pserver", 3, options=mode | {"servers": servers, "min_block": 1}, network=seed, clip_norm=0.0, steps=10
-    )
+    result = spread("pserver", 3, options=mode | {"servers": servers, "min_block": 1}, network=seed, **LONG)
     for epoch in range(2):
         assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in result["ids"][str(step)]) == Counter(
             range(100)

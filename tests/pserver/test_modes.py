@@ -10,10 +10,10 @@ import pytest
 
 from dtf.pserver.options import Mode
 from tests.laws.test_sharded_tables import ANY
-from tests.support.harness import difference, reference, spread
+from tests.support.harness import ROWS, difference, reference, spread
 
 slow = pytest.mark.slow
-TOY: dict[str, Any] = {"rows": 100}
+TOY: dict[str, Any] = {"rows": ROWS}
 
 
 @pytest.mark.parametrize("recipe", [pytest.param(TOY, marks=slow), ANY], ids=["toy", "tabled"])
@@ -48,15 +48,15 @@ def test_every_mode_takes_every_sample_once_and_counts_evaluations_exactly(
         "pserver",
         processes,
         options={"mode": mode, "servers": servers, "min_block": 1},
-        steps=10,
+        steps=6,
         clip_norm=0.0,
         eval_every=1,
     )
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in result["ids"][str(step)]) == Counter(
-            range(100)
+        assert Counter(i for step in range(3 * epoch, 3 * epoch + 3) for i in result["ids"][str(step)]) == Counter(
+            range(ROWS)
         )
-    assert len(result["eval"]) == 10 and result["eval"]["10"]["loss"] < result["eval"]["1"]["loss"]
+    assert len(result["eval"]) == 6 and result["eval"]["6"]["loss"] < result["eval"]["1"]["loss"]
 
 
 @pytest.mark.parametrize("servers", [1, pytest.param(2, marks=slow)])
@@ -75,16 +75,16 @@ def test_a_skipped_step_leaves_running_averages_finite(mode: str, servers: int) 
 def test_resume_in_another_mode_and_of_one(mode: str, tmp_path: Any) -> None:
     """What was pushed is in the checkpoint, or its step is not: each sample once over the break."""
     options = {"mode": mode, "servers": 2, "min_block": 1}
-    a = spread("pserver", 2, options=options, clip_norm=0.0, steps=10, folder=str(tmp_path), save_every=4, halt=True)
-    assert sorted(a["ids"], key=int) == [str(step) for step in range(4)]
+    a = spread("pserver", 2, options=options, clip_norm=0.0, steps=6, folder=str(tmp_path), save_every=2, halt=True)
+    assert sorted(a["ids"], key=int) == [str(step) for step in range(2)]
     b = spread(
-        "pserver", 3, options=options | {"servers": 1}, clip_norm=0.0, steps=10, start=str(tmp_path / "step_000004")
+        "pserver", 3, options=options | {"servers": 1}, clip_norm=0.0, steps=6, start=str(tmp_path / "step_000002")
     )
-    c = spread("ddp", 1, clip_norm=0.0, steps=10, start=str(tmp_path / "step_000004"))
+    c = spread("ddp", 1, clip_norm=0.0, steps=6, start=str(tmp_path / "step_000002"))
     for result in (b, c):
         ids = a["ids"] | result["ids"]
-        assert Counter(i for step in range(5) for i in ids[str(step)]) == Counter(range(100))
-        assert len(ids) == 10 and not a["ids"].keys() & result["ids"].keys()
+        assert Counter(i for step in range(3) for i in ids[str(step)]) == Counter(range(ROWS))
+        assert len(ids) == 6 and not a["ids"].keys() & result["ids"].keys()
 
 
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=slow), 2])
@@ -99,6 +99,6 @@ def test_a_full_table_ends_the_run_in_every_mode(mode: str, servers: int) -> Non
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("half_async", marks=slow)])
 def test_a_table_is_full_when_all_servers_together_hold_its_rows(mode: str) -> None:
-    """Of its 104 ids each server has about half; no update shows it, and the next report does."""
-    with pytest.raises(AssertionError, match="table ids is full: capacity=90"):
-        spread("pserver", 2, options={"mode": mode, "servers": 2}, recipe=ANY | {"capacity": 90}, clip_norm=0.0)
+    """Of its ids each server has about half; no update shows it, and the next report does."""
+    with pytest.raises(AssertionError, match="table ids is full: capacity=50"):
+        spread("pserver", 2, options={"mode": mode, "servers": 2}, recipe=ANY | {"capacity": 50}, clip_norm=0.0)

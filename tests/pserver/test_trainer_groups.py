@@ -17,11 +17,11 @@ from dtf.pserver.strategy import Pserver
 from dtf.pserver.trainer.group import form_group
 from tests.laws.test_sharded_tables import ANY
 from tests.pserver.test_kill import BASE, THRICE, TWO, bits, left, visits
-from tests.support.harness import difference, reference, spread
+from tests.support.harness import ROWS, difference, reference, spread
 from tests.support.manual_start import TOKEN
 
 slow = pytest.mark.slow
-TOY: dict[str, Any] = {"rows": 100}
+TOY: dict[str, Any] = {"rows": ROWS}
 SLOW_TOY = [
     "plugins=[tests.support.kill_trigger]", "recipe=slow_toy", "recipe.rows=100", "step.batch_size=24",
     "step.micro_batch_rows=5",
@@ -79,15 +79,15 @@ def test_two_teams_take_every_sample_once_and_count_evaluations_exactly(mode: st
         4,
         options={"mode": mode, "servers": 2, "min_block": 1, "team": 2},
         recipe=ANY,
-        steps=10,
+        steps=6,
         clip_norm=0.0,
         eval_every=1,
     )
     for epoch in range(2):
-        assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in result["ids"][str(step)]) == Counter(
-            range(100)
+        assert Counter(i for step in range(3 * epoch, 3 * epoch + 3) for i in result["ids"][str(step)]) == Counter(
+            range(ROWS)
         )
-    assert len(result["eval"]) == 10 and result["eval"]["10"]["loss"] < result["eval"]["1"]["loss"]
+    assert len(result["eval"]) == 6 and result["eval"]["6"]["loss"] < result["eval"]["1"]["loss"]
 
 
 # ------------------------------------------------------------ meeting

@@ -44,7 +44,8 @@ class Service:
 
     def start(self) -> None:
         _here[self.endpoint] = self
-        threading.Thread(target=self._listen, daemon=True).start()
+        listener = Listener(self.endpoint, "AF_UNIX", backlog=64)
+        threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
 
     def stop(self, grace_s: float) -> None:
         self._over = True
@@ -60,8 +61,8 @@ class Service:
             self.on_error(error)
             raise Failed("an error of the server") from error
 
-    def _listen(self) -> None:
-        with Listener(self.endpoint, "AF_UNIX", backlog=64) as listener:
+    def _listen(self, listener: Listener) -> None:
+        with listener:
             while True:
                 threading.Thread(target=self._serve, args=(listener.accept(),), daemon=True).start()
 

@@ -1,6 +1,6 @@
 """Functions on several ranks, for tests: processes that wait for calls, a gloo group on loopback, JSON results.
 
-One set of ranks of a size answers the calls of many tests, so that nothing is imported or connected anew.
+One set of ranks of a size serves many tests, so that nothing is imported or connected anew.
 """
 
 from __future__ import annotations
@@ -42,24 +42,23 @@ _numbers = itertools.count()  # of the processes of the fork server
 _ended: dict[int, int] = {}  # status by number
 
 
-def ranks(count: int, target: str, timeout_s: float = 60.0, fresh: bool = False, **arguments: Any) -> list[Any]:
+def ranks(count: int, target: str, timeout_s: float = 60.0, shared: bool = False, **arguments: Any) -> list[Any]:
     """Call `target` ("module:function") as `function(rank, size, **arguments)` on `count` ranks; their results by rank.
 
-    Arguments and results are JSON. A gloo group spans the ranks. `fresh`: in processes of its own, for a function that
-    measures its process or leaves it changed. AssertionError with the traceback of the first rank that fails, or when
-    a rank takes longer than `timeout_s`; no process is left either way.
+    Arguments and results are JSON. A gloo group spans the ranks. `shared`: in processes that answered other calls and
+    will answer more, for a function that leaves its process as it was. AssertionError with the traceback of the first
+    rank that fails, or when a rank takes longer than `timeout_s`; these ranks are gone then.
     """
-    chosen = None if fresh else _waiting.pop(count, None)
-    chosen = chosen or RankSet(count)
+    chosen = (shared and _waiting.pop(count, None)) or RankSet(count)
     try:
         results = chosen.call(target, arguments, timeout_s)
     except BaseException:
         chosen.end()
         raise
-    if fresh or chosen.calls == CALLS:
-        chosen.end()
-    else:
+    if shared and chosen.calls < CALLS:
         _waiting[count] = chosen
+    else:
+        chosen.end()
     return results
 
 

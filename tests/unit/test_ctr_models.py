@@ -35,7 +35,7 @@ from dtf.recipes.ctr.model import (
 from dtf.recipes.ctr.recipe import ClickLog, EmbeddingKind, Kind, ModelOptions, Structure
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from tests.support.ctr_toy import FIELDS, SIZE, CtrToy, Drawn, DrawnOptions, options
-from tests.support.harness import difference, reference, spread, variants
+from tests.support.harness import ROWS, difference, reference, spread, variants
 
 WIDTH = 3
 
@@ -208,7 +208,7 @@ CASE = {"plugin": "tests.support.ctr_toy", "steps": 4, "eval_every": 2, "optimiz
 @pytest.mark.parametrize(("strategy", "chosen"), variants(), ids=str)
 def test_every_strategy_follows_the_reference(strategy: str, chosen: dict, kind: str) -> None:
     """100 rows, batches of 24, five micro-batches, two ranks; loss, calibration and AUC among the numbers."""
-    case = CASE | {"recipe": {"name": "ctr_toy", "rows": 100, "kind": kind}}
+    case = CASE | {"recipe": {"name": "ctr_toy", "rows": ROWS, "kind": kind}}
     expected = reference(**case)
     assert set(expected["eval"]["4"]) == {"loss", "calibration", "auc"} and 0 < expected["eval"]["4"]["auc"] < 1
     assert difference(expected, spread(strategy, 2, options=chosen, **case)) <= 1e-10
@@ -220,7 +220,7 @@ def test_every_strategy_follows_the_reference(strategy: str, chosen: dict, kind:
     [pytest.param(kind.name, marks=() if kind in (Kind.dcnv2, Kind.dlrm) else pytest.mark.slow) for kind in Kind],
 )
 def test_every_model_can_be_divided(kind: str, strategy: str) -> None:
-    case = CASE | {"recipe": {"name": "ctr_toy", "rows": 100, "kind": kind}}
+    case = CASE | {"recipe": {"name": "ctr_toy", "rows": ROWS, "kind": kind}}
     assert difference(reference(**case), spread(strategy, 2, **case)) <= 1e-10
 
 

@@ -48,3 +48,23 @@ def test_a_hang_ends(ranks):
 def test_a_death_is_seen(ranks):
     with pytest.raises(AssertionError, match="rank 0 of 1: ended with exit status 3"):
         ranks(1, "tests.unit.test_rank_pool:die")
+
+
+def remember(rank: int, size: int) -> int:
+    """How often this process was asked."""
+    globals()["asked"] = globals().get("asked", 0) + 1
+    return globals()["asked"]
+
+
+def test_processes_are_shared_on_demand_only(ranks):
+    asked = "tests.unit.test_rank_pool:remember"
+    assert [ranks(2, asked), ranks(2, asked)] == [[1, 1], [1, 1]]
+    assert [ranks(2, asked, shared=True), ranks(2, asked, shared=True)] == [[1, 1], [2, 2]]
+
+
+def test_no_process_outlives_a_failure(ranks):
+    asked = "tests.unit.test_rank_pool:remember"
+    ranks(1, asked, shared=True)
+    with pytest.raises(AssertionError):
+        ranks(1, "tests.unit.test_rank_pool:die", shared=True)
+    assert ranks(1, asked, shared=True) == [1]
