@@ -44,7 +44,7 @@ def trained(strategy: str, options: str, processes: int, precision: str, remat: 
         "plugin": "tests.support.residual_toy",
         "precision": precision,
     }
-    return json.dumps(spread(strategy, processes, remat=remat.value, steps=4, **case), sort_keys=True)
+    return json.dumps(spread(strategy, processes, remat=remat.value, steps=2, **case), sort_keys=True)
 
 
 def cases() -> list[Any]:
