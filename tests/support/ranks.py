@@ -34,7 +34,7 @@ from dtf.launch.rank_process import MESSAGE_BYTES
 if "tests.support.preload" not in forkserver_cache.PRELOAD:
     forkserver_cache.PRELOAD.append("tests.support.preload")
 
-CALLS = 50
+CALLS = 20
 """What a set of ranks answers before another takes its place: process groups that strategies make stay open."""
 
 _waiting: dict[int, RankSet] = {}
