@@ -214,9 +214,9 @@ RUN = [
     "plugins=[tests.support.sparse_toy,tests.support.kill_trigger]", "recipe=tabled", "strategy=pserver",
     "strategy.dense=allreduce",
     "strategy.servers=2", "launcher.processes=2",
-    "launcher.threads=1", "step.batch_size=24", "step.micro_batch_rows=5", "train.steps=60", "train.log_every=1",
-    "train.eval_every=20",
-    "checkpoint.every_steps=10", "train.record=true", "lr.warmup=0", "lr.peak=0.01",
+    "launcher.threads=1", "step.batch_size=24", "step.micro_batch_rows=5", "train.steps=24", "train.log_every=1",
+    "train.eval_every=8",
+    "checkpoint.every_steps=4", "train.record=true", "lr.warmup=0", "lr.peak=0.01",
 ]  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def test_whoever_is_killed_all_go_back_to_the_last_checkpoint(rank: int, signal:
     """Trainers are ranks 0 and 1. Who is told to stop tells the others: all is saved."""
     whole = run_dtf(*RUN, "observer=[jsonl]")
     assert whole.code == 0, whole.err
-    hit = run_dtf(*RUN, "observer=[jsonl,kill_trigger]", f"observer.kill_trigger.orders=['15:{rank}:{signal}']")
+    hit = run_dtf(*RUN, "observer=[jsonl,kill_trigger]", f"observer.kill_trigger.orders=['6:{rank}:{signal}']")
     if signal == "SIGTERM":
         assert hit.code == 75, hit.err
         hit = run_dtf(*RUN, "observer=[jsonl]", folder=hit.folder)
