@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtf.cli.main import main
@@ -150,6 +150,7 @@ def test_a_table_says_what_a_name_of_a_folder_cannot(elsewhere: Path) -> None:
     ]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.text(max_size=60), max_size=4), min_size=2, max_size=2, unique_by=",".join))
 def test_folders_of_trials_have_names_of_their_own_that_any_system_takes(both: list[list[str]]) -> None:
     names = [folder_name(words) for words in both]

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from docs import pictures
 from dtf.core.errors import INTERRUPTED, Exit
 from dtf.core.types import Measured, Note, Started
 from dtf.jobs.fault_injection import KillTrigger
@@ -59,6 +58,8 @@ def test_three_segments_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Pa
     drawn = importlib.util.find_spec("matplotlib") is not None
     assert sorted(path.name for path in done.folder.iterdir()) == ["relay.json", *["relay.png"] * drawn]
     if drawn:
+        from docs import pictures
+
         assert pictures.main(["relay", str(out := tmp_path / "again.png"), str(done.folder)]) == 0
         assert out.read_bytes().startswith(b"\x89PNG")
 

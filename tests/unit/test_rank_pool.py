@@ -42,7 +42,7 @@ def test_a_failing_rank_is_named_with_its_traceback(ranks):
 
 def test_a_hang_ends(ranks):
     with pytest.raises(AssertionError, match="no sign of life"):
-        ranks(2, "tests.unit.test_rank_pool:hang", timeout_s=1.0)
+        ranks(2, "tests.unit.test_rank_pool:hang", timeout_s=0.4)
 
 
 def test_a_death_is_seen(ranks):
