@@ -4,21 +4,18 @@ set.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtf.api.registry import registered
-from dtf.api.schema import KeyProblem, coerce_option, option_node
+from dtf.api.schema import coerce_option, option_node
 from dtf.config.compose import Composer, compose
-from dtf.config.messages import parse
-from dtf.config.settings import GROUPS, coerce_config, load_parts
+from dtf.config.settings import GROUPS, load_parts
 from dtf.core.errors import ConfigError
 
 HERE = "; set on the command line"
@@ -51,6 +48,7 @@ def composer() -> Composer:
         ("stratgy=dp", "stratgy=dp is no known key; did you mean strategy? choices: "),
         ("train.stepz=3", "train.stepz=3 is no known key; did you mean steps? choices: "),
         ("recipe.data.pixls=3", "recipe.data.pixls=3 is no known key; did you mean pixels? choices: "),
+        ("step.batch_size=0", "step.batch_size=0 must be 1 to 1000000" + HERE),
         ("optimizer.momentum=abc", "optimizer.momentum=abc is not of type float" + HERE),
         ("step={batch_size: 3, x: 4}", "step.x=4 is no known key; choices: batch_size"),
         ("train=3", "train=3 is no group of keys; choices: early_stop"),
@@ -132,61 +130,6 @@ def test_command_line(composer: Composer, line: str, message: str) -> None:
         composer.compose([line])
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-@pytest.fixture(scope="module")
-def plain(composer: Composer) -> dict[str, Any]:
-    return composer.compose([]).config
-
-
-@pytest.mark.parametrize(
-    ("line", "rule"),
-    [
-        ("seed=1.5", "is not of type int"),
-        ("seed=true", "is not of type int"),
-        ("train.steps=[3]", "is not of type int | null"),
-        ("run.name=true", "is not of type text"),
-        ("optimizer.momentum=nan", "must be a finite number"),
-        ("seed=-1", "must be 0 or more"),
-        ("step.batch_size=0", "must be 1 to 1000000"),
-        ("step.batch_size=1000000000000", "must be 1 to 1000000"),
-        ("step.clip_norm=inf", "must be a finite number"),
-        ("train.steps=0", "must be 1 to 1000000000000"),
-        ("train.epochs=0.0", "must be more than 0 and at most 1000000"),
-        ("train.epochs=inf", "must be a finite number"),
-        ("train.log_every=-1", "must be 0 or more"),
-        ("launcher.threads=1000000", "must be 0 to 1024"),
-        ("launcher.processes=100000", "must be 1 to 1024"),
-        ("launcher.hang_timeout_s=inf", "must be a finite number"),
-        ("launcher.start_timeout_s=nan", "must be a finite number"),
-        ("launcher.grace_s=3000000.0", "must be 0 to 1000000"),
-        ("strategy.bucket_mb=0.0", "must be more than 0 and at most 1000000"),
-        ("strategy.bucket_mb=inf", "must be a finite number"),
-        ("strategy.bucket_mb=nan", "must be a finite number"),
-        ("strategy.bucket_mb=1000000000000.0", "must be more than 0 and at most 1000000"),
-        ("recipe.model.width=1000000000", "must be 0 to 1024"),
-        ("recipe.model.width=-1", "must be 0 to 1024"),
-        ("recipe.model.classes=1", "must be 2 or more"),
-        ("recipe.data.pixels=4", "must be 8 to 4096"),
-        ("recipe.data.pixels=1000000", "must be 8 to 4096"),
-        ("recipe.data.train_rows=0", "must be 1 or more"),
-        ("recipe.data.eval_rows=-3", "must be 1 or more"),
-        ("recipe.data.crop_pad=-1", "must be 0 or more"),
-        ("recipe.label_smoothing=1.0", "must be 0 or more and less than 1"),
-        ("optimizer.momentum=1.0", "must be 0 or more and less than 1"),
-    ],
-)
-def test_a_value_that_no_key_takes(plain: dict[str, Any], line: str, rule: str) -> None:
-    """Said of a composed config, wherever the value was set."""
-    (override,) = parse([line])
-    config = node = copy.deepcopy(plain)
-    *path, last = override.key_or_group.split(".")
-    for name in path:
-        node = node[name]
-    node[last] = override.value()
-    with pytest.raises(KeyProblem) as caught:
-        coerce_config(config)
-    assert str(caught.value) == f"{line} {rule}"
 
 
 def test_threads_of_one_process_are_counted_together(composer: Composer) -> None:
