@@ -98,7 +98,9 @@ def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained
         assert f"strategy={name} has servers and trainers" in result.err and "ddp, dp, " in result.err
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "dp", pytest.param("fsdp", marks=pytest.mark.slow), "tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "dp", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tensor"))]
+)
 def test_an_evaluation_repeats_what_training_saw(strategy: str, trained: Path, run_dtf: Run) -> None:
     """The same metrics, from the averages of the weights; a batch size and number of ranks that divide nothing."""
     result = run_dtf(
