@@ -68,6 +68,8 @@ def read_entry(
         {key: value for key, value in given.items() if key not in list_options},
         {key: given[key] for key in list_options if key in given},
     )
+    if not entry.options:  # composed above
+        return entry
     try:
         composed.recompose(["job=train", *(f"{key}={value}" for key, value in entry.overrides.items())])
     except ConfigError as error:

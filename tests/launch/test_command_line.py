@@ -268,7 +268,7 @@ print(json.dumps([calls, sorted(set(sys.modules) - before)]))"""
 
 
 def test_answers_import_nothing_heavy() -> None:
-    commands = [["--help"], ["--cfg", "job"], ["stratgy=dp"], ["job=describe"], ["--info", "defaults"]]
+    commands = [["--help"], ["--cfg", "job"], ["stratgy=dp"], ["job=describe", "job.group=lr"], ["--info", "defaults"]]
     done = subprocess.run(
         [sys.executable, "-c", HEAVY.format(commands)], capture_output=True, text=True, cwd=ROOT, check=True
     )

@@ -195,12 +195,20 @@ def encode(about: dict[str, Any], arrays: dict[str, np.ndarray], row: dict[str, 
     )
 
 
+LOG = Integers.log
+
+
 @pytest.mark.parametrize(
     ("format", "ids", "integers"),
     [
-        *(("criteo", *pair) for pair in product([Ids.hash, Ids.raw, Ids.vocabulary], Integers)),
-        *(("avazu", ids, Integers.log) for ids in (Ids.hash, Ids.raw, Ids.vocabulary)),
-        *(("libsvm", ids, Integers.log) for ids in Ids),
+        *(
+            pytest.param(
+                "criteo", ids, integers, marks=[pytest.mark.slow] * (ids is not Ids.hash and integers is not LOG)
+            )
+            for ids, integers in product([Ids.hash, Ids.raw, Ids.vocabulary], Integers)
+        ),
+        *(("avazu", ids, LOG) for ids in (Ids.hash, Ids.raw, Ids.vocabulary)),
+        *(("libsvm", ids, LOG) for ids in Ids),
     ],
 )
 def test_what_an_export_says_of_rows_is_what_is_done_to_them(

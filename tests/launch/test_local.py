@@ -185,7 +185,8 @@ def test_a_hang_is_noticed_and_explained(
 
 
 @pytest.mark.parametrize("phase", ["start", "save"])
-def test_a_stopped_rank_is_noticed_in_any_phase(start: Start, phase: str) -> None:
+def test_a_stopped_rank_is_noticed_in_any_phase(start: Start, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_group, "_STACKS_S", 0.0)  # nobody reads them
     done = start(
         "hangs", config={"how": "stopped", "phase": phase}, hang_timeout_s=0.3, start_timeout_s=LONG_S, max_restarts=0
     )
@@ -195,8 +196,9 @@ def test_a_stopped_rank_is_noticed_in_any_phase(start: Start, phase: str) -> Non
     assert silent and float(silent[1]) < HANG_S, failed.message
 
 
-def test_a_long_evaluation_is_no_hang(start: Start) -> None:
+def test_a_long_evaluation_is_no_hang(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 evaluates, which has the time of a start: only that limit ends it."""
+    monkeypatch.setattr(worker_group, "_STACKS_S", 0.0)  # nobody reads them
     done = start("hangs", config={"how": "evaluating"}, hang_timeout_s=LONG_S, start_timeout_s=0.6, max_restarts=0)
     assert "rank 1: phase evaluate, step 2" in done.of(Failed)[0].message
 

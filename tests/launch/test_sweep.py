@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtf.cli.main import main
@@ -104,23 +104,20 @@ def test_errors_name_the_trial(capsys: Capture, words: list[str], message: str) 
 
 
 def test_the_table_of_a_sweep_says_where_each_run_is_and_how_good(capsys: Capture, elsewhere: Path) -> None:
-    assert (
-        main(["-m", *SMALL, "train.steps=4", "train.eval_every=2", "observer=[jsonl]", "seed=1,2", "lr.peak=0.1,0.2"])
-        == Exit.OK
-    )
-    *lines, total = capsys.readouterr().out.splitlines()[-5:]
+    assert main(["-m", *SMALL, "train.steps=4", "train.eval_every=2", "observer=[jsonl]", "seed=1,2,3"]) == Exit.OK
+    *lines, total = capsys.readouterr().out.splitlines()[-4:]
     values = []
-    for number, (line, differs) in enumerate(zip(lines, [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)], strict=True), 1):
+    for number, line in enumerate(lines, 1):
         found = re.fullmatch(
-            rf"dtf: trial {number}: ok  top1=(\S+)  (outputs/toy/sweep-\w{{8}}/seed={differs[0]},lr.peak={differs[1]})",
+            rf"dtf: trial {number}: ok  top1=(\S+)  (outputs/toy/sweep-\w{{8}}/seed={number})",
             line,
         )
         assert found, line
         measured = [json.loads(text) for text in (elsewhere / found[2] / "metrics.jsonl").read_text().splitlines()]
         values.append(max(one["top1"] for one in measured if one["split"] == "eval"))
         assert float(found[1]) == pytest.approx(values[-1], abs=1e-4)
-    assert re.fullmatch(
-        r"dtf: 4 of 4 trials finished, the best is trial (\d), \d\d:\d\d in all, in outputs/toy/sweep-\w{8}", total
+    assert len(values) == 3 and re.fullmatch(
+        r"dtf: 3 of 3 trials finished, the best is trial (\d), \d\d:\d\d in all, in outputs/toy/sweep-\w{8}", total
     )
     assert values[int(total.split("trial ")[1][0]) - 1] == max(values)
 
@@ -153,6 +150,7 @@ def test_a_table_says_what_a_name_of_a_folder_cannot(elsewhere: Path) -> None:
     ]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.text(max_size=60), max_size=4), min_size=2, max_size=2, unique_by=",".join))
 def test_folders_of_trials_have_names_of_their_own_that_any_system_takes(both: list[list[str]]) -> None:
     names = [folder_name(words) for words in both]

@@ -74,7 +74,7 @@ def test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing(
         *launcher,
         *lengths,
         "observer=[console]",
-        "seed=1,2,3,4,5,6",
+        "seed=1,3,4",
     ]
     sweep = subprocess.Popen(
         [sys.executable, "-m", "dtf", *words],
@@ -95,22 +95,20 @@ def test_a_sweep_stopped_in_the_middle_runs_only_what_is_missing(
         hold.unlink()
         said = sweep.communicate()[0].decode()
     assert sweep.returncode == (-signal.SIGKILL if number == signal.SIGKILL else Exit.PREEMPTED), said
-    assert number == signal.SIGKILL or said.count("not started") == 3, said
+    assert number == signal.SIGKILL or said.count("not started") == 1, said
     (home,) = (elsewhere / "outputs" / "holding").iterdir()
     before = records(home)
-    assert sorted(before) == [f"seed={seed}" for seed in (1, 2, HELD)]
+    assert sorted(before) == [f"seed={seed}" for seed in (1, HELD)]
 
     assert main(words) == Exit.OK
     after, out = records(home), capsys.readouterr().out
-    assert sorted(after) == [f"seed={seed}" for seed in range(1, 7)]
-    assert {name: after[name] for name in ("seed=1", "seed=2")} == {name: before[name] for name in ("seed=1", "seed=2")}
+    assert sorted(after) == [f"seed={seed}" for seed in (1, HELD, 4)]
+    assert after["seed=1"] == before["seed=1"]
     starts = [int(step) for step in re.findall(r"^started step=(\d+)/12", out, re.MULTILINE)]
-    assert len(starts) == 4 and starts[0] > 0 and starts[1:] == [0, 0, 0], (
-        "the third goes on from its checkpoint, the rest begin"
-    )
-    assert len(re.findall(r"^dtf: trial \d: ok, before ", out, re.MULTILINE)) == 2
+    assert len(starts) == 2 and starts[0] > 0 and starts[1] == 0, "the second goes on, the third begins"
+    assert len(re.findall(r"^dtf: trial \d: ok, before ", out, re.MULTILINE)) == 1
     assert len(after[f"seed={HELD}"]["earlier"]) == 1 and all(record["exit"] == Exit.OK for record in after.values())
-    assert "dtf: 6 of 6 trials finished" in out
+    assert "dtf: 3 of 3 trials finished" in out
 
 
 @pytest.mark.slow

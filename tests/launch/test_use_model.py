@@ -27,6 +27,7 @@ MODEL = (
     "recipe.data.train_rows=64",
     "recipe.data.eval_rows=50",
 )
+INLINE = ("launcher=inline", "launcher.threads=1")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
     folder = tmp_path_factory.mktemp("trained") / "run"
     assert not main(
-        [*MODEL, "train.steps=4", "step.batch_size=32", "step.ema=0.9", "observer=[jsonl]", f"run.dir={folder}"]
+        [
+            *MODEL,
+            *INLINE,
+            "train.steps=4",
+            "step.batch_size=32",
+            "step.ema=0.9",
+            "observer=[jsonl]",
+            f"run.dir={folder}",
+        ]
     )
     yield folder
 
@@ -62,7 +71,7 @@ def test_the_best_of_a_run_and_a_split_it_does_not_have(trained: Path, tmp_path:
     assert [folder.name for folder in resolve_checkpoints(trained / "best", "job.model")] == [f"step_{best:06d}"]
     with pytest.raises(DataError, match=r"job\.model=.*/best holds no checkpoint|job\.model=.* holds no checkpoint"):
         resolve_checkpoints(tmp_path / "best", "job.model")
-    result = run_dtf("job=evaluate", f"job.model={trained}/best", "job.split=test")
+    result = run_dtf("job=evaluate", f"job.model={trained}/best", "job.split=test", *INLINE)
     assert result.code == 2 and "job.split=test: ResnetShapes has no such rows; use train or eval" in result.err
 
 
@@ -89,7 +98,9 @@ def test_every_strategy_is_tried_below_or_refused_before_anything_starts(trained
         assert f"strategy={name} has servers and trainers" in result.err and "ddp, dp, " in result.err
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "dp", pytest.param("fsdp", marks=pytest.mark.slow), "tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "dp", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tensor"))]
+)
 def test_an_evaluation_repeats_what_training_saw(strategy: str, trained: Path, run_dtf: Run) -> None:
     """The same metrics, from the averages of the weights; a batch size and number of ranks that divide nothing."""
     result = run_dtf(
@@ -117,7 +128,7 @@ def test_predictions_are_in_order_and_go_on_where_they_stopped(trained: Path, im
     What was written stays, a line cut short is written anew, and each row is there once.
     """
     command = ("job=predict", f"job.model={trained}", f"job.input={images}", "job.top=3", "step.batch_size=4")
-    result = run_dtf(*command, "strategy=ddp")
+    result = run_dtf(*command, *INLINE)
     assert result.code == 0, result.err
     file = result.folder / "predictions.jsonl"
     whole = lines(file)
@@ -138,11 +149,11 @@ def test_predictions_are_in_order_and_go_on_where_they_stopped(trained: Path, im
     for a, b in zip(whole, lines(file), strict=True):
         assert b["probability"] == pytest.approx(a["probability"], rel=1e-4)
     (images / "zz.png").write_bytes((images / "00.jpg").read_bytes())
-    assert "other rows and inputs" in run_dtf(*command, folder=result.folder).err
+    assert "other rows and inputs" in run_dtf(*command, *INLINE, folder=result.folder).err
     assert "holds a run with job.top=3" in run_dtf(*command, "job.top=2", folder=result.folder).err
     for damage in ("{", "3", '["rows"]'):
         (result.folder / "predictions.json").write_text(damage)
-        damaged = run_dtf(*command, folder=result.folder)
+        damaged = run_dtf(*command, *INLINE, folder=result.folder)
         assert (
             damaged.code == 65
             and f"{result.folder / 'predictions.json'} cannot be read" in damaged.err
@@ -211,7 +222,7 @@ def test_predictions_as_a_table(trained: Path, run_dtf: Run) -> None:
 
 def test_a_broken_image_is_named(trained: Path, images: Path, run_dtf: Run) -> None:
     (images / "05.jpg").write_bytes(b"no image")
-    result = run_dtf("job=predict", f"job.model={trained}", f"job.input={images}")
+    result = run_dtf("job=predict", f"job.model={trained}", f"job.input={images}", *INLINE)
     assert result.code == 65 and "05.jpg cannot be decoded" in result.err
 
 
@@ -221,7 +232,7 @@ def test_exported_files_say_what_the_model_says(trained: Path, images: Path, run
 
     from dtf.recipes.resnet.unlabelled import Unlabelled, image_names
 
-    result = run_dtf("job=export", f"job.model={trained}", f"job.input={images}")
+    result = run_dtf("job=export", f"job.model={trained}", f"job.input={images}", *INLINE)
     assert result.code == 0, result.err
     told = json.loads((result.folder / "model.json").read_text())
     assert max(told["largest_difference"].values()) < 1e-5 and told["classes"][0] == "disc"
@@ -233,7 +244,7 @@ def test_exported_files_say_what_the_model_says(trained: Path, images: Path, run
         assert json.loads(file.metadata()["dtf.json"])["classes"] == told["classes"]
         assert {"conv1.weight", "bn1.running_var", "layer3.0.conv2.weight", "fc.bias"} <= set(file.keys())
     predicted = run_dtf(
-        "job=predict", f"job.model={result.folder / 'model.safetensors'}", f"job.input={images}", *MODEL
+        "job=predict", f"job.model={result.folder / 'model.safetensors'}", f"job.input={images}", *MODEL, *INLINE
     )
     assert predicted.code == 0, predicted.err
     names = image_names(images)
@@ -254,14 +265,14 @@ def test_exported_files_say_what_the_model_says(trained: Path, images: Path, run
         (("job=predict", "job.model=nowhere", "job.input=elsewhere"), 65, "job.input=elsewhere does not exist"),
         (("job=predict", "job.model={run}", "job.input=.", "job.split=train"), 2, "two sources of rows"),
         (("job=export", "job.model={run}", "launcher.processes=3"), 2, "job=export is the work of one process"),
-        (("job=evaluate", "job.model={run}", "recipe.model.width=16"), 2, "in the file and"),
-        (("job=evaluate", "job.model={run}", "recipe.model.classes=5"), 2, "set recipe.model.classes=8"),
+        (("job=evaluate", "job.model={run}", "recipe.model.width=16", *INLINE), 2, "in the file and"),
+        (("job=evaluate", "job.model={run}", "recipe.model.classes=5", *INLINE), 2, "set recipe.model.classes=8"),
         (("job=evaluate", "job.model={run}/config.yaml"), 65, "config.yaml is no file of weights; give a .ckpt, .pth"),
         (("recipe.model.weights={run}/checkpoints/nothing",), 65, "nothing does not exist"),
         (("recipe.model.weights={run}/run.json",), 65, "run.json is no file of weights"),
         (("recipe.model.weights=nowhere.pth",), 65, "recipe.model.weights=nowhere.pth does not exist"),
-        (("recipe.model.freeze=[layr1]",), 2, "did you mean layer1"),
-        (("optimizer.lr_factors={head:2}",), 2, "optimizer.lr_factors names 'head'"),
+        (("recipe.model.freeze=[layr1]", *INLINE), 2, "did you mean layer1"),
+        (("optimizer.lr_factors={head:2}", *INLINE), 2, "optimizer.lr_factors names 'head'"),
     ],
     ids=str,
 )
@@ -281,7 +292,7 @@ def test_a_run_goes_on_with_the_same_file_only(trained: Path, run_dtf: Run, tmp_
     tensors = {name: weights.read(name) for name in weights.shapes}
     save_file(tensors, file)
     copy.write_bytes(file.read_bytes())
-    command = (*MODEL, "step.batch_size=32", "observer=[]")
+    command = (*MODEL, *INLINE, "step.batch_size=32", "observer=[]")
     first = run_dtf(*command, "train.steps=4", "train.until=2", f"recipe.model.weights={file}")
     assert first.code == 0, first.err
     assert "tensors kept" in json.loads((first.folder / "run.json").read_text())["table"]["weights"]

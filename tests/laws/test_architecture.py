@@ -44,6 +44,12 @@ def sources() -> dict[str, Path]:
 
 
 @cache
+def imports() -> dict[str, set[str]]:
+    """Module name -> the modules of dtf that it imports."""
+    return rooms().imports_of(sources())
+
+
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
@@ -58,9 +64,8 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def test_rooms_import_downwards_and_never_in_a_circle() -> None:
-    imports = rooms().imports_of(sources())
-    assert not rooms().upward(imports)
-    assert not rooms().circles(imports)
+    assert not rooms().upward(imports())
+    assert not rooms().circles(imports())
     assert not rooms().unknown(sources())
 
 
@@ -90,12 +95,11 @@ def test_the_command_sees_what_breaks_the_rules(tmp_path: Path) -> None:
 
 def test_parts_of_a_kind_never_import_each_other() -> None:
     """A strategy, an observer, a job can be read, changed and removed alone."""
-    imports = rooms().imports_of(sources())
-    parts = [name for name, path in sources().items() if registers(path) and rooms().room_of(name) in PARTS]
+    parts = {name for name, path in sources().items() if rooms().room_of(name) in PARTS and registers(path)}
     assert len(parts) > 20
-    for name in parts:
+    for name in sorted(parts):
         package = name.rpartition(".")[0]
-        others = {target for target in imports[name] if target in parts and target.rpartition(".")[0] == package}
+        others = {target for target in imports()[name] if target in parts and target.rpartition(".")[0] == package}
         assert not others, f"{name} imports its sibling {', '.join(sorted(others))}"
 
 

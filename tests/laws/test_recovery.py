@@ -26,6 +26,8 @@ RUN = [
     "train.eval_every=6", "checkpoint.every_steps=3", "checkpoint.keep_last=9", "train.record=true", "lr.warmup=0",
     "observer=[jsonl]",
 ]  # fmt: skip
+ALONE = [*RUN, "launcher=inline"]
+"""In one process, where nobody is killed."""
 
 
 def measurements(folder: Path) -> list[dict[str, Any]]:
@@ -50,7 +52,13 @@ CALM: dict[tuple[str, ...], Result] = {}
 
 @pytest.mark.parametrize(
     ("strategy", "processes"),
-    [("ddp", 2), ("ddp", 3), ("zero1", 2), ("dp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow)],
+    [
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        ("ddp", 3),
+        ("zero1", 2),
+        ("dp", 2),
+        pytest.param("fsdp", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(
     strategy: str, processes: int, run_dtf: Any, calm: Callable[..., Result], tmp_path: Path
@@ -69,7 +77,9 @@ def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(
     assert visits == Counter(dict.fromkeys(range(100), 3)), "three epochs, each row once in each"
 
 
-@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 3), ("dp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "processes"), [("ddp", 3), ("dp", 2), pytest.param("fsdp", 2, marks=pytest.mark.slow)]
+)
 def test_a_run_stopped_where_nobody_saves_goes_on_bit_for_bit(
     strategy: str, processes: int, run_dtf: Any, calm: Callable[..., Result]
 ) -> None:
@@ -82,18 +92,18 @@ def test_a_run_stopped_where_nobody_saves_goes_on_bit_for_bit(
 
 
 def test_a_length_that_lies_behind_is_refused(run_dtf: Any) -> None:
-    first = run_dtf(*RUN, "train.until=9")
+    first = run_dtf(*ALONE, "train.until=9")
     for shorter, said in (
         ("train.until=6", "train.until=6 ends before step 9"),
         ("train.steps=7", "a run of 7 steps ends before step 9"),
     ):
-        refused = run_dtf(*RUN, shorter, "checkpoint.keep_last=1", "checkpoint.keep_best=0", folder=first.folder)
+        refused = run_dtf(*ALONE, shorter, "checkpoint.keep_last=1", "checkpoint.keep_best=0", folder=first.folder)
         assert refused.code == 2 and said in refused.err
         assert len(list((first.folder / "checkpoints").glob("step_*"))) == 3, "a refused start removes nothing"
 
 
 def test_measurements_that_a_killed_launcher_did_not_read_come_back_from_the_checkpoint(run_dtf: Any) -> None:
-    base = [*RUN, "train.log_every=1"]
+    base = [*ALONE, "train.log_every=1"]
     calm = run_dtf(*base)
     cut = run_dtf(*base, "train.until=12")
     path = cut.folder / "metrics.jsonl"
@@ -104,10 +114,10 @@ def test_measurements_that_a_killed_launcher_did_not_read_come_back_from_the_che
 
 
 def test_a_start_that_is_refused_removes_no_checkpoint(run_dtf: Any) -> None:
-    first = run_dtf(*RUN, "train.until=9")
+    first = run_dtf(*ALONE, "train.until=9")
     kept = sorted(path.name for path in (first.folder / "checkpoints").iterdir())
     refused = run_dtf(
-        *RUN, "run.objective=loss", "checkpoint.keep_last=1", "checkpoint.keep_best=0", folder=first.folder
+        *ALONE, "run.objective=loss", "checkpoint.keep_last=1", "checkpoint.keep_best=0", folder=first.folder
     )
     assert refused.code == 2 and "objective" in refused.err
     assert sorted(path.name for path in (first.folder / "checkpoints").iterdir()) == kept and len(kept) == 4
@@ -115,7 +125,7 @@ def test_a_start_that_is_refused_removes_no_checkpoint(run_dtf: Any) -> None:
 
 def test_checkpoints_are_ranked_by_the_objective_of_the_run(run_dtf: Any) -> None:
     """The recipe's own is top1."""
-    done = run_dtf(*RUN, "run.objective=loss", "train.eval_every=3", "checkpoint.every_steps=3")
+    done = run_dtf(*ALONE, "run.objective=loss", "train.eval_every=3", "checkpoint.every_steps=3")
     assert done.code == 0, done.err
     losses = {
         line["step"]: Objective("loss", "min", line["loss"])
@@ -128,7 +138,7 @@ def test_checkpoints_are_ranked_by_the_objective_of_the_run(run_dtf: Any) -> Non
 
 def test_the_gradient_norm_of_a_window_does_not_depend_on_saves(run_dtf: Any) -> None:
     """Steps that overflow, as fp16 has them at first, count neither in the sum nor in the number."""
-    base = [*RUN, "precision=fp16", "precision.loss_scale=1e9", "train.log_every=17", "train.steps=17"]
+    base = [*ALONE, "precision=fp16", "precision.loss_scale=1e9", "train.log_every=17", "train.steps=17"]
     often, once = run_dtf(*base, "checkpoint.every_steps=2"), run_dtf(*base, "checkpoint.every_steps=17")
     assert often.code == once.code == 0
     (a,), (b,) = (
@@ -138,7 +148,7 @@ def test_the_gradient_norm_of_a_window_does_not_depend_on_saves(run_dtf: Any) ->
 
 
 def test_a_loss_scale_that_never_finds_its_value_fails_the_run(run_dtf: Any) -> None:
-    never = [*RUN, "precision=fp16", "precision.loss_scale=1e30"]
+    never = [*ALONE, "precision=fp16", "precision.loss_scale=1e30"]
     cut = run_dtf(*never, "train.until=9")
     assert cut.code == 0, "it may yet find it"
     failed = run_dtf(*never, folder=cut.folder)
@@ -161,8 +171,8 @@ def test_evidence_of_ranks_that_are_no_more_says_nothing_of_those_that_went_on(r
 
 
 def test_going_on_with_other_arithmetic_is_said(run_dtf: Any) -> None:
-    cut = run_dtf(*RUN, "train.until=9")
-    again = run_dtf(*RUN, "observer=[console]", "precision=bf16", "optimizer.weight_decay=0.25", folder=cut.folder)
+    cut = run_dtf(*ALONE, "train.until=9")
+    again = run_dtf(*ALONE, "observer=[console]", "precision=bf16", "optimizer.weight_decay=0.25", folder=cut.folder)
     assert again.code == 0
     assert re.search(
         r"from step 9 on with optimizer.weight_decay=0.25 \(was .*precision.compute=bf16 \(was fp32\)", again.out

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from docs import pictures
 from dtf.core.errors import INTERRUPTED, Exit
 from dtf.core.types import Measured, Note, Started
 from dtf.jobs.fault_injection import KillTrigger
@@ -38,19 +37,19 @@ def legs(*texts: str) -> str:
 def test_three_segments_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Path) -> None:
     done = run_dtf(
         *SMALL,
-        legs("dp processes=2 steps=4", "fsdp processes=3 kill=rank steps=12", "pserver processes=2 servers=1 steps=4"),
+        legs("dp processes=2 steps=4", "fsdp processes=2 kill=rank steps=12", "pserver processes=2 servers=1 steps=4"),
     )
     assert done.code == 0, done.err + done.out
     report = json.loads((done.folder / "relay.json").read_text())
     assert report["ok"] and report["tensor"] <= 1e-10 and len(report["tensors"]) > 20
     assert [(segment["first"], segment["last"], segment["world"]) for segment in report["legs"]] == [
         (0, 4, "1 process, 2 replicas"),
-        (4, 16, "3 processes"),
+        (4, 16, "2 processes"),
         (16, 20, "1 server, 2 trainers"),
     ]
     killed = report["legs"][1]["killed"]
     assert (
-        re.fullmatch(r"rank [012]", killed["who"])
+        re.fullmatch(r"rank [01]", killed["who"])
         and 4 <= killed["again"] < killed["at"] < 16
         and killed["again"] in (4, 6, 9, 12, 15)
     )
@@ -59,6 +58,8 @@ def test_three_segments_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Pa
     drawn = importlib.util.find_spec("matplotlib") is not None
     assert sorted(path.name for path in done.folder.iterdir()) == ["relay.json", *["relay.png"] * drawn]
     if drawn:
+        from docs import pictures
+
         assert pictures.main(["relay", str(out := tmp_path / "again.png"), str(done.folder)]) == 0
         assert out.read_bytes().startswith(b"\x89PNG")
 
@@ -66,9 +67,10 @@ def test_three_segments_and_a_killed_rank_are_one_run(run_dtf: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (
+        pytest.param(
             "wrong_scale processes=2",
             r"BREAK, under wrong_scale \(2 processes\): grad_norm at step 4: .* 2 x the reference's",
+            marks=pytest.mark.slow,  # what is compared is what job=verify compares
         ),
         ("forgetful processes=2", r"BREAK, under forgetful \(2 processes\): loss at step 5: "),
     ],

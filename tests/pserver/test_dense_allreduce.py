@@ -214,9 +214,9 @@ RUN = [
     "plugins=[tests.support.sparse_toy,tests.support.kill_trigger]", "recipe=tabled", "strategy=pserver",
     "strategy.dense=allreduce",
     "strategy.servers=2", "launcher.processes=2",
-    "launcher.threads=1", "step.batch_size=24", "step.micro_batch_rows=5", "train.steps=60", "train.log_every=1",
+    "launcher.threads=1", "step.batch_size=24", "step.micro_batch_rows=5", "train.steps=40", "train.log_every=1",
     "train.eval_every=20",
-    "checkpoint.every_steps=10", "train.record=true", "lr.warmup=0", "lr.peak=0.01",
+    "checkpoint.every_steps=4", "train.record=true", "lr.warmup=0", "lr.peak=0.01",
 ]  # fmt: skip
 
 
@@ -235,11 +235,12 @@ def bits(folder: Path) -> dict[str, bytes]:
 )
 def test_whoever_is_killed_all_go_back_to_the_last_checkpoint(rank: int, signal: str, run_dtf: Any) -> None:
     """Trainers are ranks 0 and 1. Who is told to stop tells the others: all is saved."""
-    whole = run_dtf(*RUN, "observer=[jsonl]")
+    words = [*RUN, "train.steps=90"] if signal == "SIGTERM" else RUN  # until ranks ask each other whether to stop
+    whole = run_dtf(*words, "observer=[jsonl]")
     assert whole.code == 0, whole.err
-    hit = run_dtf(*RUN, "observer=[jsonl,kill_trigger]", f"observer.kill_trigger.orders=['15:{rank}:{signal}']")
+    hit = run_dtf(*words, "observer=[jsonl,kill_trigger]", f"observer.kill_trigger.orders=['6:{rank}:{signal}']")
     if signal == "SIGTERM":
         assert hit.code == 75, hit.err
-        hit = run_dtf(*RUN, "observer=[jsonl]", folder=hit.folder)
+        hit = run_dtf(*words, "observer=[jsonl]", folder=hit.folder)
     assert hit.code == 0, hit.err
     assert bits(whole.folder) == bits(hit.folder) and measurements(whole.folder) == measurements(hit.folder)

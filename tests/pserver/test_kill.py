@@ -55,12 +55,19 @@ def left(folder: Path) -> list[str]:
     return remains
 
 
+CALM: dict[tuple[str, ...], Path] = {}
+
+
 @pytest.fixture
 def calm(run_dtf: Callable[..., Any]) -> Callable[..., Path]:
+    """The run that nothing happens to, made once in this file for the same words."""
+
     def run(*words: str) -> Path:
-        done = run_dtf(*BASE, *words)
-        assert done.code == 0, done.err
-        return done.folder
+        if words not in CALM:
+            done = run_dtf(*BASE, *words)
+            assert done.code == 0, done.err
+            CALM[words] = done.folder
+        return CALM[words]
 
     return run
 

@@ -40,8 +40,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Underway]:
     where = endpoints(1)
     task = ("strategy.mode=async", "strategy.trainers=2", "train.steps=1000000", "train.log_every=1000")
     with commands(folder) as start:
-        trainer = start("trainer", words(where, "trainer", 0, *task))
-        server = start("server", words(where, "server", 0, *task, f"run.dir={folder / 'run'}"))
+        trainer = start("trainer", words(where, "trainer", 0, *task, slow=True))
+        server = start("server", words(where, "server", 0, *task, f"run.dir={folder / 'run'}", slow=True))
         until(lambda: members(folder / "run") == [0], server, trainer)
         yield Underway(where, folder / "run", server, trainer)
         assert server.stop() == Exit.PREEMPTED, server.output()
@@ -62,6 +62,7 @@ def command(live: Underway, role: str, number: int, *more: str) -> list[str]:
         "train.steps=1000000",
         "train.log_every=1000",
         *more,
+        slow=True,
     )
 
 

@@ -234,8 +234,10 @@ def waits(config: dict, folder: str, run_id: str, place: Place, send: Send) -> i
 
 def main() -> None:
     """A launching process of its own, for tests that kill it: `python -m tests.support.entries FOLDER PORT`."""
+    from dtf.launch import forkserver_cache
     from tests.support.launching import launch
 
+    forkserver_cache.PRELOAD[:] = ["torch"]  # its ranks need no more
     launch("tests.support.entries:waits", Path(sys.argv[1]), config={"port": int(sys.argv[2])})
 
 

@@ -31,12 +31,12 @@ def endpoints(count: int) -> list[str]:
     return endpoints
 
 
-def words(where: list[str], role: str, number: int, *more: str) -> list[str]:
-    """Arguments of the command for one process."""
+def words(where: list[str], role: str, number: int, *more: str, slow: bool = False) -> list[str]:
+    """Arguments of the command for one process. `slow`: of a run that leaves time to others."""
     own = [f"strategy.endpoints=[{','.join(where)}]", f"strategy.role={role}", f"strategy.{role}_id={number}"]
     task = [
-        "plugins=[tests.support.toy]",
-        "recipe=toy",
+        f"plugins=[tests.support.{'kill_trigger' if slow else 'toy'}]",
+        "recipe=slow_toy" if slow else "recipe=toy",
         "strategy=pserver",
         "step.batch_size=24",
         "train.log_every=1",

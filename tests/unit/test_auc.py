@@ -7,15 +7,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hn
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from dtf.distributed.world import World
 from dtf.model import auc as auc_module
 from dtf.model.auc import AucEvaluator, auc, grouped_auc
+from tests.support.auc_ranks import rows_of
 from tests.support.ranks import ranks
 
 SCORES = st.one_of(st.floats(-30, 30, width=32), st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5]))  # ties are likely
@@ -42,6 +41,8 @@ class OneRank:
 
 
 def expected(scores: np.ndarray, clicked: np.ndarray) -> float:
+    from sklearn.metrics import roc_auc_score  # a second, in each process that collects this file
+
     return float(roc_auc_score(clicked, scores)) if 0 < clicked.sum() < len(clicked) else float("nan")
 
 
@@ -83,6 +84,7 @@ def test_groups_cost_no_call_each(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@settings(max_examples=30)
 @given(ROWS)
 def test_a_histogram_is_within_the_bound_it_tells(rows: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     scores, clicked, _ = rows
@@ -122,32 +124,14 @@ def test_bins_are_in_the_order_of_scores() -> None:
     assert auc_module._bin(torch.tensor([-0.0])) == auc_module._bin(torch.tensor([0.0]))
 
 
-def rank_part(rank: int, size: int, exact: bool, grouped: bool) -> dict[str, float]:
-    """What one rank of several is told: the last has no rows, others uneven shares and padding."""
-    evaluator = AucEvaluator(0 if exact else auc_module.EXACT_ROWS + 1, grouped)
-    part = rows_of(grouped)[rank :: max(1, size - 1)] if rank < max(1, size - 1) else None
-    if part is not None:
-        evaluator.add(torch.cat([part, part[:1] * torch.tensor([1.0, 1.0, 0.0, 1.0])[: part.shape[1]]]))
-    from dtf.core.types import Place
-
-    return evaluator.values(World(Place(rank=rank, size=size, slots=size)))
-
-
-def rows_of(grouped: bool) -> Tensor:
-    random = np.random.default_rng(1)
-    columns = [random.standard_normal(101).round(1), random.random(101) < 0.3, np.ones(101), random.integers(0, 5, 101)]
-    return torch.from_numpy(np.stack(columns[: 3 + grouped], 1))
-
-
 @pytest.mark.parametrize(
     "size", [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_any_number_of_ranks_is_told_the_same(size: int) -> None:
     scores, clicked, _, groups = rows_of(grouped=True).numpy().T
-    found = ranks(size, "tests.unit.test_auc:rank_part", exact=True, grouped=True)
+    found, binned = zip(*ranks(size, "tests.support.auc_ranks:told"), strict=True)
     assert all(each == found[0] for each in found)
     assert found[0]["auc"] == pytest.approx(expected(scores, clicked), abs=1e-12)
     assert found[0]["group_auc"] == pytest.approx(grouped_auc(scores, clicked, groups), abs=0)
-    binned = ranks(size, "tests.unit.test_auc:rank_part", exact=False, grouped=False)
     assert all(each == binned[0] for each in binned)
     assert abs(binned[0]["auc"] - found[0]["auc"]) <= binned[0]["auc_error"] + 1e-12

@@ -48,12 +48,8 @@ def composer() -> Composer:
         ("stratgy=dp", "stratgy=dp is no known key; did you mean strategy? choices: "),
         ("train.stepz=3", "train.stepz=3 is no known key; did you mean steps? choices: "),
         ("recipe.data.pixls=3", "recipe.data.pixls=3 is no known key; did you mean pixels? choices: "),
+        ("step.batch_size=0", "step.batch_size=0 must be 1 to 1000000" + HERE),
         ("optimizer.momentum=abc", "optimizer.momentum=abc is not of type float" + HERE),
-        ("optimizer.momentum=nan", "optimizer.momentum=nan must be a finite number" + HERE),
-        ("seed=1.5", "seed=1.5 is not of type int" + HERE),
-        ("seed=true", "seed=true is not of type int" + HERE),
-        ("train.steps=[3]", "train.steps=[3] is not of type int | null" + HERE),
-        ("run.name=true", "run.name=true is not of type text" + HERE),
         ("step={batch_size: 3, x: 4}", "step.x=4 is no known key; choices: batch_size"),
         ("train=3", "train=3 is no group of keys; choices: early_stop"),
         ("strategy.bucket_mb.x=1", "strategy.bucket_mb={...} is not of type float" + HERE),
@@ -134,44 +130,6 @@ def test_command_line(composer: Composer, line: str, message: str) -> None:
         composer.compose([line])
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "rule"),
-    [
-        ("seed=-1", "0 or more"),
-        ("step.batch_size=0", "1 to 1000000"),
-        ("step.batch_size=1000000000000", "1 to 1000000"),
-        ("step.clip_norm=inf", "a finite number"),
-        ("train.steps=0", "1 to 1000000000000"),
-        ("train.epochs=0.0", "more than 0 and at most 1000000"),
-        ("train.epochs=inf", "a finite number"),
-        ("train.log_every=-1", "0 or more"),
-        ("launcher.threads=1000000", "0 to 1024"),
-        ("launcher.processes=100000", "1 to 1024"),
-        ("launcher.hang_timeout_s=inf", "a finite number"),
-        ("launcher.start_timeout_s=nan", "a finite number"),
-        ("launcher.grace_s=3000000.0", "0 to 1000000"),
-        ("strategy.bucket_mb=0.0", "more than 0 and at most 1000000"),
-        ("strategy.bucket_mb=inf", "a finite number"),
-        ("strategy.bucket_mb=nan", "a finite number"),
-        ("strategy.bucket_mb=1000000000000.0", "more than 0 and at most 1000000"),
-        ("recipe.model.width=1000000000", "0 to 1024"),
-        ("recipe.model.width=-1", "0 to 1024"),
-        ("recipe.model.classes=1", "2 or more"),
-        ("recipe.data.pixels=4", "8 to 4096"),
-        ("recipe.data.pixels=1000000", "8 to 4096"),
-        ("recipe.data.train_rows=0", "1 or more"),
-        ("recipe.data.eval_rows=-3", "1 or more"),
-        ("recipe.data.crop_pad=-1", "0 or more"),
-        ("recipe.label_smoothing=1.0", "0 or more and less than 1"),
-        ("optimizer.momentum=1.0", "0 or more and less than 1"),
-    ],
-)
-def test_numbers_out_of_range(composer: Composer, line: str, rule: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        composer.compose([line])
-    assert str(caught.value) == f"{line} must be {rule}{HERE}"
 
 
 def test_threads_of_one_process_are_counted_together(composer: Composer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 
 from dtf.api.registry import option
 from dtf.api.schema import UNSET, KeyProblem, build, coerce, keys, node, to_plain, unset
+from dtf.config.compose import compose
+from dtf.config.messages import parse
+from dtf.config.settings import coerce_config
 from dtf.core.errors import ConfigError
 
 
@@ -191,3 +195,59 @@ def test_types_no_config_can_hold_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="Odd.what: no config can hold a <class 'complex'>"):
         keys(Odd)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """The default config."""
+    return compose([]).config
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("seed=1.5", "is not of type int"),
+        ("seed=true", "is not of type int"),
+        ("train.steps=[3]", "is not of type int | null"),
+        ("run.name=true", "is not of type text"),
+        ("optimizer.momentum=nan", "must be a finite number"),
+        ("seed=-1", "must be 0 or more"),
+        ("step.batch_size=0", "must be 1 to 1000000"),
+        ("step.batch_size=1000000000000", "must be 1 to 1000000"),
+        ("step.clip_norm=inf", "must be a finite number"),
+        ("train.steps=0", "must be 1 to 1000000000000"),
+        ("train.epochs=0.0", "must be more than 0 and at most 1000000"),
+        ("train.epochs=inf", "must be a finite number"),
+        ("train.log_every=-1", "must be 0 or more"),
+        ("launcher.threads=1000000", "must be 0 to 1024"),
+        ("launcher.processes=100000", "must be 1 to 1024"),
+        ("launcher.hang_timeout_s=inf", "must be a finite number"),
+        ("launcher.start_timeout_s=nan", "must be a finite number"),
+        ("launcher.grace_s=3000000.0", "must be 0 to 1000000"),
+        ("strategy.bucket_mb=0.0", "must be more than 0 and at most 1000000"),
+        ("strategy.bucket_mb=inf", "must be a finite number"),
+        ("strategy.bucket_mb=nan", "must be a finite number"),
+        ("strategy.bucket_mb=1000000000000.0", "must be more than 0 and at most 1000000"),
+        ("recipe.model.width=1000000000", "must be 0 to 1024"),
+        ("recipe.model.width=-1", "must be 0 to 1024"),
+        ("recipe.model.classes=1", "must be 2 or more"),
+        ("recipe.data.pixels=4", "must be 8 to 4096"),
+        ("recipe.data.pixels=1000000", "must be 8 to 4096"),
+        ("recipe.data.train_rows=0", "must be 1 or more"),
+        ("recipe.data.eval_rows=-3", "must be 1 or more"),
+        ("recipe.data.crop_pad=-1", "must be 0 or more"),
+        ("recipe.label_smoothing=1.0", "must be 0 or more and less than 1"),
+        ("optimizer.momentum=1.0", "must be 0 or more and less than 1"),
+    ],
+)
+def test_a_value_that_no_key_takes(plain: dict[str, Any], line: str, rule: str) -> None:
+    """Said of a composed config, wherever the value was set."""
+    (override,) = parse([line])
+    config = part = copy.deepcopy(plain)
+    *path, last = override.key_or_group.split(".")
+    for name in path:
+        part = part[name]
+    part[last] = override.value()
+    with pytest.raises(KeyProblem) as caught:
+        coerce_config(config)
+    assert str(caught.value) == f"{line} {rule}"

@@ -205,7 +205,11 @@ CASE = {"plugin": "tests.support.ctr_toy", "steps": 4, "eval_every": 2, "optimiz
 
 
 @pytest.mark.parametrize("kind", ["deepfm"])
-@pytest.mark.parametrize(("strategy", "chosen"), variants(), ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "chosen"),
+    [pytest.param(*variant, marks=[pytest.mark.slow] * bool(variant[1])) for variant in variants()],
+    ids=str,
+)
 def test_every_strategy_follows_the_reference(strategy: str, chosen: dict, kind: str) -> None:
     """100 rows, batches of 24, five micro-batches, two ranks; loss, calibration and AUC among the numbers."""
     case = CASE | {"recipe": {"name": "ctr_toy", "rows": ROWS, "kind": kind}}

@@ -205,7 +205,7 @@ def pieces(name: str) -> st.SearchStrategy[bytes]:
 
 @pytest.mark.parametrize("name", TEXTS)
 @given(data=st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_bytes_are_read_as_the_reference_reads_them(name: str, data: st.DataObject) -> None:
     agree(name, data.draw(pieces(name)))
 
@@ -214,7 +214,7 @@ def test_any_bytes_are_read_as_the_reference_reads_them(name: str, data: st.Data
 @example(content=b"\xed\xa0\x80")
 @example(content=b"\xf4\x90\x80\x80")
 @example(content=b"\xc0\x80")
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_text_is_what_python_decodes(content: bytes) -> None:
     try:
         content.decode()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 import torchvision
@@ -13,6 +16,13 @@ from dtf.recipes.resnet.options import BASIC, SMALL, Arch, ModelOptions, Stem
 from dtf.recipes.resnet.recipe import ResnetShapes
 
 LARGE = [arch for arch in Arch if arch not in SMALL]
+DEEP = ("resnet101", "resnet110", "resnet152", "resnext101_32x8d", "wide_resnet101_2")
+"""More blocks of the same kind."""
+
+
+def shallow(archs: Iterable[Arch]) -> list[Any]:
+    """The deep ones among them are slow."""
+    return [pytest.param(arch, marks=[pytest.mark.slow] * (arch.name in DEEP)) for arch in archs]
 
 
 def recipe(**options: object) -> ResnetShapes:
@@ -31,7 +41,7 @@ def test_a_large_network_takes_torchvisions_weight_files(arch: Arch) -> None:
     assert shapes(ours) == shapes(theirs)
 
 
-@pytest.mark.parametrize("arch", LARGE)
+@pytest.mark.parametrize("arch", shallow(LARGE))
 def test_the_cifar_stem_changes_the_shape_of_the_first_convolution_alone(arch: Arch) -> None:
     with torch.device("meta"):
         cifar, imagenet = (
@@ -90,7 +100,7 @@ def test_the_shortcut_between_stages_subsamples_and_pads_with_zeros() -> None:
     assert y.shape == (2, 8, 4, 4) and y.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("arch", shallow(Arch))
 def test_no_convolution_before_a_normalisation_has_a_bias(arch: Arch) -> None:
     with torch.device("meta"):
         network = recipe(arch=arch, classes=3).build_model()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtf.api.options import StepOptions
@@ -82,6 +82,7 @@ def test_drop_leaves_out_the_incomplete_batch_only(name: str, rows: int, batch: 
 
 @pytest.mark.parametrize("tail", Tail)
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25)
 @given(rows=sizes, batch=batches, seed=seeds, data=st.data())
 def test_batches_are_a_pure_function_of_seed_epoch_and_index(
     name: str, tail: Tail, rows: int, batch: int, seed: int, data: st.DataObject
