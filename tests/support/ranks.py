@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -34,8 +35,8 @@ from dtf.launch.rank_process import MESSAGE_BYTES
 if "tests.support.preload" not in forkserver_cache.PRELOAD:
     forkserver_cache.PRELOAD.append("tests.support.preload")
 
-CALLS = 20
-"""What a set of ranks answers before another takes its place: process groups that strategies make stay open."""
+CALLS = 50
+"""What a set of ranks answers before another takes its place."""
 
 _waiting: dict[int, RankSet] = {}
 _numbers = itertools.count()  # of the processes of the fork server
@@ -207,4 +208,19 @@ def _answer(
     torch.manual_seed(0)
     torch.set_num_threads(1)
     module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)(rank, size, **arguments)
+    result = getattr(importlib.import_module(module), name)(rank, size, **arguments)
+    _free_groups()
+    return result
+
+
+def _free_groups() -> None:
+    """Close the groups that a call left open: each has threads, one of which wakes a hundred times a second.
+
+    But for those of device meshes, which DTensor keeps for the next tensors of such a shape.
+    """
+    import torch.distributed as dist
+
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh"):
+            dist.destroy_process_group(group)
+    gc.collect()
