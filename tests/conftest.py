@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import signal
@@ -49,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is collected: imports make no garbage worth looking for
     config.pluginmanager.register(Budget(bool(config.getoption("hold_budget"))), "budget")
 
 
@@ -71,9 +73,14 @@ def _is_fast(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """One thread computes in each worker: more would wait for each other, and for those of the other worker."""
+    """One thread computes in each worker: more would wait for each other, and for those of the other worker.
+
+    What was imported and collected stays: the garbage collector need not look at it after each few tests.
+    """
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

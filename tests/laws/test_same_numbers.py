@@ -15,7 +15,7 @@ SHORT: dict[str, Any] = {"steps": 3, "eval_every": 3}
 
 @pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [1, 2, 3, 4], turns=[2, 3, 4]))
 def test_every_strategy_follows_the_reference_in_fp64(strategy: str, options: dict, processes: int) -> None:
-    """52 rows, batch 24 and micro-batches of 5: uneven shares, a partial last batch, ranks without rows; batch norm
+    """42 rows, batch 19 and micro-batches of 5: uneven shares, a partial last batch, ranks without rows; batch norm
     and dropout.
     """
     assert difference(reference(), spread(strategy, processes, options=options)) <= 1e-10

@@ -136,7 +136,7 @@ TABLED, SINGLE = (
     ("plugins=[tests.support.sparse_toy]", "recipe=tabled", "train.steps=1"),
     ("recipe=ctr_clicks", "recipe.model.table=sparse"),
 )
-ROWS = ("strategy=pserver", "strategy.dense=allreduce")
+BY_SERVERS = ("strategy=pserver", "strategy.dense=allreduce")
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (
         (*TABLED, "strategy=ddp", "strategy.tables=column_wise", "launcher.processes=3"),
@@ -152,23 +152,26 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ),
     ((*SINGLE, "strategy=pipeline", "strategy.tables=tables", "launcher.processes=2"), "use strategy.tables=row_wise"),
     (
-        ("recipe=resnet_shapes", *ROWS),
+        ("recipe=resnet_shapes", *BY_SERVERS),
         "strategy.dense=allreduce leaves sparse tables to servers, and resnet_shapes has none; use "
         "recipe=ctr_clicks_sparse",
     ),
     (
-        ("recipe=ctr_clicks", *ROWS),
+        ("recipe=ctr_clicks", *BY_SERVERS),
         "this recipe has none as recipe.model.table is set; use recipe.model.table=sparse, or strategy=ddp",
     ),
-    ((*TABLED, *ROWS, "strategy.mode=async"), "strategy.mode=sync, this is async"),
-    ((*TABLED, *ROWS, "strategy.min_block=1"), "strategy.min_block is of no account with strategy.dense=allreduce"),
+    ((*TABLED, *BY_SERVERS, "strategy.mode=async"), "strategy.mode=sync, this is async"),
     (
-        (*TABLED, *ROWS, "strategy.server_device=cpu", "strategy.placement=hash_name"),
+        (*TABLED, *BY_SERVERS, "strategy.min_block=1"),
+        "strategy.min_block is of no account with strategy.dense=allreduce",
+    ),
+    (
+        (*TABLED, *BY_SERVERS, "strategy.server_device=cpu", "strategy.placement=hash_name"),
         "strategy.placement is of no account",
     ),
-    ((*TABLED, *ROWS, "launcher.processes=2", "strategy.rpc_threads=2"), "each of 2 trainers waits in one"),
+    ((*TABLED, *BY_SERVERS, "launcher.processes=2", "strategy.rpc_threads=2"), "each of 2 trainers waits in one"),
     (
-        (*TABLED, *ROWS, "strategy.endpoints=[127.0.0.1:4000]", "strategy.role=trainer"),
+        (*TABLED, *BY_SERVERS, "strategy.endpoints=[127.0.0.1:4000]", "strategy.role=trainer"),
         "leave strategy.endpoints and DTF_ENDPOINTS out",
     ),
     ((*TABLED, "step.ema=0.9"), "step.ema=0.9 averages all weights"),
@@ -194,7 +197,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 FINE = [
     (*TABLED, "strategy=ddp", "strategy.tables=columns", "launcher.processes=2"),
     (*TABLED, "strategy=fsdp", "strategy.tables=columns", "launcher.processes=1"),
-    (*TABLED, *ROWS, "strategy.servers=2", "strategy.trainers=3", "precision=fp16"),
+    (*TABLED, *BY_SERVERS, "strategy.servers=2", "strategy.trainers=3", "precision=fp16"),
     (*TABLED, "job=evaluate", "step.ema=0.9"),
     (SINGLE[0], "recipe.model.table=dense", "step.ema=0.9"),
     ("recipe=ctr_clicks_sparse", "recipe.model.table=dense"),

@@ -32,7 +32,7 @@ from dtf.pserver.trainer.trainer import Trainer
 from tests.laws.test_sharded_tables import ANY
 from tests.pserver.test_kill import BASE, THRICE, left, visits
 from tests.support import harness
-from tests.support.harness import PRECISIONS, ROWS, spread
+from tests.support.harness import BATCH, PRECISIONS, ROWS, spread
 from tests.support.ranks import ranks
 from tests.support.toy import Toy
 
@@ -86,10 +86,10 @@ def test_every_sample_once_and_evaluations_exactly(options: dict[str, Any], proc
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=slow) for seed in (0, 2, 3, 4, 5))])
 def test_each_ticket_is_applied_once_although_processes_die(seed: int) -> None:
-    result = crowd(2, {"servers": 2}, deaths=seed, steps=10, recipe={"rows": 100})
-    assert Counter(i for step in result["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), (
-        "two epochs"
-    )
+    result = crowd(2, {"servers": 2}, deaths=seed, steps=10, recipe={"rows": 4 * BATCH + 4})
+    assert Counter(i for step in result["ids"].values() for i in step) == Counter(
+        dict.fromkeys(range(4 * BATCH + 4), 2)
+    ), "two epochs"
     assert result["died"] >= 1
 
 

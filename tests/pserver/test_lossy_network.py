@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.laws.test_sharded_tables import ANY
-from tests.support.harness import spread
+from tests.support.harness import BATCH, spread
 from tests.support.ranks import ranks
 
 slow = pytest.mark.slow
 SEEDS = [pytest.param(seed, marks=slow if seed else ()) for seed in range(8)]
-LONG: dict[str, Any] = {"steps": 10, "recipe": {"rows": 100}, "clip_norm": 0.0}
+LONG: dict[str, Any] = {"steps": 10, "recipe": {"rows": 4 * BATCH + 4}, "clip_norm": 0.0}
 MISDEEDS = {"lose_request", "lose_response", "double", "late"}
 
 
@@ -50,9 +50,9 @@ def test_sync_ends_bit_for_bit_although_trainers_die(servers: int, seed: int) ->
 )
 def test_each_ticket_is_applied_once_although_trainers_die(mode: dict[str, Any], servers: int, seed: int) -> None:
     result = spread("pserver", 3, options=mode | {"servers": servers, "min_block": 1}, deaths=seed, **LONG)
-    assert Counter(i for step in result["ids"].values() for i in step) == Counter(dict.fromkeys(range(100), 2)), (
-        "two epochs"
-    )
+    assert Counter(i for step in result["ids"].values() for i in step) == Counter(
+        dict.fromkeys(range(LONG["recipe"]["rows"]), 2)
+    ), "two epochs"
     assert result["died"] >= 2
 
 
@@ -75,7 +75,7 @@ def test_each_ticket_is_applied_once(mode: dict[str, Any], servers: int, seed: i
     result = spread("pserver", 3, options=mode | {"servers": servers, "min_block": 1}, network=seed, **LONG)
     for epoch in range(2):
         assert Counter(i for step in range(5 * epoch, 5 * epoch + 5) for i in result["ids"][str(step)]) == Counter(
-            range(100)
+            range(LONG["recipe"]["rows"])
         )
     assert result["met"].keys() & MISDEEDS
 

@@ -45,8 +45,8 @@ from tests.support.ranks import ranks
 from tests.support.sparse_toy import Tabled  # noqa: F401 (registers itself)
 from tests.support.toy import Toy  # noqa: F401
 
-ROWS = 52
-"""Of an epoch of three steps: two batches of 24, and one of four."""
+BATCH, ROWS = 19, 42
+"""Two batches of three micro-batches of five rows and one of four, and a last batch of four rows: three steps."""
 
 PRECISIONS = {
     "fp64": Precision(param=Format.fp64, compute=Format.fp64),
@@ -102,7 +102,7 @@ class Case:
         if self.freeze or self.weights:
             toy.model = FineTuning(weights=self.weights, freeze=self.freeze)
         step = StepOptions(
-            batch_size=24,
+            batch_size=BATCH,
             micro_batch_rows=self.micro_batch_rows,
             clip_norm=self.clip_norm,
             remat=Remat(self.remat),
@@ -155,8 +155,8 @@ class _Run:
             # of a region's request the second one is refused, and handlers have to bear it
             connect(self._between, 0 if case.network is None or case.network % 2 else 1 << 30)
         self.program = self.strategy.setup(self.task, self.world)
-        self.epochs = Epochs(Shuffle(tail=Tail[case.tail]), len(self.training), 24, 0)
-        self.eval_epochs = Epochs(Sequential(), len(self.evaluation), 24, 0)
+        self.epochs = Epochs(Shuffle(tail=Tail[case.tail]), len(self.training), BATCH, 0)
+        self.eval_epochs = Epochs(Sequential(), len(self.evaluation), BATCH, 0)
         # those that compute ask the others for rows
         self.helpers = self._run_helpers() if next(iter(self.strategy.roles(1))) == "trainer" else None
         self.loader = self._rows("train", self.program.shard, self.program.micro_batch_rows)
@@ -224,7 +224,7 @@ class _Run:
             program=self.program,
             clock=PlannedClock(plan, self.epochs, Constant(peak=0.1), self.clock_state),
             train=self.loader,
-            evaluation=self._rows("eval", self.program.shard, -(-24 // self.program.shares)),
+            evaluation=self._rows("eval", self.program.shard, -(-BATCH // self.program.shares)),
             evaluation_rows=len(self.evaluation),
             recipe=self.toy,
             world=self.world,
@@ -309,7 +309,8 @@ def spread(strategy: str, processes: int, **case: Any) -> dict[str, Any]:
     """`train` on the ranks that the strategy starts for `processes`; metrics of rank 0, ids and tensors of all."""
     chosen = lookup("strategy", strategy)
     size = next(iter(chosen(**_enums(chosen, case.get("options") or {})).roles(processes).values()))
-    results = ranks(size, "tests.support.harness:train", shared=True, strategy=strategy, slots=processes, **case)
+    calm = not case.keys() & {"network", "deaths"}  # late requests, and trainers that died, leave threads behind
+    results = ranks(size, "tests.support.harness:train", shared=calm, strategy=strategy, slots=processes, **case)
     merged = _whole(results)
     for other in results[1:]:
         for step, ids in other["ids"].items():
