@@ -23,17 +23,17 @@ from dtf.model.metrics import weighted_sums
 from dtf.optim.optimizers import Sgd
 from dtf.strategies.ddp import Ddp
 from dtf.strategies.dp import Dp
-from tests.support.harness import reference, spread
+from tests.support.harness import BATCH, reference, spread
 from tests.support.toy import Rows, Toy
 
 
 def test_the_reference_is_what_one_would_write_by_hand() -> None:
-    """100 rows, batch 24, a partial last batch, momentum, clipping: losses, norms, evaluation and weights to
+    """100 rows, batch 19, a partial last batch, momentum, clipping: losses, norms, evaluation and weights to
     rounding.
     """
     case = {
         "recipe": {"rows": 100, "batch_norm": False, "dropout": 0.0},
-        "micro_batch_rows": 24,
+        "micro_batch_rows": BATCH,
         "steps": 12,
         "eval_every": 12,
     }
@@ -41,9 +41,9 @@ def test_the_reference_is_what_one_would_write_by_hand() -> None:
     toy = Toy(rows=100, batch_norm=False, dropout=0.0)
     model = init_model(toy, 0).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    data, epochs = toy.open_data("train", 0), Epochs(Shuffle(), 100, 24, 0)
+    data, epochs = toy.open_data("train", 0), Epochs(Shuffle(), 100, BATCH, 0)
     for step in range(12):
-        inputs, targets = data.fetch(epochs.ids(*divmod(step, 5)), 0)
+        inputs, targets = data.fetch(epochs.ids(*divmod(step, epochs.batches)), 0)
         outputs = model(inputs.double())
         loss = cross_entropy(outputs, targets)
         optimizer.zero_grad()
@@ -71,7 +71,7 @@ def test_batch_norm_and_dropout_are_torchs_own() -> None:
     """With one micro-batch per step the running averages are those of nn.BatchNorm1d, and dropout is on average
     nothing.
     """
-    found = reference(micro_batch_rows=24, steps=5)
+    found = reference(micro_batch_rows=BATCH, steps=5)
     assert found["tensors"]["model/1.num_batches_tracked"] == 5
     assert all(math.isfinite(v) for v in found["tensors"]["model/1.running_var"])
 

@@ -15,7 +15,7 @@ from dtf.core.types import Box, State
 from dtf.optim.optimizers import Adam
 from dtf.optim.update import LocalUpdate, full_params
 from tests.support.arrays import crossed
-from tests.support.harness import ROWS, difference, reference, spread, variants
+from tests.support.harness import BATCH, ROWS, difference, reference, spread, variants
 from tests.support.ranks import ranks
 
 BAD: dict[str, Any] = {"recipe": {"rows": ROWS, "bad_row": 17, "batch_norm": False}}
@@ -142,6 +142,7 @@ class Stored:
 
 def test_half_precision_learns_what_fp32_learns() -> None:
     losses = {
-        p: reference(precision=p, steps=40)["eval"]["40"]["loss"] for p in ("fp32", "bf16", "fp16", "bf16_master")
+        p: reference(precision=p, steps=60, eval_every=60, recipe={"rows": 5 * BATCH})["eval"]["60"]["loss"]
+        for p in ("fp32", "bf16", "fp16", "bf16_master")
     }
     assert all(abs(value - losses["fp32"]) < 0.1 for value in losses.values()), losses
