@@ -72,7 +72,7 @@ class SaveError(DtfError):
 
 
 class Preempted(DtfError):
-    """The process got a signal to stop (SIGTERM or SIGINT), and the state was saved. Requeue the job."""
+    """The process got a signal to stop (SIGTERM or SIGINT). The message says what was saved. Requeue the job."""
 
     exit = Exit.PREEMPTED
 
