@@ -77,13 +77,13 @@ def test_a_full_table_is_refused() -> None:
 
 @cache
 def calm(servers: int) -> dict[str, Any]:
-    return spread("pserver", 3, recipe=ANY, options=TWO | {"servers": servers})
+    return spread("pserver", 3, recipe=ANY | {"rows": 100}, steps=6, options=TWO | {"servers": servers})
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=slow) for seed in range(8)])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_bit_for_bit_as_on_a_good_network(servers: int, seed: int) -> None:
-    result = spread("pserver", 3, recipe=ANY, options=TWO | {"servers": servers}, network=seed)
+    result = spread("pserver", 3, recipe=ANY | {"rows": 100}, steps=6, options=TWO | {"servers": servers}, network=seed)
     assert same(result, calm(servers))
     assert result["met"].keys() >= {"lose_request", "lose_response"} | ({"double"} if servers > 1 else set())
 
