@@ -16,12 +16,14 @@ MODULES = {
     ),
     "dtf.classes": ("dtf.model.losses", {"rank": "target_rank"}),
     "dtf.errors": ("dtf.core.errors", {"ORDERLY": "PLANNED_EXITS"}),
+    "dtf.job": ("dtf.api.job", {}),
     "dtf.launcher": ("dtf.api.launcher", {"Place": "dtf.core.types:Place"}),
     "dtf.layout": ("dtf.api.layout", {}),
     "dtf.lr": ("dtf.api.lr", {}),
     "dtf.metrics": ("dtf.model.metrics", {}),
     "dtf.observer": ("dtf.api.observer", {}),
     "dtf.optimizer": ("dtf.api.optimizer", {}),
+    "dtf.options": ("dtf.api.options", {}),
     "dtf.precision": ("dtf.api.precision", {}),
     "dtf.pserver.placing": ("dtf.pserver.placement", {}),
     "dtf.ranking": ("dtf.model.auc", {"Ranking": "AucEvaluator"}),
@@ -38,6 +40,7 @@ MODULES = {
             "within": "dtf.data.batches:share_within",
         },
     ),
+    "dtf.seeding": ("dtf.core.seeding", {}),
     "dtf.spmd": (
         "dtf.strategies.spmd",
         {"alone": "single_process", "waiting": "pending_grad_bytes", "workload": "microbatch_load"},
@@ -59,6 +62,7 @@ MODULES = {
         {"Piece": "ParamShard", "made": "update_applied", "rehearsed": "trial_update", "whole": "full_params"},
     ),
     "dtf.values": ("dtf.core.types", {}),
+    "dtf.world": ("dtf.distributed.world", {}),
 }
 """Old module -> the module that has its names now, and the names that changed: `name`, or `module:name` elsewhere."""
 
@@ -98,26 +102,42 @@ def find_old_modules() -> None:
 
 
 def accept_old_names(cls: type, names: Mapping[str, str]) -> None:
-    """For `__init_subclass__`: what a class defines under an old name counts under the new one, and what it reads
-    under an old name is what has the new one.
+    """For `__init_subclass__` of a contract, with its old names and the new ones.
+
+    What `cls`, or a base such as a mixin, defines under an old name counts under the new one, where nothing nearer has
+    the new one. What is read or called under an old name, by `super()` too, is what has the new one.
     """
     for old, new in names.items():
-        if old in vars(cls) and new not in vars(cls):
-            _warn(f"{cls.__module__}.{cls.__qualname__}.{old} is now called {new}; rename it", 4)
-            setattr(cls, new, vars(cls)[old])
-        elif not any(old in vars(base) for base in cls.__mro__):
-            setattr(cls, old, _Renamed(old, new))
+        with_old = [base for base in cls.__mro__ if old in vars(base) and not isinstance(vars(base)[old], _Renamed)]
+        with_new = [base for base in cls.__mro__ if new in vars(base)]
+        contract = with_new[-1]
+        if old not in vars(contract):
+            setattr(contract, old, _Renamed(old, new, contract))
+        if not with_old:
+            continue
+        if cls.__mro__.index(with_old[0]) < cls.__mro__.index(with_new[0]):
+            where = with_old[0]
+            _warn(f"{where.__module__}.{where.__qualname__}.{old} is now called {new}; rename it", 4)
+            is_field = old in vars(where).get("__annotations__", {})
+            setattr(cls, new, property(lambda self, old=old: getattr(self, old)) if is_field else vars(where)[old])
+        elif with_new[0] is cls and with_old[0] is not cls:
+            setattr(cls, old, _Renamed(old, new, cls))
 
 
 class _Renamed:
     """An attribute read under its old name."""
 
-    def __init__(self, old: str, new: str) -> None:
-        self._old, self._new = old, new
+    def __init__(self, old: str, new: str, home: type) -> None:
+        self._old, self._new, self._home = old, new, home
 
     def __get__(self, instance: object, owner: type) -> object:
         _warn(f"{owner.__module__}.{owner.__qualname__}.{self._old} is now called {self._new}; rename it", 2)
-        return getattr(owner if instance is None else instance, self._new)
+        nearer = owner.__mro__[: owner.__mro__.index(self._home)]
+        with_old = [base for base in nearer if not isinstance(vars(base).get(self._old, self), _Renamed)]
+        if not with_old:
+            return getattr(owner if instance is None else instance, self._new)
+        # only `super()` in the last of these comes here
+        return getattr(super(with_old[-1], owner if instance is None else instance), self._new)
 
 
 def _warn(text: str, level: int) -> None:

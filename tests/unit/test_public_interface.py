@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,7 @@ OLD_NAMES = {
     "dtf.classes": "IGNORED cross_entropy rank",
     "dtf.errors": "LONGEST INTERRUPTED PIPE_CLOSED Exit ORDERLY DtfError ConfigError DataError PeerError BusyError "
     "SaveError Preempted AuthError DivergedError BudgetError NoProgressError code_name error_line",
+    "dtf.job": "Job",
     "dtf.launcher": "LONGEST_S WORK Place Launcher check_one_role check_environment log_folder report",
     "dtf.layout": "Split Layout",
     "dtf.lr": "Schedule ramp require check_peak check_warmup Constant Plateau Cosine Step OneCycle",
@@ -67,17 +69,20 @@ OLD_NAMES = {
     "dtf.observer": "Probe Observer Observers Probes",
     "dtf.optimizer": "Combine Group Optimizer Bound AdamMoments counter sgd_step",
     "dtf.precision": "Format Cast HALF Precision set_switches",
+    "dtf.options": "RunOptions BudgetOptions Remat StepOptions FineTuning TrainOptions",
     "dtf.pserver.placing": "placing round_robin hash_name check_placement",
     "dtf.ranking": "auc grouped_auc Ranking",
     "dtf.recipe": "Split Dataset Peers Judge Recipe",
     "dtf.registry": "Range option register brings bring groups registered lookup name_of suggest",
     "dtf.row_optimizer": "DEFAULT RowOptimizer Scheduled",
     "dtf.sampler": "Tail Sampler Shuffle Sequential Weighted Repeated Epochs cut within share",
+    "dtf.seeding": "seed_of draws mix",
     "dtf.spmd": "Replica Spmd alone workload waiting",
     "dtf.strategy": "Weights Task Source Program Errand Alone Standing Update Strategy check_divides check_layout "
     "check_tables",
     "dtf.table": "NO_NUMBA Table Placement",
     "dtf.update": "GROWTH_INTERVAL Piece whole made state_bytes rehearsed LocalUpdate",
+    "dtf.world": "World",
     "dtf.values": "Shard WHOLE Train Log Poll Evaluate Save Stop Ticket Batch Names StepOutput Evaluated Box State "
     "Measured Started Saved Note Failed Ended Event event_to_json event_from_json",
 }
@@ -147,3 +152,38 @@ def test_old_names_of_a_program_and_a_strategy_count_too() -> None:
     assert Mine.sync is Mine.settle and Mine.warmup is Mine.rehearse  # type: ignore[comparison-overlap]
     assert Spread.external_process is Spread.alone and len(caught) == 3  # type: ignore[comparison-overlap]
     assert {warning.filename for warning in caught} == {__file__}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_old_names_count_from_a_mixin_and_by_super() -> None:
+    class Judges:
+        def judge(self, rows: int) -> str:  # a mixin knows no contract
+            return "mixin"
+
+    class Base(dtf.Recipe):
+        def evaluator(self, rows: int) -> str:  # type: ignore[override]
+            return "base"
+
+    class Mixed(Judges, Base):
+        pass
+
+    class Old(Base):
+        def judge(self, rows: int) -> str:
+            return "old, " + super().judge(rows)  # type: ignore[misc]
+
+    class New(Old):
+        def evaluator(self, rows: int) -> str:  # type: ignore[override]
+            return "new, " + super().evaluator(rows)
+
+    class Field(Base):
+        measures: tuple[str, ...] = ("loss", "top1")
+
+    def make(cls: type) -> Any:
+        cls.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+        return cls()
+
+    def asked(cls: type) -> set[str]:
+        return {make(cls).evaluator(1), make(cls).judge(1)}
+
+    assert asked(Mixed) == {"mixin"} and asked(Old) == {"old, base"} and asked(New) == {"new, old, base"}
+    assert make(Field).train_metrics == ("loss", "top1")
