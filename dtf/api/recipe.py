@@ -40,7 +40,7 @@ class Dataset(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        accept_old_names(cls, {"ceiling": "best_possible"})
+        accept_old_names(Dataset, cls, {"ceiling": "best_possible"})
 
     prefetch: int = 2
     """Batches to fetch ahead in a thread. 0 where a fetch costs less than handing its result to another thread (data in
@@ -149,7 +149,9 @@ class Recipe(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         accept_old_names(
-            cls, {"idle": "inactive_keys", "judge": "evaluator", "judged": "eval_outputs", "measures": "train_metrics"}
+            Recipe,
+            cls,
+            {"idle": "inactive_keys", "judge": "evaluator", "judged": "eval_outputs", "measures": "train_metrics"},
         )
 
     @property

@@ -35,7 +35,7 @@ class Program(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        accept_old_names(cls, {"rehearse": "warmup", "settle": "sync", "use_averages": "swap_ema"})
+        accept_old_names(Program, cls, {"rehearse": "warmup", "settle": "sync", "use_averages": "swap_ema"})
 
     shard: Shard | None
     """The part of each global batch that this rank reads. None: it reads nothing, and gets None for a batch."""
@@ -218,7 +218,7 @@ class Update(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        accept_old_names(cls, {"use_averages": "swap_ema"})
+        accept_old_names(Update, cls, {"use_averages": "swap_ema"})
 
     @abstractmethod
     def begin(self) -> None:
@@ -272,7 +272,7 @@ class Strategy(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        accept_old_names(cls, {"alone": "external_process", "meet": "rendezvous", "assist": "run_helper"})
+        accept_old_names(Strategy, cls, {"alone": "external_process", "meet": "rendezvous", "assist": "run_helper"})
 
     @property
     def replaceable(self) -> frozenset[str]:

@@ -101,8 +101,8 @@ def find_old_modules() -> None:
         sys.meta_path.append(OldModules())
 
 
-def accept_old_names(cls: type, names: Mapping[str, str]) -> None:
-    """For `__init_subclass__` of a contract, with its old names and the new ones.
+def accept_old_names(contract: type, cls: type, names: Mapping[str, str]) -> None:
+    """For `__init_subclass__` of `contract`: its old names, and the new ones.
 
     What `cls`, or a base such as a mixin, defines under an old name counts under the new one, where nothing nearer has
     the new one. What is read or called under an old name, by `super()` too, is what has the new one.
@@ -110,7 +110,6 @@ def accept_old_names(cls: type, names: Mapping[str, str]) -> None:
     for old, new in names.items():
         with_old = [base for base in cls.__mro__ if old in vars(base) and not isinstance(vars(base)[old], _Renamed)]
         with_new = [base for base in cls.__mro__ if new in vars(base)]
-        contract = with_new[-1]
         if old not in vars(contract):
             setattr(contract, old, _Renamed(old, new, contract))
         if not with_old:

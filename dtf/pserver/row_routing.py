@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dtf.api.task import Task
-from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Box
 from dtf.distributed.world import World
 from dtf.model.init import DTYPES
+from dtf.sparse.make_tables import table_specs
 from dtf.sparse.sharded_tables import ShardedTables, boxes_of, full
 from dtf.sparse.store import SparseTable, gather, segment_sum, squares, unique
 from dtf.sparse.table_layouts import RowWiseTable, owner_of
@@ -133,13 +133,10 @@ class ServerShards(ShardedTables):
 
 def server_shards(task: Task, world: World) -> ServerShards | None:
     """This server's parts of the task's tables; None where it has none."""
-    specs = task.recipe.tables()
+    specs = table_specs(task)
     if not specs:
         return None
-    if task.rows is None:
-        raise ConfigError(
-            f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
-        )
+    assert task.rows is not None
     kind = np.float64 if DTYPES[task.precision.param] is torch.float64 else np.float32
     shards = ServerShards(
         {name: ServerShard(SparseTable(spec, task.rows, task.seed, name, kind), world) for name, spec in specs.items()},

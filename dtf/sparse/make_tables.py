@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dtf.api.sparse_table import Placement
+from dtf.api.sparse_table import Placement, Table
 from dtf.api.strategy import check_tables
 from dtf.api.task import Task
 from dtf.core.errors import ConfigError
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from dtf.sparse.table_layouts import ShardedTable
 
 
+def table_specs(task: Task) -> dict[str, Table]:
+    """The task's tables by name; empty when it has none. ConfigError where nothing says how their rows learn."""
+    specs = task.recipe.tables()
+    if specs and task.rows is None:
+        raise ConfigError(
+            f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
+        )
+    return specs
+
+
 def tables_of(
     task: Task, world: World, placement: Placement, gives: bool = True, share: float = 1.0
 ) -> ShardedTables | None:
@@ -29,13 +39,10 @@ def tables_of(
     of each rank's gradients in their sum. ConfigError where nothing says how rows learn, or the tables cannot be
     sharded so.
     """
-    specs = task.recipe.tables()
+    specs = table_specs(task)
     if not specs:
         return None
-    if task.rows is None:
-        raise ConfigError(
-            f"{type(task.recipe).__name__} has sparse tables, and nothing says how their rows learn; give sparse=NAME"
-        )
+    assert task.rows is not None
 
     from dtf.sparse.sharded_tables import ShardedTables
     from dtf.sparse.store import SparseTable

@@ -69,6 +69,12 @@ def test_rooms_import_downwards_and_never_in_a_circle() -> None:
     assert not rooms().unknown(sources())
 
 
+def test_the_picture_shows_the_rooms_and_arrows_there_are() -> None:
+    outdated = rooms().outdated
+    assert not outdated(sources(), imports())
+    assert outdated(sources(), imports() | {"dtf.core.text": {"dtf.cli.main"}})
+
+
 def test_the_command_sees_what_breaks_the_rules(tmp_path: Path) -> None:
     """An upward import for a type alone, one inside a function, a circle, what is long: each is a line."""
     upward, circles = rooms().upward, rooms().circles
