@@ -107,6 +107,7 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert about["LICENSE"] == (ROOT / "LICENSE").read_text()
 
 
+@pytest.mark.slow
 def test_the_installed_command_composes_and_trains(python: Path, tmp_path: Path) -> None:
     found = Path(call(python, "-c", "import dtf; print(dtf.__file__)", cwd=tmp_path).strip())
     assert found.is_relative_to(python.parent.parent), "the environment must not see the checkout"

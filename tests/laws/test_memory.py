@@ -188,7 +188,8 @@ def test_the_plan_is_near_the_peak(
         assert sum(found.values()) == pytest.approx(peak, rel=0.25)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("tensor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "tensor"])
 def test_averages_of_the_weights_need_no_more_than_the_optimizer_state_says(strategy: str) -> None:
     """Neither to keep them nor to evaluate them: a second copy, 100 MB on each of two ranks even if only for a moment,
     would show beside the libraries.
@@ -245,7 +246,7 @@ def test_activations_are_what_was_planned(strategy: str, options: dict[str, Any]
 
     What a kernel of the backward pass works on is not planned.
     """
-    for found in ranks(2, "tests.laws.test_memory:watched", strategy=strategy, options=options):
+    for found in ranks(2, "tests.laws.test_memory:watched", shared=True, strategy=strategy, options=options):
         assert found["activations"] > 0.6 * found["peak"]
         assert found["activations"] + found["gradients"] + found["exchange"] == pytest.approx(
             found["peak"], rel=0.15

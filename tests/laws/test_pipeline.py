@@ -121,7 +121,7 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("1f1b", 2)])
 def test_each_parameter_lives_on_one_rank_and_as_much_goes_back_as_forward(schedule: str, virtual: int) -> None:
-    found = ranks(2, "tests.laws.test_pipeline:step", schedule=schedule, virtual=virtual)
+    found = ranks(2, "tests.laws.test_pipeline:step", shared=True, schedule=schedule, virtual=virtual)
     names = [name for rank in found for name in rank["names"]]
     whole = dict(ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8)).build_model().named_parameters())
     assert sorted(names) == sorted(whole)
@@ -159,11 +159,13 @@ def test_a_run_shows_its_stages_and_keeps_them(run_dtf: Any) -> None:
 def test_one_micro_batch_is_called_what_it_is(run_dtf: Any) -> None:
     done = run_dtf(
         "strategy=pipeline",
+        "recipe.model.arch=resnet8",
         "recipe.data.pixels=16",
-        "recipe.data.train_rows=64",
+        "recipe.data.train_rows=16",
         "recipe.data.eval_rows=16",
+        "step.batch_size=16",
         "train.steps=1",
-        "step.micro_batch_rows=128",
+        "step.micro_batch_rows=16",
     )
     assert "plain model parallelism" in json.loads(Path(done.folder, "run.json").read_text())["table"]["stages"]
 
@@ -244,7 +246,7 @@ def needs(rank: int, size: int, remat: str) -> list[float]:
 @pytest.mark.parametrize("remat", Remat)
 def test_the_table_says_what_the_plan_says(remat: Remat) -> None:
     """Also of blocks that forget what they computed."""
-    for table, plan in ranks(2, "tests.laws.test_pipeline:needs", remat=remat.value):
+    for table, plan in ranks(2, "tests.laws.test_pipeline:needs", shared=True, remat=remat.value):
         assert table == pytest.approx(plan, rel=0.1)
 
 
@@ -338,7 +340,7 @@ def test_what_cannot_run_is_refused_before_launch(
     ],
 )
 def test_what_the_model_forbids_is_named(recipe: str, options: dict[str, Any], words: str) -> None:
-    said = ranks(2, "tests.laws.test_pipeline:refuse", recipe=recipe, options=options)
+    said = ranks(2, "tests.laws.test_pipeline:refuse", shared=True, recipe=recipe, options=options)
     assert any(words in text for text in said), said
 
 

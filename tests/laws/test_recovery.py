@@ -55,7 +55,7 @@ CALM: dict[tuple[str, ...], Result] = {}
     [
         pytest.param("ddp", 2, marks=pytest.mark.slow),
         ("ddp", 3),
-        ("zero1", 2),
+        pytest.param("zero1", 2, marks=pytest.mark.slow),
         ("dp", 2),
         pytest.param("fsdp", 3, marks=pytest.mark.slow),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -41,18 +42,21 @@ def hold(rank: int, size: int, unit: str) -> dict[str, Any]:
     return {"held": sum(held.values()), "whole": 3 * whole, "units": names}
 
 
+@cache
+def both(unit: str) -> list[dict[str, Any]]:
+    """What each of two ranks holds."""
+    return ranks(2, "tests.laws.test_sharded_init:hold", shared=True, unit=unit)
+
+
 @pytest.mark.parametrize("unit", ["layer", "block", "stage"])
 def test_two_ranks_hold_half_each(unit: str) -> None:
     """Parameters and both moments of AdamW; counters and running averages are the few bytes beyond."""
-    for found in ranks(2, "tests.laws.test_sharded_init:hold", unit=unit):
+    for found in both(unit):
         assert found["held"] <= 0.55 * found["whole"]
 
 
 def test_units_follow_the_layout() -> None:
-    units = {
-        unit: ranks(2, "tests.laws.test_sharded_init:hold", unit=unit)[0]["units"]
-        for unit in ("layer", "block", "stage")
-    }
+    units = {unit: both(unit)[0]["units"] for unit in ("layer", "block", "stage")}
     assert {"layer1.0", "layer2.0", "layer3.0", "fc"} <= set(units["block"])
     assert "layer1.0.conv1" in units["layer"] and "layer1.0.conv1" not in units["block"]
 

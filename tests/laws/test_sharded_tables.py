@@ -57,7 +57,12 @@ def test_every_strategy_follows_the_reference_in_fp64(strategy: str, processes: 
 
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [*meshes(), ("pipeline", {"virtual": 2}), ("ddp", {"shard_optimizer": True}), ("dp", {"reduce": "all"})],
+    [
+        *(pytest.param(*mesh, marks=slow if "unit" in mesh[1] else ()) for mesh in meshes()),
+        ("pipeline", {"virtual": 2}),
+        ("ddp", {"shard_optimizer": True}),
+        ("dp", {"reduce": "all"}),
+    ],
     ids=str,
 )
 def test_every_way_to_combine_strategies(strategy: str, options: dict) -> None:
@@ -81,7 +86,7 @@ def test_tensor_divides_tables_where_it_can_divide_nothing_else() -> None:
     assert difference(reference(recipe=recipe), spread("tensor", 2, recipe=recipe)) <= 1e-10
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pserver"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=slow), "pserver"])
 def test_a_full_table_is_refused(strategy: str) -> None:
     with pytest.raises(AssertionError, match="table ids is full: capacity=50"):
         spread(strategy, 2, recipe=ANY | {"capacity": 50})
@@ -258,7 +263,7 @@ def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(
     assert difference(reference(**case), whole) <= 1e-10
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+@pytest.mark.parametrize("rule", [pytest.param("sgd", marks=slow), "adagrad"])
 def test_a_run_goes_on_in_another_precision(rule: str, tmp_path: Path) -> None:
     case: dict[str, Any] = {"recipe": ANY, "sparse": rule, "sparse_options": {"weight_decay": 0.1}}
     spread("fsdp", 2, folder=str(tmp_path), save_every=2, halt=True, precision="fp32", **case)

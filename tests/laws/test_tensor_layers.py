@@ -129,7 +129,7 @@ def test_every_kind_of_layer_computes_as_if_whole(size: int) -> None:
     """Divided by 3, features come in 4, 4 and 2, classes in 2, 2 and 1: uneven slices, biases, masks, padding ids,
     scattered sums.
     """
-    for worst, loss in ranks(size, "tests.laws.test_tensor_layers:every"):
+    for worst, loss in ranks(size, "tests.laws.test_tensor_layers:every", shared=True):
         assert worst < 1e-12 < loss
 
 
@@ -169,7 +169,7 @@ def dropped(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_a_mask_is_cut_along_the_channels_or_the_layout_is_refused() -> None:
-    for found in ranks(2, "tests.laws.test_tensor_layers:dropped"):
+    for found in ranks(2, "tests.laws.test_tensor_layers:dropped", shared=True):
         sequence, groups, flattened = found.values()
         assert sequence < 1e-12
         assert groups < 1e-12
@@ -216,7 +216,7 @@ def forgetful(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_selective_keeps_sums_and_not_what_they_are_of() -> None:
-    for found in ranks(2, "tests.laws.test_tensor_layers:forgetful"):
+    for found in ranks(2, "tests.laws.test_tensor_layers:forgetful", shared=True):
         plain, blocks, selective = (found[kind.value] for kind in Remat)
         assert plain[0] == blocks[0] == selective[0]
         # the column's slice, the slice of the sum, the sum
@@ -246,7 +246,7 @@ def strangers(rank: int, size: int) -> dict[str, Any]:
 
 def test_what_is_in_no_table_and_no_class() -> None:
     """An id beyond the table is NaN and not zero; a row without a class has the worst rank, whole and divided."""
-    for found in ranks(3, "tests.laws.test_tensor_layers:strangers"):
+    for found in ranks(3, "tests.laws.test_tensor_layers:strangers", shared=True):
         assert found["rows"] == [False, True, False, True, False]
         assert found["ranks"] == [[2, 5, 4, 4, 5, 5, 5, 5]] * 2
 
@@ -286,6 +286,6 @@ def refused(rank: int, size: int, splits: dict[str, str]) -> str:
 )
 def test_what_cannot_be_divided_is_named(splits: dict[str, str], words: str) -> None:
     """By all ranks alike, also those that would have something."""
-    first, *others = ranks(4, "tests.laws.test_tensor_layers:refused", splits=splits)
+    first, *others = ranks(4, "tests.laws.test_tensor_layers:refused", shared=True, splits=splits)
     assert words in first
     assert others == [first] * 3

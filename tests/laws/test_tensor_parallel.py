@@ -114,7 +114,7 @@ def count(rank: int, size: int, arch: str, remat: str) -> dict[str, Any]:
     ],
 )
 def test_bytes_per_step_are_those_of_the_docstring(arch: str, remat: Remat) -> None:
-    for found in ranks(2, "tests.laws.test_tensor_parallel:count", arch=arch, remat=remat.value):
+    for found in ranks(2, "tests.laws.test_tensor_parallel:count", shared=True, arch=arch, remat=remat.value):
         assert found["counted"] == found["formula"]
         assert ("reduce_scatter_tensor" in found["counted"]) == (arch == "resnet50")
 
@@ -133,9 +133,9 @@ def hold(rank: int, size: int, arch: str) -> dict[str, Any]:
     return {"held": sum(box.tensor.numel() * box.tensor.element_size() for box in boxes), "whole": 3 * whole}
 
 
-@pytest.mark.parametrize("arch", ["resnet8", "resnet50"])
+@pytest.mark.parametrize("arch", ["resnet8", pytest.param("resnet50", marks=pytest.mark.slow)])
 def test_two_ranks_hold_half_of_what_is_split(arch: str) -> None:
-    for found in ranks(2, "tests.laws.test_tensor_parallel:hold", arch=arch):
+    for found in ranks(2, "tests.laws.test_tensor_parallel:hold", shared=True, arch=arch):
         assert 0 < found["held"] <= 0.55 * found["whole"]
 
 

@@ -6,16 +6,12 @@ makes it one.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
-from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from dtf.launch import forkserver_cache
 
 BUDGET_S = {"laws": 205.0, "launch": 95.0, "pserver": 60.0, "docs": 30.0, "unit": 90.0}
 """On two idle cores, both workers added up: 480 s are 240 s on the clock."""
@@ -24,7 +20,6 @@ BUDGET_S = {"laws": 205.0, "launch": 95.0, "pserver": 60.0, "docs": 30.0, "unit"
 @dataclass
 class Spent:
     seconds: float = 0.0
-    processor_s: float = 0.0
     tests: int = 0
 
 
@@ -35,22 +30,11 @@ class Budget:
     hold: bool
     folders: dict[str, Spent] = field(default_factory=lambda: defaultdict(Spent))
     workers: dict[str, Spent] = field(default_factory=lambda: defaultdict(Spent))
-    _until: float = field(default_factory=lambda: processor_s())
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        report = yield
-        now = processor_s()
-        report.user_properties.append(("processor_s", max(0.0, now - self._until)))
-        self._until = now
-        return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         folder = Path(report.nodeid.split("::")[0]).parent.name
-        used = dict(report.user_properties).get("processor_s", 0.0)
         for spent in (self.folders[folder], self.workers[getattr(report, "worker_id", "main")]):
             spent.seconds += report.duration
-            spent.processor_s += float(str(used))
             spent.tests += report.when == "call"
 
     def over(self) -> list[str]:
@@ -67,22 +51,8 @@ class Budget:
         for name, spent in sorted(self.folders.items(), key=lambda each: -each[1].seconds):
             most_s = BUDGET_S.get(name, 0.0)
             terminalreporter.line(
-                f"{name:8} {spent.seconds:7.1f} s of {most_s:4.0f} s  {spent.processor_s:7.1f} s of the processor  "
-                f"{spent.tests:5} tests" + ("  OVER ITS BUDGET" if name in self.over() else "")
+                f"{name:8} {spent.seconds:7.1f} s of {most_s:4.0f} s  {spent.tests:5} tests"
+                + ("  OVER ITS BUDGET" if name in self.over() else "")
             )
         for name, spent in sorted(self.workers.items()):
-            terminalreporter.line(f"{name:8} {spent.seconds:7.1f} s  {spent.processor_s:17.1f} s of the processor")
-
-
-def processor_s() -> float:
-    """Seconds of the processor that this process, its children and the ranks forked for it have used."""
-    own = os.times()
-    used = own.user + own.system + own.children_user + own.children_system
-    server = forkserver_cache._server
-    if server is not None and server.used:
-        try:
-            words = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
-            used += sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
-        except OSError:  # it has ended
-            pass
-    return used
+            terminalreporter.line(f"{name:8} {spent.seconds:7.1f} s")

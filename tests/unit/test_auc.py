@@ -129,7 +129,7 @@ def test_bins_are_in_the_order_of_scores() -> None:
 )
 def test_any_number_of_ranks_is_told_the_same(size: int) -> None:
     scores, clicked, _, groups = rows_of(grouped=True).numpy().T
-    found, binned = zip(*ranks(size, "tests.support.auc_ranks:told"), strict=True)
+    found, binned = zip(*ranks(size, "tests.support.auc_ranks:told", shared=True), strict=True)
     assert all(each == found[0] for each in found)
     assert found[0]["auc"] == pytest.approx(expected(scores, clicked), abs=1e-12)
     assert found[0]["group_auc"] == pytest.approx(grouped_auc(scores, clicked, groups), abs=0)

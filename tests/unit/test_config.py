@@ -69,23 +69,37 @@ def own(group: str, name: str) -> bool:
     return known is None or known.__module__.startswith("dtf.")
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_option_composes_and_is_typed(composer: Composer, group: str) -> None:
-    """With the default recipe, whose root settings must fit the options of every other group. A recipe, with options
-    that its file does not name; `test_describe` composes it as it is.
-    """
-    assert set(registered(group)) <= set(composer.options(group))
-    others = [f"{other}={composer.options(other)[-1]}" for other in ("optimizer", "lr") if group == "recipe"]
-    for name in composer.options(group):
-        if not own(group, name):
-            continue
-        composed = composer.compose([f"{group}=[{name}]" if group == "observer" else f"{group}={name}", *others])
-        missing = unset(composed.config)
-        composed = composed.recompose([f"{key}=1" for key in missing]) if missing else composed
-        part = getattr(composed.settings, group)
-        node = next(iter(composed.config[group].values())) if group == "observer" else composed.config[group]
+def check_options(composer: Composer, chosen: dict[str, str]) -> None:
+    """They compose, and each becomes an object of its class."""
+    words = [f"{group}=[{name}]" if group == "observer" else f"{group}={name}" for group, name in chosen.items()]
+    composed = composer.compose(words)
+    missing = unset(composed.config)
+    composed = composed.recompose([f"{key}=1" for key in missing]) if missing else composed
+    for group, name in chosen.items():
+        part, node = getattr(composed.settings, group), composed.config[group]
+        if group == "observer":
+            (part,), (node,) = part.values(), node.values()
         assert node["name"] == name or composer.is_file(group, name)
-        assert type(next(iter(part.values())) if group == "observer" else part) is lookup(group, node["name"])
+        assert type(part) is lookup(group, node["name"])
+
+
+def test_every_option_composes_and_is_typed(composer: Composer) -> None:
+    """With the default recipe, whose root settings must fit the options of every other group; those of several groups
+    side by side.
+    """
+    options = {group: [name for name in composer.options(group) if own(group, name)] for group in GROUPS}
+    assert all(set(registered(group)) <= set(composer.options(group)) for group in GROUPS)
+    del options["recipe"]
+    for row in range(max(map(len, options.values()))):
+        check_options(composer, {group: names[row % len(names)] for group, names in options.items()})
+
+
+def test_every_recipe_composes_and_is_typed(composer: Composer) -> None:
+    """With options that its file does not name; `test_describe` composes it as it is."""
+    others = {group: composer.options(group)[-1] for group in ("optimizer", "lr")}
+    for recipe in composer.options("recipe"):
+        if own("recipe", recipe):
+            check_options(composer, {"recipe": recipe, **others})
 
 
 @pytest.mark.slow

@@ -117,13 +117,14 @@ def test_two_values_are_the_least_of_a_category() -> None:
     ClicksOptions(values=52).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "packed"),
     [
         pytest.param(50_000, True, id="50000-gz"),  # read as a plain one is, and unpacked before
-        pytest.param(50_000, False, id="50000-plain", marks=pytest.mark.slow),
-        pytest.param(2_000_000, True, id="2000000-gz", marks=pytest.mark.slow),
-        pytest.param(2_000_000, False, id="2000000-plain", marks=pytest.mark.slow),
+        pytest.param(50_000, False, id="50000-plain"),
+        pytest.param(2_000_000, True, id="2000000-gz"),
+        pytest.param(2_000_000, False, id="2000000-plain"),
     ],
 )
 def test_a_queue_takes_the_same_memory_however_long_the_log_is(rows: int, packed: bool, tmp_path: Path) -> None:

@@ -154,7 +154,10 @@ def cuts(count: int) -> Iterator[list[int]]:
     yield from ([0, cut, count] for cut in range(1, count, -(-count // 5)))
 
 
-@pytest.mark.parametrize(("name", "fine"), [*COARSE, *FINE])
+@pytest.mark.parametrize(
+    ("name", "fine"),
+    [*COARSE, *(pytest.param(*case, marks=pytest.mark.slow if case[0] == "resnet50" else ()) for case in FINE)],
+)
 def test_any_cut_computes_the_same(name: str, fine: bool) -> None:
     """Outputs, gradients and running averages, bit for bit; with dropout, whose layers keep their names."""
     model, blocks, sample = CASES[name]()
