@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+from dtf.config.settings import _PARTS
 from tests.support.ranks import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -181,6 +182,14 @@ def test_registered_classes_import_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_registered_class_is_loaded() -> None:
+    """One in a module that nobody names would be no option, without a word."""
+    named = {f"dtf.{package}.{module}" for package, modules in _PARTS.items() for module in modules.split()}
+    found = {name for name, path in sources().items() if registers(path)}
+    assert {name for name in found if not name.startswith("dtf.recipes.")} == named
+    assert all(name.endswith("recipe") for name in found - named)
 
 
 def test_the_fork_server_never_imports_grpc() -> None:
