@@ -179,7 +179,7 @@ def test_parts_in_the_documentation_run_as_it_says(path: Path, unpack: Callable[
         # one that says nothing of processes needs none of its own
         alone = [] if re.search(r"launcher|strategy=|job=", " ".join(words)) else ["launcher=inline"]
         images = [] if any(word.startswith("recipe=") for word in words) else SMALL_IMAGES
-        few = [] if any(word.startswith("job.strategies") for word in words) else ["job.strategies=[ddp,tensor]"]
+        few = [] if any(word.startswith("job.strategies") for word in words) else ["job.strategies=[ddp]"]
         result = run_dtf(*words, *alone, *images, *([*few, *SHORT_VERIFY] if "job=verify" in words else SHORT))
         assert result.code == Exit.OK, (words, result.out, result.err)
         if (result.folder / "config.yaml").exists():

@@ -123,6 +123,7 @@ def test_all_ranks_end_alike(monkeypatch: pytest.MonkeyPatch, run_dtf: Callable[
     assert len({re.findall(r"the budget is spent after step \d+; .*", log)[0] for log in logs}) == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_with_the_budget_of_all_its_trials(
     capsys: pytest.CaptureFixture[str], hasty: None, elsewhere: Path
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from dtf.core.types import Box, State
 from dtf.optim.optimizers import Adam
 from dtf.optim.update import LocalUpdate, full_params
-from tests.support.arrays import crossed
+from tests.support.arrays import crossed, plain
 from tests.support.harness import BATCH, ROWS, difference, reference, spread, variants
 from tests.support.ranks import ranks
 
@@ -23,7 +23,7 @@ BAD: dict[str, Any] = {"recipe": {"rows": ROWS, "bad_row": 17, "batch_norm": Fal
 
 @pytest.mark.parametrize(
     ("strategy", "options", "precision"),
-    crossed(variants(), ["fp32", "bf16", "bf16_params", "bf16_master"], usual=["fp32"], turns=["bf16_master"]),
+    crossed(variants(), ["fp32", "bf16", "bf16_params", "bf16_master"], usual=["fp32"], turns=["bf16_master", None]),
 )
 def test_a_non_finite_row_on_one_rank_updates_nobody(strategy: str, options: dict, precision: str) -> None:
     """The step with the bad row is skipped on every rank: the others go on as if it had not been there."""
@@ -41,7 +41,7 @@ def test_a_non_finite_row_on_one_rank_updates_nobody(strategy: str, options: dic
     assert before == after, "the step touched neither parameters nor the optimizer's state"
 
 
-@pytest.mark.parametrize(("strategy", "options"), variants(), ids=str)
+@pytest.mark.parametrize(("strategy", "options"), plain(variants()))
 def test_a_skipped_step_leaves_running_averages_as_they_were(strategy: str, options: dict) -> None:
     case: dict[str, Any] = {"recipe": {"rows": ROWS, "bad_row": 17}, "skip_nonfinite": 9, "steps": 3, "ema": 0.9}
     whole = reference(**case)

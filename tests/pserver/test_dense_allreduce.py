@@ -224,13 +224,14 @@ def bits(folder: Path) -> dict[str, bytes]:
     return {name: tensor.tobytes() for name, tensor in RecordedRun.read(folder).tensors.items()}
 
 
+@slow
 @pytest.mark.parametrize(
     ("rank", "signal"),
     [
         (1, "SIGKILL"),
-        pytest.param(2, "SIGKILL", marks=slow),
-        pytest.param(3, "SIGKILL", marks=slow),
-        pytest.param(3, "SIGTERM", marks=slow),
+        (2, "SIGKILL"),
+        (3, "SIGKILL"),
+        (3, "SIGTERM"),
     ],
 )
 def test_whoever_is_killed_all_go_back_to_the_last_checkpoint(rank: int, signal: str, run_dtf: Any) -> None:

@@ -142,6 +142,7 @@ def test_statistics_that_do_not_fit_are_refused(mode: Mode) -> None:
         assert refused(program, servicer, recipe, spoilt, finite=tickets - 1, skipped=1) == "" and not done.done()
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # as `dtf.pserver.net.codec` does
 def test_a_push_whose_statistics_are_not_finite_is_a_skipped_step() -> None:
     recipe = Toy()
     with server(recipe=recipe) as (program, servicer, engine):

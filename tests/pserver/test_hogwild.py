@@ -84,7 +84,7 @@ def test_every_sample_once_and_evaluations_exactly(options: dict[str, Any], proc
     assert len(result["eval"]) == 6 and result["eval"]["6"]["loss"] < result["eval"]["1"]["loss"]
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=slow) for seed in (0, 2, 3, 4, 5))])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=slow) for seed in range(6)])
 def test_each_ticket_is_applied_once_although_processes_die(seed: int) -> None:
     result = crowd(2, {"servers": 2}, deaths=seed, steps=10, recipe={"rows": 4 * BATCH + 4})
     assert Counter(i for step in result["ids"].values() for i in step) == Counter(

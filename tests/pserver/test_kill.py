@@ -127,6 +127,7 @@ def test_sigterm_to_anybody_saves_and_ends(
     assert left(stopped.folder) == []
 
 
+@slow
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path, calm: Callable[..., Path], run_dtf: Any) -> None:
     """Nor is anything lost that was saved."""
     folder = tmp_path / "killed"

@@ -17,7 +17,7 @@ def crossed(
     """Parameters (strategy, options, value) of all combinations.
 
     By default a strategy without options meets all values (those of `usual`, if given), and one with options a single
-    one of `turns` (the same unless given), each the next. The others are slow.
+    one of `turns` (the same unless given; None: with none), each the next. The others are slow.
     """
     usual, found, place = usual or values, [], 0
     turns = turns or usual
@@ -28,3 +28,11 @@ def crossed(
             marks = () if value in chosen else pytest.mark.slow
             found.append(pytest.param(strategy, options, value, id=f"{strategy}-{options}-{value}", marks=marks))
     return found
+
+
+def plain(variants: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Parameters (strategy, options); those with options are slow, where `crossed` has other tests meet them."""
+    return [
+        pytest.param(strategy, options, id=f"{strategy}-{options}", marks=pytest.mark.slow if options else ())
+        for strategy, options in variants
+    ]

@@ -102,7 +102,10 @@ def test_an_old_import_path_works_and_warns_where_it_is_used(old: str) -> None:
 
 
 def test_old_names_of_methods_count_under_the_new_ones() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Half\.judge is now called evaluator; rename it"):
+    with (
+        pytest.warns(DeprecationWarning, match=r"Half\.measures is now called train_metrics; rename it"),
+        pytest.warns(DeprecationWarning, match=r"Half\.judge is now called evaluator; rename it"),
+    ):
 
         class Half(dtf.Recipe):
             measures = ("loss", "top1")

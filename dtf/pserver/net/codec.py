@@ -15,11 +15,15 @@ from __future__ import annotations
 import math
 import re
 import struct
+import warnings
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+
+# torch need not warn of arrays that cannot be written: servers and trainers read what arrives, and copy it
+warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")
 
 MAGIC, VERSION = b"DTFW", 1
 ALIGNMENT, LONGEST_NAME, LONGEST_TEXT, MOST_DIMENSIONS = 64, 128, 512, 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,8 +21,6 @@ from dtf.pserver.net.messages import NONE
 from dtf.pserver.param_slices import Layout, views
 from dtf.pserver.trainer.prefetch import PreparedBatch
 from dtf.strategies.spmd import Replica
-
-warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")  # what arrives is read, and copied
 
 ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Table -> ids (U,) and numbers (U, columns)."""
