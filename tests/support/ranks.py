@@ -57,6 +57,7 @@ def ranks(count: int, target: str, timeout_s: float = 60.0, shared: bool = False
         chosen.end()
         raise
     if shared and chosen.calls < CALLS:
+        chosen.pause()
         _waiting[count] = chosen
     else:
         chosen.end()
@@ -107,6 +108,8 @@ class RankSet:
 
     def call(self, target: str, arguments: dict[str, Any], timeout_s: float) -> list[Any]:
         """See `ranks`."""
+        if self.calls:
+            self._signal(signal.SIGCONT)
         self.calls += 1
         for rank, line in enumerate(self.lines):
             os.truncate(self._path(rank, "log"), 0)
@@ -122,6 +125,10 @@ class RankSet:
             missing -= {rank for _, rank, _ in heard}
         return [json.loads(self._path(rank, "json").read_text()) for rank in range(self.count)]
 
+    def _signal(self, number: signal.Signals) -> None:
+        for rank_number in self.numbers:
+            _server().signal(rank_number, number)
+
     def _hear(self, rank: int, channel: Any) -> tuple[float, int, str]:
         """When a rank said something, its number, and why it failed, if it has."""
         data = channel.recv(MESSAGE_BYTES)
@@ -132,10 +139,13 @@ class RankSet:
         at, event = message.pop("at"), event_from_json(message)
         return at, rank, f"{event.message}\n{event.traceback}" if isinstance(event, Failed) else ""
 
+    def pause(self) -> None:
+        """Stop the processes until the next call: each thread of gloo wakes a hundred times a second."""
+        self._signal(signal.SIGSTOP)
+
     def end(self) -> None:
         """End the processes, whatever they are doing."""
-        for number in self.numbers:
-            _server().signal(number, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         for line in self.lines:
             line.close()
         for key in list(self.selector.get_map().values()):
