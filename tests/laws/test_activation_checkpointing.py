@@ -48,11 +48,11 @@ def trained(strategy: str, options: str, processes: int, precision: str, remat: 
 
 
 def cases() -> list[Any]:
-    """By default two processes, and one kind in turn."""
+    """By default two processes, no options, and one kind in turn."""
     found = []
     for place, (strategy, options) in enumerate([*variants(), ("fsdp", {"unit": "stage", "prefetch": 2})]):
         for processes, remat in product((1, 2, 3), KINDS):
-            usual = processes == 2 and remat is KINDS[place % 2] and "prefetch" not in options
+            usual = processes == 2 and remat is KINDS[place % 2] and not options
             found.append(
                 pytest.param(
                     strategy,

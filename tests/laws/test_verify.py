@@ -47,6 +47,7 @@ def test_fp32_is_judged_by_all_parameters_together(verify: Any) -> None:
     assert 0 < report["runs"][0]["parameters"] <= 1e-5
 
 
+@pytest.mark.slow
 def test_rounding_that_a_recipe_amplifies_is_told_from_a_fault(verify: Any) -> None:
     violent = [
         "job.precisions=[fp64,fp32]",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dtf.pserver.net.messages import NO, READY
 from dtf.pserver.options import Mode
+from dtf.pserver.trainer.trainer import Trainer
 from tests.laws.test_sharded_tables import ANY
 from tests.support.harness import ROWS, difference, reference, spread
 
@@ -102,3 +105,22 @@ def test_a_table_is_full_when_all_servers_together_hold_its_rows(mode: str) -> N
     """Of its ids each server has about half; no update shows it, and the next report does."""
     with pytest.raises(AssertionError, match="table ids is full: capacity=50"):
         spread("pserver", 2, options={"mode": mode, "servers": 2}, recipe=ANY | {"capacity": 50}, clip_norm=0.0)
+
+
+@pytest.mark.parametrize(("answers", "earlier", "asked"), [([NO, NO, READY], False, 3), ([NO, READY], True, 1)])
+def test_a_pull_gives_way_to_earlier_work(answers: list[int], earlier: bool, asked: int) -> None:
+    """What is not there yet is asked for again, but not while work waits that it may need."""
+    trainer = Trainer.__new__(Trainer)
+    prepared = SimpleNamespace(order=((0, 1, 0), 0))
+    left = iter(answers)
+    pulls = []
+
+    def pull(wanted: Any) -> tuple[int, None]:
+        pulls.append(wanted)
+        return next(left), None
+
+    trainer._exchange = SimpleNamespace(pull=pull)  # type: ignore[assignment]
+    ready = [SimpleNamespace(order=((0, 0, 2), 1))] if earlier else []
+    trainer._prefetcher = SimpleNamespace(ready=lambda: ready)  # type: ignore[assignment]
+    assert trainer._pull(prepared)[0] == answers[asked - 1]  # type: ignore[arg-type]
+    assert pulls == [prepared] * asked

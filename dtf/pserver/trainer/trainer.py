@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from dtf.pserver.leases import EVALUATE, Lease
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import decode, encode
 from dtf.pserver.net.compression import WIRE_DTYPES
-from dtf.pserver.net.messages import ANY, HELLO, LATE, NONE, REPORT
+from dtf.pserver.net.messages import ANY, HELLO, LATE, NO, NONE, REPORT
 from dtf.pserver.net.transport import Transport
 from dtf.pserver.param_slices import lay_out, wire_layout
 from dtf.pserver.sync_modes import SyncMode
@@ -156,7 +157,7 @@ class Trainer:
         pulling = self._pulling.pop(lease.key, None)
         pulled = None if pulling is None else pulling.result()
         if pulled is None:
-            state, pulled = self._exchange.pull(prepared)
+            state, pulled = self._pull(prepared)
             if state == LATE:
                 self._prefetcher.finished(lease)
                 return
@@ -171,6 +172,15 @@ class Trainer:
         result = self._model.gradients(prepared, pulled)
         self._context.beat("wait", prepared.ticket.step)
         self._push(lease, self._next_to_pull(), pulled.applied, result, prepared.batch.ids, prepared.unread)
+
+    def _pull(self, prepared: PreparedBatch) -> tuple[int, PulledState | None]:
+        """See `Exchange.pull`. Asks again, unless work of an earlier step has come, for which the answer may wait."""
+        until = monotonic() + WAIT_S
+        while True:
+            state, pulled = self._exchange.pull(prepared)
+            earlier = any(other.order < prepared.order for other in self._prefetcher.ready())
+            if state != NO or earlier or monotonic() > until:
+                return state, pulled
 
     def _next_to_pull(self) -> PreparedBatch | None:
         """The next training batch that is read and for which nothing was pulled yet; None where there is none."""
