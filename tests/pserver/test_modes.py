@@ -14,6 +14,7 @@ from dtf.pserver.options import Mode
 from dtf.pserver.trainer.trainer import Trainer
 from tests.laws.test_sharded_tables import ANY
 from tests.support.harness import ROWS, difference, reference, spread
+from tests.support.launching import HANG_S
 
 slow = pytest.mark.slow
 TOY: dict[str, Any] = {"rows": ROWS}
@@ -107,9 +108,21 @@ def test_a_table_is_full_when_all_servers_together_hold_its_rows(mode: str) -> N
         spread("pserver", 2, options={"mode": mode, "servers": 2}, recipe=ANY | {"capacity": 50}, clip_norm=0.0)
 
 
-@pytest.mark.parametrize(("answers", "earlier", "asked"), [([NO, NO, READY], False, 3), ([NO, READY], True, 1)])
-def test_a_pull_gives_way_to_earlier_work(answers: list[int], earlier: bool, asked: int) -> None:
-    """What is not there yet is asked for again, but not while work waits that it may need."""
+@pytest.mark.parametrize(
+    ("answers", "earlier", "waits_s", "asked"),
+    [
+        ([NO, NO, READY], False, 0.0, 3),
+        pytest.param([NO, READY], True, 0.0, 1, id="earlier work"),
+        pytest.param([NO, READY], False, HANG_S, 1, id="over"),
+    ],
+)
+def test_a_pull_gives_way(
+    answers: list[int], earlier: bool, waits_s: float, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not there yet is asked for again, but not while work waits that it may need, nor of a server that answers
+    sooner than it should, as the run is over.
+    """
+    monkeypatch.setattr("dtf.pserver.trainer.trainer.PULL_WAIT_S", waits_s)
     trainer = Trainer.__new__(Trainer)
     prepared = SimpleNamespace(order=((0, 1, 0), 0))
     left = iter(answers)

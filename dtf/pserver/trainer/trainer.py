@@ -29,7 +29,7 @@ from dtf.pserver.net.transport import Transport
 from dtf.pserver.param_slices import lay_out, wire_layout
 from dtf.pserver.sync_modes import SyncMode
 from dtf.pserver.trainer.compute import LeaseResult, ModelSetup, ParamBlocks, PulledState, TrainerModel
-from dtf.pserver.trainer.exchange import Exchange
+from dtf.pserver.trainer.exchange import PULL_WAIT_S, Exchange
 from dtf.pserver.trainer.group import TrainerGroup
 from dtf.pserver.trainer.group_compute import GroupReader, LeaderModel
 from dtf.pserver.trainer.local_sgd import LocalSgd
@@ -174,12 +174,16 @@ class Trainer:
         self._push(lease, self._next_to_pull(), pulled.applied, result, prepared.batch.ids, prepared.unread)
 
     def _pull(self, prepared: PreparedBatch) -> tuple[int, PulledState | None]:
-        """See `Exchange.pull`. Asks again, unless work of an earlier step has come, for which the answer may wait."""
+        """See `Exchange.pull`. Asks again, unless work of an earlier step has come, for which the answer may wait, or
+        the run is over, when servers answer at once.
+        """
         until = monotonic() + WAIT_S
         while True:
+            asked = monotonic()
             state, pulled = self._exchange.pull(prepared)
             earlier = any(other.order < prepared.order for other in self._prefetcher.ready())
-            if state != NO or earlier or monotonic() > until:
+            now = monotonic()
+            if state != NO or earlier or now > until or now < asked + PULL_WAIT_S:
                 return state, pulled
 
     def _next_to_pull(self) -> PreparedBatch | None:
