@@ -109,17 +109,21 @@ def translated(error: Exception, overrides: Sequence[str], loader: Loader, reads
 
 
 def with_suggestions(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
-    """The problem. Where a few known keys have the same last part as an unknown one, it suggests these."""
+    """The problem. Where a few known keys have the same last part as an unknown one, it suggests these, after the
+    nearest key beside it.
+    """
     head, unknown, choices = str(problem).partition(" is no known key; ")
     if not unknown:
         return problem
-    last = problem.key.rpartition(".")[2]
+    parent, dot, last = problem.key.rpartition(".")
     known = list(_known_keys(config))
     meant = [key for key in known if key.rpartition(".")[2] == last] or [
         key for key in known if key == _KEYS_ELSEWHERE.get(last)
     ]
     if not 1 <= len(meant) <= _FEW:
         return problem
+    if near := re.match(r"did you mean (\w+)\? ", choices):
+        meant.insert(0, f"{parent}{dot}{near[1]}")
     return KeyProblem(problem.key, f"{head}{unknown}did you mean {' or '.join(meant)}? {choices.rpartition('? ')[2]}")
 
 

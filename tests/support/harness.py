@@ -36,11 +36,10 @@ from dtf.model.ema import with_ema
 from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import build_on_meta
 from dtf.model.pretrained import match_weights, open_weights
-from dtf.pserver.trainer import prefetch, trainer
 from dtf.runs.compare import in_order
 from dtf.strategies.buffers import SHARE
 from dtf.strategies.pipeline import cost_model
-from tests.support.in_process_servers import HelperThreads, KillableTransport, connect
+from tests.support.in_process_servers import HelperThreads, KillableTransport, ask_again_soon, connect
 from tests.support.lossy_network import LossyTransport
 from tests.support.ranks import ranks
 from tests.support.sparse_toy import Tabled  # noqa: F401 (registers itself)
@@ -48,9 +47,6 @@ from tests.support.toy import Toy  # noqa: F401
 
 BATCH, ROWS = 19, 42
 """Two batches of three micro-batches of five rows and one of four, and a last batch of four rows: three steps."""
-
-LOST_ANSWER_S = 0.3
-"""After so long a trainer asks again, where answers are lost and processes die."""
 
 PRECISIONS = {
     "fp64": Precision(param=Format.fp64, compute=Format.fp64),
@@ -156,7 +152,7 @@ class _Run:
         self.several_roles = len(self.strategy.roles(1)) > 1
         self.networks: list[LossyTransport] = []
         if case.network is not None or case.deaths is not None:
-            prefetch.WAIT_S = trainer.WAIT_S = LOST_ANSWER_S
+            ask_again_soon()
         if self.several_roles:
             # of a region's request the second one is refused, and handlers have to bear it
             connect(self._between, 0 if case.network is None or case.network % 2 else 1 << 30)

@@ -124,6 +124,13 @@ def connect(between: Callable[[Client], Transport] = lambda client: client, leas
     )
 
 
+def ask_again_soon() -> None:
+    """Where answers are lost and processes die, a trainer asks again sooner than it usually does."""
+    from dtf.pserver.trainer import prefetch, trainer
+
+    prefetch.WAIT_S = trainer.WAIT_S = 0.3
+
+
 class Killed(BaseException):
     """A trainer was killed."""
 
@@ -215,6 +222,8 @@ class HelperThreads:
                     return self._strategy.run_helper(self._task, context)
                 except Killed:
                     self.died += 1
+        except Failed:
+            traceback.print_exc()  # the server that failed says why
         except BaseException as error:  # noqa: BLE001
             traceback.print_exc()
             self._program.fail(error)  # type: ignore[attr-defined]

@@ -47,6 +47,7 @@ def composer() -> Composer:
         ("observer=[consol]", "observer=consol is no option; did you mean console? choices: "),
         ("stratgy=dp", "stratgy=dp is no known key; did you mean strategy? choices: "),
         ("train.stepz=3", "train.stepz=3 is no known key; did you mean steps? choices: "),
+        ("train.step=3", "train.step=3 is no known key; did you mean train.steps or step? choices: "),
         ("recipe.data.pixls=3", "recipe.data.pixls=3 is no known key; did you mean pixels? choices: "),
         ("step.batch_size=0", "step.batch_size=0 must be 1 to 1000000" + HERE),
         ("optimizer.momentum=abc", "optimizer.momentum=abc is not of type float" + HERE),
