@@ -59,9 +59,9 @@ def test_every_strategy_follows_the_reference_in_fp64(strategy: str, processes: 
     ("strategy", "options"),
     [
         *(pytest.param(*mesh, marks=slow if "unit" in mesh[1] else ()) for mesh in meshes()),
-        ("pipeline", {"virtual": 2}),
-        ("ddp", {"shard_optimizer": True}),
-        ("dp", {"reduce": "all"}),
+        pytest.param("pipeline", {"virtual": 2}, marks=slow),
+        pytest.param("ddp", {"shard_optimizer": True}, marks=slow),
+        pytest.param("dp", {"reduce": "all"}, marks=slow),
     ],
     ids=str,
 )
@@ -93,15 +93,11 @@ def test_a_full_table_is_refused(strategy: str) -> None:
 
 
 def test_a_table_that_met_no_id_yet_is_saved(tmp_path: Path) -> None:
-    recipe = ANY | {"unmet": True}
-    spread("fsdp", 2, folder=str(tmp_path), save_every=3, halt=True, recipe=recipe)
-    whole = reference(recipe=recipe)
-    assert (
-        difference(
-            whole, whole | {"tensors": spread("ddp", 2, start=str(tmp_path / "step_000003"), recipe=recipe)["tensors"]}
-        )
-        <= 1e-10
-    )
+    case: dict[str, Any] = {"recipe": ANY | {"unmet": True}, "steps": 4}
+    spread("fsdp", 2, folder=str(tmp_path), save_every=3, halt=True, **case)
+    whole = reference(**case)
+    found = spread("ddp", 2, start=str(tmp_path / "step_000003"), **case)["tensors"]
+    assert difference(whole, whole | {"tensors": found}) <= 1e-10
 
 
 def rules() -> list[Any]:
@@ -254,7 +250,7 @@ def pairs() -> list[Any]:
 def test_a_checkpoint_goes_on_under_any_strategy_and_world_size(
     first: str, second: str, rule: str, tmp_path: Path
 ) -> None:
-    """Four steps, the last two of them elsewhere, with weight decay that acts on rows nobody touches."""
+    """The last step of three is taken elsewhere, with weight decay that acts on rows nobody touches."""
     case: dict[str, Any] = {"recipe": ANY, "sparse": rule, "sparse_options": {"weight_decay": 0.1}}
     (one, processes, options), (other, more, others) = WAYS[first], WAYS[second]
     a = spread(one, processes, options=options, folder=str(tmp_path), save_every=2, halt=True, **case)
@@ -272,7 +268,7 @@ def test_a_run_goes_on_in_another_precision(rule: str, tmp_path: Path) -> None:
     assert [found[step]["loss"] for step in found] == pytest.approx(
         [expected[step]["loss"] for step in found], rel=1e-4
     )
-    assert len(found) == 2
+    assert list(found) == ["3"]
 
 
 def test_rows_that_ftrl_keeps_go_on_at_the_same_alpha_only(run_dtf: Any) -> None:

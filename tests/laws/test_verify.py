@@ -15,7 +15,7 @@ from dtf.config.settings import load_parts
 SMALL = [
     "recipe=resnet_shapes",
     "recipe.data.pixels=8",
-    "job.steps=3",
+    "job.steps=2",
     "job.batch_size=14",
     "job.precisions=[fp64]",
     "job.micro_batches=[2]",

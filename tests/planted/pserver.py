@@ -11,7 +11,7 @@ FAULTS = [
         "dtf/pserver/server/state.py",
         "for number, (push, weight) in enumerate(zip(pushes, weights, strict=True)):\n            arrived",
         "for number, (push, weight) in enumerate(zip(pushes[:1], weights, strict=False)):\n            arrived",
-        (f"{SAME}[pserver-{{}}-2]",),
+        (f"{SAME}[pserver-{{}}-3]",),
     ),
     Fault(
         "a push that comes again is applied again",

@@ -64,12 +64,12 @@ class Halt(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run. By default one epoch of three steps, and the first of the next."""
+    """A run. By default one epoch of three steps."""
 
     strategy: str = "ddp"
     options: dict[str, Any] = field(default_factory=dict)
     slots: int = 0  # `launcher.processes` where it is not the number of ranks
-    steps: int = 4
+    steps: int = 3
     save_every: int = 0
     halt: bool = False  # dies after the first save
     start: str = ""  # the checkpoint to go on from
