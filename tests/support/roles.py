@@ -96,6 +96,7 @@ def _train(action: str, launcher: int, folder: Path, store: Any, place: Place) -
     if action == "take the fork server along":
         os.kill(os.getppid(), signal.SIGKILL)
     if action == "tell the launcher to stop":
+        store.wait([f"here/{rank}" for rank in range(place.size)])  # a process that has not begun leaves no record
         os.kill(launcher, signal.SIGTERM)
         time.sleep(600)
     if action == "start for ever":
