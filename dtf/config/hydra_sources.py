@@ -25,7 +25,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from dtf.api.registry import registered
 from dtf.api.schema import option_node, to_plain
-from dtf.config.hydra_internals import ConfigLoaderImpl, ConfigSearchPathImpl, FileConfigSource, SourcesRegistry
+from dtf.config.hydra_internals import (
+    CachingConfigRepository,
+    ConfigLoaderImpl,
+    ConfigSearchPathImpl,
+    FileConfigSource,
+    SourcesRegistry,
+)
 from dtf.config.limits import check_hydra, one_line, read_checked
 from dtf.config.settings import EXPERIMENT, GROUPS, Root
 from dtf.core.errors import ConfigError
@@ -160,6 +166,21 @@ class Loader(ConfigLoaderImpl):
             config = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
         check_hydra(config.hydra)
         return config
+
+    def _parse_overrides_and_create_caching_repo(
+        self, config_name: str | None, overrides: list[str]
+    ) -> tuple[Any, CachingConfigRepository]:
+        """Hydra's own node is made of its launcher and its sweeper alone.
+
+        Its help pages, loggers, callbacks and folders are not used here, and to compose them took as long as dtf's own
+        options.
+        """
+        parsed, repository = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        own = repository.load_config("hydra/config")
+        assert own is not None and isinstance(own.config, DictConfig)
+        own.defaults_list = [entry for entry in own.defaults_list or [] if entry.get_name() == "basic"]
+        own.config.hydra_logging = own.config.job_logging = {"root": None}
+        return parsed, repository
 
 
 def make_loader(config_dir: str | None) -> Loader:

@@ -116,6 +116,7 @@ def composer() -> Composer:
         ("+recipe._target_=os.system", "recipe._target_ is refused, a config names no code"),
         ("launcher.env={_target_: x}", "launcher.env._target_ is refused, a config names no code"),
         ("hydra.foo=1", "hydra.foo is no known key"),
+        ("hydra/job_logging=none", "hydra/job_logging is not used here; leave it out"),
         ("hydra.searchpath=[file:///no/such]", "hydra.searchpath=/no/such is no folder or package that can be found"),
         ("plugins=[no.such]", "plugins=[no.such] cannot be imported: ModuleNotFoundError"),
         ("plugins=[os]", "plugins=[os] names a module that registers nothing; name one whose classes carry @register"),
