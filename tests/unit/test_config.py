@@ -94,6 +94,7 @@ def test_every_option_composes_and_is_typed(composer: Composer) -> None:
         check_options(composer, {group: names[row % len(names)] for group, names in options.items()})
 
 
+@pytest.mark.slow
 def test_every_recipe_composes_and_is_typed(composer: Composer) -> None:
     """With options that its file does not name; `test_describe` composes it as it is."""
     others = {group: composer.options(group)[-1] for group in ("optimizer", "lr")}
