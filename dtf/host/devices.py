@@ -90,7 +90,7 @@ def gpus() -> int:
     count = 0
     for entry in visible.split(","):  # CUDA ignores what follows the first entry that names no device
         entry = entry.strip()
-        if not entry.startswith(("GPU-", "MIG-")) and not (entry.isdigit() and int(entry) < present):
+        if not entry.startswith(("GPU-", "MIG-")) and not (entry.isdecimal() and int(entry) < present):
             break
         count += 1
     return count

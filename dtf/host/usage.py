@@ -34,7 +34,7 @@ def process_tree(root: int) -> dict[int, Process]:
     """A process and all its descendants, by process id."""
     known: dict[int, Process] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
+        if entry.isdecimal():
             with suppress(OSError, ValueError, IndexError):  # it ended while it was read
                 # behind the name; the first is field 3 of proc(5)
                 fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
@@ -84,7 +84,7 @@ class Gpus:
         self._handles: list[tuple[int, ctypes.c_void_p]] = []
         for index in indices:
             handle, name = ctypes.c_void_p(), visible[index] if visible else str(index)
-            if name.isdigit():
+            if name.isdecimal():
                 self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(name)), ctypes.byref(handle))
             else:
                 self._call("nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(handle))

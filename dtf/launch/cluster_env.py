@@ -106,7 +106,7 @@ def rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
         )
     names = (starter.rank, size, starter.local_rank, starter.local_size)
     for name in names:
-        if not present[name].isdigit():
+        if not present[name].isdecimal():
             raise ConfigError(f"{name}={present[name]} is no number; launcher=env takes it from the environment")
     rank, world, local_rank, local_size = (int(present[name]) for name in names)
     for small, bound, large, wrong in (
@@ -149,7 +149,7 @@ def _meeting_point(
             for number in re.findall(r"^\d+$", present.get(name, ""))
         ]
         return address, _SLURM_PORTS[sum(steps) % len(_SLURM_PORTS)]
-    if port and not (port.isdigit() and 0 < int(port) < 65536):
+    if port and not (port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"MASTER_PORT={port} is no number of a port, 1 to 65535")
     return address, int(port or PORT)
 
@@ -187,7 +187,7 @@ def _tasks_here(present: Mapping[str, str]) -> str:
         raise ConfigError("SLURM_STEP_TASKS_PER_NODE and SLURM_TASKS_PER_NODE are not set; srun sets them")
     if len(set(counts)) == 1:
         return counts[0]
-    if not node.isdigit() or int(node) >= len(counts):
+    if not node.isdecimal() or int(node) >= len(counts):
         raise ConfigError(f"SLURM_NODEID={node} is no entry of SLURM_STEP_TASKS_PER_NODE={text}")
     return counts[int(node)]
 

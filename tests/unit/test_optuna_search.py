@@ -55,7 +55,7 @@ def test_proposals_are_of_the_kinds_asked_for(tmp_path: Path) -> None:
     for one in search(tmp_path, Parabola()):
         assert 0.001 <= float(one["lr.peak"]) <= 10 and len(one["lr.peak"].replace(".", "").lstrip("0")) <= 4
         assert one["optimizer"] in ("sgd", "adamw") and one["seed"] in ("2", "5", "8") and one["train.steps"] == "4"
-        assert one["step.batch_size"].isdigit() and 8 <= int(one["step.batch_size"]) <= 64
+        assert one["step.batch_size"].isdecimal() and 8 <= int(one["step.batch_size"]) <= 64
 
 
 def test_what_is_proposed_gets_better(tmp_path: Path) -> None:
