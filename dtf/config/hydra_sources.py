@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import GroupDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
@@ -41,6 +42,9 @@ ROOT = "config"
 """Name of dtf's own root config, conf/config.yaml."""
 
 SCHEMA = "schema"
+
+HYDRA_GROUPS = ("launcher", "sweeper")
+"""The groups of `hydra/` that have a choice here."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +182,27 @@ class Loader(ConfigLoaderImpl):
         parsed, repository = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
         own = repository.load_config("hydra/config")
         assert own is not None and isinstance(own.config, DictConfig)
-        own.defaults_list = [entry for entry in own.defaults_list or [] if entry.get_name() == "basic"]
+        own.defaults_list = [
+            entry
+            for entry in own.defaults_list or []
+            if isinstance(entry, GroupDefault) and entry.group in HYDRA_GROUPS
+        ]
         own.config.hydra_logging = own.config.job_logging = {"root": None}
         return parsed, repository
+
+    def get_group_options(
+        self,
+        group_name: str,
+        results_filter: ObjectType | None = ObjectType.CONFIG,
+        config_name: str | None = None,
+        overrides: list[str] | None = None,
+    ) -> list[str]:
+        """Of Hydra's own groups only those that have a choice here; for tab completion."""
+        found = super().get_group_options(group_name, results_filter, config_name, overrides)
+        first, _, rest = group_name.strip("/").partition("/")
+        if first != "hydra":
+            return found
+        return [name for name in found if (rest.split("/")[0] or name) in HYDRA_GROUPS]
 
 
 def make_loader(config_dir: str | None) -> Loader:

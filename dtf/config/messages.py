@@ -78,8 +78,11 @@ def translated(error: Exception, overrides: Sequence[str], loader: Loader, reads
         return ConfigError(f"{several[1]} takes one option; write {several[1]}=NAME without +")
     if unknown := re.match(r"Could not override '(.*?)'\.\nTo append", text):
         return ConfigError(f"{show(unknown[1])} is no known key; see dtf job=describe; set {COMMAND_LINE}")
-    if unused := re.match(r"(?:In '.*?': )?Could not override '(hydra/.*?)'", text):
-        return ConfigError(f"{show(unused[1])} is not used here; leave it out")
+    if unused := re.match(r"(?:In '(.*?)': )?Could not override '(hydra/.*?)'", text):
+        where = display_path(reads[unused[1]].file) if unused[1] in reads else ""
+        return ConfigError(
+            f"{show(unused[2])} is not used here; leave it out; set {f'in {where}' if where else COMMAND_LINE}"
+        )
     if gone := re.match(r"Could not delete (?:from config\. )?'(.*?)'", text):
         return ConfigError(
             f"~{show(gone[1])} has nothing to take away: no such key or option is set; see dtf --cfg job; set "

@@ -25,6 +25,11 @@ def check_override(override: Override, loader: Loader) -> None:
     group, _, key = name.partition(".")
     if not group:
         raise ConfigError(f"{show(override.input_line)} is no override; write key=value")
+    if override.is_delete() and (name == "hydra" or name.startswith(("hydra.", "hydra/"))):
+        raise ConfigError(
+            f"{show(override.input_line)} takes away settings of Hydra that dtf needs; leave it out; "
+            "set on the command line"
+        )
     if override.is_delete() and name in GROUPS:
         raise ConfigError(f"{show(override.input_line)} {_instead_of_deletion(group, loader)}; set on the command line")
     chooses = loader.repository.group_exists(name) and not override.is_delete() and not override.is_sweep_override()

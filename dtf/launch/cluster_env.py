@@ -106,8 +106,8 @@ def rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
         )
     names = (starter.rank, size, starter.local_rank, starter.local_size)
     for name in names:
-        if not present[name].isdecimal():
-            raise ConfigError(f"{name}={present[name]} is no number; launcher=env takes it from the environment")
+        if not _is_number(present[name]):
+            raise ConfigError(f"{name}={present[name][:80]} is no number; launcher=env takes it from the environment")
     rank, world, local_rank, local_size = (int(present[name]) for name in names)
     for small, bound, large, wrong in (
         (starter.rank, "less than", size, rank >= world),
@@ -144,13 +144,11 @@ def _meeting_point(
         missing.append("MASTER_PORT")
     if not port and starter.name == "Slurm":
         steps = [
-            int(number)
-            for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
-            for number in re.findall(r"^\d+$", present.get(name, ""))
+            int(number) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if _is_number(number := present.get(name, ""))
         ]
         return address, _SLURM_PORTS[sum(steps) % len(_SLURM_PORTS)]
-    if port and not (port.isdecimal() and 0 < int(port) < 65536):
-        raise ConfigError(f"MASTER_PORT={port} is no number of a port, 1 to 65535")
+    if port and not (_is_number(port) and 0 < int(port) < 65536):
+        raise ConfigError(f"MASTER_PORT={port[:80]} is no number of a port, 1 to 65535")
     return address, int(port or PORT)
 
 
@@ -179,17 +177,25 @@ def _tasks_here(present: Mapping[str, str]) -> str:
         or present.get("SLURM_TASKS_PER_NODE")
         or present.get("SLURM_NTASKS_PER_NODE", "")
     )
-    counts: list[str] = []
-    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [tasks] * int(times or 1)
-    node = present.get("SLURM_NODEID", "0")
-    if not counts:
+    if not text:
         raise ConfigError("SLURM_STEP_TASKS_PER_NODE and SLURM_TASKS_PER_NODE are not set; srun sets them")
-    if len(set(counts)) == 1:
-        return counts[0]
-    if not node.isdecimal() or int(node) >= len(counts):
-        raise ConfigError(f"SLURM_NODEID={node} is no entry of SLURM_STEP_TASKS_PER_NODE={text}")
-    return counts[int(node)]
+    if not re.fullmatch(r"[0-9]{1,9}(\(x[0-9]{1,9}\))?(,[0-9]{1,9}(\(x[0-9]{1,9}\))?)*", text):
+        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text[:80]} is no list of tasks like 4(x2),3; srun sets it")
+    groups = [(tasks, int(times or 1)) for tasks, times in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text)]
+    if len({tasks for tasks, _ in groups}) == 1:
+        return groups[0][0]
+    node = present.get("SLURM_NODEID", "0")
+    hosts_left = int(node) if _is_number(node) else sum(times for _, times in groups)
+    for tasks, times in groups:
+        if hosts_left < times:
+            return tasks
+        hosts_left -= times
+    raise ConfigError(f"SLURM_NODEID={node} is no entry of SLURM_STEP_TASKS_PER_NODE={text}")
+
+
+def _is_number(text: str) -> bool:
+    """Whether it is written in up to nine of the digits 0 to 9."""
+    return re.fullmatch("[0-9]{1,9}", text) is not None
 
 
 def _first_host(text: str) -> str:

@@ -135,6 +135,11 @@ def test_the_first_host_of_a_slurm_list(text: str, first: str) -> None:
         ({**TORCHRUN, "WORLD_SIZE": "two"}, "WORLD_SIZE=two is no number"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is no number"),
         ({**TORCHRUN, "RANK": "²"}, "RANK=² is no number"),
+        ({**TORCHRUN, "RANK": "9" * 5000}, "is no number"),
+        (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "abc"},
+            "SLURM_STEP_TASKS_PER_NODE=abc is no list of tasks like 4(x2),3",
+        ),
         ({**TORCHRUN, "RANK": "4"}, "RANK=4 must be less than WORLD_SIZE=4"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be less than LOCAL_WORLD_SIZE=2"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 must be at most WORLD_SIZE=4"),
