@@ -174,11 +174,7 @@ class Loader(ConfigLoaderImpl):
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[Any, CachingConfigRepository]:
-        """Hydra's own node is made of its launcher and its sweeper alone.
-
-        Its help pages, loggers, callbacks and folders are not used here, and to compose them took as long as dtf's own
-        options.
-        """
+        """Of Hydra's own defaults list only launcher and sweeper are composed: dtf reads nothing of the others."""
         parsed, repository = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
         own = repository.load_config("hydra/config")
         assert own is not None and isinstance(own.config, DictConfig)
@@ -187,6 +183,7 @@ class Loader(ConfigLoaderImpl):
             for entry in own.defaults_list or []
             if isinstance(entry, GroupDefault) and entry.group in HYDRA_GROUPS
         ]
+        # `check_hydra` refuses any logger
         own.config.hydra_logging = own.config.job_logging = {"root": None}
         return parsed, repository
 

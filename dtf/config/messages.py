@@ -125,9 +125,10 @@ def with_suggestions(problem: KeyProblem, config: dict[Any, Any]) -> KeyProblem:
     meant = [key for key in known if key.rpartition(".")[2] == last] or [
         key for key in known if key == _KEYS_ELSEWHERE.get(last)
     ]
-    if not 1 <= len(meant) <= _FEW:
+    near = re.match(r"did you mean (\w+)\? ", choices)
+    if not meant or len(meant) + bool(near) > _FEW:
         return problem
-    if near := re.match(r"did you mean (\w+)\? ", choices):
+    if near:
         meant.insert(0, f"{parent}{dot}{near[1]}")
     return KeyProblem(problem.key, f"{head}{unknown}did you mean {' or '.join(meant)}? {choices.rpartition('? ')[2]}")
 

@@ -143,9 +143,8 @@ def _meeting_point(
     if not port and starter.name == "torchrun" and "TORCHELASTIC_RUN_ID" in present:
         missing.append("MASTER_PORT")
     if not port and starter.name == "Slurm":
-        steps = [
-            int(number) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if _is_number(number := present.get(name, ""))
-        ]
+        ids = [present.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+        steps = [int(text) for text in ids if re.fullmatch("[0-9]{1,19}", text)]  # federations count in high bits
         return address, _SLURM_PORTS[sum(steps) % len(_SLURM_PORTS)]
     if port and not (_is_number(port) and 0 < int(port) < 65536):
         raise ConfigError(f"MASTER_PORT={port[:80]} is no number of a port, 1 to 65535")
@@ -172,25 +171,25 @@ def _refuse_contradiction(chosen: _Starter, size: str, present: Mapping[str, str
 
 def _tasks_here(present: Mapping[str, str]) -> str:
     """Slurm's tasks on this host, from `4(x2),3`: four on the first two hosts, three on the third."""
-    text = (
-        present.get("SLURM_STEP_TASKS_PER_NODE")
-        or present.get("SLURM_TASKS_PER_NODE")
-        or present.get("SLURM_NTASKS_PER_NODE", "")
-    )
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    name = next((name for name in names if present.get(name)), "")
+    text = present.get(name, "")
     if not text:
         raise ConfigError("SLURM_STEP_TASKS_PER_NODE and SLURM_TASKS_PER_NODE are not set; srun sets them")
     if not re.fullmatch(r"[0-9]{1,9}(\(x[0-9]{1,9}\))?(,[0-9]{1,9}(\(x[0-9]{1,9}\))?)*", text):
-        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text[:80]} is no list of tasks like 4(x2),3; srun sets it")
+        raise ConfigError(f"{name}={text[:80]} is no list of tasks like 4(x2),3; srun sets it")
     groups = [(tasks, int(times or 1)) for tasks, times in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text)]
     if len({tasks for tasks, _ in groups}) == 1:
         return groups[0][0]
     node = present.get("SLURM_NODEID", "0")
-    hosts_left = int(node) if _is_number(node) else sum(times for _, times in groups)
+    if not _is_number(node):
+        raise ConfigError(f"SLURM_NODEID={node[:80]} is no number; srun sets it")
+    hosts_before = int(node)
     for tasks, times in groups:
-        if hosts_left < times:
+        if hosts_before < times:
             return tasks
-        hosts_left -= times
-    raise ConfigError(f"SLURM_NODEID={node} is no entry of SLURM_STEP_TASKS_PER_NODE={text}")
+        hosts_before -= times
+    raise ConfigError(f"SLURM_NODEID={node} is no entry of {name}={text[:80]}")
 
 
 def _is_number(text: str) -> bool:

@@ -163,7 +163,7 @@ def test_the_recipe_in_the_documentation_is_as_short_as_it_says() -> None:
 
 
 LONG = "sparse-tables.md"  # its commands start servers; what of it is quick has a test of its own
-SLOW = [LONG, "own-recipe.md"]  # the recipe of the second trains under every strategy above
+SLOW = [LONG, "own-recipe.md"]  # a test above trains the recipe of the second
 RUN = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.name in SLOW))
     for path in PAGES

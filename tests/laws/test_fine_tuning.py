@@ -368,7 +368,7 @@ def test_a_dictionary_of_other_things(made: Made) -> None:
 
 
 def test_a_run_gives_its_averages(tmp_path: Path) -> None:
-    run = spread("ddp", 2, folder=str(tmp_path), save_every=4, ema=0.9)
+    run = spread("ddp", 2, folder=str(tmp_path), save_every=3, ema=0.9)
     weights = open_weights(str(tmp_path), "key")
     assert "averaged weights" in weights.about
     assert np.array_equal(weights.read("0.weight").numpy(), np.asarray(run["tensors"]["optimizer/0.weight/ema"]))

@@ -78,7 +78,8 @@ def test_a_killed_rank_leaves_the_run_bit_for_bit_as_it_would_have_been(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "processes"), [("ddp", 2), ("dp", 2), pytest.param("fsdp", 2, marks=pytest.mark.slow)]
+    ("strategy", "processes"),
+    [("ddp", 2), ("dp", 2), *(pytest.param(*way, marks=pytest.mark.slow) for way in (("ddp", 3), ("fsdp", 2)))],
 )
 def test_a_run_stopped_where_nobody_saves_goes_on_bit_for_bit(
     strategy: str, processes: int, run_dtf: Any, calm: Callable[..., Result]

@@ -125,7 +125,16 @@ def test_saving_and_evaluating_leave_no_trace(strategy: str, processes: int) -> 
     [pytest.param("fp32", marks=pytest.mark.slow), pytest.param("bf16_master", marks=pytest.mark.slow), "fp16"],
 )
 @pytest.mark.parametrize(
-    ("strategy", "processes"), [("dp", 2), ("ddp", 3), ("fsdp", 2), ("tensor", 2), ("pipeline", 2), ("pserver", 3)]
+    ("strategy", "processes"),
+    [
+        ("dp", 2),
+        ("ddp", 3),
+        ("fsdp", 2),
+        pytest.param("fsdp", 3, marks=pytest.mark.slow),
+        ("tensor", 2),
+        ("pipeline", 2),
+        ("pserver", 3),
+    ],
 )
 def test_resume_is_exact(strategy: str, processes: int, precision: str, once: Callable[..., Any]) -> None:
     """Bit for bit the uninterrupted run: parameters, optimizer, loss scale, metrics, masks and data position."""

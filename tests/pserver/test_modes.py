@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtf.pserver.net.messages import NO, READY
+from dtf.pserver.net.messages import LATE, NO, READY
 from dtf.pserver.options import Mode
+from dtf.pserver.trainer.exchange import PULL_WAIT_S, Exchange
+from dtf.pserver.trainer.prefetch import WAIT_S
 from dtf.pserver.trainer.trainer import Trainer
 from tests.laws.test_sharded_tables import ANY
 from tests.support.harness import ROWS, difference, reference, spread
@@ -114,13 +116,14 @@ def test_a_table_is_full_when_all_servers_together_hold_its_rows(mode: str) -> N
         ([NO, NO, READY], False, 0.0, 3),
         pytest.param([NO, READY], True, 0.0, 1, id="earlier work"),
         pytest.param([NO, READY], False, HANG_S, 1, id="over"),
+        pytest.param([NO, LATE, READY], False, 0.0, 2, id="late"),
     ],
 )
 def test_a_pull_gives_way(
     answers: list[int], earlier: bool, waits_s: float, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not there yet is asked for again, but not while work waits that it may need, nor of a server that answers
-    sooner than it should, as the run is over.
+    """What is not there yet is asked for again, but not while work waits that it may need, nor of a server that says no
+    before the time is up: it has ended.
     """
     monkeypatch.setattr("dtf.pserver.trainer.trainer.PULL_WAIT_S", waits_s)
     trainer = Trainer.__new__(Trainer)
@@ -137,3 +140,13 @@ def test_a_pull_gives_way(
     trainer._prefetcher = SimpleNamespace(ready=lambda: ready)  # type: ignore[assignment]
     assert trainer._pull(prepared)[0] == answers[asked - 1]  # type: ignore[arg-type]
     assert pulls == [prepared] * asked
+
+
+@pytest.mark.parametrize(("synchronous", "wait_s"), [(True, PULL_WAIT_S), (False, WAIT_S)])
+def test_how_long_a_pull_may_wait(synchronous: bool, wait_s: float) -> None:
+    """Shortly for updates that this trainer may have to compute; long for the push in the same message."""
+    exchange = Exchange.__new__(Exchange)
+    exchange._number, exchange._synchronous = 0, synchronous
+    prepared = SimpleNamespace(lease=SimpleNamespace(kind=0, step=3, part=1), ticket=SimpleNamespace(step=3))
+    scalars, _ = exchange._pull_request(prepared, {}, 3, 0)  # type: ignore[arg-type]
+    assert scalars["wait_s"] == wait_s and PULL_WAIT_S < 1 < WAIT_S

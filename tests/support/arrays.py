@@ -1,4 +1,4 @@
-"""Which of all combinations run by default: enough that each strategy meets each value, and not more."""
+"""Which of all combinations run by default; the others are slow."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def crossed(
 ) -> list[Any]:
     """Parameters (strategy, options, value) of all combinations.
 
-    By default a strategy without options meets all values (those of `usual`, if given), and one with options a single
-    one of `turns` (the same unless given; None: with none), each the next. The others are slow.
+    By default a strategy without options meets all values (those of `usual`, if given). A strategy with options meets
+    one value of `turns` (those values, unless given): the first such strategy the first value, and so on; None stands
+    for no value. The others are slow.
     """
     usual, found, place = usual or values, [], 0
     turns = turns or usual
@@ -31,7 +32,7 @@ def crossed(
 
 
 def plain(variants: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """Parameters (strategy, options); those with options are slow, where `crossed` has other tests meet them."""
+    """Parameters (strategy, options); by default those without options."""
     return [
         pytest.param(strategy, options, id=f"{strategy}-{options}", marks=pytest.mark.slow if options else ())
         for strategy, options in variants

@@ -234,4 +234,4 @@ def _free_groups() -> None:
         if group is not dist.group.WORLD and not group.group_desc.startswith("mesh"):
             dist.destroy_process_group(group)
     gc.collect()
-    gc.freeze()  # what is still there is for good: later collections need not look at it
+    gc.freeze()  # little stays after a call, and a set ends after CALLS: later collections need not look at it

@@ -15,7 +15,7 @@ from dtf.pserver.net.compression import WIRE_DTYPES, compress, decompress
 from dtf.pserver.net.messages import ANY, EXCHANGE, LATE, NO, READY
 from dtf.pserver.net.transport import Transport
 from dtf.pserver.trainer.compute import LeaseResult, ParamBlocks, PulledState, TrainerModel
-from dtf.pserver.trainer.prefetch import DEADLINE_S, PreparedBatch
+from dtf.pserver.trainer.prefetch import DEADLINE_S, WAIT_S, PreparedBatch
 
 if TYPE_CHECKING:
     from dtf.pserver.options import PserverOptions
@@ -25,8 +25,9 @@ NO_BLOCKS = ParamBlocks(ANY, np.empty(0))
 
 
 PULL_WAIT_S = 0.25
-"""How long a server may let a pull wait for the updates before it. Short: they may need a lease that this trainer is
-granted meanwhile, and it computes nothing until the pull is answered.
+"""How long a server may let a pull of a synchronous mode wait for the updates before it. Short: they may need a lease
+that this trainer is granted meanwhile, and it computes nothing until the pull is answered. In other modes a pull waits
+for the push it came with alone, up to WAIT_S.
 """
 
 
@@ -165,7 +166,7 @@ class Exchange:
             "after": after,
             "train": int(lease.kind != EVALUATE),
             "known": known,
-            "wait_s": PULL_WAIT_S,
+            "wait_s": PULL_WAIT_S if self._synchronous else WAIT_S,
         }
         scalars |= {"of_step": lease.step, "of_part": lease.part, "at": prepared.ticket.step}
         return scalars, {f"want/{name}": table_ids for name, table_ids in ids.items()}

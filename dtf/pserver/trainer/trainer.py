@@ -174,8 +174,10 @@ class Trainer:
         self._push(lease, self._next_to_pull(), pulled.applied, result, prepared.batch.ids, prepared.unread)
 
     def _pull(self, prepared: PreparedBatch) -> tuple[int, PulledState | None]:
-        """See `Exchange.pull`. Asks again, unless work of an earlier step has come, for which the answer may wait, or
-        the run is over, when servers answer at once.
+        """Ask until the answer is there, or for WAIT_S; see `Exchange.pull`. Ends sooner when earlier work has come,
+        for which this answer may wait, and when a server says no at once, as it does once it has ended.
+
+        Without an answer the caller puts the batch back, and so asks for one lease more.
         """
         until = monotonic() + WAIT_S
         while True:
