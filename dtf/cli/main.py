@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from dtf.core.errors import INTERRUPTED, PIPE_CLOSED, ConfigError, DtfError, Exit, error_line
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # it was a rank itself: gloo's threads may not outlive the interpreter
     if leaving and "torch.distributed" in sys.modules:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
+            with contextlib.suppress(OSError):
                 stream.flush()
         os._exit(code)
     return code
@@ -184,7 +185,10 @@ def _info(composed: Composed, what: str) -> int:
     handlers, level = list(root.handlers), root.level
     try:
         composer = composed.composer
-        hydra_app(composer.loader).show_info(what, composer.config_name, list(composed.overrides))
+        # by way of a text: a handler of logging prints tracebacks when nobody reads on
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            hydra_app(composer.loader).show_info(what, composer.config_name, list(composed.overrides))
+        print(text.getvalue(), end="")
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
@@ -213,7 +217,9 @@ def _complete(overrides: list[str]) -> int:
     composer = Composer(flags.config_dir, flags.config_name)
     hydra = hydra_app(composer.loader)
     try:
-        composer.with_plugins(flags.overrides, lambda: hydra.shell_completion(composer.config_name, overrides))
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            composer.with_plugins(flags.overrides, lambda: hydra.shell_completion(composer.config_name, overrides))
     except ValueError as error:
         raise ConfigError(f"{error}") from error
+    print(text.getvalue(), end="")
     return Exit.OK

@@ -176,6 +176,8 @@ class Loader(ConfigLoaderImpl):
     ) -> tuple[Any, CachingConfigRepository]:
         """Of Hydra's own defaults list only launcher and sweeper are composed: dtf reads nothing of the others."""
         parsed, repository = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        if config_name is None:  # it is asked for names only
+            return parsed, repository
         own = repository.load_config("hydra/config")
         assert own is not None and isinstance(own.config, DictConfig)
         own.defaults_list = [

@@ -44,7 +44,8 @@ def read_checked(path: Path) -> str:
 
 
 def check_hydra(hydra: DictConfig) -> None:
-    """Refuse settings of Hydra that start code: callbacks, logging factories, environment variables, classes by path.
+    """Refuse settings of Hydra that start code (callbacks, logging factories, environment variables, classes by path),
+    and those that have no effect here.
 
     ConfigError.
     """
@@ -58,6 +59,11 @@ def check_hydra(hydra: DictConfig) -> None:
         ("hydra.job.env_set", not job["env_set"], "launcher.env"),
         ("hydra.job.env_copy", not job["env_copy"], "launcher.env"),
         ("hydra.job.chdir", not job["chdir"], "run.dir"),
+        ("hydra.run.dir", plain["run"]["dir"] == ".", "run.dir"),
+        ("hydra.sweep.subdir", plain["sweep"]["subdir"] == ".", "run.dir"),
+        ("hydra.output_subdir", plain["output_subdir"] is None, "run.dir"),
+        ("hydra.mode", plain["mode"] is None, "-m"),
+        ("hydra.verbose", plain["verbose"] is False, "observers"),
         ("hydra.job_logging", all(isinstance(log, dict) and log.get("root") is None for log in logs), "observers"),
     ):
         if not empty:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 
+_HYDRA_ELSEWHERE = {
+    "hydra.sweep.dir": "use run.dir instead",
+    "hydra.sweeper.params": "write the sweep as lr.peak=0.1,0.2, or the params into a file",
+}
+"""Keys of Hydra that only dtf, or only a file, may set: what to write instead."""
+
+
 def check_override(override: Override, loader: Loader) -> None:
     """Raise ConfigError for an override of a single run that chooses no option, or sets what must not be set."""
     name = override.key_or_group
@@ -29,6 +36,10 @@ def check_override(override: Override, loader: Loader) -> None:
         raise ConfigError(
             f"{show(override.input_line)} takes away settings of Hydra that dtf needs; leave it out; "
             "set on the command line"
+        )
+    if name in _HYDRA_ELSEWHERE:
+        raise ConfigError(
+            f"{show(override.input_line)} is not used here; {_HYDRA_ELSEWHERE[name]}; set on the command line"
         )
     if override.is_delete() and name in GROUPS:
         raise ConfigError(f"{show(override.input_line)} {_instead_of_deletion(group, loader)}; set on the command line")

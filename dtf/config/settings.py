@@ -265,9 +265,10 @@ def load_plugin(name: str) -> None:
     except ConfigError:
         raise
     except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}.")
         raise ConfigError(
-            f"plugins=[{name}] cannot be imported: {type(error).__name__}: {error}; install it, or run where it can "
-            "be found"
+            f"plugins=[{name}] cannot be imported: {type(error).__name__}: {error}"
+            + ("; install it, or run where it can be found" if missing else "")
         ) from error
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from dtf.launch.cluster_env import rank_environment
 
 _MARGIN_S = 10.0
 """How much longer the others wait for rank 0, which knows who is missing, so that it gives up first."""
+_PATIENCE_S = 30.0
+"""Seconds of waiting for other ranks before a line says so: ranks of many hosts start seconds apart."""
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -90,12 +93,32 @@ class Env(Launcher):
 
         ConfigError names the rank that differs and in what.
         """
-        from dtf.config.settings import parse_settings
-        from dtf.runs.run_folder import Run, versions
-
         self._environment = rank_environment(os.environ)
         address = self._environment.address, self._environment.port
         os.environ |= network.socket_variables(self.interface, address, os.environ) | self.env
+        timer = threading.Timer(_PATIENCE_S, self._say_who_is_awaited)
+        timer.daemon = True
+        timer.start()
+        try:
+            return self._agree(config, make)
+        finally:
+            timer.cancel()
+
+    def _say_who_is_awaited(self) -> None:
+        environment = self._environment
+        others = "the other ranks" if environment.rank == 0 else "rank 0"
+        print(
+            f"dtf: rank {environment.rank} of {environment.size} waits at {environment.address}:{environment.port} for "
+            f"{others}, up to launcher.meet_timeout_s={self.meet_timeout_s:g}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _agree(self, config: dict[str, Any], make: Callable[[str], Run]) -> Run:
+        """See `open`."""
+        from dtf.config.settings import parse_settings
+        from dtf.runs.run_folder import Run, versions
+
         store = self._connect()
         task = {
             "config": shared_keys(config),

@@ -16,7 +16,7 @@ import pytest
 
 from dtf.config.settings import Settings
 from dtf.core import consistency
-from dtf.core.errors import BusyError, ConfigError, DtfError, Exit
+from dtf.core.errors import BusyError, ConfigError, DtfError, Exit, PeerError
 from dtf.core.types import Place
 from dtf.distributed.world import World
 from dtf.launch.cluster_env import VARIABLES
@@ -180,6 +180,18 @@ def test_who_did_not_come_is_named_to_all(ranks, tmp_path: Path) -> None:
             == f"rank 2, 3 of 4 did not come to 127.0.0.1:{port} within launcher.meet_timeout_s=1, or is gone; see "
             "job=doctor"
         )
+
+
+def test_a_rank_that_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    environment = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    for name, value in {**environment, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("dtf.launch.env._PATIENCE_S", 0.0)
+    with pytest.raises(PeerError):
+        Env(devices="cpu", meet_timeout_s=1.0).open({}, lambda again: cast(Run, None))
+    waits = f"dtf: rank 0 of 2 waits at 127.0.0.1:{port} for the other ranks, up to launcher.meet_timeout_s=1\n"
+    assert waits in capsys.readouterr().err
 
 
 def test_a_busy_folder_ends_all_ranks(ranks, tmp_path: Path) -> None:

@@ -136,6 +136,11 @@ def test_the_first_host_of_a_slurm_list(text: str, first: str) -> None:
         ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is no number"),
         ({**TORCHRUN, "RANK": "²"}, "RANK=² is no number"),
         ({**TORCHRUN, "RANK": "9" * 5000}, "is no number"),
+        ({**SRUN, "SLURM_NODEID": "9" * 5000}, f"SLURM_NODEID={'9' * 80} is no number"),
+        (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "", "SLURM_TASKS_PER_NODE": "1(x99999999999)"},
+            "SLURM_TASKS_PER_NODE=1(x99999999999) is no list of tasks",
+        ),
         (
             {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "abc"},
             "SLURM_STEP_TASKS_PER_NODE=abc is no list of tasks like 4(x2),3",
@@ -159,6 +164,17 @@ def test_what_is_missing_or_contradicts_is_named(environment: dict[str, str], wo
     with pytest.raises(ConfigError) as caught:
         rank_environment(environment)
     assert words in str(caught.value)
+
+
+def test_jobs_of_a_federation_have_ports_of_their_own() -> None:
+    """Their ids have ten digits: the number of the cluster stands in the high bits."""
+    ports = {rank_environment({**SRUN, "SLURM_JOB_ID": str(job)}).port for job in (1006632961, 1006632962)}
+    assert len(ports) == 2
+
+
+def test_many_hosts_with_as_many_tasks_are_counted_by_groups() -> None:
+    tasks = {"SLURM_STEP_TASKS_PER_NODE": "4(x100000000),3", "SLURM_NODEID": "100000000", "SLURM_LOCALID": "2"}
+    assert rank_environment({**SRUN, **tasks}).local_size == 3
 
 
 @given(

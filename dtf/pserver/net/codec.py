@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# torch need not warn of arrays that cannot be written: servers and trainers read what arrives, and copy it
-warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable")
+# torch need not warn our servers and trainers of arrays that cannot be written: they read what arrives, and copy it
+warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writable", module=r"dtf\.")
 
 MAGIC, VERSION = b"DTFW", 1
 ALIGNMENT, LONGEST_NAME, LONGEST_TEXT, MOST_DIMENSIONS = 64, 128, 512, 8
