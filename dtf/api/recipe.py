@@ -217,21 +217,27 @@ class Recipe(ABC):
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """The model as a plain module. Called under `torch.device("meta")`: `initialise` draws its parameters later."""
+        """The model as a plain module, on CPU, in fp32. What its constructors make of it is what every strategy starts
+        from: parameters, buffers, ties, hooks.
+
+        Called under generators (torch's, Python's, numpy's) that are seeded with the run's seed. A recipe that
+        overrides `initialise` is called under `torch.device("meta")` instead.
+        """
 
     def initialise(self, name: str, module: nn.Module) -> None:
-        """Draw the parameters and buffers that `module` itself owns, without those of its children. On CPU, in fp32, in
-        place.
+        """For a model that is larger than a host: draw the parameters and buffers that `module` itself owns, without
+        those of its children. On CPU, in fp32, in place.
 
-        `name` is the full dotted name of the module, "" for the root. Before the call the global generator is seeded
-        with hash(seed, name). Default: the module's `reset_parameters`.
+        A recipe that overrides this has its model built without memory, and drawn module by module; what the
+        constructors draw is lost. `name` is the full dotted name of the module, "" for the root. Before the call the
+        global generator is seeded with hash(seed, name). This method itself calls the module's `reset_parameters`.
         """
         reset = getattr(module, "reset_parameters", None)
         if reset is not None:
             reset()
 
     def layout(self, model: nn.Module) -> Layout:
-        """The parts of `model`, as `build_model` makes it, on meta. Default: unknown."""
+        """The parts of `model`, as `build_model` makes it. Default: unknown."""
         return Layout()
 
     def tables(self) -> dict[str, Table]:

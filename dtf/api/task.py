@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from dtf.api.optimizer import Optimizer
     from dtf.api.options import StepOptions
@@ -64,6 +64,9 @@ class Task:
 
     rows: RowOptimizer | None = None
     """The optimizer of the rows of sparse tables. Only recipes that have such tables need it."""
+
+    built: list[nn.Module] = field(default_factory=list)
+    """The model, where this process has built it already; whoever takes it takes it out. See `dtf.model.init`."""
 
 
 class Source(Protocol):

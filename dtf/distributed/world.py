@@ -111,6 +111,13 @@ class World:
         dist.broadcast(data, src=0)
         return _decode(data)
 
+    def send_from_first(self, tensor: torch.Tensor) -> None:
+        """Overwrite a CPU tensor with rank 0's bytes. Collective."""
+        if self.size > 1:
+            flat = tensor.reshape(-1).contiguous()
+            dist.broadcast(flat.view(torch.uint8) if flat.numel() else flat, src=0)
+            tensor.copy_(flat.view(tensor.shape))
+
     def gather(self, value: Any) -> list[Any] | None:
         """The JSON values of all ranks in order of rank, on rank 0; None on other ranks. Collective."""
         if self.size == 1:

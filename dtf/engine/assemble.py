@@ -28,9 +28,11 @@ from dtf.data.loader import Loader
 from dtf.data.splits import Splits
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan
+from dtf.engine.initial_numbers import agree_on_start
 from dtf.engine.rank import Rank, ignore
+from dtf.model.draw_by_name import draws_by_name
 from dtf.model.ema import with_ema
-from dtf.model.init import build_on_meta
+from dtf.model.init import construct, start_from
 from dtf.model.pretrained import WeightMatch, Weights, match_weights, open_weights
 from dtf.runs.run_folder import redact
 
@@ -74,8 +76,8 @@ class TaskInputs:
     facts: dict[str, Any]
     """What must be the same on all ranks."""
 
-    model: nn.Module
-    """On meta: names and shapes only."""
+    parameters: tuple[int, int]
+    """Numbers in the parameters of the model, and how many of them learn."""
 
     weights: Weights | None
     weights_digest: str
@@ -148,7 +150,7 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         world.facts, world.folder = facts, rank.folder
         check_consistent(world, facts | {"finds the run folder": _finds(rank.folder, rank.run_id)})
     epochs = splits.cut()
-    model = build_on_meta(recipe)
+    model = construct(recipe, settings.seed)
     parameters = dict(model.named_parameters())
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     check_used("recipe.model.freeze", recipe.fine_tuning.freeze, parameters)
@@ -165,7 +167,15 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
         weights,
         settings.sparse,
     )
-    return TaskInputs(task, splits, epochs, facts, model, weights, weights_digest, weights_fit)
+    if not draws_by_name(recipe):
+        if joined.trains:
+            agree_on_start(world, model, lambda text: joined.see(Note("warning", text)))
+        if weights is not None:
+            start_from(model, weights)
+        task.built.append(model)
+    numbers = sum(p.numel() for p in parameters.values())
+    learning = sum(p.numel() for name, p in parameters.items() if name not in frozen)
+    return TaskInputs(task, splits, epochs, facts, (numbers, learning), weights, weights_digest, weights_fit)
 
 
 def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:

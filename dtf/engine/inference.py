@@ -29,7 +29,7 @@ from dtf.distributed.sharding import is_dtensor
 from dtf.distributed.world import World
 from dtf.engine.predictions import Prediction
 from dtf.model.forward import zero_rows_for_tables
-from dtf.model.init import build_on_meta
+from dtf.model.init import construct
 from dtf.model.pretrained import Weights, match_weights, open_weights
 
 REPORT_S = 5.0
@@ -179,7 +179,7 @@ class Inference:
 def weights_of(settings: Settings, model: str) -> Weights:
     """All numbers of the recipe's model: those at the place that `job.model` names, else recipe.model.weights."""
     place, key = (model, "job.model") if model else (settings.recipe.fine_tuning.weights, "recipe.model.weights")
-    return match_weights(open_weights(place, key), settings.recipe, build_on_meta(settings.recipe), key, whole=True)[0]
+    return match_weights(open_weights(place, key), settings.recipe, construct(settings.recipe), key, whole=True)[0]
 
 
 def names_of(recipe: Recipe, weights: Weights) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from dtf.api.precision import Cast, Format
 from dtf.api.schema import show, to_plain
@@ -25,7 +24,7 @@ def startup_table(
     settings: Settings,
     config: dict[str, Any],
     folder: Path,
-    model: nn.Module,
+    parameters: tuple[int, int],
     program: Program,
     world: World,
     plan: Plan,
@@ -33,11 +32,9 @@ def startup_table(
     train_rows: int,
     eval_rows: int,
 ) -> dict[str, Any]:
-    """Name of a line -> text. Not collective."""
-    parameters, learning = (
-        sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True)
-    )
-    frozen = f" ({learning:,} of them learn)" if learning < parameters else ""
+    """Name of a line -> text. `parameters`: numbers of the model, and how many of them learn. Not collective."""
+    numbers, learning = parameters
+    frozen = f" ({learning:,} of them learn)" if learning < numbers else ""
     batch, shares = settings.step.batch_size, program.shares
     bounds = micro_batch_bounds(batch, program.micro_batch_rows)
     roles = settings.strategy.roles(world.slots)
@@ -64,7 +61,7 @@ def startup_table(
     )
     threads = world.place.threads
     return {
-        "recipe": f"{config['recipe']['name']}: {parameters:,} parameters{frozen}, {train_rows:,} training rows, "
+        "recipe": f"{config['recipe']['name']}: {numbers:,} parameters{frozen}, {train_rows:,} training rows, "
         f"{eval_rows:,} evaluation rows",
         "strategy": f"{' '.join(words)} on {processes}, {count_text(threads, 'thread')} a "
         f"{'process' if alike else world.place.role}",

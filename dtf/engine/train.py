@@ -85,7 +85,7 @@ def _report_start(setup: TrainingSetup, resumed: Resumed) -> list[Memory]:
         rank.settings,
         rank.config,
         rank.folder,
-        inputs.model,
+        inputs.parameters,
         program,
         world,
         plan,

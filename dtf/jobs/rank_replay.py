@@ -27,7 +27,7 @@ from dtf.engine.inference import Pace
 from dtf.engine.rank import stop_signals
 from dtf.host.heartbeat import beat
 from dtf.model.ema import with_ema
-from dtf.model.init import build_on_meta
+from dtf.model.init import construct
 from dtf.model.pretrained import Weights, match_weights, open_weights
 from dtf.pserver.record.recorder import read
 from dtf.pserver.record.replay import Replay
@@ -141,7 +141,7 @@ def _weights(recipe: Recipe, final: Path) -> Weights | None:
     place, key = recipe.fine_tuning.weights, "recipe.model.weights"
     if not place:
         return None
-    weights = match_weights(open_weights(place, key), recipe, build_on_meta(recipe), key)[0]
+    weights = match_weights(open_weights(place, key), recipe, construct(recipe), key)[0]
     if weights.digest() != StoredCheckpoint(final).scalars.get(key):
         raise DataError(f"{key}={place} has changed since the run started from it, so that nothing can be replayed")
     return weights

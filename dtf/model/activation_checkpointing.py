@@ -21,7 +21,7 @@ from dtf.api.options import Remat
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.distributed.collectives import PARTIAL
-from dtf.model.init import build_on_meta, layout_of
+from dtf.model.init import layout_of
 from dtf.model.seeded_dropout import SeededDropout
 
 _aten = torch.ops.aten
@@ -33,16 +33,15 @@ _SAVED_OPERATORS = {
 """Most of the arithmetic of a network is in these: `selective` keeps their results."""
 
 
-def modules_to_checkpoint(recipe: Recipe, kind: Remat) -> list[str]:
-    """Names of the modules to checkpoint: modules of the layout's blocks that have layers inside. ConfigError when
-    `kind` needs some and there are none.
+def modules_to_checkpoint(recipe: Recipe, model: nn.Module, kind: Remat) -> list[str]:
+    """Names of the modules of a recipe's model to checkpoint: modules of the layout's blocks that have layers inside.
+    ConfigError when `kind` needs some and there are none.
 
     A block that is a single layer is left as it is: its input, which it keeps for its backward pass, would be kept
     anyway.
     """
     if kind is Remat.none:
         return []
-    model = build_on_meta(recipe)
     blocks = layout_of(recipe, model).blocks
     names = [name for block in blocks for name in block if any(True for _ in model.get_submodule(name).children())]
     if not names:
@@ -94,28 +93,27 @@ class _CheckpointedForward:
 
     def _contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """The contexts of the forward pass, and of the pass that computes it again."""
+        again = self._masks.again(self._masks.key, self._masks.calls())
         if self._kind is Remat.blocks:
-            return nullcontext(), self._recompute(self._masks.key, nullcontext())
+            return nullcontext(), self._recompute(again, nullcontext())
         results: deque[_Result] = deque()
-        return _SaveResults(results), self._recompute(self._masks.key, _ReuseResults(results, self._name))
+        return _SaveResults(results), self._recompute(again, _ReuseResults(results, self._name))
 
     @contextmanager
-    def _recompute(self, key: int, reuse: AbstractContextManager) -> Iterator[None]:
-        """The state of the first forward: the dropout key of its micro-batch, although others have passed since.
+    def _recompute(self, masks: AbstractContextManager, reuse: AbstractContextManager) -> Iterator[None]:
+        """The state of the first forward: the dropout masks of its micro-batch, although others have passed since.
         Running averages have already counted this pass.
 
         They get weight 0, as the kernel must see the same tensors. torch itself restores the global generator and
         autocast.
         """
-        now, momenta, versions = self._masks.key, [norm.momentum for norm in self._norms], self._buffers()
-        self._masks.key = key
+        momenta, versions = [norm.momentum for norm in self._norms], self._buffers()
         for norm in self._norms:
             norm.momentum = 0.0
         try:
-            with reuse:
+            with masks, reuse:
                 yield
         finally:  # most leave by an exception: torch stops when the last tensor that backward wants is there
-            self._masks.key = now
             for norm, momentum in zip(self._norms, momenta, strict=True):
                 norm.momentum = momentum
             if self._buffers() != versions:

@@ -1,20 +1,22 @@
-"""From a recipe to an initialised model. Every strategy starts from the same numbers, without a broadcast."""
+"""From a recipe to an initialised model, which every strategy starts from: what its author's constructor made."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
-from typing import NoReturn
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dtf.api.layout import Layout, Split
 from dtf.api.precision import Cast, Format, Precision
 from dtf.api.recipe import Recipe
-from dtf.api.task import Weights
+from dtf.api.task import Task, Weights
 from dtf.core.errors import ConfigError
-from dtf.core.seeding import seed_of
 from dtf.core.text import suggest
+from dtf.model.draw_by_name import draws_by_name, init_modules
 from dtf.model.freeze import freeze
 
 DTYPES = {
@@ -26,34 +28,97 @@ DTYPES = {
 
 
 def init_model(recipe: Recipe, seed: int, weights: Weights | None = None) -> nn.Module:
-    """The recipe's model on CPU in fp32, with all values; see `init_modules`. Not collective.
+    """The recipe's model on CPU in fp32, with all values, frozen where the recipe says so. Not collective.
 
-    Tensors that `weights` has are taken from there, in their format. ConfigError for a parameter that is never
-    initialised, DataError for weights that cannot be read.
+    It is what its author's code makes under this seed, bit for bit as after `torch.manual_seed(seed)` in plain PyTorch;
+    Python's and numpy's generators are seeded too, and all of them are left as they were. A recipe that overrides
+    `initialise` draws it by name instead. Tensors that `weights` has are taken from there, in their format.
+
+    ConfigError for a model that cannot be trained, DataError for weights that cannot be read.
     """
-    model = build_on_meta(recipe)
-    for _, tensors in init_modules(recipe, seed, model):
-        for name, tensor in tensors.items():
-            if weights is not None and name in weights:
-                tensor.data = weights.read(name)
+    if draws_by_name(recipe):
+        model = build_on_meta(recipe)
+        for _ in init_modules(recipe, seed, model):
+            pass
+    else:
+        with _seeded(seed):
+            model = _built(recipe)
+    if weights is not None:
+        start_from(model, weights)
     return model
 
 
-def build_on_meta(recipe: Recipe) -> nn.Module:
-    """The recipe's model on meta, without memory, with frozen parameters where the recipe says so.
+def start_from(model: nn.Module, weights: Weights) -> None:
+    """Put the tensors that `weights` has into a model on CPU, in their format. DataError when they cannot be read."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in weights:
+            tensor.data = weights.read(name)
 
-    ConfigError for parameters of dtypes that cannot be kept: parameters that are not floating, or of several dtypes.
-    """
+
+def model_of(task: Task) -> nn.Module:
+    """The model of a task, as of `init_model`: the one that this process has built already, or one more like it."""
+    return task.built.pop() if task.built else init_model(task.recipe, task.seed, task.weights)
+
+
+def build_on_meta(recipe: Recipe) -> nn.Module:
+    """The model of a recipe that draws by name, without memory, frozen where the recipe says so."""
     with torch.device("meta"):
-        model = recipe.build_model()
-    who, first = f"{type(recipe).__name__}.build_model()", {}  # format -> the first parameter that has it
+        return _built(recipe)
+
+
+def model_to_cut(task: Task) -> nn.Module:
+    """The model of a task for a strategy that keeps parts of it: as of `model_of`, or on meta where the recipe draws by
+    name.
+    """
+    return build_on_meta(task.recipe) if draws_by_name(task.recipe) else model_of(task)
+
+
+def construct(recipe: Recipe, seed: int = 0) -> nn.Module:
+    """The recipe's model for its names and shapes: with values, or on meta where the recipe draws by name."""
+    return build_on_meta(recipe) if draws_by_name(recipe) else init_model(recipe, seed)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """A context under which torch, Python and numpy draw from this seed on CPU; their generators are restored."""
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state()
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            torch.set_default_dtype(torch.float32)
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _built(recipe: Recipe) -> nn.Module:
+    """The recipe's model, checked and with frozen parameters. ConfigError for what cannot be kept or trained."""
+    who = f"{type(recipe).__name__}.build_model()"
+    model = recipe.build_model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{who} returned {type(model).__name__}; it must return a torch.nn.Module")
+    first: dict[str, str] = {}  # format -> the first parameter that has it
     for name, parameter in model.named_parameters():
         kind = str(parameter.dtype).removeprefix("torch.")
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"{who} makes the parameter {name} without a shape (a lazy module); name its sizes, or run one batch "
+                "through the model inside build_model()"
+            )
         if not parameter.dtype.is_floating_point:
             raise ConfigError(
                 f"{who} makes the parameter {name} {kind}; parameters are real numbers: make it a buffer, or its real "
                 "and imaginary parts two"
             )
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ConfigError(f"{who} puts {name} on {parameter.device}; leave the device out, the strategy chooses it")
         first.setdefault(kind, name)
     if len(first) > 1:
         listed = ", ".join(f"{name} is {kind}" for kind, name in first.items())
@@ -61,6 +126,15 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
             f"{who} makes parameters of several formats ({listed}), but all become precision.param; leave the format "
             "out, and let the forward pass cast to that of a weight where it must"
         )
+    persistent = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if is_lazy(buffer):
+            raise ConfigError(f"{who} makes the buffer {name} without a shape (a lazy module); name its sizes")
+        if buffer.is_complex() and name in persistent:
+            raise ConfigError(
+                f"{who} makes the buffer {name} complex, which checkpoints cannot hold; register it with "
+                "persistent=False if the constructor can make it again, else as real and imaginary parts"
+            )
     freeze(model, recipe.fine_tuning.freeze)
     return model
 
@@ -99,62 +173,6 @@ def layout_of(recipe: Recipe, model: nn.Module) -> Layout:
                 f"{who} splits {name} as {split!r}; use one of Split.{', Split.'.join(kind.name for kind in Split)}"
             )
     return layout
-
-
-def init_modules(recipe: Recipe, seed: int, model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
-    """Initialise a model that is on meta, module by module, each under a generator seeded with hash(seed, module name).
-    On CPU, in fp32 whatever the precision, so that runs of different precision start alike.
-
-    Yields each module and the parameters and buffers that it now owns, by full name; a shared tensor under its first
-    name. A caller that keeps only parts of them may drop the rest then. ConfigError when a parameter or buffer was
-    never drawn.
-    """
-    names = {id(p): name for name, p in model.named_parameters()}  # the first name of a tied parameter
-    # and its last owner, by when it must be drawn
-    last = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
-    made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
-    for prefix, module in model.named_modules():
-        unfinished: set[str] = set()
-        owned: dict[str, Tensor] = {}
-        # not named_parameters: that leaves out a second name of the same tensor
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            name, key_of = names[id(parameter)], id(parameter)
-            drawing = made.pop(key_of, None)
-            if drawing is None:
-                drawing = nn.Parameter(
-                    torch.full(parameter.shape, torch.nan, dtype=torch.float32), requires_grad=parameter.requires_grad
-                )
-            if last[key_of] is not module:
-                made[key_of] = drawing
-                unfinished.add(name)
-            module._parameters[key] = owned[name] = drawing
-        for key, buffer in module.named_buffers(recurse=False):
-            floating = buffer.dtype.is_floating_point
-            empty = torch.full(
-                buffer.shape, torch.nan if floating else 0, dtype=torch.float32 if floating else buffer.dtype
-            )
-            module._buffers[key] = owned[f"{prefix}.{key}" if prefix else key] = empty
-        buffers = {key: (buffer, buffer._version) for key, buffer in module.named_buffers(recurse=False)}
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(seed_of(seed, "initialise", prefix))
-            recipe.initialise(prefix, module)
-        for key, (buffer, version) in buffers.items():
-            if module._buffers[key] is buffer and buffer._version == version and key != "num_batches_tracked":
-                name = f"{prefix}.{key}" if prefix else key
-                _never_drawn(recipe, name, "what its constructor put there is lost, the model is built without memory")
-        for name, tensor in owned.items():
-            if name not in unfinished and tensor.dtype.is_floating_point and bool(tensor.detach().isnan().any()):
-                _never_drawn(recipe, name, "or only in part")
-        yield module, owned
-
-
-def _never_drawn(recipe: Recipe, name: str, why: str) -> NoReturn:
-    raise ConfigError(
-        f"recipe={type(recipe).__name__}: {name} is never drawn ({why}); give its module a reset_parameters or extend "
-        "initialise()"
-    )
 
 
 def is_statistics(module: nn.Module) -> bool:

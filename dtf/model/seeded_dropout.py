@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dtf.core.errors import ConfigError
 from dtf.core.seeding import seed_of
+
+MOST_IN_FLIGHT = 4096
+"""Micro-batches of which the calls of layers are remembered: more than any schedule holds between forward and
+backward.
+"""
 
 
 class SeededDropout:
@@ -18,10 +25,14 @@ class SeededDropout:
 
     def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
         self._seed, self.key = seed, 0
+        self._calls: dict[int, dict[str, int]] = {}  # key of a micro-batch -> layer -> how often it was called
+        self._again: dict[str, int] | None = None  # the same in a pass that is computed again; None: in no such pass
         self._seeded: list[Any] = []
-        self._generator = (
-            torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-        )
+        # on CUDA a model may draw on the CPU too, such as which layers it skips
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._seeders: list[Callable[[int], Any]] = [generator.manual_seed for generator in self._generators]
         for name, module in model.named_modules():
             if isinstance(module, DROPOUTS) and type(module).forward in _FORWARDS:  # also one whose class FSDP changed
                 # The class changes, the module and its name stay: parameter names and hooks of the user's model are
@@ -54,17 +65,68 @@ class SeededDropout:
                 hook.remove()
 
     def rng_state(self) -> Tensor:
-        """The state of the global generator, from which everything but the seeded layers draws."""
-        return self._generator.get_state()
+        """The state of torch's global generators, from which everything but the seeded layers draws."""
+        return torch.cat([generator.get_state() for generator in self._generators])
+
+    @contextmanager
+    def find_other_generators(self) -> Iterator[None]:
+        """A context for a trial pass. Where it draws from Python's or numpy's global generator, that one is seeded with
+        each micro-batch too.
+        """
+        before = random.getstate(), _numpy_state()
+        yield
+        if random.getstate() != before[0]:
+            self._seeders.append(random.seed)
+        if _numpy_state() != before[1]:
+            self._seeders.append(lambda key: np.random.seed(key % 2**32))
 
     def begin_micro_batch(self, step: int, micro_batch: int) -> None:
         """Called before a micro-batch. All random numbers in it are functions of (seed, step, micro-batch)."""
+        self.return_to(step, micro_batch)
+        self._calls[self.key] = {}
+        if len(self._calls) > MOST_IN_FLIGHT:
+            del self._calls[next(iter(self._calls))]
+        for seed in self._seeders:  # for functional dropout and torch.rand in a user's forward
+            seed(self.key)
+
+    def return_to(self, step: int, micro_batch: int) -> None:
+        """Called before the backward pass of a micro-batch, where others have begun since: parts of its forward may be
+        computed again in it.
+        """
         self.key = seed_of(self._seed, "mask", step, micro_batch)
-        self._generator.manual_seed(self.key)  # for functional dropout and torch.rand in a user's forward
+
+    def calls(self) -> dict[str, int]:
+        """How often each layer was called so far in this micro-batch."""
+        return dict(self._calls.get(self.key, {}))
+
+    @contextmanager
+    def again(self, key: int, calls: dict[str, int]) -> Iterator[None]:
+        """A context for a pass that is computed again: the micro-batch of `key`, after these calls."""
+        now, self.key, self._again = (self.key, self._again), key, dict(calls)
+        try:
+            yield
+        finally:
+            self.key, self._again = now
+
+    def call(self, name: str) -> int:
+        """The number of this call of a layer within its micro-batch, from 0."""
+        calls = self._calls.setdefault(self.key, {}) if self._again is None else self._again
+        if self._again is None and torch._C._current_graph_task_id() != -1:
+            # torch.utils.checkpoint in the model's own code computes a part of its forward again
+            if calls.get(name, 1) > 1:
+                raise ConfigError(
+                    f"{name} is called {calls[name]} times in a forward pass, and torch.utils.checkpoint computes it "
+                    "again: which of its masks is wanted is not known; give each call a dropout module of its own, or "
+                    "use step.remat"
+                )
+            return 0
+        number = calls.get(name, 0)
+        calls[name] = number + 1
+        return number
 
 
 class _Seeded:
-    """A dropout layer whose mask is drawn from hash(seed, step, micro-batch, layer name)."""
+    """A dropout layer whose mask is drawn from hash(seed, step, micro-batch, layer name, number of the call)."""
 
     _masks: SeededDropout
     _name: str
@@ -77,7 +139,9 @@ class _Seeded:
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.p:
             return x
-        generator = torch.Generator(x.device).manual_seed(seed_of(self._masks.key, self._name))
+        number = self._masks.call(self._name)
+        parts = (self._name, number) if number else (self._name,)
+        generator = torch.Generator(x.device).manual_seed(seed_of(self._masks.key, *parts))
         shape = [*x.shape]
         if self._slice:
             axis, width, first, last = self._slice
@@ -96,6 +160,12 @@ class _Seeded:
             axis, _, first, last = self._slice
             mask = mask.narrow(axis, first, last - first)
         return x * mask.mul_(0.0 if self.p == 1 else 1 / (1 - self.p))
+
+
+def _numpy_state() -> bytes:
+    """Of numpy's global generator."""
+    state: Any = np.random.get_state()
+    return state[1].tobytes() + bytes(str(state[2]), "ascii")
 
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

@@ -84,14 +84,14 @@ class Pserver(PserverOptions, Strategy):
 
     def _replica(self, task: Task, world: World) -> Program:
         """ddp's program, with rows elsewhere."""
-        from dtf.model.init import cast, init_model
+        from dtf.model.init import cast, model_of
         from dtf.optim.update import LocalUpdate, full_params
         from dtf.pserver.connections import connect_servers
         from dtf.pserver.trainer.remote_tables import RemoteTables, RemoteTablesProgram
         from dtf.strategies.ddp import inflight_bytes, wrap_ddp
         from dtf.strategies.spmd import Replica, microbatch_load
 
-        model = init_model(task.recipe, task.seed, task.weights)
+        model = model_of(task)
         masters = cast(model, task.precision, world.device)
         several = world.size > 1
         forward, exchange = (

@@ -108,12 +108,12 @@ class Ddp(Strategy):
 
     def setup(self, task: Task, world: World) -> Program:
         from dtf.distributed.sharding import byte_count, greedy_balance
-        from dtf.model.init import cast, init_model
+        from dtf.model.init import cast, model_of
         from dtf.optim.update import LocalUpdate, full_params
         from dtf.sparse.make_tables import tables_of
         from dtf.strategies.spmd import Replica, Spmd, microbatch_load
 
-        model = init_model(task.recipe, task.seed, task.weights)
+        model = model_of(task)
         masters = cast(model, task.precision, world.device)
         forward, exchange = None, 0
         if world.size > 1:  # on one rank the bare model is the same program

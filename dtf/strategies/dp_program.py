@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program
@@ -18,7 +18,7 @@ from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.forward import apply_receive, global_rng_error, loss_dtype, merge_evaluated, rows_of, to_device
-from dtf.model.init import cast, init_model
+from dtf.model.init import cast, model_of
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
@@ -46,8 +46,10 @@ class DataParallelProgram(Program):
         self._replicas: list[Replica] = []
         self._updates: list[LocalUpdate] = []
         self._tables = tables_of(task, world, Placement.replicated)
-        for device in devices:
-            model = init_model(task.recipe, task.seed, task.weights)
+        models = [model_of(task) for _ in devices]
+        for model in models[1:]:  # a constructor may draw from what no seed reaches
+            _copy_tensors(models[0], model)
+        for model, device in zip(models, devices, strict=True):
             masters = cast(model, task.precision, device)
             self._replicas.append(Replica(model, task, device))
             if every or not self._updates:
@@ -204,6 +206,14 @@ class DataParallelProgram(Program):
             return [work(0)]
         futures = [self._threads[i].submit(work, i) for i in range(len(self._replicas) if count is None else count)]
         return [future.result() for future in futures]
+
+
+@torch.no_grad()
+def _copy_tensors(source: nn.Module, into: nn.Module) -> None:
+    """Give a model the parameters and buffers of another of its kind, in place."""
+    for kind in ("named_parameters", "named_buffers"):
+        for (_, value), (_, tensor) in zip(getattr(source, kind)(), getattr(into, kind)(), strict=True):
+            tensor.copy_(value)
 
 
 def _total(sums: list[Tensor], device: torch.device) -> Tensor:

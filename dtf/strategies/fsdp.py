@@ -19,20 +19,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
-    from dtf.api.layout import Layout
     from dtf.distributed.world import World
     from dtf.optim.update import LocalUpdate
     from dtf.sparse.sharded_tables import ShardedTables
+    from dtf.strategies.param_use import ParamUse
 
 
 class Unit(Enum):
     layer = "layer"
     block = "block"
     stage = "stage"
-
-
-PARTS = 8
-"""Units of a model whose recipe names no blocks: while one computes, an eighth of the parameters is there in whole."""
 
 
 @register("strategy", "fsdp")
@@ -93,30 +89,36 @@ class Fsdp(Strategy):
 
     def setup(self, task: Task, world: World) -> Program:
         from dtf.distributed.sharding import byte_count
-        from dtf.model.init import build_on_meta, layout_of
+        from dtf.model.draw_by_name import draws_by_name
+        from dtf.model.init import layout_of, model_to_cut
         from dtf.sparse.make_tables import tables_of
-        from dtf.strategies.sharded_init import cast_on_meta
+        from dtf.strategies.fsdp_units import gathered_units
+        from dtf.strategies.sharded_init import cast_parts
         from dtf.strategies.spmd import Replica, Spmd, microbatch_load, single_process
 
         if world.size == 1:
             return single_process(task, world)
 
         mesh = world.mesh({"replicate": self.replicate, "shard": world.size // self.replicate})
-        model = build_on_meta(task.recipe)
-        cast_on_meta(model, task.precision, computing=False)
+        model = model_to_cut(task)
+        use = _use(model, task)
+        masters = cast_parts(model, task.precision, computing=False)
         scalars = [name for name, p in model.named_parameters() if not p.dim()]  # torch divides axes: these stay whole
         if scalars and self.offload:
             raise ConfigError(
                 f"strategy.offload=true: the parameter {scalars[0]} has no axis to divide; give it the shape (1,), or "
                 "use offload=false"
             )
-        units = self._units(model, layout_of(task.recipe, model))
+        units = gathered_units(model, layout_of(task.recipe, model), self.unit.value, use)
         exchange = self._exchange(
             [byte_count(p for module in unit for p in module.parameters()) for unit in units],
             microbatch_load(task, world.size)[0],
         )
         sharded = self._shard(model, units, mesh, task)
-        masters = self._fill(model, task, world)
+        if draws_by_name(task.recipe):
+            masters = self._fill(model, task, world)
+        else:
+            masters = self._place(model, masters, world)
         tables = tables_of(task, world, self.tables, share=1 / world.size)
         update = _update(task, world, mesh, model, masters, tables)
         replica = Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync)
@@ -140,6 +142,18 @@ class Fsdp(Strategy):
         draw(model, task, masters)
         return masters
 
+    def _place(self, model: nn.Module, masters: dict[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
+        """Move what is not sharded to its device, in place; returns the master copies, of what is not sharded."""
+        from dtf.distributed.sharding import is_dtensor
+
+        device = "cpu" if self.offload else world.device
+        for parameter in model.parameters():
+            if not is_dtensor(parameter):
+                parameter.data = parameter.data.to(device)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(world.device)
+        return {name: master.to(device) for name, master in masters.items()}
+
     def _exchange(self, sizes: list[int], micro_batches: int) -> int:
         """Bytes that exist in whole during a step: gathered parameters, and gradients before they are scattered.
 
@@ -149,26 +163,6 @@ class Fsdp(Strategy):
         at_once = 1 + self.prefetch if self.reshard_after_forward else len(sizes)
         gathered = max(sum(sizes[i : i + at_once]) for i in range(len(sizes)))
         return gathered + 2 * max(sizes) + (sum(sizes) if micro_batches > 1 else 0)
-
-    def _units(self, model: nn.Module, layout: Layout) -> list[list[nn.Module]]:
-        """What is gathered at once, as `unit` says: lists of modules."""
-        modules = dict(model.named_modules())
-        # Parameters of a module that has layers inside are gathered with the whole model: units must not be nested.
-        owners = [
-            module
-            for module in model.modules()
-            if module._parameters and not any(True for child in module.children() for _ in child.parameters())
-        ]
-        if self.unit is Unit.layer:
-            return _joined([[module] for module in owners])
-        if not layout.blocks:
-            return _joined(_by_size(owners))
-        return _joined(
-            [
-                [modules[name] for name in names]
-                for names in (layout.stages() if self.unit is Unit.stage else layout.blocks)
-            ]
-        )
 
     def _shard(self, model: nn.Module, units: list[list[nn.Module]], mesh: DeviceMesh, task: Task) -> FSDPModule:
         """Make a model on meta an FSDP model, in place; its parameters become DTensors under the same names.
@@ -185,6 +179,9 @@ class Fsdp(Strategy):
 
         from dtf.model.init import DTYPES, is_statistics
 
+        for parameter in model.parameters():
+            if not parameter.is_contiguous():  # torch divides rows in memory
+                parameter.data = parameter.data.contiguous()
         scalars = {p for p in model.parameters() if not p.dim()}
         offload = CPUOffloadPolicy() if self.offload else OffloadPolicy()
         plain = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -220,6 +217,21 @@ class Fsdp(Strategy):
             head.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + self.prefetch])
             head.set_modules_to_backward_prefetch(heads[max(0, i - self.prefetch) : i][::-1])
         return model
+
+
+def _use(model: nn.Module, task: Task) -> ParamUse | None:
+    """What a pass over a few rows shows of the use of parameters. None without values, or without rows to pass.
+
+    The rows are the same on all ranks. ConfigError for a model that cannot compute them.
+    """
+    from dtf.model.draw_by_name import draws_by_name
+    from dtf.strategies.param_use import ParamUse
+
+    if task.sample is None or draws_by_name(task.recipe):
+        return None
+    use = ParamUse(model)
+    use.watch_pass(model, task.sample(2))
+    return use
 
 
 def _update(
@@ -275,34 +287,3 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _joined(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
-    """The units, with those that share a parameter made one: a unit gathers what it owns."""
-    joined: list[tuple[set[int], list[nn.Module]]] = []
-    for unit in units:
-        owned = {id(parameter) for module in unit for parameter in module.parameters()}
-        same = [other for other in joined if other[0] & owned]
-        if not same:
-            joined.append((owned, [*unit]))
-            continue
-        same[0][0].update(owned)
-        same[0][1].extend(unit)
-        for other in same[1:]:
-            same[0][0].update(other[0])
-            same[0][1].extend(other[1])
-            joined.remove(other)
-    return [modules for _, modules in joined]
-
-
-def _by_size(owners: list[nn.Module]) -> list[list[nn.Module]]:
-    """Runs of modules, in order of their names, that end when they hold an eighth of the parameters."""
-    sizes = [sum(p.numel() for p in module.parameters(recurse=False)) for module in owners]
-    enough, units, held = sum(sizes) / PARTS, [], 0
-    for module, size in zip(owners, sizes, strict=True):
-        if not units or held >= enough:
-            units.append([])
-            held = 0
-        units[-1].append(module)
-        held += size
-    return units

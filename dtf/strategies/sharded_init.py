@@ -10,21 +10,73 @@ from torch import Tensor, nn
 from dtf.api.precision import Precision
 from dtf.api.task import Task
 from dtf.distributed.sharding import is_dtensor, local, offset
-from dtf.model.init import build_on_meta, formats, init_modules
+from dtf.model.draw_by_name import init_modules
+from dtf.model.init import build_on_meta, formats
 from dtf.optim.update import ParamShard
 
 
-def cast_on_meta(model: nn.Module, precision: Precision, computing: bool) -> None:
-    """Cast a model on meta, in place.
+def cast_parts(model: nn.Module, precision: Precision, computing: bool) -> dict[str, Tensor]:
+    """Cast a model, in place; it may be on meta, or have values.
 
-    `computing`: to the formats in which its tensors compute, else to those in which its parameters are kept.
+    `computing`: to the formats in which its tensors compute, else to those in which its parameters are kept. Scalars
+    always get the format in which they compute: they have no slices, which would be cast when gathered.
 
-    Scalars always get the format in which they compute: they have no slices, which would be cast when gathered.
+    Returns master copies by name, of the parameters that compute in another format than they are kept in.
     """
-    dtypes = formats(model, precision)
+    dtypes, masters = formats(model, precision), {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in dtypes:
-            tensor.data = tensor.data.to(dtypes[name][computing or not tensor.dim()])
+            kept, to = dtypes[name][0], dtypes[name][computing or not tensor.dim()]
+            if to is not kept:
+                masters[name] = tensor.detach().to(kept)
+            tensor.data = tensor.data.to(to)
+    return masters
+
+
+def settle(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, Tensor]:
+    """Move a model that is cut already, with its values, to its device and to the formats in which it computes, in
+    place. Parameters may be DTensors; these are made anew.
+
+    Returns master copies by name, of the parameters that compute in another format than they are kept in.
+    """
+    dtypes, masters = formats(model, precision), {}
+    for name, parameter in model.named_parameters():
+        part = local(parameter.detach())
+        kept, computing = dtypes[name]
+        if computing is not kept:
+            masters[name] = part.to(device, kept)
+        part = part.to(device, computing)
+        if not is_dtensor(parameter):
+            parameter.data = part
+        elif part.device != parameter.device or part.dtype is not parameter.dtype:
+            _replace(model, name, parameter, part)
+    for name, buffer in model.named_buffers():
+        part = local(buffer).to(device, dtypes.get(name, (buffer.dtype, buffer.dtype))[1])
+        if not is_dtensor(buffer):
+            buffer.data = part
+        elif part.device != buffer.device or part.dtype is not buffer.dtype:
+            _replace(model, name, buffer, part)
+    return masters
+
+
+def _replace(model: nn.Module, name: str, old: Tensor, part: Tensor) -> None:
+    """Put a DTensor with another local part into the place of one."""
+    from torch.distributed.tensor import DTensor
+
+    prefix, _, key = name.rpartition(".")
+    module = model.get_submodule(prefix)
+    new = DTensor.from_local(
+        part,
+        old.device_mesh,  # type: ignore[attr-defined]
+        old.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=old.shape,
+        stride=old.stride(),
+    )
+    if isinstance(old, nn.Parameter):
+        module._parameters[key] = nn.Parameter(new, old.requires_grad)
+    else:
+        module._buffers[key] = new
 
 
 def lay_out(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from dtf.model.forward import (
     to_device,
     with_leaves,
 )
-from dtf.model.init import cast, init_model
+from dtf.model.init import cast, model_of
 from dtf.model.memory import Footprint, activations
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import LocalUpdate, full_params, update_applied
@@ -65,7 +65,7 @@ class Replica:
         self.statistics = BatchNormStatistics(model, task.step.ema)
         self.masks = SeededDropout(model, task.seed, device)
         apply_activation_checkpointing(
-            model, modules_to_checkpoint(task.recipe, task.step.remat), task.step.remat, self.masks
+            model, modules_to_checkpoint(task.recipe, model, task.step.remat), task.step.remat, self.masks
         )
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._looked_up = tuple(task.recipe.tables())
@@ -310,7 +310,7 @@ class Spmd(Program):
 
 def single_process(task: Task, world: World) -> Program:
     """The program of a run with one rank: the bare model, the same under every strategy."""
-    model = init_model(task.recipe, task.seed, task.weights)
+    model = model_of(task)
     masters = cast(model, task.precision, world.device)
     tables = tables_of(task, world, Placement.replicated)
     update = LocalUpdate(

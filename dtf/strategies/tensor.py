@@ -56,10 +56,11 @@ class Tensor(Strategy):
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
-        from dtf.model.init import build_on_meta, layout_of
+        from dtf.model.draw_by_name import draws_by_name
+        from dtf.model.init import layout_of, model_to_cut
         from dtf.strategies.spmd import Replica, Spmd, single_process
 
-        model = build_on_meta(task.recipe)
+        model = model_to_cut(task)
         splits = layout_of(task.recipe, model).splits
         if not splits and not task.recipe.tables():  # tables are divided anyway
             raise ConfigError(
@@ -67,19 +68,24 @@ class Tensor(Strategy):
                 "which divides any model"
             )
         if world.size == 1:
+            del model  # it is built once more
             return single_process(task, world)
 
         from dtf.distributed.device_mesh import ParallelDims
         from dtf.optim.update import LocalUpdate
         from dtf.sparse.make_tables import tables_of
-        from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, param_shards
+        from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
         from dtf.strategies.tensor_modules import divide
 
         dims = ParallelDims(world, "tp", self.degree or world.size)
-        cast_on_meta(model, task.precision, computing=True)
-        divide(model, splits, dims.mesh)
-        masters = lay_out(model, task.precision, world.device)
-        draw(model, task, masters)
+        if draws_by_name(task.recipe):
+            cast_parts(model, task.precision, computing=True)
+            divide(model, splits, dims.mesh)
+            masters = lay_out(model, task.precision, world.device)
+            draw(model, task, masters)
+        else:
+            divide(model, splits, dims.mesh)
+            masters = settle(model, task.precision, world.device)
         tables = tables_of(task, world, self.tables, gives=dims.broadcast.reads)
         update = LocalUpdate(
             param_shards(model, masters, first=dims.broadcast.reads),

@@ -29,8 +29,8 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> None:
-    """Divide the named modules of a model on meta over a mesh of one axis, in place; see `layout.Split`. Not
-    collective.
+    """Divide the named modules of a model, which may be on meta, over a mesh of one axis, in place; see `layout.Split`.
+    Not collective.
 
     ConfigError for a module that cannot be divided so, and for slices that would be empty or cut a group of channels.
     """
@@ -78,7 +78,7 @@ class _Divided(nn.Module):
     _axes: Mapping[str, int] = MappingProxyType({})
 
     def cut(self, name: str) -> None:
-        """Replace the whole tensors (on meta) by DTensors of which this rank holds a slice."""
+        """Replace the whole tensors by DTensors of which this rank holds a slice."""
         for tensors in (self._parameters, self._buffers):
             for key, tensor in [*tensors.items()]:
                 if tensor is None or key not in self._axes or not tensor.dim():
@@ -225,9 +225,9 @@ class _Ids(_Divided):
 
 
 def sliced(tensor: Tensor, axis: int, mesh: DeviceMesh) -> DTensor:
-    """A DTensor of the shape of `tensor` (on meta), of which this rank holds a slice along `axis`."""
+    """A DTensor like `tensor`, which may be on meta, of which this rank holds a slice along `axis`."""
     first, last = bounds(tensor.shape[axis], mesh.size(), mesh.get_local_rank())
-    local = torch.empty_like(tensor.detach().narrow(axis, first, last - first), memory_format=torch.contiguous_format)
+    local = tensor.detach().narrow(axis, first, last - first).clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(local, mesh, [Shard(axis)], run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 

@@ -34,11 +34,7 @@ class FirstOrder(nn.Module):
     def __init__(self, numbers: int, bias: bool) -> None:
         super().__init__()
         self.numbers = nn.Linear(numbers, 1, bias=bias) if numbers else None
-        self.bias = nn.Parameter(torch.empty(1)) if bias and not numbers else None
-
-    def reset_parameters(self) -> None:
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.bias = nn.Parameter(torch.zeros(1)) if bias and not numbers else None
 
     def forward(self, weights: Tensor, dense: Tensor | None) -> Tensor:
         total = weights.sum(1)
@@ -80,10 +76,7 @@ class CrossLayer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Linear(width, 1, bias=False)
-        self.bias = nn.Parameter(torch.empty(width))
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.bias)
+        self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, first: Tensor, x: Tensor) -> Tensor:
         return first * self.weight(x) + self.bias + x

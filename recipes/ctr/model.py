@@ -197,19 +197,19 @@ class DLRM(Model):
         return self.head(self.deep(torch.cat([numbers, dots], 1)))[:, 0]
 
 
-def draw(module: nn.Module, scale: float) -> None:
-    """Draw what `module` itself owns: rows of a table from a normal distribution of this standard deviation, weights as
-    Glorot & Bengio 2010, eq. 12.
+@torch.no_grad()
+def draw(model: nn.Module, scale: float) -> None:
+    """Draw a model, in place: rows of tables from a normal distribution of this standard deviation, weights as Glorot &
+    Bengio 2010, eq. 12.
     """
-    if isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=scale)
-        nn.init.zeros_(module.weight[0])
-    elif isinstance(module, nn.Linear | nn.Conv1d):
-        nn.init.xavier_normal_(module.weight)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif (reset := getattr(module, "reset_parameters", None)) is not None:
-        reset()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=scale)
+            nn.init.zeros_(module.weight[0])
+        elif isinstance(module, nn.Linear | nn.Conv1d):
+            nn.init.xavier_normal_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 def layout(model: nn.Module) -> Layout:

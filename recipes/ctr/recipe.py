@@ -254,6 +254,14 @@ class ClickThrough(Recipe):
         return Grouped(rows, self.group)
 
     def build_model(self) -> nn.Module:
+        from dtf.recipes.ctr.model import draw
+
+        model = self._model()
+        draw(model, self.model.scale)
+        return model
+
+    def _model(self) -> nn.Module:
+        """The model as torch's layers draw themselves."""
         from dtf.recipes.ctr import model as models
 
         o = self.model
@@ -280,11 +288,6 @@ class ClickThrough(Recipe):
                 return models.XDeepFM(inputs, o.dim, tower, o.maps)
             case Kind.dlrm:
                 return models.DLRM(inputs, o.dim, tower, o.bottom)
-
-    def initialise(self, name: str, module: nn.Module) -> None:
-        from dtf.recipes.ctr.model import draw
-
-        draw(module, self.model.scale)
 
     def layout(self, model: nn.Module) -> Layout:
         from dtf.recipes.ctr.model import layout

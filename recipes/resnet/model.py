@@ -1,6 +1,6 @@
 """Residual networks: torchvision's, and the small ones for 32-pixel images.
 
-Says nothing about how parameters are drawn or trained.
+Says nothing about how they are trained.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ class SmallResNet(nn.Module):
     """Depth 6n + 2 in three stages of n blocks each, for small images; parameters are named as in torchvision's
     networks.
 
-    Source: He et al. 2015 (arXiv:1512.03385), section 4.2; `width` is 16 there.
+    `zero_init_residual`: the last normalisation of each block starts at weight 0, so that blocks start as the identity.
+    Sources: He et al. 2015 (arXiv:1512.03385), section 4.2, where `width` is 16; Goyal et al. 2017 (arXiv:1706.02677),
+    section 5.1.
     """
 
-    def __init__(self, depth: int, width: int, classes: int) -> None:
+    def __init__(self, depth: int, width: int, classes: int, zero_init_residual: bool = False) -> None:
         super().__init__()
         blocks, rest = divmod(depth - 2, 6)
         if rest or blocks < 1:
@@ -49,6 +51,10 @@ class SmallResNet(nn.Module):
         self.layer3 = _stage(2 * width, 4 * width, blocks, stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(4 * width, classes)
+        _draw(self)
+        for name, parameter in self.named_parameters():
+            if zero_init_residual and name.endswith("bn2.weight"):
+                nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, H, W) -> (B, classes)."""
@@ -64,33 +70,27 @@ def _stage(before: int, channels: int, blocks: int, stride: int) -> nn.Sequentia
     )
 
 
-def large(arch: str, stem: str, classes: int) -> nn.Module:
-    """One of torchvision's networks, `arch` by torchvision's name.
+def large(arch: str, stem: str, classes: int, zero_init_residual: bool) -> nn.Module:
+    """One of torchvision's networks, `arch` by torchvision's name; it draws its parameters itself.
 
     `stem=cifar` makes the first convolution 3x3 with stride 1 and takes out the max-pooling, so that 32-pixel images
     keep their resolution; names stay, and all shapes but that of `conv1.weight`.
     """
     from torchvision.models import get_model
 
-    network = get_model(arch, weights=None, num_classes=classes)
+    network = get_model(arch, weights=None, num_classes=classes, zero_init_residual=zero_init_residual)
     if stem == "cifar":
         network.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         network.maxpool = nn.Identity()
+        _draw(network.conv1)
     return network
 
 
-def draw(name: str, module: nn.Module, zero_init_residual: bool, last_norm: str) -> None:
-    """Draw what `module` itself owns by the rules of torchvision's `ResNet.__init__`.
+def _draw(convolutions: nn.Module) -> None:
+    """Draw the convolutions in a module by the rule of torchvision's `ResNet.__init__`.
 
-    `last_norm`: name of the last normalisation inside a residual block; with `zero_init_residual` its weight starts at
-    zero, so that blocks start as the identity. Sources: He et al. 2015 (arXiv:1502.01852); Goyal et al. 2017
-    (arXiv:1706.02677), section 5.1.
+    Source: He et al. 2015 (arXiv:1502.01852), section 2.2.
     """
-    if isinstance(module, nn.Conv2d):
-        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    elif isinstance(module, nn.BatchNorm2d):
-        module.reset_parameters()  # weight 1, bias 0, running mean 0 and variance 1
-        if zero_init_residual and name.startswith("layer") and name.endswith(f".{last_norm}"):
-            nn.init.zeros_(module.weight)
-    elif isinstance(module, nn.Linear):
-        module.reset_parameters()
+    for module in convolutions.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -55,13 +55,9 @@ class Classification(Recipe):
 
         options = self.model
         if options.arch in SMALL:
-            return model.SmallResNet(SMALL[options.arch], options.width or 16, options.classes)
-        return model.large(options.arch.name, options.stem.name, options.classes)
-
-    def initialise(self, name: str, module: nn.Module) -> None:
-        from dtf.recipes.resnet import model
-
-        model.draw(name, module, self.model.zero_init_residual, last_norm="bn2" if self.model.arch in BASIC else "bn3")
+            depth = SMALL[options.arch]
+            return model.SmallResNet(depth, options.width or 16, options.classes, options.zero_init_residual)
+        return model.large(options.arch.name, options.stem.name, options.classes, options.zero_init_residual)
 
     def layout(self, model: nn.Module) -> Layout:
         stages = [name for name, _ in model.named_children() if name.startswith("layer")]

@@ -87,7 +87,7 @@ def residual(remat: Remat) -> tuple[nn.Module, SeededDropout, BatchNormStatistic
     recipe = Residual(functional=True)
     model = init_model(recipe, 0).double()
     statistics, masks = BatchNormStatistics(model), SeededDropout(model, 0, torch.device("cpu"))
-    apply_activation_checkpointing(model, modules_to_checkpoint(recipe, remat), remat, masks)
+    apply_activation_checkpointing(model, modules_to_checkpoint(recipe, model, remat), remat, masks)
     return model, masks, statistics
 
 
@@ -137,7 +137,7 @@ def test_blocks_forget() -> None:
         model = init_model(recipe, 0)
         names = [name for name, _ in model.named_parameters()]
         apply_activation_checkpointing(
-            model, modules_to_checkpoint(recipe, remat), remat, SeededDropout(model, 0, torch.device("cpu"))
+            model, modules_to_checkpoint(recipe, model, remat), remat, SeededDropout(model, 0, torch.device("cpu"))
         )
         assert [name for name, _ in model.named_parameters()] == names
         found[remat] = footprint(model, 4)
@@ -304,7 +304,7 @@ def test_a_layout_without_blocks_to_forget_is_refused(
     blocks: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Plain, "blocks", blocks)
-    assert modules_to_checkpoint(Plain(), Remat.none) == []
+    assert modules_to_checkpoint(Plain(), Plain().build_model(), Remat.none) == []
     for remat in KINDS:
         with pytest.raises(ConfigError, match=f"step.remat={remat.value} needs blocks"):
-            modules_to_checkpoint(Plain(), remat)
+            modules_to_checkpoint(Plain(), Plain().build_model(), remat)

@@ -18,7 +18,7 @@ from dtf.api.name_patterns import check_used, covers, factor
 from dtf.api.options import FineTuning
 from dtf.core.errors import ConfigError, DataError
 from dtf.model.ema import EmaOptimizer
-from dtf.model.init import build_on_meta, init_model
+from dtf.model.init import construct, init_model
 from dtf.model.pretrained import match_weights, open_weights
 from dtf.optim.optimizers import Sgd
 from dtf.optim.update import LocalUpdate, full_params
@@ -226,7 +226,7 @@ def made(tmp_path: Path) -> Made:
 def take(place: str, whole: bool = False) -> tuple[dict[str, Tensor], Any]:
     recipe = Toy(model=FineTuning(weights=place))
     weights, fit = match_weights(
-        open_weights(place, "recipe.model.weights"), recipe, build_on_meta(recipe), "recipe.model.weights", whole
+        open_weights(place, "recipe.model.weights"), recipe, construct(recipe), "recipe.model.weights", whole
     )
     return {name: weights.read(name) for name in fit.kept}, fit
 
@@ -244,7 +244,7 @@ def test_files_as_training_scripts_write_them(wrap: str, prefix: str, made: Made
     if wrap == "safetensors":
         save_file(tensors, made.folder / "file.safetensors")
     place = str(made.folder / "file.safetensors") if wrap == "safetensors" else made.file("file.ckpt", wrapped[wrap])
-    weights, _ = match_weights(open_weights(place, "job.model"), Toy(), build_on_meta(Toy()), "job.model", whole=True)
+    weights, _ = match_weights(open_weights(place, "job.model"), Toy(), construct(Toy()), "job.model", whole=True)
     assert weights.about == (f"{place} (names without {prefix!r})" if prefix else place)
     found, fit = take(place, whole=True)
     assert set(found) == {name for name in made.tensors if not name.endswith("num_batches_tracked")}

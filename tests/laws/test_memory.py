@@ -47,7 +47,7 @@ def resnet(remat: Remat = Remat.none) -> nn.Module:
     recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8))
     model = init_model(recipe, 0)
     apply_activation_checkpointing(
-        model, modules_to_checkpoint(recipe, remat), remat, SeededDropout(model, 0, torch.device("cpu"))
+        model, modules_to_checkpoint(recipe, model, remat), remat, SeededDropout(model, 0, torch.device("cpu"))
     )
     return model
 

@@ -24,7 +24,7 @@ from dtf.api.task import Task
 from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Place, Train
 from dtf.distributed.world import World
-from dtf.model.init import build_on_meta
+from dtf.model.init import construct
 from dtf.optim.optimizers import AdamW
 from dtf.recipes.resnet.options import Arch, ModelOptions, ShapesOptions
 from dtf.recipes.resnet.recipe import ResnetShapes
@@ -181,7 +181,7 @@ def resnet() -> Task:
 def counted(task: Task, memory_bytes: int = 0) -> tuple[int, list[str]]:
     """Two stages by floating-point operations: blocks of the chain that was cut, the lines of the table."""
     wish = PipelineSpec(2, 1, 8, 0.1, 16, [2, 1], [], False, memory_bytes)
-    split, _, table = broadcast_plan(build_on_meta(task.recipe), wish, task, World(Place()))
+    split, _, table = broadcast_plan(construct(task.recipe), wish, task, World(Place()))
     return len(split), table.splitlines()
 
 
@@ -191,7 +191,7 @@ def test_blocks_are_cut_inside_only_where_that_helps_clearly(
 ) -> None:
     """A cut between blocks that leaves an imbalance of 8 %, and one inside of them."""
     task = resnet()
-    blocks = len(task.recipe.layout(build_on_meta(task.recipe)).blocks)
+    blocks = len(task.recipe.layout(construct(task.recipe)).blocks)
 
     def count(split: GraphSplit, *rest: Any) -> list[Cost]:
         over = 0.08 if len(split) == blocks else inside

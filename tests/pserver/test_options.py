@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from torch import nn
 
 from dtf.api.strategy import Program
 from dtf.config.compose import compose
@@ -104,9 +103,7 @@ def test_the_table_of_a_run_counts_processes_by_their_roles() -> None:
     # in mode async a step is one share
     program = cast(Program, SimpleNamespace(shares=1, micro_batch_rows=64, about=dict))
     world, plan = World(Place(size=2, slots=3, role="server", threads=2)), Plan(5, 1, 0, 0)
-    table = startup_table(
-        composed.check(), composed.config, Path("run"), nn.Linear(2, 2), program, world, plan, [], 10, 10
-    )
+    table = startup_table(composed.check(), composed.config, Path("run"), (6, 6), program, world, plan, [], 10, 10)
     assert table["strategy"] == "pserver servers=2 on 2 servers, 3 trainers, 2 threads a server"
     assert table["batch"].endswith(" over 1 share")
 

@@ -22,7 +22,7 @@ class Root(Chain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.empty(12))
+        self.shift = nn.Parameter(torch.randn(12))
 
     def forward(self, x: Tensor) -> Any:
         return self.d(torch.relu(self.c(torch.relu(self.b(torch.relu(self.a(x) + self.shift))))))
@@ -113,8 +113,8 @@ class Gain(Chain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.empty(()))
-        self.b.gain = nn.Parameter(torch.empty(()))  # type: ignore[assignment]
+        self.gain = nn.Parameter(torch.rand(()) + 0.5)
+        self.b.gain = nn.Parameter(torch.rand(()) + 0.5)  # type: ignore[assignment]
         self.d.gain = self.gain  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Any:

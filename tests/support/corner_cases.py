@@ -34,17 +34,6 @@ class Odd(Toy):
 
         return build(self.kind)
 
-    def initialise(self, name: str, module: nn.Module) -> None:
-        import torch
-
-        super().initialise(name, module)
-        if name == "" and self.kind == "root":
-            torch.nn.init.normal_(module.shift)  # type: ignore[arg-type]
-        if name == "" and self.kind == "counting":
-            torch.nn.init.zeros_(module.count)  # type: ignore[arg-type]
-        if isinstance(getattr(module, "gain", None), torch.nn.Parameter):
-            torch.nn.init.uniform_(module.gain, 0.5, 1.5)  # type: ignore[arg-type]
-
     def layout(self, model: nn.Module) -> Layout:
         blocks = () if self.kind == "unknown" else CUTS.get(self.kind, ALL)
         return Layout(blocks, TENSOR.get(self.kind, {}))

@@ -34,7 +34,7 @@ from dtf.engine.clock import Plan, PlannedClock
 from dtf.engine.loop import Loop, fit
 from dtf.model.ema import with_ema
 from dtf.model.forward import zero_rows_for_tables
-from dtf.model.init import build_on_meta
+from dtf.model.init import construct
 from dtf.model.pretrained import match_weights, open_weights
 from dtf.runs.compare import in_order
 from dtf.strategies.buffers import SHARE
@@ -110,7 +110,7 @@ class Case:
         )
         weights = None
         if self.weights:
-            weights = match_weights(open_weights(self.weights, "weights"), toy, build_on_meta(toy), "weights")[0]
+            weights = match_weights(open_weights(self.weights, "weights"), toy, construct(toy), "weights")[0]
         stepper = with_ema(lookup("optimizer", self.optimizer)(lr_factors=self.lr_factors), self.ema)
         rows = lookup("sparse", self.sparse)(**self.sparse_options)
         return Task(toy, stepper, PRECISIONS[self.precision], step, 0, weights=weights, rows=rows)
@@ -135,6 +135,13 @@ def train(rank: int, size: int, **case: Any) -> dict[str, Any]:
     run = _Run(rank, size, Case(**{key: value for key, value in case.items() if value is not None}))
     run.fit()
     return run.result()
+
+
+def start(rank: int, size: int, **case: Any) -> dict[str, Any]:
+    """As `train`, without a step: what a run starts from."""
+    torch.set_num_threads(1)
+    cost_model.MOST_ROUNDS = 2
+    return _Run(rank, size, Case(**{key: value for key, value in case.items() if value is not None})).result()
 
 
 class _Run:
@@ -308,11 +315,15 @@ def meshes() -> list[tuple[str, dict[str, Any]]]:
 
 
 def spread(strategy: str, processes: int, **case: Any) -> dict[str, Any]:
-    """`train` on the ranks that the strategy starts for `processes`; metrics of rank 0, ids and tensors of all."""
+    """`train` on the ranks that the strategy starts for `processes`; metrics of rank 0, ids and tensors of all.
+
+    `call`: another function than `train`.
+    """
+    call = case.pop("call", "train")
     chosen = lookup("strategy", strategy)
     size = next(iter(chosen(**_enums(chosen, case.get("options") or {})).roles(processes).values()))
     calm = not case.keys() & {"network", "deaths"}  # late requests, and trainers that died, leave threads behind
-    results = ranks(size, "tests.support.harness:train", shared=calm, strategy=strategy, slots=processes, **case)
+    results = ranks(size, f"tests.support.harness:{call}", shared=calm, strategy=strategy, slots=processes, **case)
     merged = _whole(results)
     for other in results[1:]:
         for step, ids in other["ids"].items():

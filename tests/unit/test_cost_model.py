@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dtf.core.errors import ConfigError
-from dtf.model.init import build_on_meta
+from dtf.model.init import construct
 from dtf.strategies.pipeline.cost_model import count, measure
 from dtf.strategies.pipeline.graph_split import GraphSplit
 from dtf.strategies.pipeline.partition import Cost
@@ -79,7 +79,7 @@ def test_operations_and_bytes_are_those_on_paper() -> None:
 @pytest.mark.parametrize(("fine", "autocast"), [(False, None), (True, torch.bfloat16)])
 def test_counting_finds_the_bytes_that_measuring_finds(fine: bool, autocast: torch.dtype | None) -> None:
     recipe = Resnet("resnet8")
-    model = build_on_meta(recipe)
+    model = construct(recipe)
     split, sample = GraphSplit(model, recipe.layout(model).blocks, fine), torch.randn(4, 3, 16, 16)
     counted, measured = (
         sizes(count(split, sample, state_bytes, autocast)),

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.model.batch_statistics import BatchNormStatistics
-from dtf.model.init import build_on_meta, init_model
+from dtf.model.init import construct, init_model
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.recipes.resnet.options import Arch, ModelOptions, Stem
 from dtf.recipes.resnet.recipe import ResnetShapes
@@ -201,7 +201,7 @@ def test_segments_share_out_the_model(name: str, fine: bool) -> None:
 
 def test_blocks_are_named_after_their_modules() -> None:
     recipe = Resnet("resnet8")
-    model = build_on_meta(recipe)
+    model = construct(recipe)
     assert GraphSplit(model, recipe.layout(model).blocks).names == [
         "conv1+bn1",
         "layer1.0",
@@ -218,7 +218,7 @@ def test_blocks_are_named_after_their_modules() -> None:
 
 def test_a_fine_cut_divides_blocks_between_convolutions() -> None:
     recipe = Resnet("resnet50")
-    model = build_on_meta(recipe)
+    model = construct(recipe)
     names = GraphSplit(model, recipe.layout(model).blocks, fine=True).names
     assert len(names) == sum(isinstance(module, nn.Conv2d | nn.Linear) for module in model.modules())
     assert {"layer2.0.downsample.0+1", "layer4.2.conv3+bn3"} <= set(names)
@@ -244,9 +244,10 @@ def test_layers_are_found_in_segments_by_their_names() -> None:
     assert BatchNormStatistics(segment).counters() == {"1.num_batches_tracked": 0}
 
 
-def test_a_chain_of_a_sketch_can_be_filled_in_place() -> None:
+def test_a_chain_on_meta_can_be_filled_in_place() -> None:
     recipe = Resnet("resnet8")
-    model = build_on_meta(recipe)
+    with torch.device("meta"):
+        model = recipe.build_model()
     segment = GraphSplit(model, recipe.layout(model).blocks).segment(1, 3)
     segment.to_empty(device="cpu")
     assert {p.device.type for p in segment.parameters()} == {"cpu"} and model.get_parameter("fc.weight").is_meta

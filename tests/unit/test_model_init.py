@@ -12,7 +12,7 @@ from torch import nn
 
 from dtf.api.layout import Layout, Split
 from dtf.core.errors import ConfigError
-from dtf.model.init import build_on_meta, layout_of
+from dtf.model.init import init_model, layout_of
 from tests.support.toy import Toy
 
 
@@ -64,11 +64,11 @@ class Counts(nn.Linear):
 )
 def test_parameters_that_would_not_stay_what_they_are_are_refused(made: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        build_on_meta(recipe(made, Layout))
+        init_model(recipe(made, Layout), 0)
 
 
 def test_a_model_in_one_format_is_taken_in_any() -> None:
-    assert next(build_on_meta(recipe(lambda: nn.Linear(3, 3).double(), Layout)).parameters()).is_meta
+    assert next(init_model(recipe(lambda: nn.Linear(3, 3).double(), Layout), 0).parameters()).shape
 
 
 def broken() -> Layout:
@@ -91,11 +91,11 @@ def broken() -> Layout:
 def test_a_layout_that_does_not_fit_is_refused(falls: Callable[[], Layout], words: str) -> None:
     made = recipe(nest, falls)
     with pytest.raises(ConfigError) as caught:
-        layout_of(made, build_on_meta(made))
+        layout_of(made, init_model(made, 0))
     assert f"Made.layout() {words}" in str(caught.value)
 
 
 def test_a_layout_that_fits_is_given_back() -> None:
     layout = Layout((("a",), ("b.0",)), {"a": Split.column, "b.0": Split.row})
     made = recipe(nest, lambda: layout)
-    assert layout_of(made, build_on_meta(made)) is layout
+    assert layout_of(made, init_model(made, 0)) is layout

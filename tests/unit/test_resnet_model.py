@@ -109,11 +109,10 @@ def test_no_convolution_before_a_normalisation_has_a_bias(arch: Arch) -> None:
 
 @pytest.mark.parametrize(("arch", "stem"), [(Arch.resnet20, Stem.cifar), (Arch.resnet18, Stem.imagenet)])
 def test_drawn_tensors_are_distributed_as_torchvision_draws_them(arch: Arch, stem: Stem) -> None:
-    # raises when a tensor is left at NaN
     ours = init_model(recipe(arch=arch, stem=stem, classes=10), seed=3).state_dict()
     torch.manual_seed(0)
     theirs = recipe(arch=arch, stem=stem, classes=10).build_model()
-    for module in theirs.modules():  # the rules of torchvision's ResNet.__init__, which the small networks never ran
+    for module in theirs.modules():  # the rules of torchvision's ResNet.__init__
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     compared = 0
@@ -129,16 +128,8 @@ def test_drawn_tensors_are_distributed_as_torchvision_draws_them(arch: Arch, ste
 
 @pytest.mark.parametrize("arch", [Arch.resnet8, Arch.resnet18, Arch.resnet50])
 def test_zero_init_residual_silences_the_last_normalisation_of_every_block(arch: Arch) -> None:
-    made = recipe(arch=arch, zero_init_residual=True)
-    with torch.device("meta"):
-        network = made.build_model()
-    norms = {
-        name: module.to_empty(device="cpu")
-        for name, module in network.named_modules()
-        if isinstance(module, nn.BatchNorm2d)
-    }
-    for name, module in norms.items():
-        made.initialise(name, module)
+    network = init_model(recipe(arch=arch, zero_init_residual=True), 0)
+    norms = {name: module for name, module in network.named_modules() if isinstance(module, nn.BatchNorm2d)}
     silent = {name for name, module in norms.items() if not module.weight.any()}
     assert silent == {
         name for name in norms if name.startswith("layer") and name.endswith(".bn2" if arch in BASIC else ".bn3")
@@ -152,7 +143,7 @@ def test_zero_init_residual_silences_the_last_normalisation_of_every_block(arch:
         }
 
 
-def test_the_seed_and_the_name_of_a_module_decide_what_is_drawn() -> None:
+def test_the_seed_decides_what_is_drawn() -> None:
     one, same, other = (init_model(recipe(arch=Arch.resnet8), seed).state_dict() for seed in (1, 1, 2))
     assert all(one[name].equal(same[name]) for name in one)
     assert not one["conv1.weight"].equal(other["conv1.weight"])

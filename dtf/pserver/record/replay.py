@@ -14,7 +14,7 @@ from dtf.api.task import Source, Task
 from dtf.core.errors import DataError
 from dtf.core.types import Box, Place, Train
 from dtf.distributed.world import World
-from dtf.model.init import build_on_meta
+from dtf.model.init import construct
 from dtf.pserver.leases import TRAIN, Lease
 from dtf.pserver.net.compression import WIRE_DTYPES, rounded
 from dtf.pserver.net.messages import ANY, NONE
@@ -79,7 +79,7 @@ class Replay:
             assert source is not None
             server_state.load(source)
         whole_layouts = lay_out(
-            build_on_meta(task.recipe),
+            construct(task.recipe),
             task.precision,
             self._servers,
             strategy.slice_parameters,

@@ -20,7 +20,7 @@ from dtf.core.types import Memory, Shard, State, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.world import World
 from dtf.model.batch_statistics import BatchNormStatistics
-from dtf.model.init import cast, init_model
+from dtf.model.init import cast, model_of
 from dtf.optim.update import LocalUpdate, ParamShard, update_applied
 from dtf.pserver.net.compression import WIRE_DTYPES
 from dtf.pserver.net.messages import ANY, NONE
@@ -64,7 +64,7 @@ class ServerState:
     ) -> None:
         self._task, self._world, self._sync_mode = task, world, sync_mode
         self._shares, self._micro_batch_rows = shares, micro_batch_rows
-        model = init_model(task.recipe, task.seed, task.weights)
+        model = model_of(task)
         masters = cast(model, task.precision, world.device)
         layouts = lay_out(
             model, task.precision, world.size, strategy.slice_parameters, strategy.min_block, strategy.placement

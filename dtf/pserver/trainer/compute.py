@@ -15,7 +15,7 @@ from dtf.api.task import Task
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
 from dtf.data.batches import micro_batch_bounds, micro_batches_of, share_within
 from dtf.model.forward import apply_receive, global_rng_error, loss_dtype, rows_of, zero_rows_for_tables
-from dtf.model.init import cast, init_model
+from dtf.model.init import cast, model_of
 from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
 from dtf.pserver.param_slices import Layout, views
@@ -85,7 +85,7 @@ class TrainerModel:
         self._task, self.device, self._layouts = task, device, layouts
         self._shares, self._micro_batch_rows = setup.shares, setup.micro_batch_rows
         self._whole_norm, self._wire, self._part = setup.whole_norm, setup.wire, part
-        model = init_model(task.recipe, task.seed, task.weights)
+        model = model_of(task)
         self.masters = cast(model, task.precision, device)
         self.parameters = dict(model.named_parameters())
         if first is not None:

@@ -19,7 +19,7 @@ from dtf.api.task import Task
 from dtf.core.errors import BusyError, ConfigError
 from dtf.core.types import Shard, Train
 from dtf.model.forward import to_device
-from dtf.model.init import build_on_meta
+from dtf.model.init import construct
 from dtf.pserver.leases import EVALUATE, Lease
 from dtf.pserver.net import messages
 from dtf.pserver.net.codec import decode, encode
@@ -99,7 +99,7 @@ class Trainer:
     def _setup(self, strategy: PserverOptions, sync_mode: SyncMode) -> ModelSetup:
         task, servers, wire = self._task, len(self._servers), WIRE_DTYPES[strategy.wire.value]
         layouts = lay_out(
-            build_on_meta(task.recipe),
+            construct(task.recipe),
             task.precision,
             servers,
             strategy.slice_parameters,

@@ -20,7 +20,7 @@ from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import state_bytes, trial_update
 from dtf.strategies.pipeline import cost_model, partition
 from dtf.strategies.pipeline.graph_split import GraphSplit
-from dtf.strategies.sharded_init import cast_on_meta
+from dtf.strategies.sharded_init import cast_parts
 
 EVEN = 0.05
 """By how much less imbalance blocks are cut inside, where more than one tensor may cross; measured times are not much
@@ -65,6 +65,7 @@ def _plan(
 ) -> dict[str, Any]:
     """Rank 0's plan: `fine`, whether blocks are cut inside, `bounds` and `table`. ConfigError where there is none."""
     sample = _sample(spec, task, world)
+    checkpointed = modules_to_checkpoint(task.recipe, model, task.step.remat)
     stages = spec.ranks * spec.virtual
     places, unit = [s % spec.ranks for s in range(stages)], "time" if spec.timed else "FLOPs"
     plan: dict[str, Any] = {}
@@ -79,7 +80,7 @@ def _plan(
                 raise
             break  # a block whose code cannot be followed is not cut inside
         try:
-            costs = _costs(split, sample, spec, task, world)
+            costs = _costs(split, sample, spec, task, world, checkpointed)
             bounds = _bounds(blocks, costs, stages, spec)
         except ValueError as error:
             raise batch_norm_error(error, spec.rows) from error
@@ -113,15 +114,16 @@ def _sample(spec: PipelineSpec, task: Task, world: World) -> Any:
     return inputs if _autocast(task) else cast_floating(inputs, DTYPES[task.precision.compute])
 
 
-def _costs(split: GraphSplit, sample: Any, spec: PipelineSpec, task: Task, world: World) -> list[partition.Cost]:
+def _costs(
+    split: GraphSplit, sample: Any, spec: PipelineSpec, task: Task, world: World, checkpointed: list[str]
+) -> list[partition.Cost]:
     """The cost of each unit of a split model: measured, or counted, as `spec.timed` says."""
     autocast = _autocast(task)
-    recomputed = modules_to_checkpoint(task.recipe, task.step.remat)
 
     def prepare(block: nn.Module) -> None:
-        cast_on_meta(block, task.precision, computing=True)
+        cast_parts(block, task.precision, computing=True)
         apply_activation_checkpointing(
-            block, recomputed, task.step.remat, SeededDropout(block, task.seed, world.device)
+            block, checkpointed, task.step.remat, SeededDropout(block, task.seed, world.device)
         )
 
     def held_bytes(block: nn.Module) -> int:

@@ -7,7 +7,7 @@ see padding; hence the runtime is dtf's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from itertools import accumulate, pairwise
@@ -24,7 +24,7 @@ from dtf.distributed.device_mesh import ParallelDims
 from dtf.distributed.p2p import P2PChannel
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
-from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
+from dtf.model.activation_checkpointing import apply_activation_checkpointing
 from dtf.model.annotate import section
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.forward import (
@@ -54,19 +54,26 @@ if TYPE_CHECKING:
 class Stage:
     """A contiguous part of the model: `model` takes and returns the tensors that are live at its ends."""
 
-    def __init__(self, index: int, model: nn.Module, task: Task, device: torch.device) -> None:
+    def __init__(
+        self, index: int, model: nn.Module, task: Task, device: torch.device, checkpointed: Sequence[str]
+    ) -> None:
         self.index, self.model = index, model
         self.statistics = BatchNormStatistics(model, task.step.ema)
         self.masks = SeededDropout(model, task.seed, device)
-        apply_activation_checkpointing(
-            model, modules_to_checkpoint(task.recipe, task.step.remat), task.step.remat, self.masks
-        )
+        apply_activation_checkpointing(model, checkpointed, task.step.remat, self.masks)
         model.train()
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation, for all modules."""
         if self.model.training is not mode:
             self.model.train(mode)
+
+
+_MicroBatchHook = Callable[[Stage, int], None]
+
+
+def _nothing(stage: Stage, micro_batch: int) -> None:
+    pass
 
 
 class _Held(NamedTuple):
@@ -146,7 +153,7 @@ class PipelineProgram(Program):
         for part in (self._leaves(rows_of(batch, 0, 2)), self._leaves(rows_of(batch, 0, 4))):
             try:
                 with Footprint() as footprint:
-                    self._run([part], torch.zeros_like(self._one), enter, train=True)
+                    self._run([part], torch.zeros_like(self._one), enter, _nothing, train=True)
             except ValueError as error:
                 raise batch_norm_error(error, len(part.ids)) from error
             gradients = [channel for channel in self._pipeline.backward if channel.target == self._world.rank]
@@ -192,10 +199,13 @@ class PipelineProgram(Program):
             stage.masks.begin_micro_batch(ticket.step, first + j)
             stage.statistics.begin_micro_batch(j)
 
+        def leave(stage: Stage, j: int) -> None:
+            stage.masks.return_to(ticket.step, first + j)
+
         if self._tables is not None:
             batch = self._tables.lookup(batch, train=True)
         parts = [self._leaves(rows_of(batch, *ends)) for ends in pairwise(at)]
-        sums, _ = self._run(parts, factor, enter, train=True)
+        sums, _ = self._run(parts, factor, enter, leave, train=True)
         if self._tables is not None:
             self._tables.backward(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
         for stage in self._stages.values():
@@ -222,14 +232,16 @@ class PipelineProgram(Program):
         # as many parts as there are ranks to work on them
         bounds = micro_batch_bounds(len(batch.ids), -(-len(batch.ids) // len(self._pipeline.ranks)))
         return self._run(
-            [rows_of(batch, *ends) for ends in pairwise(bounds)], self._one, lambda stage, j: None, train=False
+            [rows_of(batch, *ends) for ends in pairwise(bounds)], self._one, _nothing, _nothing, train=False
         )
 
-    def _run(self, parts: list[Batch], factor: Tensor, enter: Callable[[Stage, int], None], train: bool) -> Evaluated:
+    def _run(
+        self, parts: list[Batch], factor: Tensor, enter: _MicroBatchHook, leave: _MicroBatchHook, train: bool
+    ) -> Evaluated:
         """Micro-batches through this rank's stages; returns the sums of those whose losses are computed here.
 
-        `factor`: of the loss, shape (). `enter(stage, micro_batch)`: called before each forward pass. Collective over
-        the pipeline.
+        `factor`: of the loss, shape (). `enter(stage, micro_batch)`: called before each forward pass, `leave` before each
+        backward pass. Collective over the pipeline.
         """
         actions = [action for action in self._order(len(parts)) if train or action.forward]
         messages = StageMessages(self._pipeline, actions, parts, self._answers(len(parts)) if train else None)
@@ -246,6 +258,7 @@ class PipelineProgram(Program):
                     held[s, j] = kept
                 del kept  # activations live as long as the schedule says
             else:
+                leave(self._stages[s], j)
                 with section("backward"):
                     self._backward(s, j, held.pop((s, j)), messages)
         for channel in self._channels():

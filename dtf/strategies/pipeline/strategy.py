@@ -115,7 +115,9 @@ class Pipeline(Strategy):
         return "nccl" if devices == "cuda" else "gloo"
 
     def setup(self, task: Task, world: World) -> Program:
-        from dtf.model.init import build_on_meta
+        from dtf.model.activation_checkpointing import modules_to_checkpoint
+        from dtf.model.draw_by_name import draws_by_name
+        from dtf.model.init import formats, model_to_cut
         from dtf.strategies.spmd import single_process
 
         if world.size == 1:
@@ -126,29 +128,35 @@ class Pipeline(Strategy):
         from dtf.strategies.pipeline.messages import PipelineRanks, channels
         from dtf.strategies.pipeline.planner import broadcast_plan
         from dtf.strategies.pipeline.program import PipelineProgram, Stage
-        from dtf.strategies.sharded_init import cast_on_meta, draw, lay_out, param_shards
+        from dtf.strategies.sharded_init import cast_parts, draw, lay_out, param_shards, settle
 
         dims = ParallelDims(world, "pp", self.degree or world.size, inputs=False)
         rows, spec = self._spec(task, world, dims.dp_shard.count)
         stages = spec.ranks * spec.virtual
-        model = build_on_meta(task.recipe)
+        model = model_to_cut(task)
+        checkpointed = modules_to_checkpoint(task.recipe, model, task.step.remat)
         split, bounds, table = broadcast_plan(model, spec, task, world)
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not names:
             raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
-        cast_on_meta(model, task.precision, computing=True)
+        by_name = draws_by_name(task.recipe)
+        if by_name:
+            cast_parts(model, task.precision, computing=True)
         segments, shards = {}, {}
         for s in range(dims.axis_rank, stages, spec.ranks):
             segments[s] = split.segment(bounds[s], bounds[s + 1])
-            masters = lay_out(segments[s], task.precision, world.device)
-            draw(segments[s], task, masters)
+            if by_name:
+                masters = lay_out(segments[s], task.precision, world.device)
+                draw(segments[s], task, masters)
+            else:
+                masters = settle(segments[s], task.precision, world.device)
             shards |= param_shards(segments[s], masters)
         tables = tables_of(task, world, self.tables, gives=dims.broadcast.reads)
-        dtype = next(model.parameters()).dtype
+        dtype = next(iter(formats(model, task.precision).values()))[1]
         update = _update(task, world, dims, shards, names, dtype, tables)
         links = channels(dims.mesh_rows, stages, world.rank, world.device)
         pipeline = PipelineRanks(dims.mesh_rows[dims.dp_shard.index], dims.axis_rank, stages, *links)
-        parts = [Stage(s, segment, task, world.device) for s, segment in segments.items()]
+        parts = [Stage(s, segment, task, world.device, checkpointed) for s, segment in segments.items()]
         return PipelineProgram(parts, pipeline, self.schedule, update, task, world, dims, rows, table, tables)
 
     def _spec(self, task: Task, world: World, shares: int) -> tuple[int, PipelineSpec]:

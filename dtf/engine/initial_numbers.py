@@ -1,0 +1,54 @@
+"""Whether all ranks start from the same numbers. Where constructors drew differently, rank 0's numbers are sent."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dtf.core.errors import ConfigError
+from dtf.core.text import count_text
+from dtf.distributed.world import World
+
+
+def agree_on_start(world: World, model: nn.Module, say: Callable[[str], None]) -> None:
+    """Give all ranks rank 0's parameters and buffers where those of any rank differ, and say so. Collective.
+
+    Processors and numbers of threads may draw differently, and a constructor may draw from what no seed reaches.
+    ConfigError where models differ in names or shapes.
+    """
+    if world.size == 1:
+        return
+    tensors = _tensors(model)
+    digests = world.gather({name: _digest(tensor) for name, tensor in tensors.items()})
+    unequal: list[str] = []
+    if digests is not None:
+        first, *others = digests
+        for rank, other in enumerate(others, 1):
+            if list(other) != list(first):
+                name = next(iter(other.keys() ^ first.keys()), next(iter(first)))
+                unequal = [f"!rank {rank} builds another model than rank 0: they differ in {name}"]
+                break
+            unequal += [name for name in first if other[name] != first[name] and name not in unequal]
+    unequal = world.broadcast(unequal)
+    if unequal and unequal[0].startswith("!"):
+        raise ConfigError(f"{unequal[0][1:]}; build_model() must make the same modules on all ranks")
+    if unequal:
+        for name in unequal:
+            world.send_from_first(tensors[name].data)
+        say(
+            f"ranks drew different initial numbers for {count_text(len(unequal), 'tensor')}, {unequal[0]} first; all "
+            "start from rank 0's. The seed does not reach what build_model() draws from, or their machines differ"
+        )
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _digest(tensor: Tensor) -> str:
+    """Of shape, format and bytes."""
+    data = tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data if tensor.numel() else b""
+    return f"{tuple(tensor.shape)} {tensor.dtype} {zlib.crc32(data):08x}"

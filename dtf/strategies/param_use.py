@@ -1,0 +1,143 @@
+"""Where a model uses its parameters: which module is being called at each use.
+
+A rank that gathers a module's parameters for as long as the module computes must know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from dtf.model.forward import cast_floating
+
+_PARAMETRIZED = ".parametrizations."
+
+
+class ParamUse:
+    """What one forward pass of a model used. `calls`: module -> how often it was called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._owners: dict[int, list[str]] = {}  # of each parameter, by id
+        for name, module in model.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._owners.setdefault(id(parameter), []).append(name)
+        self._storages = {p.untyped_storage()._cdata: id(p) for p in model.parameters()}
+        self._users: dict[int, set[str]] = {key: set(names) for key, names in self._owners.items()}
+        self.calls: dict[str, int] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """A context in which the model's forward is watched."""
+        stack: list[str] = []
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            name = self._names.get(module)
+            if name is not None:
+                stack.append(name)
+                self.calls[name] = self.calls.get(name, 0) + 1
+
+        def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            if module in self._names:
+                stack.pop()
+                self._note(outputs, stack)  # a parameter, or a view of one, that its caller gets
+
+        hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+        try:
+            with _Uses(lambda values: self._note(values, stack)):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def watch_pass(self, model: nn.Module, inputs: Any) -> None:
+        """A forward pass on these inputs, watched, that leaves no trace in buffers and generators."""
+        buffers = [
+            (module, key, buffer, buffer.clone())
+            for module in model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(0)
+            try:
+                with self.watch():
+                    model(cast_floating(inputs, next(model.parameters()).dtype))
+            finally:
+                for module, key, buffer, before in buffers:
+                    module._buffers[key] = buffer
+                    buffer.copy_(before)
+
+    def _note(self, values: Any, stack: list[str]) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                key = self._storages.get(value.untyped_storage()._cdata)
+                if key is not None:
+                    self._users[key].add(stack[-1] if stack else "")
+
+    def gathered_by(self, module: str, parameter: nn.Parameter) -> bool:
+        """Whether all uses of a parameter happen while the module of this name is called. A parameter that no use was
+        seen of counts as used by its owner.
+        """
+        return all(_within(user, module) for user in self._users[id(parameter)])
+
+
+class _Uses(TorchFunctionMode):
+    """Tells which values each function of torch gets."""
+
+    def __init__(self, note: Any) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _asks_only(func):
+            self._note((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+_QUESTIONS = frozenset(
+    {
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "is_cuda",
+        "is_meta",
+        "grad_fn",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "type",
+        "nelement",
+    }
+)
+
+
+def _asks_only(func: Any) -> bool:
+    """Whether a function of torch, or the getter of an attribute, needs no numbers of its tensor."""
+    owner = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
+    return getattr(owner, "__name__", "") in _QUESTIONS
+
+
+def _within(user: str, module: str) -> bool:
+    """Whether a module is, or lies in, another one. What computes a parametrized tensor belongs to the module that has
+    it: its result may be the parameter itself.
+    """
+    user = user.split(_PARAMETRIZED)[0].removesuffix(".parametrizations")
+    return not module or user == module or user.startswith(f"{module}.")

@@ -1,0 +1,49 @@
+"""A model starts as its author wrote it: under every strategy from what the constructor makes of it under the seed."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.harness import difference, meshes, reference, spread, variants
+
+PLUGIN = "tests.support.authored"
+CASE = {"plugin": PLUGIN, "precision": "fp32"}
+
+
+def written() -> dict[str, torch.Tensor]:
+    """The model of `authored` in plain PyTorch."""
+    from tests.support.authored_model import Model
+
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = Model()
+    return {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("strategy", "options"), [*variants(), *meshes()])
+def test_every_strategy_starts_from_what_the_constructor_made(strategy: str, options: dict) -> None:
+    recipe = {"name": "authored"}
+    processes = 2
+    tensors = spread(strategy, processes, call="start", recipe=recipe, options=options, **CASE)["tensors"]
+    for name, tensor in written().items():
+        assert torch.tensor(tensors[name], dtype=torch.float64).equal(tensor.double()), name
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize(("strategy", "options"), variants())
+def test_every_strategy_follows_the_reference(strategy: str, options: dict, processes: int) -> None:
+    case = {"plugin": PLUGIN, "recipe": {"name": "authored"}}
+    run = spread(strategy, processes, options=options, **case)
+    assert difference(reference(**case), run) < 1e-10
+
+
+@pytest.mark.parametrize(("strategy", "options"), variants())
+def test_a_recipe_may_draw_by_name(strategy: str, options: dict) -> None:
+    case = {"plugin": PLUGIN, "recipe": {"name": "by_name"}}
+    run = spread(strategy, 2, options=options, **case)
+    assert difference(reference(**case), run) < 1e-10
