@@ -240,8 +240,8 @@ class PipelineProgram(Program):
     ) -> Evaluated:
         """Micro-batches through this rank's stages; returns the sums of those whose losses are computed here.
 
-        `factor`: of the loss, shape (). `enter(stage, micro_batch)`: called before each forward pass, `leave` before each
-        backward pass. Collective over the pipeline.
+        `factor`: of the loss, shape (). `enter(stage, micro_batch)`: called before each forward pass,
+        `leave` before each backward pass. Collective over the pipeline.
         """
         actions = [action for action in self._order(len(parts)) if train or action.forward]
         messages = StageMessages(self._pipeline, actions, parts, self._answers(len(parts)) if train else None)
