@@ -11,6 +11,10 @@ from dtf.api.registry import option
 # which end in overflows otherwise.
 
 
+EVALUATION_ROWS = 1024
+"""The most rows of a micro-batch of an evaluation, where `step.micro_batch_rows` says nothing."""
+
+
 @dataclass(kw_only=True)
 class RunOptions:
     """Config node `run`."""
@@ -56,7 +60,8 @@ class StepOptions:
         default=0,
         least=0,
         doc="rows per forward pass; batch statistics, dropout and accumulation act per micro-batch, so fixing it makes "
-        "results independent of the number of ranks; 0: as the strategy chooses, a rank's whole share under most",
+        "results independent of the number of ranks; 0: as the strategy chooses, a rank's whole share under most, and "
+        "in an evaluation step.batch_size, 1024 at most",
         unit="rows",
     )
     clip_norm: float = option(default=0.0, least=0, doc="largest global L2 norm of the gradient; 0: no clipping")
@@ -83,6 +88,13 @@ class StepOptions:
         most `count` micro-batches.
         """
         return self.micro_batch_rows or -(-self.batch_size // count)
+
+    @property
+    def evaluation_rows(self) -> int:
+        """Rows of a micro-batch of an evaluation, which depend on no number of processes: `micro_batch_rows`. Where
+        that is 0, a global batch, or EVALUATION_ROWS of a larger one.
+        """
+        return self.micro_batch_rows or min(self.batch_size, EVALUATION_ROWS)
 
 
 @dataclass(kw_only=True)

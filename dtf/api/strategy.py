@@ -48,6 +48,14 @@ class Program(ABC):
     micro_batch_rows: int
     """Rows of each micro-batch that a global batch is cut into. See `StepOptions.rows_each`."""
 
+    @property
+    def evaluation_micro_batches(self) -> int:
+        """How many micro-batches of an evaluation the shares compute at once. Default: one each.
+
+        Their rows depend on nothing that a program chooses, see `StepOptions.evaluation_rows`.
+        """
+        return self.shares
+
     def about(self) -> dict[str, str]:
         """What the start-up table says of this program beside the config: name -> text. Default: nothing."""
         return {}
@@ -87,8 +95,11 @@ class Program(ABC):
 
     @abstractmethod
     def eval_step(self, batch: Batch | None) -> Evaluated:
-        """Evaluate this rank's rows of a global batch: sums (M,) as `Recipe.measure` gives them, and rows (R, K) as
-        `Recipe.eval_outputs` gives them. Changes no state. May be collective.
+        """Evaluate this rank's rows of a batch of `evaluation_micro_batches`: sums (M,) as `Recipe.measure` gives them,
+        and rows (R, K) as `Recipe.eval_outputs` gives them. Changes no state. May be collective.
+
+        Each micro-batch is computed whole, so that a loss that couples its rows is the same on any number of ranks.
+        Nothing of padding counts.
         """
 
     def eval_rest(self) -> Evaluated | None:
@@ -165,7 +176,7 @@ class RoleContext:
 
     open: Callable[[str, Shard, int], Batches]
     """`open(split, shard, micro_batch_rows)`: one share of the global batches of the split `train` or `eval`, in
-    micro-batches of so many rows.
+    micro-batches of so many rows. A batch of an evaluation has one micro-batch for each share.
     """
 
     beat: Callable[[str, int], None]

@@ -86,14 +86,15 @@ class Epochs:
         return runs[self._order[number] + 1] - self._ends[number] + places
 
 
-def micro_batch_bounds(rows: int, micro_batch_rows: int) -> list[int]:
+def micro_batch_bounds(rows: int, micro_batch_rows: int, join: bool = True) -> list[int]:
     """Bounds of the micro-batches of a global batch of `rows` rows: micro-batch k is rows [bounds[k], bounds[k + 1]).
 
-    A smaller last batch has fewer micro-batches, not smaller ones. A last micro-batch of a single row is joined to the
-    one before it, because one value has no batch statistics. The rule does not depend on which rank computes what.
+    A smaller last batch has fewer micro-batches, not smaller ones. With `join`, a last micro-batch of a single row is
+    joined to the one before it, because one value has no batch statistics; an evaluation takes none, and joins none.
+    The rule does not depend on which rank computes what.
     """
     bounds = [*range(0, rows, micro_batch_rows), rows]
-    if micro_batch_rows > 1 and len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
+    if join and micro_batch_rows > 1 and len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
         del bounds[-2]
     return bounds
 

@@ -47,11 +47,21 @@ class Reading:
 
 
 class Loader:
-    """This rank's rows of global batches. `shard=None`: this rank reads nothing and gets None. Not collective."""
+    """This rank's rows of global batches. `shard=None`: this rank reads nothing and gets None. Not collective.
+
+    `join`: see `micro_batch_bounds`.
+    """
 
     def __init__(
-        self, dataset: Dataset, epochs: Epochs, shard: Shard | None, micro_batch_rows: int, pin: bool = False
+        self,
+        dataset: Dataset,
+        epochs: Epochs,
+        shard: Shard | None,
+        micro_batch_rows: int,
+        pin: bool = False,
+        join: bool = True,
     ) -> None:
+        self._join = join
         self._dataset, self._epochs, self._shard, self._micro_batch_rows, self._pin = (
             dataset,
             epochs,
@@ -132,7 +142,7 @@ class Loader:
     def _ids(self, epoch: int, index: int) -> np.ndarray:
         assert self._shard is not None
         ids = self._epochs.ids(epoch, index)
-        bounds = micro_batch_bounds(len(ids), self._micro_batch_rows)
+        bounds = micro_batch_bounds(len(ids), self._micro_batch_rows, self._join)
         first, last = micro_batches_of(len(bounds) - 1, self._shard)
         if first == last:
             return np.concatenate([ids[: min(2, len(ids))], [-1]])  # the marker makes it padding, see _fetch

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dtf.api.recipe import Recipe
+from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import name_of
 from dtf.api.sampler import Sampler
 from dtf.core.errors import ConfigError, DataError
@@ -15,6 +15,18 @@ from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
 from dtf.model.forward import zero_rows_for_tables
+
+
+def evaluation_loader(
+    rows: Dataset, shard: Shard | None, micro_batch_rows: int, count: int = 0, pin: bool = False
+) -> Loader:
+    """A loader of rows in order, for an evaluation. A batch is `count` micro-batches, 0: one for each share.
+
+    Micro-batches begin at multiples of `micro_batch_rows`, whatever `count` is; the last one is the rest.
+    """
+    batch = micro_batch_rows * (count or (shard.count if shard else 1))
+    epochs = Epochs(Sequential(), len(rows), batch, 0, runs=rows.runs())
+    return Loader(rows, epochs, shard, micro_batch_rows, pin, join=False)
 
 
 class Splits:
@@ -49,13 +61,16 @@ class Splits:
                 f"step.batch_size={batch} is more than the {len(self.train)} training rows, sampler.tail=drop leaves "
                 "none; lower it"
             )
-        eval_epochs = Epochs(Sequential(), len(self.eval), batch, self._seed, runs=self.eval.runs())
-        self._splits = {"train": (self.train, epochs), "eval": (self.eval, eval_epochs)}
+        self._epochs = epochs
         return epochs
 
-    def loader(self, split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
-        """A loader for one share of a split's global batches."""
-        return Loader(*self._splits[split], shard, micro_batch_rows, pin=self._pin)
+    def loader(self, split: str, shard: Shard | None, micro_batch_rows: int, count: int = 0) -> Loader:
+        """A loader for one share of a split's global batches. `count`: micro-batches of a batch of the split `eval`,
+        see `evaluation_loader`; 0: one for each share.
+        """
+        if split == "train":
+            return Loader(self.train, self._epochs, shard, micro_batch_rows, pin=self._pin)
+        return evaluation_loader(self.eval, shard, micro_batch_rows, count, self._pin)
 
     def sample(self, rows: int) -> Any:
         """Inputs of so many training rows, as the model gets them, with zeros in place of rows of sparse tables."""

@@ -193,7 +193,7 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
             f"{config['strategy']['name']} chooses them, part them; set step.micro_batch_rows to an even number"
         )
     train = splits.loader("train", program.shard, program.micro_batch_rows)
-    evaluation = splits.loader("eval", program.shard, -(-settings.step.batch_size // program.shares))
+    evaluation = splits.loader("eval", program.shard, settings.step.evaluation_rows, program.evaluation_micro_batches)
     plan = _plan(settings, epochs.batches)
     checkpointer = Checkpointer(
         rank.folder / "checkpoints",

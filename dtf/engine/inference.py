@@ -22,9 +22,7 @@ from dtf.api.task import Task
 from dtf.config.settings import Settings
 from dtf.core.errors import DataError, DtfError, Preempted
 from dtf.core.types import Batch, Evaluated, Event, Measured, Place
-from dtf.data.batches import Epochs
-from dtf.data.loader import Loader
-from dtf.data.samplers import Sequential
+from dtf.data.splits import evaluation_loader
 from dtf.distributed.sharding import is_dtensor
 from dtf.distributed.world import World
 from dtf.engine.predictions import Prediction
@@ -103,7 +101,7 @@ class Inference:
         set_switches(settings.precision)
         kind = place.device.partition(":")[0]
         self.world = World.join(place, settings.strategy.communication(kind))
-        self.recipe, self._batch, self._kind = settings.recipe, settings.step.batch_size, kind
+        self.recipe, self._kind, self._micro_batch_rows = settings.recipe, kind, settings.step.evaluation_rows
         self.rows = data(settings.recipe)
         if not len(self.rows):
             raise DataError("there are no rows to use the model on")
@@ -115,7 +113,7 @@ class Inference:
         self._record, self._whole = _Record(self.recipe, top, []), whole
         recipe = copy.copy(self.recipe)
         vars(recipe)["measure"] = self._record.measure  # type: ignore[index]
-        step = replace(settings.step, ema=0.0, micro_batch_rows=0, remat=Remat.none)
+        step = replace(settings.step, ema=0.0, micro_batch_rows=self._micro_batch_rows, remat=Remat.none)
         optimizer = lookup("optimizer", "sgd")(momentum=0.0)  # without state
         task = Task(
             recipe, optimizer, settings.precision, step, settings.seed, self._sample, self.weights, settings.sparse
@@ -128,14 +126,18 @@ class Inference:
         """For each batch from row `first` on: the rows done so far, what this rank measured, and on rank 0 the
         predictions in order. Collective.
 
+        Micro-batches are those of an evaluation of all rows: of one that has `first` in its middle, the rows before it
+        are computed again, for what the model or `Recipe.receive` makes of several rows.
+
         Preempted on all ranks, after the current batch, when one was asked to stop. DtfError when a row is lost.
         """
-        rows = Rest(self.rows, first, self._whole)
-        loader = Loader(
-            rows,
-            Epochs(Sequential(), len(rows), self._batch, 0),
+        start = first - first % self._micro_batch_rows
+        count = self.program.evaluation_micro_batches
+        loader = evaluation_loader(
+            Rest(self.rows, start, self._whole),
             self.program.shard,
-            -(-self._batch // self.program.shares),
+            self._micro_batch_rows,
+            count,
             pin=self._kind == "cuda",
         )
         done = first
@@ -144,10 +146,14 @@ class Inference:
                 for index in range(loader.batches):
                     beat("evaluate", index)
                     loader.ahead([(0, i) for i in range(index, min(index + 1 + loader.prefetch, loader.batches))])
-                    measured = self.program.eval_step(self.program.prepare(loader.get(0, index)))
+                    batch = loader.get(0, index)
+                    if batch is not None:
+                        batch = batch._replace(ids=np.where(batch.ids < 0, batch.ids, batch.ids + start))
+                    measured = self.program.eval_step(self.program.prepare(batch))
                     self.unread = loader.bad(0)
-                    expected = range(done, min(done + self._batch, len(self.rows)))
-                    yield expected.stop, measured, self._gathered(expected, first)
+                    end = start + (index + 1) * count * self._micro_batch_rows
+                    expected = range(done, min(end, len(self.rows)))
+                    yield expected.stop, measured, self._gathered(expected)
                     done = expected.stop
                     if self.world.reduce(torch.tensor([float(stop())])).item() and done < len(self.rows):
                         raise Preempted(
@@ -157,12 +163,12 @@ class Inference:
         finally:
             loader.close()
 
-    def _gathered(self, expected: range, first: int) -> list[Prediction]:
+    def _gathered(self, expected: range) -> list[Prediction]:
         parts = self.world.gather(self._record.take())
         if parts is None:
             return []
         # ranks that compute a row together all record it
-        predictions = {first + id: Prediction(first + id, *rest) for part in parts for id, *rest in part}
+        predictions = {id: Prediction(id, *rest) for part in parts for id, *rest in part if id >= expected.start}
         if sorted(predictions) != list(expected):
             raise DtfError(
                 f"rows {expected.start} to {expected.stop - 1} gave {len(predictions)} answers; a row was lost or "

@@ -124,17 +124,12 @@ def zero_rows_for_tables(inputs: Any, tables: Mapping[str, Table]) -> Any:
 def to_device(batch: Batch, device: torch.device, task: Task) -> Batch:
     """The batch on the device, with `weight` in the dtype of the loss. Copies from pinned memory are asynchronous.
 
-    `apply_receive` comes next.
+    `Recipe.receive` comes next, see `Receiver`.
     """
     weights = batch.weight.to(device, loss_dtype(task), non_blocking=True)
     return Batch(
         inputs_to_device(batch.inputs, device), batch.targets.to(device, non_blocking=True), weights, batch.ids
     )
-
-
-def apply_receive(batch: Batch, task: Task) -> Batch:
-    """The batch with its inputs as `Recipe.receive` makes them."""
-    return batch._replace(inputs=task.recipe.receive(batch.inputs))
 
 
 def inputs_to_device(inputs: Any, device: torch.device) -> Any:

@@ -17,8 +17,9 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
-from dtf.model.forward import apply_receive, global_rng_error, loss_dtype, merge_evaluated, rows_of, to_device
+from dtf.model.forward import global_rng_error, loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, model_of
+from dtf.model.receive import Receiver
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
@@ -44,6 +45,7 @@ class DataParallelProgram(Program):
             for i in range(len(devices) if len(devices) > 1 else 0)
         ]
         self._replicas: list[Replica] = []
+        self._receiver = Receiver(task)
         self._updates: list[LocalUpdate] = []
         self._tables = tables_of(task, world, Placement.replicated)
         models = [model_of(task) for _ in devices]
@@ -62,7 +64,9 @@ class DataParallelProgram(Program):
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
-        part = self._received(self._looked_up(batch, train=False), 0, 4, 0)
+        if self._tables is not None:
+            batch = self._tables.lookup(self._receiver.train(batch, 0, 0), train=False)
+        part = self._part(batch, 0, 4, 0)
         if self._replicas[0].warmup(part, spread=self.shares > 1) and self.shares > 1:
             raise global_rng_error("dp", "and replicas share one generator")
 
@@ -82,7 +86,9 @@ class DataParallelProgram(Program):
         assert batch is not None
         count = len(self._replicas)
         bounds = micro_batch_bounds(ticket.rows, self.micro_batch_rows)
-        batch = self._looked_up(batch, train=True)
+        if self._tables is not None:
+            received = self._receiver.join(batch, bounds, lambda part, j: self._receiver.train(part, ticket.step, j))
+            batch = self._tables.lookup(received, train=True)
         factor = self._updates[0].scale(
             torch.tensor(1.0 / ticket.rows, dtype=loss_dtype(self._task), device=self._devices[0])
         )
@@ -103,15 +109,17 @@ class DataParallelProgram(Program):
     def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
         count = len(self._replicas)
-        batch = self._looked_up(batch, train=False)
-        bounds = micro_batch_bounds(len(batch.ids), -(-len(batch.ids) // count))
+        bounds = micro_batch_bounds(len(batch.ids), self._task.step.evaluation_rows, join=False)
+        if self._tables is not None:
+            received = self._receiver.join(batch, bounds, lambda part, _: self._receiver.evaluate(part))
+            batch = self._tables.lookup(received, train=False)
         parts = [micro_batches_of(len(bounds) - 1, Shard(i, count)) for i in range(count)]
 
         def part(i: int) -> Evaluated | None:
             first, last = bounds[parts[i][0]], bounds[parts[i][1]]
             if first == last:
                 return None
-            return self._replicas[i].evaluate(self._received(batch, first, last, i))
+            return self._replicas[i].evaluate(self._part(batch, first, last, i))
 
         return merge_evaluated([evaluated for evaluated in self._each(part) if evaluated is not None], self._devices[0])
 
@@ -155,10 +163,9 @@ class DataParallelProgram(Program):
     def skipped(self) -> int:
         return self._updates[0].skipped()
 
-    def _received(self, batch: Batch, first: int, last: int, i: int) -> Batch:
-        """Rows [first, last) as the model of replica i gets them, after `_looked_up`."""
-        part = to_device(rows_of(batch, first, last), self._devices[i], self._task)
-        return apply_receive(part, self._task) if self._tables is None else part
+    def _part(self, batch: Batch, first: int, last: int, i: int) -> Batch:
+        """Rows [first, last) on the device of replica i."""
+        return to_device(rows_of(batch, first, last), self._devices[i], self._task)
 
     def _share_parameters(self) -> None:
         """Give the first replica's parameters to those that do not update their own."""
@@ -174,12 +181,8 @@ class DataParallelProgram(Program):
         if first == last:  # no other replica waits for this one
             replica.sit_out(len(bounds) - 1, shard.count)
             return None
-        rows = self._received(batch, bounds[first], bounds[last], i)
+        rows = self._part(batch, bounds[first], bounds[last], i)
         return replica.accumulate(ticket, rows, bounds, part, shard, factor.to(self._devices[i]))
-
-    def _looked_up(self, batch: Batch, train: bool) -> Batch:
-        """The batch with rows in place of ids, and then as the model gets it, where there are sparse tables."""
-        return batch if self._tables is None else self._tables.lookup(apply_receive(batch, self._task), train)
 
     def _push_row_gradients(self, computed: list[int]) -> None:
         """Give sparse tables the gradients of their rows, from the replicas `computed` that had rows of the batch."""

@@ -24,7 +24,6 @@ from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
     ForwardPass,
-    apply_receive,
     batch_norm_error,
     global_rng_error,
     leaf_gradients,
@@ -35,6 +34,7 @@ from dtf.model.forward import (
 )
 from dtf.model.init import cast, model_of
 from dtf.model.memory import Footprint, activations
+from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
@@ -50,6 +50,9 @@ class Replica:
     `forward`, for the last micro-batch of a step, may sum gradients over ranks in its backward pass; the others
     accumulate on the bare model. `sync`: for a model that talks to other ranks in every pass; called before each with
     whether gradients are to be summed. Then all ranks make the same number of passes.
+
+    Without sparse tables the replica calls `Recipe.receive`, just before each pass. With them, who looks up rows has
+    called it.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Replica:
         forward: Callable[..., Any] | None = None,
         sync: Callable[[bool], None] | None = None,
     ) -> None:
+        self.receiver = Receiver(task)
         self.model, self._forward, self._sync, self._device = model, forward or model, sync, device
         self._passes = ForwardPass(task, device)
         self.statistics = BatchNormStatistics(model, task.step.ema)
@@ -69,6 +73,7 @@ class Replica:
         )
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._looked_up = tuple(task.recipe.tables())
+        self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
         self._trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows
         self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
@@ -95,21 +100,23 @@ class Replica:
             self.model.train()
         self.statistics.begin(last - first, len(bounds) - 1, shard.count)
         if first == last:  # padding rows: collectives in the backward pass need a pass, the gradient is zero
-            parts = [with_leaves(batch, self._looked_up)]
+            parts = [with_leaves(self._received(batch, ticket.step, first), self._looked_up)]
             sums = [self._pass(parts[0], factor, last=True)]
         else:
             at = [bound - bounds[first] for bound in bounds[first : last + 1]]
             parts = [rows_of(batch, *ends) for ends in pairwise(at)] if last - first > 1 else [batch]
             parts = [with_leaves(part, self._looked_up) for part in parts]
+            ready = self._received(parts[0], ticket.step, first)
             # another rank has one more, and all make the same number of passes
             if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):
                 self.statistics.begin_padding()
-                self._pass(parts[0]._replace(weight=torch.zeros_like(parts[0].weight)), factor, last=False)
+                self._pass(ready._replace(weight=torch.zeros_like(ready.weight)), factor, last=False)
             sums = []
             for j, part in enumerate(parts):
-                self.masks.begin_micro_batch(ticket.step, first + j)
+                ready = self._received(part, ticket.step, first + j) if j else ready
+                self._begin_random(ticket.step, first + j)
                 self.statistics.begin_micro_batch(j)
-                sums.append(self._pass(part, factor, last=j == len(parts) - 1))
+                sums.append(self._pass(ready, factor, last=j == len(parts) - 1))
         self.statistics.end()
         self.row_gradients = leaf_gradients(parts, self._looked_up)
         return sum(sums[1:], start=sums[0])
@@ -156,7 +163,8 @@ class Replica:
         state_before, self._trials = None, []
         try:
             with buffers_kept(self, spread, "launcher.processes=1"):
-                for part in (with_leaves(rows, self._looked_up) for rows in (rows_of(batch, 0, 2), batch)):
+                for rows in (rows_of(batch, 0, 2), batch):
+                    part = with_leaves(self._received(rows, 0, 0), self._looked_up)
                     self.masks.begin_micro_batch(0, 0)
                     state_before = self.masks.rng_state()
                     with Footprint() as footprint:
@@ -192,11 +200,24 @@ class Replica:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Evaluated:
-        """A batch with running statistics and without dropout."""
+        """A micro-batch with running statistics and without dropout. Of padding nothing counts."""
         if self.model.training:
             self.model.eval()
-        outputs, loss = self._passes.losses(self._passes.forward(self.model, batch.inputs), batch)
+        if not self._looked_up:
+            batch = self.receiver.evaluate(batch)
+        self._begin_random(EVALUATION, int(batch.ids[0]))
+        outputs = self._passes.forward(self.model, batch.inputs)
+        if batch.ids[0] < 0:
+            return Evaluated(self._no_sums, None)
+        outputs, loss = self._passes.losses(outputs, batch)
         return self._passes.evaluated(outputs, batch, loss)
+
+    def _received(self, part: Batch, step: int, micro_batch: int) -> Batch:
+        return part if self._looked_up else self.receiver.train(part, step, micro_batch)
+
+    def _begin_random(self, step: int, micro_batch: int) -> None:
+        with self.receiver.lock:
+            self.masks.begin_micro_batch(step, micro_batch)
 
 
 class Spmd(Program):
@@ -232,14 +253,12 @@ class Spmd(Program):
     def prepare(self, batch: Batch | None) -> Batch | None:
         if batch is not None:
             batch = to_device(batch, self._world.device, self._task)
-        if self._dims:
-            batch = self._dims.broadcast(batch)
-        return None if batch is None else apply_receive(batch, self._task)
+        return self._dims.broadcast(batch) if self._dims else batch
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
         if self._tables is not None:
-            batch = self._tables.lookup(batch, train=False)
+            batch = self._tables.lookup(self._replica.receiver.train(batch, 0, 0), train=False)
         if self._dims is None:
             self._replica.warmup(rows_of(batch, 0, 4), spread=self.shares > 1)
             return
@@ -260,7 +279,7 @@ class Spmd(Program):
         micro_batches = micro_batches_of(len(bounds) - 1, self._share)
         self._update.begin()
         if self._tables is not None:
-            batch = self._tables.lookup(batch, train=True)
+            batch = self._tables.lookup(self._received(ticket, batch, bounds, micro_batches), train=True)
         factor = self._update.scale(self._factor / ticket.rows)
         sums = self._replica.accumulate(ticket, batch, bounds, micro_batches, self._share, factor)
         if self._tables is not None:
@@ -275,9 +294,14 @@ class Spmd(Program):
     def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
         if self._tables is not None:
-            batch = self._tables.lookup(batch, train=False)
+            batch = self._tables.lookup(self._replica.receiver.evaluate(batch), train=False)
         sums, rows = self._replica.evaluate(batch)
         return Evaluated(self._counted_once(sums), rows if self._reads else None)
+
+    def _received(self, ticket: Train, batch: Batch, bounds: list[int], micro_batches: tuple[int, int]) -> Batch:
+        receiver, (first, last) = self._replica.receiver, micro_batches
+        at = [bound - bounds[first] for bound in bounds[first : last + 1]]
+        return receiver.join(batch, at, lambda part, j: receiver.train(part, ticket.step, first + j))
 
     def _counted_once(self, sums: Tensor) -> Tensor:
         """The sums, or zeros on a rank whose rows another rank reports."""

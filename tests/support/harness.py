@@ -28,7 +28,8 @@ from dtf.config.settings import load_parts
 from dtf.core.types import Box, Measured, Place, Saved, Shard, State
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
-from dtf.data.samplers import Sequential, Shuffle
+from dtf.data.samplers import Shuffle
+from dtf.data.splits import evaluation_loader
 from dtf.distributed.world import World
 from dtf.engine.clock import Plan, PlannedClock
 from dtf.engine.loop import Loop, fit
@@ -165,7 +166,6 @@ class _Run:
             connect(self._between, 0 if case.network is None or case.network % 2 else 1 << 30)
         self.program = self.strategy.setup(self.task, self.world)
         self.epochs = Epochs(Shuffle(tail=Tail[case.tail]), len(self.training), BATCH, 0)
-        self.eval_epochs = Epochs(Sequential(), len(self.evaluation), BATCH, 0)
         # those that compute ask the others for rows
         self.helpers = self._run_helpers() if next(iter(self.strategy.roles(1))) == "trainer" else None
         self.loader = self._rows("train", self.program.shard, self.program.micro_batch_rows)
@@ -191,9 +191,10 @@ class _Run:
             self.networks.append(client)
         return client if self.case.deaths is None else KillableTransport(client)
 
-    def _rows(self, split: str, shard: Shard | None, micro_batch_rows: int) -> Loader:
-        rows = {"train": (self.training, self.epochs), "eval": (self.evaluation, self.eval_epochs)}[split]
-        return Loader(*rows, shard, micro_batch_rows)
+    def _rows(self, split: str, shard: Shard | None, micro_batch_rows: int, count: int = 0) -> Loader:
+        if split == "train":
+            return Loader(self.training, self.epochs, shard, micro_batch_rows)
+        return evaluation_loader(self.evaluation, shard, micro_batch_rows, count)
 
     def _run_helpers(self) -> HelperThreads | None:
         if not self.several_roles or self.world.rank:
@@ -233,7 +234,9 @@ class _Run:
             program=self.program,
             clock=PlannedClock(plan, self.epochs, Constant(peak=0.1), self.clock_state),
             train=self.loader,
-            evaluation=self._rows("eval", self.program.shard, -(-BATCH // self.program.shares)),
+            evaluation=self._rows(
+                "eval", self.program.shard, self.task.step.evaluation_rows, self.program.evaluation_micro_batches
+            ),
             evaluation_rows=len(self.evaluation),
             recipe=self.toy,
             world=self.world,

@@ -55,6 +55,7 @@ class ServerProgram(Program):
         self.shares = sync_mode.shares(trainers)
         self.micro_batch_rows = task.step.rows_each(self.shares * strategy.team)
         self._task, self._world, self._sync_mode, self._trainers = task, world, sync_mode, trainers
+        self._team = strategy.team
         self._window, self._record = sync_mode.window(trainers), strategy.record
         self.server_state = ServerState(task, world, strategy, sync_mode, self.shares, self.micro_batch_rows)
         largest = max(self.server_state.push_bytes, len(self.server_state.frozen()))
@@ -88,6 +89,10 @@ class ServerProgram(Program):
     def on_end(self, close: Callable[[], None]) -> None:
         """Register what is called when the run has ended."""
         self._close = close
+
+    @property
+    def evaluation_micro_batches(self) -> int:
+        return self._team  # a lease, of which each process of a trainer computes one
 
     def about(self) -> dict[str, str]:
         return {"servers": self.server_state.balance}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from dtf.api.task import Task
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
 from dtf.data.batches import micro_batch_bounds, micro_batches_of, share_within
-from dtf.model.forward import apply_receive, global_rng_error, loss_dtype, rows_of, zero_rows_for_tables
+from dtf.model.forward import global_rng_error, loss_dtype, rows_of, zero_rows_for_tables
 from dtf.model.init import cast, model_of
 from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
@@ -109,8 +110,10 @@ class TrainerModel:
 
     def warmup(self, batch: Batch) -> None:
         """A pass whose results are dropped: a model that cannot run fails here, before servers are asked."""
-        batch = apply_receive(batch, self._task)
-        batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, self._task.recipe.tables()))
+        tables = self._task.recipe.tables()
+        if tables:
+            batch = self.replica.receiver.train(batch, 0, 0)
+            batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, tables))
         drew = self.replica.warmup(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
         if drew and self._threads > 1:
             raise global_rng_error("pserver", "and the threads of strategy.hogwild_threads share one generator")
@@ -147,7 +150,16 @@ class TrainerModel:
         self.replica.model.train()
         self.replica.statistics.forget(ticket.step)
         scale = torch.tensor(factor, dtype=loss_dtype(self._task), device=self.device)
-        return self.replica.accumulate(ticket, batch, bounds, part, lease, scale)
+        with self._randomness_to_itself():
+            return self.replica.accumulate(ticket, batch, bounds, part, lease, scale)
+
+    def _randomness_to_itself(self) -> AbstractContextManager[object]:
+        """A context in which no other thread seeds torch's global generator, of which the model may draw.
+
+        Of several threads that compute, none draws.
+        """
+        receiver = self.replica.receiver
+        return receiver.lock if receiver.early and self._threads == 1 else nullcontext()
 
     def statistics_added(self) -> np.ndarray:
         """What the last pass adds to running averages, see `BatchNormStatistics.added`."""
@@ -159,9 +171,14 @@ class TrainerModel:
         return bounds, micro_batches_of(len(bounds) - 1, Shard(prepared.lease.part, prepared.lease.shares))
 
     def evaluate(self, prepared: PreparedBatch, pulled: PulledState) -> Evaluated:
-        """Evaluate one batch."""
+        """Evaluate one micro-batch."""
         self.load(pulled)
-        return self.replica.evaluate(prepared.row_request.fill(prepared.batch, pulled.rows, self.device))
+        return self.evaluate_rows(prepared.row_request.fill(prepared.batch, pulled.rows, self.device))
+
+    def evaluate_rows(self, batch: Batch) -> Evaluated:
+        """Evaluate one micro-batch with the parameters that are here."""
+        with self._randomness_to_itself():
+            return self.replica.evaluate(batch)
 
     @torch.no_grad()
     def load(self, pulled: PulledState) -> None:

@@ -141,7 +141,7 @@ class GroupModel(TrainerModel):
         """
         evaluated = Evaluated(torch.zeros(self._metric_count), None)
         if not _idle(prepared):
-            evaluated = self.replica.evaluate(prepared.row_request.fill(prepared.batch, [rows], self.device))
+            evaluated = self.evaluate_rows(prepared.row_request.fill(prepared.batch, [rows], self.device))
         sums = evaluated.sums.cpu().double()
         self._team.reduce([sums])
         return sums, None if evaluated.rows is None else evaluated.rows.cpu().double().numpy()

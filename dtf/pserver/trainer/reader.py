@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 
 from dtf.api.task import Task
-from dtf.core.types import WHOLE, Batches, Shard, Train
-from dtf.data.batches import share_within
-from dtf.model.forward import apply_receive, to_device
+from dtf.core.types import WHOLE, Batch, Batches, Shard, Train
+from dtf.data.batches import micro_batch_bounds, micro_batches_of, share_within
+from dtf.model.forward import to_device
+from dtf.model.receive import Receiver
 from dtf.pserver.leases import EVALUATE, Lease
 from dtf.pserver.row_routing import RowRequest
 from dtf.pserver.trainer.prefetch import PreparedBatch
@@ -28,6 +29,7 @@ class BatchReader:
     def __init__(
         self, task: Task, open: Open, device: torch.device, micro_batch_rows: int, servers: int, part: Shard = WHOLE
     ) -> None:
+        self._receiver = Receiver(task)
         self._task, self._open, self._device = task, open, device
         self._micro_batch_rows, self._servers, self._part = micro_batch_rows, servers, part
         self._widths = {name: table.width for name, table in task.recipe.tables().items()}
@@ -41,9 +43,7 @@ class BatchReader:
         with self._turn:
             if key not in self._loaders:
                 split, rows = (
-                    ("eval", -(-self._task.step.batch_size // self._part.count))
-                    if evaluates
-                    else ("train", self._micro_batch_rows)
+                    ("eval", self._task.step.evaluation_rows) if evaluates else ("train", self._micro_batch_rows)
                 )
                 self._loaders[key] = self._open(split, share_within(Shard(key[1], lease.shares), self._part), rows)
             loader = self._loaders[key]
@@ -51,5 +51,15 @@ class BatchReader:
             batch = loader.get(ticket.epoch, ticket.index)
         assert batch is not None
         unread = int(((batch.weight == 0).numpy() & (batch.ids >= 0)).sum())
-        batch = apply_receive(to_device(batch, self._device, self._task), self._task)
+        batch = to_device(batch, self._device, self._task)
+        if self._receiver.early:
+            batch = self._receiver.evaluate(batch) if evaluates else self._received(batch, lease, ticket)
         return PreparedBatch(lease, ticket, batch, RowRequest(batch, self._widths, self._servers), unread)
+
+    def _received(self, batch: Batch, lease: Lease, ticket: Train) -> Batch:
+        """Rows of a step with the ids that are looked up."""
+        bounds = micro_batch_bounds(ticket.rows, self._micro_batch_rows)
+        share = share_within(Shard(lease.part, lease.shares), self._part)
+        first, last = micro_batches_of(len(bounds) - 1, share)
+        at = [bound - bounds[first] for bound in bounds[first : last + 1]]
+        return self._receiver.join(batch, at, lambda part, j: self._receiver.train(part, ticket.step, first + j))

@@ -29,7 +29,6 @@ from dtf.model.annotate import section
 from dtf.model.batch_statistics import BatchNormStatistics
 from dtf.model.forward import (
     ForwardPass,
-    apply_receive,
     batch_norm_error,
     global_rng_error,
     leaf_gradients,
@@ -40,6 +39,7 @@ from dtf.model.forward import (
     with_leaves,
 )
 from dtf.model.memory import Footprint, activations
+from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import update_applied
 from dtf.strategies.buffers import buffers, buffers_kept, load_buffers, own_averages
@@ -108,7 +108,7 @@ class PipelineProgram(Program):
         self._pipeline, self._update, self._task, self._world, self._dims = pipeline, update, task, world, dims
         self.shard = dims.dp_shard if dims.broadcast.reads else None
         self.shares, self.micro_batch_rows, self._table = dims.dp_shard.count, micro_batch_rows, table
-        self._passes = ForwardPass(task, world.device)
+        self._passes, self._receiver = ForwardPass(task, world.device), Receiver(task)
         shape = len(pipeline.ranks), pipeline.stages // len(pipeline.ranks)
         self._order: Callable[[int], list[Action]] = cache(lambda count: order(schedule, pipeline.place, *shape, count))
         # of the rank before
@@ -124,14 +124,16 @@ class PipelineProgram(Program):
     def about(self) -> dict[str, str]:
         return {"stages": self._table}
 
+    @property
+    def evaluation_micro_batches(self) -> int:
+        return self.shares * len(self._pipeline.ranks)  # one for each rank to work on
+
     def prepare(self, batch: Batch | None) -> Batch | None:
-        return apply_receive(
-            self._dims.broadcast(None if batch is None else to_device(batch, self._world.device, self._task)),
-            self._task,
-        )
+        return self._dims.broadcast(None if batch is None else to_device(batch, self._world.device, self._task))
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
+        batch = self._receiver.train(rows_of(batch, 0, 4), 0, 0)
         if self._tables is not None:
             batch = self._tables.lookup(batch, train=False)
         with ExitStack() as stack:
@@ -150,7 +152,7 @@ class PipelineProgram(Program):
             stage.masks.begin_micro_batch(0, 0)
             seeded[:] = [stage.masks.rng_state()]
 
-        for part in (self._leaves(rows_of(batch, 0, 2)), self._leaves(rows_of(batch, 0, 4))):
+        for part in (self._leaves(rows_of(batch, 0, 2)), self._leaves(batch)):
             try:
                 with Footprint() as footprint:
                     self._run([part], torch.zeros_like(self._one), enter, _nothing, train=True)
@@ -202,9 +204,8 @@ class PipelineProgram(Program):
         def leave(stage: Stage, j: int) -> None:
             stage.masks.return_to(ticket.step, first + j)
 
-        if self._tables is not None:
-            batch = self._tables.lookup(batch, train=True)
-        parts = [self._leaves(rows_of(batch, *ends)) for ends in pairwise(at)]
+        parts = self._parts(batch, at, lambda part, j: self._receiver.train(part, ticket.step, first + j), train=True)
+        parts = [self._leaves(part) for part in parts]
         sums, _ = self._run(parts, factor, enter, leave, train=True)
         if self._tables is not None:
             self._tables.backward(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
@@ -222,18 +223,32 @@ class PipelineProgram(Program):
         """Rows of a batch with gradients for rows of sparse tables, where the first layers are."""
         return with_leaves(part, self._looked_up) if 0 in self._stages else part
 
+    def _parts(
+        self, batch: Batch, bounds: list[int], receive: Callable[[Batch, int], Batch], train: bool
+    ) -> list[Batch]:
+        """The micro-batches as the model gets them. `receive`: see `Receiver.join`.
+
+        All ranks call it, also those that have shapes only: they tell the shapes of messages.
+        """
+        if self._tables is not None:
+            batch = self._tables.lookup(self._receiver.join(batch, bounds, receive), train)
+        parts = [rows_of(batch, *ends) for ends in pairwise(bounds)]
+        return parts if self._tables is not None else [receive(part, j) for j, part in enumerate(parts)]
+
     @torch.no_grad()
     def eval_step(self, batch: Batch | None) -> Evaluated:
         assert batch is not None
-        if self._tables is not None:
-            batch = self._tables.lookup(batch, train=False)
         for stage in self._stages.values():
             stage.train(False)
-        # as many parts as there are ranks to work on them
-        bounds = micro_batch_bounds(len(batch.ids), -(-len(batch.ids) // len(self._pipeline.ranks)))
-        return self._run(
-            [rows_of(batch, *ends) for ends in pairwise(bounds)], self._one, _nothing, _nothing, train=False
-        )
+        bounds = micro_batch_bounds(len(batch.ids), self._task.step.evaluation_rows, join=False)
+        parts = self._parts(batch, bounds, lambda part, _: self._receiver.evaluate(part), train=False)
+
+        def enter(stage: Stage, j: int) -> None:
+            stage.masks.begin_micro_batch(EVALUATION, int(parts[j].ids[0]))
+
+        if batch.ids[0] < 0:  # padding: only the lookup of rows needs this rank
+            return Evaluated(self._no_sums, None)
+        return self._run(parts, self._one, enter, _nothing, train=False)
 
     def _run(
         self, parts: list[Batch], factor: Tensor, enter: _MicroBatchHook, leave: _MicroBatchHook, train: bool

@@ -1,0 +1,98 @@
+"""Law: evaluation is cut into the same micro-batches on any world, and `Recipe.receive` sees one at a time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from dtf.core.seeding import seed_of
+from tests.support.arrays import crossed
+from tests.support.coupled_toy import Coupled, noisy
+from tests.support.harness import difference, meshes, reference, spread, variants
+
+COUPLED: dict[str, Any] = {"plugin": "tests.support.coupled_toy", "steps": 3, "eval_every": 3}
+BOUND = 1e-10
+
+
+def recipe(name: str = "coupled_toy", **options: Any) -> dict[str, Any]:
+    return {"name": name, "rows": 42, **options}
+
+
+LOSS = COUPLED | {"recipe": recipe()}
+"""50 evaluation rows, in micro-batches of 5: rounds of 1, 2 and 3 leave no rest, one and one."""
+
+RECEIVED = COUPLED | {"recipe": recipe(received=True)}
+IDS = COUPLED | {"recipe": recipe("received_tables_toy")}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "processes"), crossed(variants(), [1, 2, 3], usual=[1, 2, 3], turns=[2, 3])
+)
+def test_a_loss_that_couples_rows(strategy: str, options: dict, processes: int) -> None:
+    assert difference(reference(**LOSS), spread(strategy, processes, options=options, **LOSS)) <= BOUND
+
+
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(meshes(), [2, 4], turns=[4]))
+def test_a_loss_that_couples_rows_under_combinations(strategy: str, options: dict, processes: int) -> None:
+    assert difference(reference(**LOSS), spread(strategy, processes, options=options, **LOSS)) <= BOUND
+
+
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [2, 3], usual=[2, 3], turns=[2, 3]))
+def test_receive_draws_and_looks_across_rows(strategy: str, options: dict, processes: int) -> None:
+    assert difference(reference(**RECEIVED), spread(strategy, processes, options=options, **RECEIVED)) <= BOUND
+
+
+@pytest.mark.parametrize(("strategy", "options", "processes"), crossed(variants(), [2, 3], usual=[2, 3], turns=[2, 3]))
+def test_receive_changes_the_ids_of_tables(strategy: str, options: dict, processes: int) -> None:
+    assert difference(reference(**IDS), spread(strategy, processes, options=options, **IDS)) <= BOUND
+
+
+@pytest.mark.parametrize("dense", ["pserver", "allreduce"])
+def test_receive_with_tables_on_servers(dense: str) -> None:
+    assert difference(reference(**IDS), spread("pserver", 3, options={"servers": 2, "dense": dense}, **IDS)) <= BOUND
+
+
+@pytest.mark.parametrize("rows", [50, 51, 4, 1])
+@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "pipeline", "pserver"])
+def test_ranks_without_a_micro_batch_and_a_last_one_of_one_row(strategy: str, processes: int, rows: int) -> None:
+    case = COUPLED | {"recipe": recipe(received=True, eval_rows=rows)}
+    assert difference(reference(**case), spread(strategy, processes, **case)) <= BOUND
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "fsdp", "pserver"])
+def test_where_the_strategy_chooses_the_micro_batches(strategy: str) -> None:
+    """With step.micro_batch_rows=0 an evaluation is cut by step.batch_size, 19. The model does not learn here, as its
+    training depends on the strategy's choice.
+    """
+    case = LOSS | {"recipe": recipe(batch_norm=False), "lr_factors": {"*": 0.0}}
+    cut = [spread(strategy, processes, micro_batch_rows=0, **case)["eval"]["3"]["loss"] for processes in (1, 2, 3)]
+    assert cut == pytest.approx([reference(**case | {"micro_batch_rows": 19})["eval"]["3"]["loss"]] * 3, rel=1e-12)
+    assert cut[0] != pytest.approx(reference(**case)["eval"]["3"]["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("received", [False, True])
+def test_the_numbers_of_a_plain_loop(received: bool) -> None:
+    case = COUPLED | {"recipe": recipe(received=received, eval_rows=51)}
+    found = reference(**case)
+    toy = Coupled(rows=42, received=received, eval_rows=51)
+    model, data = toy.build_model().double(), toy.open_data("eval", 0)
+    tensors = {
+        name.removeprefix("model/"): torch.tensor(value, dtype=torch.float64)
+        for name, value in found["tensors"].items()
+        if name.startswith("model/")
+    }
+    model.load_state_dict(tensors, strict=False)
+    model.eval()
+    assert not dict(model.named_parameters()).keys() - tensors.keys()
+    total = 0.0
+    for first, last in pairwise([*range(0, 51, 5), 51]):
+        inputs = data.fetch(torch.arange(first, last).numpy(), 0)[0]
+        if received:
+            torch.manual_seed(seed_of(0, "receive", -1, first))
+            inputs = noisy(inputs)
+        total += float(toy.loss(model(inputs.double()).detach(), torch.empty(0)).sum())
+    assert found["eval"]["3"]["loss"] == pytest.approx(total / 51, rel=1e-12)
