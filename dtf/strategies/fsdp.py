@@ -95,6 +95,7 @@ class Fsdp(Strategy):
         from dtf.distributed.sharding import byte_count
         from dtf.model.init import build_on_meta, layout_of
         from dtf.sparse.make_tables import tables_of
+        from dtf.strategies.fsdp_waits import watch_collectives
         from dtf.strategies.sharded_init import cast_on_meta
         from dtf.strategies.spmd import Replica, Spmd, microbatch_load, single_process
 
@@ -116,6 +117,7 @@ class Fsdp(Strategy):
             microbatch_load(task, world.size)[0],
         )
         sharded = self._shard(model, units, mesh, task)
+        watch_collectives(model, units, mesh["shard"].get_group())
         masters = self._fill(model, task, world)
         tables = tables_of(task, world, self.tables, share=1 / world.size)
         update = _update(task, world, mesh, model, masters, tables)
@@ -234,14 +236,18 @@ def _update(
     import torch
     import torch.distributed as dist
 
+    from dtf.distributed.collectives import waiting_group
+    from dtf.host.waits import Operation
     from dtf.optim.update import LocalUpdate
     from dtf.strategies.sharded_init import param_shards
 
     group = mesh["shard"].get_group()
+    adding = Operation("the sum of gradient norms", waiting_group(group, "shards"))
 
     def combine(sums: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that hold the slices of one copy, in place. Collective."""
-        dist.all_reduce(sums, group=group)
+        with adding:
+            dist.all_reduce(sums, group=group)
         return sums
 
     shards = param_shards(model, masters, first=mesh["shard"].get_local_rank() == 0)
