@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtf.distributed.collectives import waiting_group
+from dtf.host.waits import Operation
+
 BUCKET_BYTES = 25 * 2**20
 """As in torch's DDP: large enough for full bandwidth, small enough that copying one bucket overlaps with sending the
 next.
@@ -24,6 +27,7 @@ class GradientSum:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._operation = Operation("the all-reduce of gradients", waiting_group(group, "gradients"))
 
     def __call__(self, gradients: list[Tensor]) -> None:
         under_way = []
@@ -32,7 +36,8 @@ class GradientSum:
             under_way.append((bucket, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
         for bucket, flat, work in under_way:
             assert work is not None
-            work.wait()
+            with self._operation:
+                work.wait()
             parts = flat.split([gradient.numel() for gradient in bucket])
             torch._foreach_copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
 

@@ -40,7 +40,7 @@ class P2PChannel:
     """
 
     def __init__(self, source: int, target: int, tag: int, device: torch.device) -> None:
-        self.source, self.target, self._tag, self._device = source, target, tag, device
+        self.source, self.target, self.tag, self._device = source, target, tag, device
         self._group: Any = dist.new_group([source, target])
         self._metas: dict[Any, list[TensorMeta]] = {}
         # a message each, from the first; the memory must stay until it is sent
@@ -65,7 +65,7 @@ class P2PChannel:
                 )
             header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
             header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            parts.append((dist.isend(header, self.target, tag=self._tag), header))
+            parts.append((dist.isend(header, self.target, tag=self.tag), header))
         for tensor in tensors:
             part = message(tensor.detach())
             parts.append((dist.isend(part, self.target, group=self._group), part))
@@ -80,7 +80,7 @@ class P2PChannel:
         """The metadata of messages of this key. Waits for the header of the first one."""
         if key not in self._metas:
             header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-            dist.recv(header, self.source, tag=self._tag)
+            dist.recv(header, self.source, tag=self.tag)
             self._metas[key] = [TensorMeta(*fields) for fields in json.loads(header.numpy().tobytes().rstrip(b"\0"))]
         return self._metas[key]
 

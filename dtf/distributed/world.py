@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dtf.core.errors import ConfigError
 from dtf.core.types import Place
+from dtf.host.waits import Operation, group_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +39,18 @@ class World:
         # what all processes of the run must have in common, once known: see `dtf.core.consistency`
         self.facts: dict[str, Any] = {}
         self.folder = Path()  # the run folder, once known
+        everyone = group_of("world", tuple(range(self.size)))
+        self._sum, self._average, self._barrier, self._broadcast, self._gather, self._collect = (
+            Operation(name, everyone)
+            for name in (
+                "a sum over all ranks",
+                "an average over all ranks",
+                "a barrier of all ranks",
+                "a broadcast from rank 0",
+                "a gathering of values on rank 0",
+                "a gathering of rows on rank 0",
+            )
+        )
 
     @classmethod
     def join(cls, place: Place, backend: str | None, timeout_s: float = 1800) -> World:
@@ -86,18 +99,22 @@ class World:
     def reduce(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum a CPU tensor over ranks, in place, and return it; the same bits on every rank. Collective."""
         if self.size > 1:
-            dist.all_reduce(sums)
+            with self._sum:
+                dist.all_reduce(sums)
         return sums
 
     def average(self, flat: torch.Tensor) -> None:
         """Mean of a device tensor over ranks, in place. Collective."""
         if self.size > 1:
-            dist.all_reduce(flat)
+            with self._average:
+                dist.all_reduce(flat)
             flat.div_(self.size)
 
     def barrier(self) -> None:
         """Wait until all ranks are here. Collective."""
-        self.reduce(torch.zeros(1))
+        if self.size > 1:
+            with self._barrier:
+                dist.all_reduce(torch.zeros(1))
 
     def broadcast(self, value: Any) -> Any:
         """The JSON value of rank 0, on every rank. Collective."""
@@ -105,17 +122,19 @@ class World:
             return value
         data = _encode(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([data.numel()])
-        dist.broadcast(length, src=0)
-        if self.rank:
-            data = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(data, src=0)
+        with self._broadcast:
+            dist.broadcast(length, src=0)
+            if self.rank:
+                data = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(data, src=0)
         return _decode(data)
 
     def send_from_first(self, tensor: torch.Tensor) -> None:
         """Overwrite a CPU tensor with rank 0's bytes. Collective."""
         if self.size > 1:
             flat = tensor.reshape(-1).contiguous()
-            dist.broadcast(flat.view(torch.uint8) if flat.numel() else flat, src=0)
+            with self._broadcast:
+                dist.broadcast(flat.view(torch.uint8) if flat.numel() else flat, src=0)
             tensor.copy_(flat.view(tensor.shape))
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -125,12 +144,13 @@ class World:
         data = _encode(value)
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = data.numel()
-        dist.all_reduce(lengths)
-        longest = int(lengths.max())
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: data.numel()] = data
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, padded)
+        with self._gather:
+            dist.all_reduce(lengths)
+            longest = int(lengths.max())
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: data.numel()] = data
+            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(parts, padded)
         return (
             [_decode(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)]
             if self.rank == 0
@@ -145,12 +165,13 @@ class World:
             return rows
         counts = torch.zeros(self.size, dtype=torch.int64)
         counts[self.rank] = len(rows)
-        dist.all_reduce(counts)
-        longest = int(counts.max())
-        padded = rows.new_zeros(longest, *rows.shape[1:])
-        padded[: len(rows)] = rows
-        parts = [torch.empty_like(padded) for _ in counts] if self.rank == 0 else None
-        dist.gather(padded, parts)
+        with self._collect:
+            dist.all_reduce(counts)
+            longest = int(counts.max())
+            padded = rows.new_zeros(longest, *rows.shape[1:])
+            padded[: len(rows)] = rows
+            parts = [torch.empty_like(padded) for _ in counts] if self.rank == 0 else None
+            dist.gather(padded, parts)
         return (
             torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
             if parts is not None

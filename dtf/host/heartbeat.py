@@ -1,6 +1,6 @@
 """Heartbeats: what a rank does now, in memory that it shares with the launching process.
 
-Only the last beat is kept.
+Only the last beat is kept. Behind it lies what the rank waits for, see `waits`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import os
 from time import monotonic
 from typing import NamedTuple
 
+from dtf.host import waits
+
 PHASES = ("start", "fetch", "step", "log", "evaluate", "save", "wait", "stop")
 """`wait`: for work that others hand out."""
 _NUMBER = {phase: float(number) for number, phase in enumerate(PHASES)}
-_BYTES = 32  # per rank: time, phase, step, beats of phase `step`; float64 each
+_BYTES = 32  # of a beat: time, phase, step, beats of phase `step`; float64 each
+_CELL = 1 << 18  # per rank: the beat, then the memory of `waits`. Only pages that are written take memory
 
 _cell = memoryview(bytearray(_BYTES)).cast("d")  # of this rank; nobody reads it until `attach`
 
@@ -43,8 +46,9 @@ def beat(phase: str, step: int) -> None:
 def attach(board: int, rank: int) -> None:
     """From now on this process beats as `rank`. `board`: the file descriptor of a Board."""
     global _cell
-    view = memoryview(mmap.mmap(board, 0)).cast("d")
-    _cell = view[rank * _BYTES // 8 : (rank + 1) * _BYTES // 8]
+    view = memoryview(mmap.mmap(board, _CELL, offset=rank * _CELL))
+    _cell = view[:_BYTES].cast("d")
+    waits.attach(view[_BYTES:])
 
 
 class Board:
@@ -52,25 +56,39 @@ class Board:
 
     def __init__(self, ranks: int) -> None:
         self.fd = os.memfd_create("dtf-heartbeat")
-        os.ftruncate(self.fd, ranks * _BYTES)
+        os.ftruncate(self.fd, ranks * _CELL)
         self._memory = mmap.mmap(self.fd, 0)
-        self._cells = memoryview(self._memory).cast("d")
+        self._bytes = memoryview(self._memory)
         for rank in range(ranks):
             self.reset(rank)
 
+    def _cell(self, rank: int) -> memoryview:
+        return self._bytes[rank * _CELL : (rank + 1) * _CELL]
+
     def reset(self, rank: int) -> None:
         """Back to phase `start` as of now, for a new process of this rank; the old one is dead."""
-        start = rank * _BYTES // 8
+        cell = self._cell(rank)
+        waits.clear(cell[_BYTES:])
+        beats = cell[:_BYTES].cast("d")
         for at, value in enumerate((monotonic(), _NUMBER["start"], 0.0, 0.0)):
-            self._cells[start + at] = value
+            beats[at] = value
 
     def read(self, rank: int) -> Beat:
         """The last beat of a rank."""
-        at, phase, step, steps = self._cells[rank * _BYTES // 8 : (rank + 1) * _BYTES // 8]
+        at, phase, step, steps = self._cell(rank)[:_BYTES].cast("d")
         return Beat(at, PHASES[int(phase)], int(step), int(steps))
+
+    def last_sign(self, rank: int) -> float:
+        """When a rank last beat, or entered or left an operation."""
+        cell = self._cell(rank)
+        return max(cell[:8].cast("d")[0], waits.changed(cell[_BYTES:]))
+
+    def position(self, rank: int) -> waits.Position:
+        """Where a rank is among the operations that wait for others."""
+        return waits.read(self._cell(rank)[_BYTES:])
 
     def close(self) -> None:
         """Give the memory back."""
-        self._cells.release()
+        self._bytes.release()
         self._memory.close()
         os.close(self.fd)

@@ -85,8 +85,9 @@ def group_result(
 ) -> GroupResult:
     """The result of ranks that have all ended, with one cause.
 
-    `hang`: the launching process found ranks silent and killed them. `stop_signals`: how often it was asked to stop.
-    `elsewhere`: another host failed, and these ranks were killed for it.
+    `hang`: the launching process killed ranks that were silent, or, as a config error, proven never to meet.
+    `stop_signals`: how often it was asked to stop. `elsewhere`: another host failed, and these ranks were killed for
+    it.
 
     A death by signal comes before all messages, as those of the others are then about a lost connection. Among messages
     the earliest counts that is not about a lost peer. The loss of replaceable ranks does not count once all others
@@ -105,7 +106,7 @@ def group_result(
     if failures:
         return _failure(failures[0][1])
     if hang and hang.message:  # else killed for another reason before it was described
-        return GroupResult(Exit.PEER, hang, external=True)
+        return GroupResult(Exit(hang.exit), hang, external=hang.exit == Exit.PEER)
     if elsewhere:
         return GroupResult(Exit.PEER, elsewhere, external=True, consequence=True)
     silent = [e for e in own if not e.signal]

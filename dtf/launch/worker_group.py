@@ -25,6 +25,7 @@ from dtf.launch.exit_cause import GroupResult, RankExit, group_result, last_fram
 from dtf.launch.forkserver import ForkServer
 from dtf.launch.rank_handle import Limits, OtherHosts, RankHandle
 from dtf.launch.rank_process import MESSAGE_BYTES
+from dtf.launch.waits import WaitWatch
 
 _SETTLE_S = 0.5
 """After a first failure, for the messages of other ranks: they tell a cause from its consequences."""
@@ -74,6 +75,7 @@ class WorkerGroup:
         """Start the ranks and return when all have ended. ConfigError or DtfError when the server cannot start any."""
         self._first = self.places[0].rank
         self._board = Board(self._first + len(self.places))
+        self._waits = WaitWatch(self._board, self.see)
         self._selector = selectors.DefaultSelector()
         listener = self.listener if self.store else socket.create_server(("127.0.0.1", 0), backlog=1024)
         orders = os.memfd_create("dtf-order")
@@ -206,6 +208,9 @@ class WorkerGroup:
         for rank in alive:
             # not "t": a debugger stops it and goes on
             rank.stopped_since = (rank.stopped_since or now) if rank.state() == "T" else 0.0
+        stuck = self._waits.look([*beats], self._awake_since, now)
+        if stuck:
+            return self._begin_hang(stuck, now)
         hung = [rank for rank in alive if self._hangs(rank, beats[rank.place.rank], now)]
         if all(self._may_replace(rank) for rank in hung):
             for rank in alive:
@@ -219,9 +224,11 @@ class WorkerGroup:
             first = min(
                 stopped or beats, key=lambda rank: (beats[rank].phase == "wait", beats[rank].step, beats[rank].at)
             )
-            self._hang = Failed(first, beats[first].step, int(Exit.PEER), "", "")
-            self._hang_since = now
-            self._signal(signal.SIGUSR1)  # stacks into the logs
+            self._begin_hang(Failed(first, beats[first].step, int(Exit.PEER), "", ""), now)
+
+    def _begin_hang(self, hang: Failed, now: float) -> None:
+        self._hang, self._hang_since = hang, now
+        self._signal(signal.SIGUSR1)  # stacks into the logs
 
     def _hangs(self, rank: RankHandle, beat: Beat, now: float) -> bool:
         """Whether a rank was silent for longer than its phase may take, or stopped by a signal for longer than any may.
@@ -233,7 +240,9 @@ class WorkerGroup:
         return now - last_sign > self.limits.silence(beat) or stopped_s > self.limits.hang_timeout_s
 
     def _describe_hang(self, hang: Failed, now: float) -> Failed:
-        """The hang with its message: the phase and step of each rank, and its last frame from the stacks it wrote."""
+        """The hang with its message; without one: phase and step of each rank, and its last frame from its stacks."""
+        if hang.message:
+            return replace(hang, message=f"{hang.message}; stacks are in {self.folder}/rank_*.log")
         positions = [f"rank {rank.place.rank}: {self._position(rank, now)}" for rank in self._alive()]
         message = (
             f"no sign of life within {self._silences()}; {'; '.join(positions)}; stacks are in {self.folder}/rank_*.log"

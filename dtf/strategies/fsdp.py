@@ -93,6 +93,7 @@ class Fsdp(Strategy):
         from dtf.model.init import layout_of, model_to_cut
         from dtf.sparse.make_tables import tables_of
         from dtf.strategies.fsdp_units import gathered_units
+        from dtf.strategies.fsdp_waits import watch_collectives
         from dtf.strategies.sharded_init import cast_parts
         from dtf.strategies.spmd import Replica, Spmd, microbatch_load, single_process
 
@@ -115,6 +116,7 @@ class Fsdp(Strategy):
             microbatch_load(task, world.size)[0],
         )
         sharded = self._shard(model, units, mesh, task)
+        watch_collectives(model, units, mesh["shard"].get_group())
         if draws_by_name(task.recipe):
             masters = self._fill(model, task, world)
         else:
@@ -246,14 +248,18 @@ def _update(
     import torch
     import torch.distributed as dist
 
+    from dtf.distributed.collectives import waiting_group
+    from dtf.host.waits import Operation
     from dtf.optim.update import LocalUpdate
     from dtf.strategies.sharded_init import param_shards
 
     group = mesh["shard"].get_group()
+    adding = Operation("the sum of gradient norms", waiting_group(group, "shards"))
 
     def combine(sums: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that hold the slices of one copy, in place. Collective."""
-        dist.all_reduce(sums, group=group)
+        with adding:
+            dist.all_reduce(sums, group=group)
         return sums
 
     shards = param_shards(model, masters, first=mesh["shard"].get_local_rank() == 0)

@@ -58,6 +58,7 @@ def divide(model: nn.Module, splits: Mapping[str, Split], mesh: DeviceMesh) -> N
         divided = cast(_Divided, module)
         divided.__dict__ |= {
             "_mesh": mesh,
+            "_name": name,
             "_group": mesh.get_group(),
             "_split": split,
             "_axis": 1 if isinstance(module, (*CONVOLUTIONS, *NORMS)) else -1,
@@ -73,6 +74,7 @@ class _Divided(nn.Module):
 
     _mesh: DeviceMesh
     _group: dist.ProcessGroup
+    _name: str
     _split: Split
     _axis: int  # of the channels in activations
     _axes: Mapping[str, int] = MappingProxyType({})
@@ -129,7 +131,7 @@ class _Column(_Divided):
         super().cut(name)
 
     def forward(self, x: Tensor) -> Any:
-        y = super().forward(fan(x, self._group) if x.requires_grad else x)
+        y = super().forward(fan(x, self._group, self._name) if x.requires_grad else x)
         if self._split is not Split.classes:
             return y
         shape = torch.Size((*y.shape[:-1], _outputs(self)))
@@ -159,7 +161,11 @@ class _Row(_Divided):
     def forward(self, x: Tensor) -> Tensor:
         with partial():
             y = super().forward(x)
-        y = total(y, self._group) if self._split is Split.row else scattered_total(y, self._axis, self._group)
+        y = (
+            total(y, self._group, self._name)
+            if self._split is Split.row
+            else scattered_total(y, self._axis, self._group, self._name)
+        )
         bias = _Divided.__getattr__(self, "bias")
         return (
             y
@@ -221,7 +227,7 @@ class _Ids(_Divided):
         others = (local < 0) | (local >= rows)
         beyond = (ids < 0) | (ids >= cast(int, self.num_embeddings))
         looked_up = super().forward(local.clamp(0, rows - 1)).masked_fill(others[..., None], 0.0)
-        return total(looked_up.masked_fill(beyond[..., None], torch.nan), self._group)
+        return total(looked_up.masked_fill(beyond[..., None], torch.nan), self._group, self._name)
 
 
 def sliced(tensor: Tensor, axis: int, mesh: DeviceMesh) -> DTensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from dtf.core.types import Batch
 from dtf.distributed.p2p import P2PChannel, PendingRecv, TensorMeta
 from dtf.distributed.strides import axes, dense
+from dtf.host.waits import Operation, group_of, operation
 from dtf.strategies.pipeline.schedules import Action
 
 AHEAD = 2
@@ -101,28 +102,37 @@ class StageMessages:
     def inputs(self, s: int, j: int) -> tuple[Tensor, ...]:
         """The outputs of the stage before; they are leaves of this stage's graph."""
         metas = self._pipeline.forward[s - 1].meta(self._keys[j])
-        tensors = self._pending.pop(Action(True, s, j)).wait()
+        with _entering("receiving the outputs", self._pipeline.forward[s - 1], s - 1, j):
+            tensors = self._pending.pop(Action(True, s, j)).wait()
         self._pipeline.backward[s - 1].free(self._answers.get((s - 1, j), 0))
         return tuple(tensor.requires_grad_(meta.gradient) for tensor, meta in zip(tensors, metas, strict=True))
 
     def send_outputs(self, s: int, j: int, outputs: tuple[Tensor, ...]) -> None:
         """Send a stage's outputs to the stage after."""
         sent = [dense(tensor) for tensor in outputs]
-        self._pipeline.forward[s].send(self._keys[j], sent)
+        with _entering("sending the outputs", self._pipeline.forward[s], s, j):
+            self._pipeline.forward[s].send(self._keys[j], sent)
         self._sent[s, j] = [TensorMeta.of(tensor) for tensor in sent if tensor.requires_grad]
 
     def gradients(self, s: int, j: int) -> tuple[Tensor, ...]:
         """The gradients of a stage's outputs, from the stage after."""
-        gradients = self._pending.pop(Action(False, s, j)).wait()
+        with _entering("receiving the gradients", self._pipeline.backward[s], s + 1, j):
+            gradients = self._pending.pop(Action(False, s, j)).wait()
         self._pipeline.forward[s].free(j + 1)
         return gradients
 
     def send_gradients(self, s: int, j: int, inputs: tuple[Tensor, ...]) -> None:
         """Send the gradients of a stage's inputs to the stage before; zeros where it did not use one."""
         differentiated = [tensor for tensor in inputs if tensor.requires_grad]
-        self._pipeline.backward[s - 1].send(
-            None, [torch.zeros_like(t) if t.grad is None else dense(t.grad, axes(t)) for t in differentiated]
-        )
+        gradients = [torch.zeros_like(t) if t.grad is None else dense(t.grad, axes(t)) for t in differentiated]
+        with _entering("sending the gradients", self._pipeline.backward[s - 1], s, j):
+            self._pipeline.backward[s - 1].send(None, gradients)
+
+
+def _entering(what: str, channel: P2PChannel, stage: int, micro_batch: int) -> Operation:
+    """For the launching process: the message of `stage` about a micro-batch. Both ends count their messages."""
+    group = group_of(f"channel {channel.tag}", (channel.source, channel.target))
+    return operation(f"{what} of stage {stage} for micro-batch {micro_batch}", group, ordered=False)
 
 
 def _shapes(inputs: Any) -> Any:
