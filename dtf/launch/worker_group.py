@@ -210,7 +210,8 @@ class WorkerGroup:
             rank.stopped_since = (rank.stopped_since or now) if rank.state() == "T" else 0.0
         stuck = self._waits.look([*beats], self._awake_since, now)
         if stuck:
-            return self._begin_hang(stuck, now)
+            self._begin_hang(stuck, now)
+            return
         hung = [rank for rank in alive if self._hangs(rank, beats[rank.place.rank], now)]
         if all(self._may_replace(rank) for rank in hung):
             for rank in alive:
