@@ -43,8 +43,8 @@ def test_ranks_in_different_operations_are_refused_and_the_unused_module_is_name
     found = stuck(seen, NOW, 10)
     assert found and (found.rank, found.step) == (0, 4)
     assert found.text == (
-        "rank 1 has waited for 20 s in the all-gather of b, which rank 0 has not entered; rank 0 has waited for 20 s in "
-        "the all-gather of c, which rank 1 has not entered. They never meet. b: Rank 0 leaves it out."
+        "rank 1 has waited for 20 s in the all-gather of b, which rank 0 has not entered; rank 0 has waited for 20 s "
+        "in the all-gather of c, which rank 1 has not entered. They never meet. b: Rank 0 leaves it out."
     )
 
 
