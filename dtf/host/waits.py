@@ -195,4 +195,5 @@ def changed(cell: memoryview) -> float:
 
 def clear(cell: memoryview) -> None:
     """Forget a rank, for a new process that starts in its place."""
-    cell[:NUMBERS] = bytes(NUMBERS)
+    if changed(cell):  # else it is untouched, and takes no memory
+        cell[:NUMBERS] = bytes(NUMBERS)
