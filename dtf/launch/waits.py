@@ -54,28 +54,31 @@ class WaitWatch:
     def __init__(self, board: Board, see: Callable[[Note], None]) -> None:
         self._board, self._see = board, see
         self._told: object = None
-        self._patience = 1.0
+        self._patience = {True: 1.0, False: 1.0}  # at the start, and later
         self._different_since = 0.0
 
     def look(self, ranks: list[int], awake_since: float, now: float) -> Failed | None:
         """The refusal of ranks that are proven never to meet. Everything else is told."""
         signs = {rank: max(self._board.last_sign(rank), awake_since) for rank in ranks}
-        if len(ranks) > 1 and self._differ(signs, now):
-            seen = {rank: self._seen(rank, signs) for rank in ranks}
-            return _failed(_refusal(seen, _different(seen), now))
-        if not signs or now - min(signs.values()) < WAIT_S:
+        differing = self._differ(signs, now) if len(ranks) > 1 else []
+        if not differing and (not signs or now - min(signs.values()) < WAIT_S):
             return None
         seen = {rank: self._seen(rank, signs) for rank in ranks}
-        found = stuck(seen, now, WAIT_S)
+        found = _refusal(seen, differing, now) if differing else stuck(seen, now, WAIT_S)
         if found:
             return _failed(found)
-        found = waiting(seen, now, WAIT_S * self._patience) or long_step(seen, now, LONG_S * self._patience)
-        wait = min(signs.values())
-        if found and wait != self._told:
-            self._told = wait
-            self._patience *= 2
-            self._see(Note("warning" if len(ranks) > 1 else "info", found.text))
+        self._tell(seen, now)
         return None
+
+    def _tell(self, seen: Mapping[int, Seen], now: float) -> None:
+        starting = any(one.beat.phase == "start" for one in seen.values())
+        patience, oldest = self._patience[starting], min(one.since for one in seen.values())
+        wait = waiting(seen, now, WAIT_S * patience)
+        found = wait or long_step(seen, now, LONG_S * patience)
+        if found and oldest != self._told:
+            self._told = oldest
+            self._patience[starting] *= 2
+            self._see(Note("warning" if wait else "info", found.text))
 
     def explain(self, result: GroupResult, ranks: list[int]) -> GroupResult:
         """The result of ranks that have all ended: a refusal instead of a lost connection or a crash, where ranks had
@@ -94,13 +97,14 @@ class WaitWatch:
     def _seen(self, rank: int, signs: Mapping[int, float], last: int = RING) -> Seen:
         return Seen(self._board.read(rank), self._board.position(rank, last), signs.get(rank, 0.0))
 
-    def _differ(self, signs: Mapping[int, float], now: float) -> bool:
-        """Whether ranks enter different operations, at this look and for at least a second."""
-        if not _different({rank: self._seen(rank, signs, _LOOK) for rank in signs}):
+    def _differ(self, signs: Mapping[int, float], now: float) -> list[_Wait]:
+        """Two ranks that enter different operations, at this look and for at least a second."""
+        waits = _different({rank: self._seen(rank, signs, _LOOK) for rank in signs})
+        if not waits:
             self._different_since = 0.0
         elif not self._different_since:
             self._different_since = now
-        return bool(self._different_since) and now - self._different_since >= _SURE_S
+        return waits if waits and now - self._different_since >= _SURE_S else []
 
 
 def _failed(found: Finding) -> Failed:
