@@ -83,9 +83,9 @@ class Board:
         cell = self._cell(rank)
         return max(cell[:8].cast("d")[0], waits.changed(cell[_BYTES:]))
 
-    def position(self, rank: int) -> waits.Position:
-        """Where a rank is among the operations that wait for others."""
-        return waits.read(self._cell(rank)[_BYTES:])
+    def position(self, rank: int, last: int = waits.RING) -> waits.Position:
+        """Where a rank is among the operations that wait for others, with the `last` ones of them."""
+        return waits.read(self._cell(rank)[_BYTES:], last)
 
     def close(self) -> None:
         """Give the memory back."""

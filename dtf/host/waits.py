@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-RING = 64
+RING = 1024
 """Entries of a rank that are kept."""
 
 _AT, _COUNT, _LEFT, _PLACE, _PLACES, _TEXT = range(6)  # numbers before the ring
 _HEAD = 6
-NUMBERS = 8 * (_HEAD + 2 * RING)
+_SLOT = 3  # an entry: code, number on its group, parts of steps entered before
+NUMBERS = 8 * (_HEAD + _SLOT * RING)
 """Bytes of the numbers; behind them lie the names, a JSON line each."""
 
 _numbers = memoryview(bytearray(NUMBERS)).cast("d")  # of this rank; nobody reads them until `attach`
@@ -25,15 +26,16 @@ _lines: list[bytes] = []
 
 
 class Entry(NamedTuple):
-    """One entry of a rank into an operation."""
+    """One entry of a rank into an operation, or its use of a module."""
 
     name: str  # such as `all-gather of layer3`; empty where there was no more room for names
     group: str  # which communicator, the same text on all ranks; empty: nothing is known of who takes part
     ranks: tuple[int, ...]  # of the group
     number: int  # of this rank's entries on the group, from 1
     ordered: bool  # all ranks of the group enter the same operations in the same order
-    advice: str  # what to do when ranks do not meet in it
-    code: int  # grows in the order in which operations were defined
+    used: bool = False  # the module `name` was used; nobody waits
+    advice: str = ""  # where only some ranks use a module: what to do
+    places: int = 0  # how many parts of steps the rank had entered
 
 
 class Position(NamedTuple):
@@ -59,17 +61,19 @@ class Operation:
 
     __slots__ = ("_code", "_group")
 
-    def __init__(self, name: str, group: Group | None = None, ordered: bool = True, advice: str = "") -> None:
-        self._group = group or _NOBODY
-        self._code = _define([name, self._group.name, self._group.ranks, ordered and group is not None, advice])
+    def __init__(self, name: str, group: Group, ordered: bool = True) -> None:
+        """`ordered`: all ranks of the group enter the same operations, in the same order."""
+        self._group = group
+        self._code = _define([name, group.name, group.ranks, ordered, False, ""])
 
     def __enter__(self) -> None:
         numbers, group = _numbers, self._group
         group.count += 1
         count = numbers[_COUNT] + 1.0
-        at = _HEAD + 2 * (int(count) % RING)
+        at = _HEAD + _SLOT * (int(count) % RING)
         numbers[at] = self._code
         numbers[at + 1] = group.count
+        numbers[at + 2] = numbers[_PLACES]
         numbers[_AT] = monotonic()
         numbers[_COUNT] = count
 
@@ -79,6 +83,24 @@ class Operation:
         numbers[_LEFT] = numbers[_COUNT]
 
 
+class Use:
+    """Called before the forward pass of a module: this rank uses it now. `advice`: see Entry."""
+
+    __slots__ = ("_code",)
+
+    def __init__(self, name: str, advice: str) -> None:
+        self._code = _define([name, "", [], False, True, advice])
+
+    def __call__(self, *_: object) -> None:
+        numbers = _numbers
+        count = numbers[_COUNT] + 1.0
+        at = _HEAD + _SLOT * (int(count) % RING)
+        numbers[at] = self._code
+        numbers[at + 2] = numbers[_PLACES]
+        numbers[_AT] = monotonic()
+        numbers[_COUNT] = numbers[_LEFT] = count
+
+
 @cache
 def group_of(name: str, ranks: tuple[int, ...]) -> Group:
     """The group of this name and these ranks; its entries are counted together."""
@@ -86,9 +108,9 @@ def group_of(name: str, ranks: tuple[int, ...]) -> Group:
 
 
 @cache
-def operation(name: str, group: Group, ordered: bool = True, advice: str = "") -> Operation:
+def operation(name: str, group: Group, ordered: bool = True) -> Operation:
     """The operation of this name, defined at the first call."""
-    return Operation(name, group, ordered, advice)
+    return Operation(name, group, ordered)
 
 
 def place(name: str) -> None:
@@ -99,12 +121,9 @@ def place(name: str) -> None:
     numbers[_AT] = monotonic()
 
 
-_NOBODY = Group("", ())
-
-
 @cache
 def _place_code(name: str) -> int:
-    return _define([name, "", [], False, ""])
+    return _define([name, "", [], False, False, ""])
 
 
 def _define(fields: list[object]) -> int:
@@ -136,28 +155,36 @@ def attach(cell: memoryview) -> None:
     _write(_lines)
 
 
-def read(cell: memoryview) -> Position:
-    """What the rank wrote last that writes into this memory."""
+_NAMELESS: list[Any] = ["", "", [], False, False, ""]
+
+
+@lru_cache(maxsize=64)
+def _parse(text: bytes) -> list[list[Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def read(cell: memoryview, last: int = RING) -> Position:
+    """What the rank wrote last that writes into this memory; of its entries the `last` ones."""
     numbers = cell[:NUMBERS].cast("d")
     count, left, text = int(numbers[_COUNT]), int(numbers[_LEFT]), abs(int(numbers[_TEXT]))
     if not numbers[_AT]:
         return Position()
-    names = [json.loads(line) for line in bytes(cell[NUMBERS : NUMBERS + text]).splitlines()]
+    names = _parse(bytes(cell[NUMBERS : NUMBERS + text]))
 
     def entry(number: int) -> Entry:
-        at = _HEAD + 2 * (number % RING)
+        at = _HEAD + _SLOT * (number % RING)
         code = int(numbers[at])
-        name, group, ranks, ordered, advice = names[code - 1] if 0 < code <= len(names) else ["", "", [], False, ""]
-        return Entry(name, group, tuple(ranks), int(numbers[at + 1]), ordered, advice, code)
+        name, group, ranks, ordered, used, advice = names[code - 1] if 0 < code <= len(names) else _NAMELESS
+        return Entry(name, group, tuple(ranks), int(numbers[at + 1]), ordered, used, advice, int(numbers[at + 2]))
 
     place_code = int(numbers[_PLACE])
     return Position(
         numbers[_AT],
-        tuple(entry(number) for number in range(max(1, count - RING + 1), count + 1)),
+        tuple(entry(number) for number in range(max(1, count - last + 1), count + 1)),
         left < count,
         names[place_code - 1][0] if 0 < place_code <= len(names) else "",
         int(numbers[_PLACES]),
-        count <= RING,
+        count <= last,
     )
 
 
@@ -168,4 +195,5 @@ def changed(cell: memoryview) -> float:
 
 def clear(cell: memoryview) -> None:
     """Forget a rank, for a new process that starts in its place."""
-    cell[:NUMBERS] = bytes(NUMBERS)
+    if changed(cell):  # else it is untouched, and takes no memory
+        cell[:NUMBERS] = bytes(NUMBERS)

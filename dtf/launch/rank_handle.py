@@ -20,6 +20,9 @@ class Limits:
     start_timeout_s: float
     grace_s: float
 
+    def __str__(self) -> str:
+        return f"launcher.hang_timeout_s={self.hang_timeout_s:g}, launcher.start_timeout_s={self.start_timeout_s:g}"
+
     def silence(self, beat: Beat) -> float:
         """The most seconds that a rank may stay at this beat.
 

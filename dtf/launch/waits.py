@@ -8,13 +8,18 @@ from typing import NamedTuple
 from dtf.core.errors import Exit
 from dtf.core.types import Failed, Note
 from dtf.host.heartbeat import Beat, Board
-from dtf.host.waits import Entry, Position
+from dtf.host.waits import RING, Entry, Position
+from dtf.launch.exit_cause import GroupResult
 
 WAIT_S = 10.0
 """Without a sign of life, in a step or at the start, until the places of ranks are compared. After each line that is
 written the next one needs twice as long: a model of long steps does not fill the screen."""
 LONG_S = 30.0
 """The same for ranks that are all at the same place."""
+_SURE_S = 1.0
+"""Between seeing that entries differ and the refusal: a rank that fails may say so meanwhile."""
+_LOOK = 64
+"""Entries of each rank that are compared all the time."""
 
 _WORKING = ("start", "fetch", "step", "log", "evaluate")
 
@@ -49,24 +54,61 @@ class WaitWatch:
     def __init__(self, board: Board, see: Callable[[Note], None]) -> None:
         self._board, self._see = board, see
         self._told: object = None
-        self._patience = 1.0
+        self._patience = {True: 1.0, False: 1.0}  # at the start, and later
+        self._different_since = 0.0
 
     def look(self, ranks: list[int], awake_since: float, now: float) -> Failed | None:
-        """The refusal of ranks that are proven to be stuck. Everything else is told."""
+        """The refusal of ranks that are proven never to meet. Everything else is told."""
         signs = {rank: max(self._board.last_sign(rank), awake_since) for rank in ranks}
-        if not signs or now - min(signs.values()) < WAIT_S:
+        differing = self._differ(signs, now) if len(ranks) > 1 else []
+        if not differing and (not signs or now - min(signs.values()) < WAIT_S):
             return None
-        seen = {rank: Seen(self._board.read(rank), self._board.position(rank), signs[rank]) for rank in ranks}
-        found = stuck(seen, now, WAIT_S)
+        seen = {rank: self._seen(rank, signs) for rank in ranks}
+        found = _refusal(seen, differing, now) if differing else stuck(seen, now, WAIT_S)
         if found:
-            return Failed(found.rank, found.step, int(Exit.CONFIG), found.text, "")
-        found = waiting(seen, now, WAIT_S * self._patience) or long_step(seen, now, LONG_S * self._patience)
-        wait = min(signs.values())
-        if found and wait != self._told:
-            self._told = wait
-            self._patience *= 2
-            self._see(Note("warning" if len(ranks) > 1 else "info", found.text))
+            return _failed(found)
+        self._tell(seen, now)
         return None
+
+    def _tell(self, seen: Mapping[int, Seen], now: float) -> None:
+        starting = any(one.beat.phase == "start" for one in seen.values())
+        patience, oldest = self._patience[starting], min(one.since for one in seen.values())
+        wait = waiting(seen, now, WAIT_S * patience)
+        found = wait or long_step(seen, now, LONG_S * patience)
+        if found and oldest != self._told:
+            self._told = oldest
+            self._patience[starting] *= 2
+            self._see(Note("warning" if wait else "info", found.text))
+
+    def explain(self, result: GroupResult, ranks: list[int]) -> GroupResult:
+        """The result of ranks that have all ended: a refusal instead of a lost connection or a crash, where ranks had
+        entered different operations. With some backends that ends a rank at once.
+        """
+        if result.cause is None or not (result.external or "gloo" in result.cause.message):
+            return result
+        seen = {rank: self._seen(rank, {}) for rank in ranks}
+        waits = _different(seen)
+        if not waits:
+            return result
+        found = _refusal(seen, waits, 0.0)
+        cause = _failed(found._replace(text=f"{found.text}; then: {result.cause.message}"))
+        return GroupResult(Exit.CONFIG, cause)
+
+    def _seen(self, rank: int, signs: Mapping[int, float], last: int = RING) -> Seen:
+        return Seen(self._board.read(rank), self._board.position(rank, last), signs.get(rank, 0.0))
+
+    def _differ(self, signs: Mapping[int, float], now: float) -> list[_Wait]:
+        """Two ranks that enter different operations, at this look and for at least a second."""
+        waits = _different({rank: self._seen(rank, signs, _LOOK) for rank in signs})
+        if not waits:
+            self._different_since = 0.0
+        elif not self._different_since:
+            self._different_since = now
+        return waits if waits and now - self._different_since >= _SURE_S else []
+
+
+def _failed(found: Finding) -> Failed:
+    return Failed(found.rank, found.step, int(Exit.CONFIG), found.text, "")
 
 
 def stuck(seen: Mapping[int, Seen], now: float, after_s: float) -> Finding | None:
@@ -77,18 +119,18 @@ def stuck(seen: Mapping[int, Seen], now: float, after_s: float) -> Finding | Non
     """
     quiet = {rank: one for rank, one in seen.items() if now - one.since >= after_s and one.beat.phase in _WORKING}
     waits = _different(quiet) or _circle(quiet)
-    if not waits:
-        return None
-    # the rank that is further on left something out
-    ahead = max((wait.rank for wait in waits), key=lambda rank: _progress(quiet[rank]))
-    waits = sorted(waits, key=lambda wait: wait.rank == ahead)
+    return _refusal(quiet, waits, now) if waits else None
+
+
+def _refusal(seen: Mapping[int, Seen], waits: list[_Wait], now: float) -> Finding:
+    """That ranks never meet, and why."""
+    strayed, advice = _unused(seen, [wait.rank for wait in waits])
     parts = [
-        f"rank {wait.rank} {_waits(quiet[wait.rank], wait.entry, now)}, rank {wait.other} never entered it"
-        for wait in waits
+        f"rank {wait.rank} {_waits(seen[wait.rank], wait.entry, now)}, which rank {wait.other} has not entered"
+        for wait in sorted(waits, key=lambda wait: wait.rank == strayed)
     ]
-    advice = next((wait.entry.advice for wait in waits if wait.other == ahead and wait.entry.advice), "")
-    advice = advice.format(rank=ahead) or "All ranks have to do the same, in the same order"
-    return Finding(f"{'; '.join(parts)}; they never meet. {advice}", ahead, quiet[ahead].beat.step)
+    text = f"{'; '.join(parts)}. They never meet. {advice or 'All ranks have to do the same, in the same order'}"
+    return Finding(text, strayed, seen[strayed].beat.step)
 
 
 def waiting(seen: Mapping[int, Seen], now: float, after_s: float) -> Finding | None:
@@ -189,16 +231,32 @@ def _surely_not(one: Seen, entry: Entry) -> bool:
 
 
 def _last(one: Seen) -> Entry:
-    return one.position.entries[-1] if one.position.entries else Entry("", "", (), 0, False, "", 0)
+    return one.position.entries[-1] if one.position.entries else Entry("", "", (), 0, False)
 
 
-def _progress(one: Seen) -> tuple[int, int, int]:
-    """How far a rank is: step, part of the step, and operation within it."""
-    return one.beat.step, one.position.places, _last(one).code
+def _unused(seen: Mapping[int, Seen], ranks: list[int]) -> tuple[int, str]:
+    """The first of these ranks that has not used a module, in this pass, that another one has; and the advice for it.
+
+    Without such a module: the rank with the fewest finished steps, and no advice.
+    """
+    used = {rank: _used(seen[rank]) for rank in ranks}
+    for rank in ranks:
+        for other in ranks:
+            for name, advice in used[other].items():
+                if name not in used[rank]:
+                    return rank, advice.format(rank=rank)
+    return min(ranks, key=lambda rank: (seen[rank].beat.step, rank)), ""
+
+
+def _used(one: Seen) -> dict[str, str]:
+    """The modules that a rank has used since its last forward pass began, with the advice for each."""
+    position = one.position
+    first = position.places - {"forward": 0, "backward": 1}.get(position.place, 2)
+    return {entry.name: entry.advice for entry in position.entries if entry.used and entry.places >= first}
 
 
 def _waits(one: Seen, entry: Entry, now: float) -> str:
-    if not one.position.inside or entry != _last(one):
+    if not now or not one.position.inside or entry != _last(one):
         return f"entered {entry.name}"
     return f"has waited for {now - one.since:.0f} s in {entry.name or 'an operation'}"
 
@@ -211,14 +269,15 @@ def _place(one: Seen) -> str:
 
 
 def _where(one: Seen, now: float) -> str:
-    age, last = f"{now - one.since:.0f} s", _last(one).name
+    last = _last(one)
     if one.position.inside:
-        return f"it {_waits(one, _last(one), now)}"
-    where = (
-        f"{one.position.place} of step {one.beat.step + 1}" if one.beat.phase == "step" and one.position.place else ""
-    )
-    after = f", after {last}" if last else ""
-    return f"it is in {where or f'phase {one.beat.phase}'} for {age}{after}"
+        return f"it {_waits(one, last, now)}"
+    where = f"phase {one.beat.phase}"
+    if one.position.place and one.beat.phase in ("start", "step"):
+        where = one.position.place + (f" of step {one.beat.step + 1}" if one.beat.phase == "step" else "")
+    module = f"in {last.name}, " if last.used else ""
+    after = f", after {last.name}" if last.name and not last.used else ""
+    return f"it has been {module}in {where} for {now - one.since:.0f} s{after}"
 
 
 def _listed(ranks: list[int]) -> str:

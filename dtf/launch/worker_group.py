@@ -196,6 +196,8 @@ class WorkerGroup:
             if now - self._hang_since >= _STACKS_S:
                 self._hang = self._describe_hang(self._hang, now)
                 self._kill(now)
+        elif stuck := self._waits.look([rank.place.rank for rank in self._alive()], self._awake_since, now):
+            self._begin_hang(stuck, now)
         else:
             self._look_for_hang(now)
 
@@ -208,10 +210,6 @@ class WorkerGroup:
         for rank in alive:
             # not "t": a debugger stops it and goes on
             rank.stopped_since = (rank.stopped_since or now) if rank.state() == "T" else 0.0
-        stuck = self._waits.look([*beats], self._awake_since, now)
-        if stuck:
-            self._begin_hang(stuck, now)
-            return
         hung = [rank for rank in alive if self._hangs(rank, beats[rank.place.rank], now)]
         if all(self._may_replace(rank) for rank in hung):
             for rank in alive:
@@ -246,15 +244,9 @@ class WorkerGroup:
             return replace(hang, message=f"{hang.message}; stacks are in {self.folder}/rank_*.log")
         positions = [f"rank {rank.place.rank}: {self._position(rank, now)}" for rank in self._alive()]
         message = (
-            f"no sign of life within {self._silences()}; {'; '.join(positions)}; stacks are in {self.folder}/rank_*.log"
+            f"no sign of life within {self.limits}; {'; '.join(positions)}; stacks are in {self.folder}/rank_*.log"
         )
         return Failed(hang.rank, hang.step, hang.exit, message, "")
-
-    def _silences(self) -> str:
-        return (
-            f"launcher.hang_timeout_s={self.limits.hang_timeout_s:g}, "
-            f"launcher.start_timeout_s={self.limits.start_timeout_s:g}"
-        )
 
     def _position(self, rank: RankHandle, now: float) -> str:
         beat, state, frame = self._board.read(rank.place.rank), rank.state(), last_frame(rank.printed())
@@ -290,9 +282,7 @@ class WorkerGroup:
         elif now - rank.hung_since > _UNKILLABLE_S:
             self._failing_since = now
         elif not rank.hang and now - rank.hung_since >= _STACKS_S:
-            rank.hang = (
-                f"no sign of life within {self._silences()}; {self._position(rank, now)}; stacks are in {rank.log}"
-            )
+            rank.hang = f"no sign of life within {self.limits}; {self._position(rank, now)}; stacks are in {rank.log}"
             self.server.signal(rank.place.rank, signal.SIGKILL)
 
     def _lose(self, rank: RankHandle, why: str) -> None:
@@ -382,12 +372,9 @@ class WorkerGroup:
         return True
 
     def _result(self) -> GroupResult:
-        return group_result(
-            [self._rank_exit(rank) for rank in self._ranks],
-            self._hang,
-            self.stop.count,
-            self.others.failed if self.others else None,
-        )
+        exits = [self._rank_exit(rank) for rank in self._ranks]
+        result = group_result(exits, self._hang, self.stop.count, self.others.failed if self.others else None)
+        return self._waits.explain(result, [rank.place.rank for rank in self._ranks])
 
     def _rank_exit(self, rank: RankHandle) -> RankExit:
         number = rank.place.rank

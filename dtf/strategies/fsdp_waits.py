@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dtf.distributed.collectives import waiting_group
-from dtf.host.waits import Operation
+from dtf.host.waits import Operation, Use
 
 # new names since torch 2.12 or so; the old ones warn there
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -62,14 +62,14 @@ def watch_collectives(model: nn.Module, units: list[list[nn.Module]], group: dis
         if isinstance(module, FSDPModule):
             name = _title(members.get(id(module), []) if names[module] else []) or names[module] or "the whole model"
             heads.setdefault(id(module._get_fsdp_state()), (module, name))
-    forward = [
-        Operation(f"the all-gather of {name} in the forward pass", waiting, advice=_advice(name))
-        for _, name in heads.values()
-    ]
+    for unit in units:
+        for module in unit:
+            module.register_forward_pre_hook(Use(names[module], _advice(names[module])), prepend=True)
+    forward = [Operation(f"the all-gather of {name} in the forward pass", waiting) for _, name in heads.values()]
     for (head, name), ahead in reversed([*zip(heads.values(), forward, strict=True)]):
-        back = Operation(f"the all-gather of {name} in the backward pass", waiting, advice=_advice(name))
+        back = Operation(f"the all-gather of {name} in the backward pass", waiting)
         head.set_custom_all_gather(_Gather(ahead, back))  # type: ignore[arg-type]
-        reduce = Operation(f"the reduce-scatter of the gradients of {name}", waiting, advice=_advice(name))
+        reduce = Operation(f"the reduce-scatter of the gradients of {name}", waiting)
         head.set_custom_reduce_scatter(_Scatter(reduce))  # type: ignore[arg-type]
 
 
@@ -80,7 +80,7 @@ def _title(names: list[str]) -> str:
 
 def _advice(name: str) -> str:
     return (
-        f"It seems that the rows of rank {{rank}} do not use {name}. With strategy=fsdp every rank has to use every "
-        "module in each micro-batch, in the same order. Let it see all rows and mask what it returns, or use "
-        "strategy=ddp with strategy.find_unused_parameters=true"
+        f"The rows of rank {{rank}} do not use {name}. With strategy=fsdp every rank has to use every module in each "
+        "micro-batch, in the same order. Let it see all rows and mask what it returns, or use strategy=ddp with "
+        "strategy.find_unused_parameters=true"
     )

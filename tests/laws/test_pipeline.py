@@ -86,10 +86,10 @@ def step(rank: int, size: int, schedule: str, virtual: int) -> dict[str, Any]:
     plain = P2PChannel.send
 
     def send(link: P2PChannel, key: Any, tensors: Any) -> None:
-        sent[link._tag] = sent.get(link._tag, 0) + sum(t.numel() * t.element_size() for t in tensors)
-        found = storages.setdefault(link._tag, [])  # of the first tensor of each
+        sent[link.tag] = sent.get(link.tag, 0) + sum(t.numel() * t.element_size() for t in tensors)
+        found = storages.setdefault(link.tag, [])  # of the first tensor of each
         found.append(weakref.ref(tensors[0].untyped_storage()))
-        kept[link._tag] = max(kept.get(link._tag, 0), sum(storage() is not None for storage in found))
+        kept[link.tag] = max(kept.get(link.tag, 0), sum(storage() is not None for storage in found))
         plain(link, key, tensors)
 
     P2PChannel.send = send  # type: ignore[method-assign]

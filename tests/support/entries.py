@@ -17,6 +17,7 @@ from typing import Any
 from dtf.core.errors import ConfigError, DataError, DivergedError, Exit
 from dtf.core.types import Ended, Event, Failed, Note, Place, Saved, Started
 from dtf.host import heartbeat
+from dtf.host.waits import Operation, group_of
 
 Send = Callable[[Event], None]
 
@@ -161,6 +162,15 @@ def hangs(config: dict, folder: str, run_id: str, place: Place, send: Send) -> i
         stays_in_python()
     heartbeat.beat(config.get("phase", "step"), 2)
     dist.barrier()
+    return 0
+
+
+def waits_in_a_circle(config: dict, folder: str, run_id: str, place: Place, send: Send) -> int:
+    """Each of two ranks waits in an operation that the other one does not enter."""
+    name = ("red", "blue")[place.rank]
+    heartbeat.beat("step", 3)
+    with Operation(f"the {name} sum", group_of(name, (0, 1))):
+        stays_in_python()
     return 0
 
 

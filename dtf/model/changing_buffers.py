@@ -1,0 +1,284 @@
+"""Buffers that a forward pass changes: each micro-batch starts from the value before the step, and one rule says what
+becomes of all of them. Buffers that change without a rule are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from dtf.api.layout import BufferUpdate
+from dtf.api.name_patterns import longest
+from dtf.core.errors import ConfigError
+
+
+class ChangingBuffers:
+    """The buffers of one replica of a model, or of a part of it.
+
+    `rules`: patterns of names -> rule. `owned`: names of buffers that others keep right, such as running averages.
+    """
+
+    def __init__(self, model: nn.Module, rules: Mapping[str, BufferUpdate], owned: set[str]) -> None:
+        self._model, self._rules, self._owned = model, {**_known(model), **rules}, owned
+        self._stepped: list[_Stepped] = []
+        self._watched: list[tuple[dict[str, Tensor | None], str, Tensor | None, int, str]] = []
+        self._modules = [(module._buffers, name) for name, module in model.named_modules()]
+        self._counts: list[int] = []
+        self._frozen: list[tuple[str, Tensor, tuple[int, int]]] = []
+        self.find()
+
+    def find(self) -> None:
+        """Look for the model's buffers anew, after others took or left some."""
+        names = [(name, module, key) for name, module, key in _keys(self._model) if name not in self._owned]
+        ruled = [(name, module, key, self._rule(name)) for name, module, key in names]
+        self._stepped = [
+            _Stepped(name, module, key, rule)
+            for name, module, key, rule in ruled
+            if rule in (BufferUpdate.mean, BufferUpdate.sum) and module._buffers[key] is not None
+        ]
+        self._plain = [(name, module, key) for name, module, key, rule in ruled if rule is None]
+        self.scratch = frozenset(name for name, _, _, rule in ruled if rule is BufferUpdate.local)
+
+    def _rule(self, name: str) -> BufferUpdate | None:
+        return longest(self._rules, name)  # type: ignore[arg-type,return-value]
+
+    def __bool__(self) -> bool:
+        """Whether there are buffers with a rule that needs all micro-batches."""
+        return bool(self._stepped)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the buffers whose rule needs all micro-batches."""
+        return [buffer.name for buffer in self._stepped]
+
+    # ------------------------------------------------------------ a step
+
+    def begin(self) -> None:
+        """Called before the micro-batches of a step."""
+        for buffer in self._stepped:
+            buffer.begin()
+
+    def begin_micro_batch(self) -> None:
+        """Called before each pass of the model: buffers are as before the step."""
+        for buffer in self._stepped:
+            buffer.rewind()
+
+    def end_micro_batch(self) -> None:
+        """Called after a pass that counts."""
+        for buffer in self._stepped:
+            buffer.add()
+
+    def total(self) -> Tensor | None:
+        """What this replica's micro-batches made of them, as one tensor in fp64 to be summed over replicas."""
+        return torch.cat([buffer.total.reshape(-1) for buffer in self._stepped]) if self._stepped else None
+
+    @torch.no_grad()
+    def finish(self, total: Tensor | None, micro_batches: int, applied: Tensor) -> None:
+        """Take the sum of `total` over all replicas. `applied`: whether there was an update, bool (); without one all
+        stay as they were.
+        """
+        if total is None:
+            return
+        parts = total.split([buffer.total.numel() for buffer in self._stepped])
+        for buffer, part in zip(self._stepped, parts, strict=True):
+            buffer.finish(part, micro_batches, applied)
+
+    # ------------------------------------------------------------ what has no rule
+
+    def mark(self) -> None:
+        """From here on changes of buffers without a rule count."""
+        self._watched = [
+            (module._buffers, key, tensor, 0 if tensor is None else _version(tensor), name)
+            for name, module, key in self._plain
+            for tensor in (module._buffers.get(key),)
+        ]
+        self._counts = [len(buffers) for buffers, _ in self._modules]
+        self._frozen = [(name, p, _place(p)) for name, p in self._model.named_parameters() if not p.requires_grad]
+
+    def check(self, instead: str) -> None:
+        """Raise ConfigError where a buffer without a rule was changed, made or removed since `mark`. `instead`: what to
+        use where no rule fits. Without host synchronisation.
+        """
+        for buffers, key, tensor, version, name in self._watched:
+            now = buffers.get(key)
+            if now is not tensor or (now is not None and _version(now) != version):
+                raise _refusal(name, instead)
+        for name, parameter, place in self._frozen:
+            if _place(parameter) != place:
+                raise changed_parameter(name, instead)
+        if [len(buffers) for buffers, _ in self._modules] != self._counts:
+            known = {name for name, _, _ in self._plain}
+            self.refuse((name for name, _, _ in _keys(self._model) if name not in known), instead)
+
+    def refuse(self, changed: Iterable[str], instead: str) -> None:
+        """Raise ConfigError where one of these changed buffers has no rule. `instead`: see `check`."""
+        known = self._owned | set(self.names) | self.scratch
+        for name in changed:
+            if name not in known and self._rule(name) is None:
+                raise _refusal(name, instead)
+
+
+class _Stepped:
+    """One buffer with the rule `mean` or `sum`."""
+
+    def __init__(self, name: str, module: nn.Module, key: str, rule: BufferUpdate) -> None:
+        tensor = module._buffers[key]
+        assert tensor is not None
+        self.name, self._module, self._key, self._rule, self._tensor = name, module, key, rule, tensor
+        self._before = tensor.detach().clone()
+        self._version = _version(tensor)
+        self._last: Tensor = tensor
+        self.total = torch.zeros(tensor.shape, dtype=torch.float64, device=tensor.device)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        current = self._module._buffers[self._key]
+        if current is not self._tensor and current is not None:  # assigned meanwhile, such as by an evaluation
+            self._tensor = current.detach()
+        self._before = self._tensor.clone()
+        self._version = _version(self._tensor)
+        self.total = torch.zeros(self._tensor.shape, dtype=torch.float64, device=self._tensor.device)
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        if _version(self._tensor) != self._version:
+            self._tensor.copy_(self._before)
+            self._version = _version(self._tensor)
+        self._module._buffers[self._key] = self._tensor
+
+    @torch.no_grad()
+    def add(self) -> None:
+        value = self._module._buffers[self._key]
+        if value is None or value.shape != self._before.shape:
+            shape = "None" if value is None else tuple(value.shape)
+            raise ConfigError(
+                f"the forward pass makes the buffer {self.name} {shape}, it was {tuple(self._before.shape)}; a buffer "
+                f"with the rule {self._rule.value} keeps its shape: use BufferUpdate.local for scratch memory"
+            )
+        self._last = value.detach()
+        change = self._last.double() - self._before.double() if self._rule is BufferUpdate.sum else self._last.double()
+        self.total += change
+
+    def finish(self, total: Tensor, micro_batches: int, applied: Tensor) -> None:
+        if micro_batches == 1 and self._rule is BufferUpdate.mean and self._before.dtype is not torch.float64:
+            new = total.view(self._before.shape)
+        elif self._rule is BufferUpdate.sum:
+            new = self._before.double() + total.view(self._before.shape)
+        else:
+            new = total.view(self._before.shape) / micro_batches
+        if not self._before.dtype.is_floating_point:
+            new = (new + 1e-6).floor()
+        new = torch.where(applied.to(new.device), new.to(self._before.dtype), self._before)
+        self._tensor.copy_(new)
+        self._module._buffers[self._key] = self._tensor
+
+
+def scratch_buffers(model: nn.Module, rules: Mapping[str, BufferUpdate]) -> frozenset[str]:
+    """Names of buffers that are no part of the run's state, as the rules say."""
+    return frozenset(name for name, _, _ in _keys(model) if longest(rules, name) is BufferUpdate.local)  # type: ignore[arg-type]
+
+
+@contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
+    """A context for passes whose effects on buffers are undone at its end. Yields a function that says which buffers
+    they have changed so far, by value, shape or absence.
+    """
+    before = [(module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in model.modules()]
+    values = {id(t): t.detach().clone() for _, buffers, _ in before for t in buffers.values() if t is not None}
+    names = {module: name for name, module in model.named_modules()}
+
+    def changed() -> list[str]:
+        found = []
+        for module, buffers, _ in before:
+            for key in {**buffers, **module._buffers}:
+                old, new = buffers.get(key), module._buffers.get(key)
+                if old is None and new is None:
+                    continue
+                if old is None or new is None or not _equal(new, values[id(old)]):
+                    found.append(f"{names[module]}.{key}" if names[module] else key)
+        return found
+
+    try:
+        yield changed
+    finally:
+        with torch.no_grad():
+            for module, buffers, persistent in before:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                module._non_persistent_buffers_set = persistent
+                for tensor in buffers.values():
+                    if tensor is not None and not _equal(tensor, values[id(tensor)]):
+                        tensor.copy_(values[id(tensor)])
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    local_a, local_b = (getattr(t, "_local_tensor", t) for t in (a, b))
+    return local_a.shape == local_b.shape and local_a.dtype is local_b.dtype and _same_bytes(local_a, local_b)
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """NaN equals NaN."""
+    return bool(torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num())))
+
+
+def _place(parameter: Tensor) -> tuple[int, int]:
+    """Differs when a parameter was changed, or got other memory."""
+    part = getattr(parameter, "_local_tensor", parameter)
+    return part.data_ptr(), part._version
+
+
+def parameter_places(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Parameters by name -> what differs when a pass changes them. Without DTensors, which move by themselves."""
+    return {name: _place(p) for name, p in model.named_parameters() if not hasattr(p, "_local_tensor")}
+
+
+def refuse_changed_parameters(model: nn.Module, places: Mapping[str, tuple[int, int]], instead: str) -> None:
+    """Raise ConfigError for a parameter that passes have changed since `places`. `instead`: see `check`."""
+    now = parameter_places(model)
+    for name, place in places.items():
+        if name in now and now[name] != place:
+            raise changed_parameter(name, instead)
+
+
+def changed_parameter(name: str, instead: str) -> ConfigError:
+    """The error for a parameter that the forward pass itself changes."""
+    return ConfigError(
+        f"the forward pass changes the parameter {name}, which each rank would change by its own rows; make it a "
+        f"buffer with a rule in the recipe's Layout.buffers, or use {instead}"
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _keys(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for prefix, module in model.named_modules():
+        for key in module._buffers:
+            yield (f"{prefix}.{key}" if prefix else key), module, key
+
+
+def _known(model: nn.Module) -> dict[str, BufferUpdate]:
+    """Buffers of torch's own that each pass changes alike, whatever the rows: the vectors of spectral normalisation."""
+    found = {}
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        if isinstance(module, _SpectralNorm):
+            found |= {f"{dot}_u": BufferUpdate.mean, f"{dot}_v": BufferUpdate.mean}
+        for hook in module._forward_pre_hooks.values():  # the older one
+            if isinstance(hook, SpectralNorm):
+                found |= {f"{dot}{hook.name}_{side}": BufferUpdate.mean for side in "uv"}
+    return found
+
+
+def _refusal(name: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"the forward pass changes the buffer {name}, which each rank would change by its own rows; let the recipe's "
+        f"layout say what becomes of it, Layout(buffers={{{name!r}: BufferUpdate.mean}}) (or sum, or local for scratch "
+        f"memory), or use {instead}"
+    )

@@ -1,0 +1,149 @@
+"""What only running a model can show, before the first step: a few rows pass through it in the order A, B, A, and all
+ranks take the same rows. Where the numbers differ the model keeps or draws something that dtf cannot keep right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dtf.api.precision import Format
+from dtf.core.errors import ConfigError
+
+Numbers = dict[str, float]
+"""What a trial pass gives: name -> number. `loss` and the other sums, and the norm of each gradient."""
+
+_TOLERANCES = {Format.fp64: 1e-9, Format.fp32: 2e-5, Format.bf16: 3e-2, Format.fp16: 1e-2}
+"""Relative differences that rounding may make: kernels of GPUs need not sum in the same order twice."""
+
+
+class Trials(NamedTuple):
+    """The passes that a check makes. Each is collective where passes are."""
+
+    a: Callable[[], Numbers]
+    b: Callable[[], Numbers]
+    modules: Callable[[], Mapping[str, nn.Module]]
+    """The modules whose outputs may name the place, by name."""
+
+
+class Gather(NamedTuple):
+    """The ranks that make the same passes."""
+
+    gather: Callable[[Any], list[Any] | None]
+    broadcast: Callable[[Any], Any]
+
+
+ALONE = Gather(lambda value: [value], lambda value: value)
+
+
+def check_passes(
+    trials: Trials, compute: Format, peers: Gather, changed: Callable[[], list[str]], instead: str
+) -> None:
+    """Raise ConfigError on all ranks where rows give other numbers after other rows, or on another rank. Collective.
+
+    `changed`: names of attributes that passes have changed. `instead`: what to use for a model that cannot be divided.
+    """
+    bound = _TOLERANCES[compute]
+    first = trials.a()
+    trials.b()
+    again = trials.a()
+    everyone = peers.gather([first, again])
+    kind = None
+    if everyone is not None:
+        if any(_differ(one, two, bound) for one, two in everyone):
+            kind = "pass"
+        elif any(_differ(everyone[0][0], one, bound) for one, _ in everyone[1:]):
+            kind = "rank"
+    kind = peers.broadcast(kind)
+    if kind is None:
+        return
+    with _recorded(trials.modules()) as outputs:
+        trials.a()
+        one = _taken(outputs)
+        if kind == "pass":
+            trials.b()
+            outputs.clear()
+            trials.a()
+        two = _taken(outputs)
+    answers = peers.gather([one, two, changed()])
+    place = None
+    if answers is not None:
+        pairs = (
+            [(one, two) for one, two, _ in answers]
+            if kind == "pass"
+            else [(answers[0][0], other) for other, _, _ in answers]
+        )
+        names = [name for name in (_first_difference(*pair, bound) for pair in pairs) if name]
+        place = [names[0] if names else "", sorted({name for _, _, more in answers for name in more})]
+    module, attributes = peers.broadcast(place)
+    raise ConfigError(_refusal(kind, module, attributes, instead))
+
+
+def _refusal(kind: str, module: str, attributes: list[str], instead: str) -> str:
+    where = f"{module} is the first module whose output differs" if module else "all modules give the same outputs, so "
+    if not module:
+        where += "look at the recipe's receive() and loss()"
+    kept = f"; passes change the attribute{'s' if len(attributes) > 1 else ''} {', '.join(attributes[:3])}"
+    what = (
+        "the model gives other numbers for the same rows after it has seen others"
+        if kind == "pass"
+        else "ranks get different numbers from the same rows"
+    )
+    return (
+        f"{what}: {where}{kept if attributes else ''}. Each rank would go on from its own rows. Make what is kept from "
+        "pass to pass a buffer with a rule in the recipe's Layout.buffers, and draw random numbers from torch's global "
+        f"generator; or use {instead}"
+    )
+
+
+def _differ(one: Numbers, two: Numbers, bound: float) -> bool:
+    """Whether two passes differ by more than rounding. Gradients are compared with the largest of them."""
+    if one.keys() != two.keys():
+        return True
+    largest = max((abs(value) for name, value in one.items() if name.startswith("gradient")), default=0.0)
+    for name, value in one.items():
+        scale = largest if name.startswith("gradient") else max(abs(value), abs(two[name]))
+        if not abs(value - two[name]) <= bound * max(scale, 1e-30) and value == value:
+            return True
+    return False
+
+
+@contextmanager
+def _recorded(modules: Mapping[str, nn.Module]) -> Iterator[list[tuple[str, Tensor]]]:
+    """A context. The list gets the name of each module that is called, and the sum of squares of its outputs."""
+    outputs: list[tuple[str, Tensor]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            if floats and torch._C._current_graph_task_id() == -1:
+                parts = [getattr(leaf, "_local_tensor", leaf).detach().double().square().sum() for leaf in floats]
+                outputs.append((name, torch.stack(parts).sum()))
+
+        return hook
+
+    hooks = [module.register_forward_hook(note(name)) for name, module in modules.items()]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _taken(outputs: list[tuple[str, Tensor]]) -> list[tuple[str, float]]:
+    taken = [(name, float(value)) for name, value in outputs]
+    outputs.clear()
+    return taken
+
+
+def _first_difference(one: list[tuple[str, float]], two: list[tuple[str, float]], bound: float) -> str:
+    """The name of the first call that differs; empty where none does."""
+    for (name, value), (other, number) in zip(one, two, strict=False):
+        if name != other or not abs(value - number) <= bound * max(abs(value), 1e-30):
+            return name or "the model"
+    return ""
