@@ -21,6 +21,18 @@ class Split(Enum):
     classes = "classes"
 
 
+class BufferUpdate(Enum):
+    """What becomes of a buffer that the forward pass changes, where a step has several micro-batches.
+
+    Each micro-batch starts from the value before the step, so that the result does not depend on which rank computes
+    which.
+    """
+
+    mean = "mean"  # the mean of what the micro-batches make of it: running averages, codebooks; of counters of passes
+    sum = "sum"  # their changes are added up: counters of rows, histograms
+    local = "local"  # scratch memory such as a cache: left alone, different on each rank, in no checkpoint
+
+
 @dataclass(frozen=True)
 class Layout:
     """The parts of a model. Names are those of `model.named_modules()`."""
@@ -33,6 +45,13 @@ class Layout:
     splits: Mapping[str, Split] = field(default_factory=dict)
     """Which modules tensor parallelism divides and how, in the order in which data flows. All ranks compute all other
     modules alike. Empty: none.
+    """
+
+    buffers: Mapping[str, BufferUpdate] = field(default_factory=dict)
+    """Which buffers the forward pass changes, by patterns such as `quantizer.*`, and what becomes of them.
+
+    Those of batch normalisation and of spectral normalisation are known. Any other that changes while rows are divided
+    ends the run before that update.
     """
 
     def stages(self) -> tuple[tuple[str, ...], ...]:

@@ -96,6 +96,10 @@ class Loader:
         self._reading.got(len(batch.ids), ready, time.perf_counter() - started)
         return batch
 
+    def rows(self, ids: np.ndarray, epoch: int) -> Batch:
+        """Any rows, in this order. DataError when they cannot be read."""
+        return self._fetch(ids, epoch)
+
     def ahead(self, keys: list[tuple[int, int]]) -> None:
         """Start to fetch these (epoch, index), which are likely to be asked for next. Drop those fetched ahead that are
         not among them.

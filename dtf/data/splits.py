@@ -10,7 +10,7 @@ from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import name_of
 from dtf.api.sampler import Sampler
 from dtf.core.errors import ConfigError, DataError
-from dtf.core.types import Shard
+from dtf.core.types import WHOLE, Batch, Shard
 from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
@@ -71,6 +71,14 @@ class Splits:
         if split == "train":
             return Loader(self.train, self._epochs, shard, micro_batch_rows, pin=self._pin)
         return evaluation_loader(self.eval, shard, micro_batch_rows, count, self._pin)
+
+    def first_rows(self, index: int, count: int = 8) -> Batch:
+        """The first rows of a global batch of training, the same on all ranks, for a trial."""
+        loader = self.loader("train", WHOLE, count)
+        try:
+            return loader.rows(self._epochs.ids(0, index)[:count], 0)
+        finally:
+            loader.close()
 
     def sample(self, rows: int) -> Any:
         """Inputs of so many training rows, as the model gets them, with zeros in place of rows of sparse tables."""

@@ -206,7 +206,8 @@ def assemble(joined: JoinedRank, inputs: TaskInputs) -> TrainingSetup:
     )
     # The last global batch of an epoch may be a single row, which not every model can compute: find out now.
     last = epochs.batches - 1
-    program.warmup(program.prepare(train.get(0, last if epochs.size(last) == 1 else 0)))
+    rows = splits.first_rows(last if epochs.size(last) == 1 else 0) if program.shard is not None else None
+    program.warmup(program.prepare(rows))
     return TrainingSetup(joined, inputs, program, train, evaluation, plan, checkpointer)
 
 

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from dtf.api.layout import Layout
 from dtf.api.options import Remat
 from dtf.api.recipe import Recipe
 from dtf.core.errors import ConfigError
 from dtf.distributed.collectives import PARTIAL
-from dtf.model.init import layout_of
 from dtf.model.seeded_dropout import SeededDropout
 
 _aten = torch.ops.aten
@@ -33,7 +33,7 @@ _SAVED_OPERATORS = {
 """Most of the arithmetic of a network is in these: `selective` keeps their results."""
 
 
-def modules_to_checkpoint(recipe: Recipe, model: nn.Module, kind: Remat) -> list[str]:
+def modules_to_checkpoint(recipe: Recipe, model: nn.Module, layout: Layout, kind: Remat) -> list[str]:
     """Names of the modules of a recipe's model to checkpoint: modules of the layout's blocks that have layers inside.
     ConfigError when `kind` needs some and there are none.
 
@@ -42,7 +42,7 @@ def modules_to_checkpoint(recipe: Recipe, model: nn.Module, kind: Remat) -> list
     """
     if kind is Remat.none:
         return []
-    blocks = layout_of(recipe, model).blocks
+    blocks = layout.blocks
     names = [name for block in blocks for name in block if any(True for _ in model.get_submodule(name).children())]
     if not names:
         lack = "no block that is a module with layers inside" if blocks else "no blocks"

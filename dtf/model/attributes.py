@@ -86,7 +86,7 @@ class Attributes:
             items = []
         elif isinstance(value, tuple):
             items = list(value)
-        elif _is_plain_object(value):
+        elif _has_fields(value):
             fields = dict(vars(value))
             self._restorers.append(lambda: (vars(value).clear(), vars(value).update(fields)))
             items = list(fields.values())
@@ -135,10 +135,10 @@ def _digest(value: Any, modules: set[int], depth: int) -> str:
         return repr([_digest(item, modules, depth - 1) for item in value])
     if isinstance(value, set | frozenset):
         return repr(sorted(repr(item)[:80] for item in value))
-    return repr(_digest(vars(value), modules, depth - 1)) if _is_plain_object(value) else ""
+    return repr(_digest(vars(value), modules, depth - 1)) if _has_fields(value) else ""
 
 
-def _is_plain_object(value: Any) -> bool:
+def _has_fields(value: Any) -> bool:
     """Whether a value is an object of someone's own class, with attributes that may change."""
     module = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and not callable(value) and module not in ("torch", "dtf", "builtins", "numpy")

@@ -68,17 +68,32 @@ class SeededDropout:
         """The state of torch's global generators, from which everything but the seeded layers draws."""
         return torch.cat([generator.get_state() for generator in self._generators])
 
+    def seed_as(self, other: SeededDropout) -> None:
+        """Seed the generators that another replica of the model was found to draw from."""
+        self._seeders += other._seeders[len(self._seeders) :]
+
     @contextmanager
     def find_other_generators(self) -> Iterator[None]:
         """A context for a trial pass. Where it draws from Python's or numpy's global generator, that one is seeded with
-        each micro-batch too.
+        each micro-batch from then on, and left as it was.
         """
-        before = random.getstate(), _numpy_state()
+        python, state, numpy = random.getstate(), np.random.get_state(), _numpy_state()
         yield
-        if random.getstate() != before[0]:
+        if random.getstate() != python:
+            random.setstate(python)
             self._seeders.append(random.seed)
-        if _numpy_state() != before[1]:
+        if _numpy_state() != numpy:
+            np.random.set_state(state)
             self._seeders.append(lambda key: np.random.seed(key % 2**32))
+
+    def drew(self, before: Tensor) -> bool:
+        """Whether the model drew from torch's global generators since `before`, after `begin_micro_batch`."""
+        return not torch.equal(before, self.rng_state())
+
+    @property
+    def draws_elsewhere(self) -> bool:
+        """Whether the model was found to draw from Python's or numpy's global generator."""
+        return len(self._seeders) > len(self._generators)
 
     def begin_micro_batch(self, step: int, micro_batch: int) -> None:
         """Called before a micro-batch. All random numbers in it are functions of (seed, step, micro-batch)."""

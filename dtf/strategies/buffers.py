@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dtf.api.task import Source
-from dtf.core.errors import ConfigError
 from dtf.core.types import Box, Shard
 from dtf.distributed.sharding import is_dtensor, local, offset
 from dtf.model.batch_statistics import EMA_SUFFIX, BatchNormStatistics
@@ -26,24 +23,10 @@ class Part(Protocol):
     model: nn.Module
     statistics: BatchNormStatistics
 
-
-@contextmanager
-def buffers_kept(part: Part, spread: bool, instead: str) -> Iterator[None]:
-    """A context for passes whose effects on buffers are undone at its end.
-
-    `spread`: whether the rows are divided. Then ConfigError for a buffer that the passes changed and that is no running
-    average; `instead` names the option to set.
-    """
-    tensors = {name: local(buffer) for name, buffer in part.model.named_buffers()}
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    yield
-    averages = set(part.statistics.names())
-    for name, tensor in tensors.items():
-        if spread and name not in averages and not torch.equal(tensor, before[name]):
-            raise ConfigError(
-                f"the forward pass changes the buffer {name}, which only one process can keep right; use {instead}"
-            )
-        tensor.copy_(before[name])
+    @property
+    def scratch(self) -> frozenset[str]:
+        """Names of buffers that are no part of the run's state."""
+        ...
 
 
 def buffers(part: Part, first: bool = True) -> list[Box]:
@@ -51,7 +34,7 @@ def buffers(part: Part, first: bool = True) -> list[Box]:
 
     `first`: whether this rank writes the tensors that every rank holds in whole; slices are written by each.
     """
-    persistent = part.model.state_dict().keys() - dict(part.model.named_parameters()).keys()
+    persistent = part.model.state_dict().keys() - dict(part.model.named_parameters()).keys() - part.scratch
     named = [(name, buffer) for name, buffer in part.model.named_buffers() if name in persistent]
     named += [(name, torch.tensor(steps)) for name, steps in part.statistics.counters().items()]
     return [_box(stored(name), b, b) for name, b in named if first or is_dtensor(b)]
@@ -81,7 +64,7 @@ def own_averages(part: Part, shard: Shard, first: bool = True) -> list[Box]:
 @torch.no_grad()
 def load_buffers(part: Part, source: Source, shard: Shard) -> None:
     """Inverse of `buffers` and `own_averages`."""
-    persistent, whole = set(part.model.state_dict()), dict(part.model.named_buffers())
+    persistent, whole = set(part.model.state_dict()) - part.scratch, dict(part.model.named_buffers())
 
     def take(name: str, tensor: Tensor, into: Tensor) -> None:
         into.copy_(source.read(name, offset(tensor), tuple(into.shape)))

@@ -17,13 +17,14 @@ from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.sharding import byte_count
 from dtf.distributed.world import World
 from dtf.model.annotate import section
-from dtf.model.forward import global_rng_error, loss_dtype, merge_evaluated, rows_of, to_device
+from dtf.model.forward import loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, model_of
 from dtf.model.receive import Receiver
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.spmd import Replica, microbatch_load
+from dtf.strategies.start_check import ALONE
 
 
 class DataParallelProgram(Program):
@@ -61,14 +62,19 @@ class DataParallelProgram(Program):
                 )
         self._trained = [[p for p in replica.model.parameters() if p.requires_grad] for replica in self._replicas]
         self._synced = True
+        for replica in self._replicas:
+            replica.divided = self.shares > 1
+        self._in_turn = False
+        """Whether replicas compute one after the other, because the model draws from generators that they share."""
 
     def warmup(self, batch: Batch | None) -> None:
         assert batch is not None
         if self._tables is not None:
             batch = self._tables.lookup(self._receiver.train(batch, 0, 0), train=False)
-        part = self._part(batch, 0, 4, 0)
-        if self._replicas[0].warmup(part, spread=self.shares > 1) and self.shares > 1:
-            raise global_rng_error("dp", "and replicas share one generator")
+        part = self._part(batch, 0, 8, 0)
+        self._in_turn = self._replicas[0].warmup(part, ALONE)
+        for replica in self._replicas[1:]:
+            replica.masks.seed_as(self._replicas[0].masks)
 
     def memory(self) -> Memory:
         """Of all replicas together."""
@@ -99,8 +105,10 @@ class DataParallelProgram(Program):
             self._push_row_gradients([i for i, (first, last) in enumerate(parts) if first < last])
         with section("optimizer"):
             norms = self._each(lambda i: self._updates[i].apply(ticket.step, ticket.lr), len(self._updates))
+        applied = update_applied(norms[0])
+        self._finish_buffers(len(bounds) - 1, applied)
         for replica in self._replicas:
-            replica.statistics.finish(update_applied(norms[0]))
+            replica.statistics.finish(applied)
         with section("communication"):
             self._share_parameters()
         self._synced = False
@@ -167,6 +175,14 @@ class DataParallelProgram(Program):
         """Rows [first, last) on the device of replica i."""
         return to_device(rows_of(batch, first, last), self._devices[i], self._task)
 
+    def _finish_buffers(self, micro_batches: int, applied: Tensor) -> None:
+        """Give all replicas what their micro-batches together make of buffers that the forward pass changes."""
+        totals = [total for replica in self._replicas if (total := replica.changing.total()) is not None]
+        if totals:
+            total = _total(totals, self._devices[0])
+            for replica, device in zip(self._replicas, self._devices, strict=True):
+                replica.changing.finish(total.to(device), micro_batches, applied)
+
     def _share_parameters(self) -> None:
         """Give the first replica's parameters to those that do not update their own."""
         for trained in self._trained[len(self._updates) :]:
@@ -207,6 +223,8 @@ class DataParallelProgram(Program):
         """`work(i)` for each replica, each in its own thread; results in order."""
         if not self._threads:  # a single replica needs no thread of its own
             return [work(0)]
+        if self._in_turn:
+            return [self._threads[i].submit(work, i).result() for i in range(count or len(self._replicas))]
         futures = [self._threads[i].submit(work, i) for i in range(len(self._replicas) if count is None else count)]
         return [future.result() for future in futures]
 

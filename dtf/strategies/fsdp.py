@@ -110,7 +110,8 @@ class Fsdp(Strategy):
                 f"strategy.offload=true: the parameter {scalars[0]} has no axis to divide; give it the shape (1,), or "
                 "use offload=false"
             )
-        units = gathered_units(model, layout_of(task.recipe, model), self.unit.value, use)
+        layout = layout_of(task.recipe, model)
+        units = gathered_units(model, layout, self.unit.value, use)
         exchange = self._exchange(
             [byte_count(p for module in unit for p in module.parameters()) for unit in units],
             microbatch_load(task, world.size)[0],
@@ -123,7 +124,7 @@ class Fsdp(Strategy):
             masters = self._place(model, masters, world)
         tables = tables_of(task, world, self.tables, share=1 / world.size)
         update = _update(task, world, mesh, model, masters, tables)
-        replica = Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync)
+        replica = Replica(model, task, world.device, sync=sharded.set_requires_gradient_sync, layout=layout)
         return Spmd(replica, update, task, world, exchange=exchange, tables=tables)
 
     def _fill(self, model: nn.Module, task: Task, world: World) -> dict[str, torch.Tensor]:

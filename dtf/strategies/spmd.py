@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dtf.api.layout import Layout
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Update
 from dtf.api.task import Source, Task
@@ -20,7 +21,14 @@ from dtf.distributed.sharding import byte_count, is_dtensor, local
 from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
+from dtf.model.attributes import Attributes
 from dtf.model.batch_statistics import BatchNormStatistics
+from dtf.model.changing_buffers import (
+    ChangingBuffers,
+    buffers_restored,
+    parameter_places,
+    refuse_changed_parameters,
+)
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
     ForwardPass,
@@ -32,13 +40,14 @@ from dtf.model.forward import (
     to_device,
     with_leaves,
 )
-from dtf.model.init import cast, model_of
+from dtf.model.init import cast, layout_of, model_of
 from dtf.model.memory import Footprint, activations
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
-from dtf.strategies.buffers import buffers, buffers_kept, load_buffers, own_averages
+from dtf.strategies.buffers import buffers, load_buffers, own_averages
+from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
@@ -49,7 +58,8 @@ class Replica:
 
     `forward`, for the last micro-batch of a step, may sum gradients over ranks in its backward pass; the others
     accumulate on the bare model. `sync`: for a model that talks to other ranks in every pass; called before each with
-    whether gradients are to be summed. Then all ranks make the same number of passes.
+    whether gradients are to be summed. Then all ranks make the same number of passes. `layout`: the recipe's, of a
+    model that a strategy has changed since.
 
     Without sparse tables the replica calls `Recipe.receive`, just before each pass. With them, who looks up rows has
     called it.
@@ -62,14 +72,21 @@ class Replica:
         device: torch.device,
         forward: Callable[..., Any] | None = None,
         sync: Callable[[bool], None] | None = None,
+        layout: Layout | None = None,
     ) -> None:
+        layout = layout or layout_of(task.recipe, model)
+        self.instead = "launcher.processes=1"
+        """What to use where rows cannot be divided."""
+        self.divided = False
+        """Whether others compute other rows."""
         self.receiver = Receiver(task)
         self.model, self._forward, self._sync, self._device = model, forward or model, sync, device
         self._passes = ForwardPass(task, device)
         self.statistics = BatchNormStatistics(model, task.step.ema)
+        self.changing = ChangingBuffers(model, layout.buffers, {*self.statistics.names(), *self.statistics.counters()})
         self.masks = SeededDropout(model, task.seed, device)
         apply_activation_checkpointing(
-            model, modules_to_checkpoint(task.recipe, model, task.step.remat), task.step.remat, self.masks
+            model, modules_to_checkpoint(task.recipe, model, layout, task.step.remat), task.step.remat, self.masks
         )
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._looked_up = tuple(task.recipe.tables())
@@ -77,7 +94,13 @@ class Replica:
         self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
         self._trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows
         self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
+        self._compute = task.precision.compute
         model.train()
+
+    @property
+    def scratch(self) -> frozenset[str]:
+        """Names of buffers that are no part of the run's state."""
+        return self.changing.scratch
 
     def accumulate(
         self,
@@ -99,6 +122,9 @@ class Replica:
         if not self.model.training:
             self.model.train()
         self.statistics.begin(last - first, len(bounds) - 1, shard.count)
+        self.changing.begin()
+        if self.divided:
+            self.changing.mark()
         if first == last:  # padding rows: collectives in the backward pass need a pass, the gradient is zero
             parts = [with_leaves(self._received(batch, ticket.step, first), self._looked_up)]
             sums = [self._pass(parts[0], factor, last=True)]
@@ -110,14 +136,19 @@ class Replica:
             # another rank has one more, and all make the same number of passes
             if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):
                 self.statistics.begin_padding()
+                self.changing.begin_micro_batch()
                 self._pass(ready._replace(weight=torch.zeros_like(ready.weight)), factor, last=False)
             sums = []
             for j, part in enumerate(parts):
                 ready = self._received(part, ticket.step, first + j) if j else ready
                 self._begin_random(ticket.step, first + j)
                 self.statistics.begin_micro_batch(j)
+                self.changing.begin_micro_batch()
                 sums.append(self._pass(ready, factor, last=j == len(parts) - 1))
+                self.changing.end_micro_batch()
         self.statistics.end()
+        if self.divided:
+            self.changing.check(self.instead)
         self.row_gradients = leaf_gradients(parts, self._looked_up)
         return sum(sums[1:], start=sums[0])
 
@@ -128,6 +159,7 @@ class Replica:
         """
         self.model.train()
         self.statistics.begin(0, micro_batches, shares)
+        self.changing.begin()
         self.statistics.end()
 
     def _pass(self, batch: Batch, factor: Tensor, last: bool) -> Tensor:
@@ -151,32 +183,37 @@ class Replica:
                         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return self._passes.measure(outputs, batch, loss)
 
-    def warmup(self, batch: Batch, spread: bool) -> bool:
-        """Two passes, over two rows and over all, whose results are dropped. Collective where passes are.
+    def warmup(self, batch: Batch, peers: Gather) -> bool:
+        """Trial passes over some rows, the same on all ranks, whose results are dropped: they leave no trace.
+        Collective where passes are, and over `peers` where rows are divided.
 
-        Returns whether the model drew from the global generator. DDP lays out its buckets anew at the start of its
-        second pass, and the order of a sum over more than two ranks depends on an element's place in a bucket: without
-        this, the step after a resume would differ from the same step of an unbroken run in the last bits. ConfigError
-        for what cannot run: a single row under batch normalisation, and, if the rows are divided (`spread`), buffers
-        that the forward pass changes.
+        Returns whether the model draws from global generators. DDP lays out its buckets anew at the start of its second
+        pass, and the order of a sum over more than two ranks depends on an element's place in a bucket: without two
+        passes, the step after a resume would differ from the same step of an unbroken run in the last bits. ConfigError
+        for what cannot run: a single row under batch normalisation and, if rows are divided, a model that keeps
+        something from pass to pass.
         """
-        state_before, self._trials = None, []
+        self._trials = []
+        rows = rows_of(batch, 0, 2), rows_of(batch, 0, 4), rows_of(batch, max(0, len(batch.ids) - 4), len(batch.ids))
+        attributes, places = Attributes(self.model), parameter_places(self.model)
         try:
-            with buffers_kept(self, spread, "launcher.processes=1"):
-                for rows in (rows_of(batch, 0, 2), batch):
-                    part = with_leaves(self._received(rows, 0, 0), self._looked_up)
-                    self.masks.begin_micro_batch(0, 0)
-                    state_before = self.masks.rng_state()
-                    with Footprint() as footprint:
-                        self._pass(part, torch.ones((), device=self._device), last=True)
-                    self._trials.append((len(part.ids), footprint))
-                    self.undivided = {
-                        name: p.grad.norm()
-                        for name, p in self.model.named_parameters()
-                        if p.grad is not None and not is_dtensor(p)
-                    }
-                    for parameter in self._trained:
-                        parameter.grad = None
+            with buffers_restored(self.model) as changed:
+                with self.masks.find_other_generators():
+                    self._trial(rows[0], 0)
+                self._begin_random(0, 0)
+                seeded = self.masks.rng_state()
+                self._trial(rows[1], 0)
+                drew = self.masks.draws_elsewhere or self.masks.drew(seeded)
+                if self.divided:
+                    refuse_changed_parameters(self.model, places, self.instead)
+                    self.changing.refuse(changed(), self.instead)
+                    trials = Trials(
+                        lambda: self._trial(rows[1], 0, last=False),
+                        lambda: self._trial(rows[2], 1, last=False),
+                        lambda: dict(self.model.named_modules()),
+                    )
+                    check_passes(trials, self._compute, peers, attributes.changed, self.instead)
+                    self.changing.refuse(changed(), self.instead)
         except ValueError as error:
             raise batch_norm_error(error, len(batch.ids)) from error
         except RuntimeError as error:
@@ -185,7 +222,36 @@ class Replica:
             raise ConfigError(
                 "some parameters got no gradient in a step; set strategy.find_unused_parameters=true"
             ) from error
-        return state_before is not None and not torch.equal(state_before, self.masks.rng_state())
+        finally:
+            attributes.restore()
+        return drew
+
+    def _trial(self, rows: Batch, micro_batch: int, last: bool = True) -> Numbers:
+        """Forward and backward over some rows as a micro-batch of step 0, in memory's measure. Returns their sums and
+        the norms of the gradients, which are dropped.
+        """
+        part = with_leaves(self._received(rows, 0, micro_batch), self._looked_up)
+        self.changing.begin()
+        self._begin_random(0, micro_batch)
+        with Footprint() as footprint:
+            # a model that talks to others would keep gradients that are not summed
+            sums = self._pass(part, torch.ones((), device=self._device), last or self._sync is not None)
+        self.changing.begin_micro_batch()
+        self._trials = [*self._trials, (len(part.ids), footprint)][:2]
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        sparse = [name for name, gradient in gradients.items() if gradient.layout is not torch.strided]
+        if sparse:
+            raise ConfigError(
+                f"the gradient of {sparse[0]} is sparse (sparse=True of its module); use sparse=False, or a sparse "
+                "table of the recipe"
+            )
+        self.undivided = {name: gradient.norm() for name, gradient in gradients.items() if not is_dtensor(gradient)}
+        norms = [local(gradient).detach().double().norm() for gradient in gradients.values()]
+        for parameter in self._trained:
+            parameter.grad = None
+        numbers = torch.cat([sums.double(), *(norm.reshape(1).to(sums.device) for norm in norms)])
+        names = [*(f"sum {i}" for i in range(len(sums))), *(f"gradient of {name}" for name in gradients)]
+        return dict(zip(names, numbers.tolist(), strict=True))
 
     def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:
         """Bytes of a step with this number of micro-batches, of this number of rows each. After `warmup`."""
@@ -206,7 +272,13 @@ class Replica:
         if not self._looked_up:
             batch = self.receiver.evaluate(batch)
         self._begin_random(EVALUATION, int(batch.ids[0]))
+        self.changing.begin()
+        if self.divided:
+            self.changing.mark()
         outputs = self._passes.forward(self.model, batch.inputs)
+        self.changing.begin_micro_batch()
+        if self.divided:
+            self.changing.check(self.instead)
         if batch.ids[0] < 0:
             return Evaluated(self._no_sums, None)
         outputs, loss = self._passes.losses(outputs, batch)
@@ -247,6 +319,7 @@ class Spmd(Program):
         self._replica, self._update, self._task, self._world, self._dims = replica, update, task, world, dims
         self._average = dims.average if dims else world.average
         self._synced, self._exchange = True, exchange
+        replica.divided = self.shares > 1
         self._no_norm = torch.zeros(2, device=world.device)
         self._factor = torch.full((), 1.0 if dims else world.size, device=world.device, dtype=loss_dtype(task))
 
@@ -259,11 +332,12 @@ class Spmd(Program):
         assert batch is not None
         if self._tables is not None:
             batch = self._tables.lookup(self._replica.receiver.train(batch, 0, 0), train=False)
+        peers = Gather(self._world.gather, self._world.broadcast)
         if self._dims is None:
-            self._replica.warmup(rows_of(batch, 0, 4), spread=self.shares > 1)
+            self._replica.warmup(batch, peers)
             return
         with name_failing_module(self._replica.model), self._replica.masks.record_input_norms() as seen:
-            drew = self._replica.warmup(rows_of(batch, 0, 4), spread=self.shares > 1)
+            drew = self._replica.warmup(batch, peers)
         if drew:
             raise global_rng_error("tensor", "and ranks that divide its channels would draw alike for different ones")
         self._dims.check_alike(seen | {f"gradients of {name}": norm for name, norm in self._replica.undivided.items()})
@@ -287,7 +361,13 @@ class Spmd(Program):
         self._synced = False
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
-        self._replica.statistics.finish(update_applied(norm))
+        applied = update_applied(norm)
+        changed = self._replica.changing.total()
+        if changed is not None:
+            self._average(changed)
+            changed *= self.shares
+        self._replica.changing.finish(changed, len(bounds) - 1, applied)
+        self._replica.statistics.finish(applied)
         # every rank knows the norm, one reports it
         return StepOutput(self._counted_once(sums), norm if self._world.rank == 0 else self._no_norm)
 

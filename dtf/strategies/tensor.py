@@ -61,7 +61,8 @@ class Tensor(Strategy):
         from dtf.strategies.spmd import Replica, Spmd, single_process
 
         model = model_to_cut(task)
-        splits = layout_of(task.recipe, model).splits
+        layout = layout_of(task.recipe, model)
+        splits = layout.splits
         if not splits and not task.recipe.tables():  # tables are divided anyway
             raise ConfigError(
                 f"strategy=tensor: the layout of {type(task.recipe).__name__} splits no module; use strategy=fsdp, "
@@ -97,4 +98,4 @@ class Tensor(Strategy):
             reduce=dims.reduce,
             tables=tables,
         )
-        return Spmd(Replica(model, task, world.device), update, task, world, dims, tables=tables)
+        return Spmd(Replica(model, task, world.device, layout=layout), update, task, world, dims, tables=tables)

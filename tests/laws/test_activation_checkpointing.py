@@ -87,7 +87,8 @@ def residual(remat: Remat) -> tuple[nn.Module, SeededDropout, BatchNormStatistic
     recipe = Residual(functional=True)
     model = init_model(recipe, 0).double()
     statistics, masks = BatchNormStatistics(model), SeededDropout(model, 0, torch.device("cpu"))
-    apply_activation_checkpointing(model, modules_to_checkpoint(recipe, model, remat), remat, masks)
+    names = modules_to_checkpoint(recipe, model, recipe.layout(model), remat)
+    apply_activation_checkpointing(model, names, remat, masks)
     return model, masks, statistics
 
 
@@ -136,9 +137,8 @@ def test_blocks_forget() -> None:
     for remat in Remat:
         model = init_model(recipe, 0)
         names = [name for name, _ in model.named_parameters()]
-        apply_activation_checkpointing(
-            model, modules_to_checkpoint(recipe, model, remat), remat, SeededDropout(model, 0, torch.device("cpu"))
-        )
+        blocks = modules_to_checkpoint(recipe, model, recipe.layout(model), remat)
+        apply_activation_checkpointing(model, blocks, remat, SeededDropout(model, 0, torch.device("cpu")))
         assert [name for name, _ in model.named_parameters()] == names
         found[remat] = footprint(model, 4)
     whole = found[Remat.none]
@@ -304,7 +304,7 @@ def test_a_layout_without_blocks_to_forget_is_refused(
     blocks: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Plain, "blocks", blocks)
-    assert modules_to_checkpoint(Plain(), Plain().build_model(), Remat.none) == []
+    assert modules_to_checkpoint(Plain(), Plain().build_model(), Layout(blocks), Remat.none) == []
     for remat in KINDS:
         with pytest.raises(ConfigError, match=f"step.remat={remat.value} needs blocks"):
-            modules_to_checkpoint(Plain(), Plain().build_model(), remat)
+            modules_to_checkpoint(Plain(), Plain().build_model(), Layout(blocks), remat)

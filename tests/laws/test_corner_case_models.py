@@ -64,9 +64,7 @@ def test_a_scalar_has_a_master_copy_where_it_computes_in_another_format() -> Non
 def test_a_buffer_that_the_forward_pass_changes_is_refused(
     strategy: str, processes: int, options: dict[str, Any]
 ) -> None:
-    with pytest.raises(
-        AssertionError, match="the forward pass changes the buffer count, which only one process can keep right"
-    ):
+    with pytest.raises(AssertionError, match="the forward pass changes the buffer count, which"):
         spread(strategy, processes, options=options, **odd("counting"))
 
 

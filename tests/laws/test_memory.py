@@ -46,9 +46,8 @@ ROWS = 64
 def resnet(remat: Remat = Remat.none) -> nn.Module:
     recipe = ResnetShapes(model=ModelOptions(arch=Arch.resnet8, classes=8))
     model = init_model(recipe, 0)
-    apply_activation_checkpointing(
-        model, modules_to_checkpoint(recipe, model, remat), remat, SeededDropout(model, 0, torch.device("cpu"))
-    )
+    names = modules_to_checkpoint(recipe, model, recipe.layout(model), remat)
+    apply_activation_checkpointing(model, names, remat, SeededDropout(model, 0, torch.device("cpu")))
     return model
 
 

@@ -169,7 +169,7 @@ class _Run:
         # those that compute ask the others for rows
         self.helpers = self._run_helpers() if next(iter(self.strategy.roles(1))) == "trainer" else None
         self.loader = self._rows("train", self.program.shard, self.program.micro_batch_rows)
-        self.program.warmup(self.program.prepare(self.loader.get(0, 0)))
+        self.program.warmup(self.program.prepare(self._first_rows()))
         self.clock_state, self.open_window = self._load()
         self.world.barrier()  # all servers can be found
         self.helpers = self.helpers or self._run_helpers()
@@ -180,6 +180,12 @@ class _Run:
             "tensors": {},
             "micro_batch_rows": self.program.micro_batch_rows,
         }
+
+    def _first_rows(self) -> Any:
+        """The same on all ranks."""
+        if self.program.shard is None:
+            return None
+        return self._rows("train", Shard(0, 1), BATCH).rows(self.epochs.ids(0, 0)[:8], 0)
 
     def _sample(self, rows: int) -> Any:
         return zero_rows_for_tables(self.training.fetch(np.arange(rows), 0)[0], self.toy.tables())

@@ -20,7 +20,8 @@ from dtf.core.types import Memory, Shard, State, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.world import World
 from dtf.model.batch_statistics import BatchNormStatistics
-from dtf.model.init import cast, model_of
+from dtf.model.changing_buffers import scratch_buffers
+from dtf.model.init import cast, layout_of, model_of
 from dtf.optim.update import LocalUpdate, ParamShard, update_applied
 from dtf.pserver.net.compression import WIRE_DTYPES
 from dtf.pserver.net.messages import ANY, NONE
@@ -42,8 +43,8 @@ Tickets = Mapping[int, Sequence[Train]]
 class Part:
     """What a server has of the model beside blocks: buffers and their running averages. See `spmd.Part`."""
 
-    def __init__(self, model: nn.Module, statistics: BatchNormStatistics) -> None:
-        self.model, self.statistics = model, statistics
+    def __init__(self, model: nn.Module, statistics: BatchNormStatistics, scratch: frozenset[str]) -> None:
+        self.model, self.statistics, self.scratch = model, statistics, scratch
 
 
 class ServerState:
@@ -65,6 +66,7 @@ class ServerState:
         self._task, self._world, self._sync_mode = task, world, sync_mode
         self._shares, self._micro_batch_rows = shares, micro_batch_rows
         model = model_of(task)
+        rules = layout_of(task.recipe, model).buffers
         masters = cast(model, task.precision, world.device)
         layouts = lay_out(
             model, task.precision, world.size, strategy.slice_parameters, strategy.min_block, strategy.placement
@@ -95,7 +97,7 @@ class ServerState:
         for parameter in model.parameters():
             parameter.data = parameter.data.new_zeros(0)  # the blocks have it now
         self._state_fields, self._field_bytes = state_fields(self.layout, task.optimizer)
-        self._part = Part(model, BatchNormStatistics(model, task.step.ema))
+        self._part = Part(model, BatchNormStatistics(model, task.step.ema), scratch_buffers(model, rules))
         model.train()
         self._norm: Tensor | None = None  # of the update being made, where trainers know it
         self.lock = threading.Lock()  # of the state

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dtf.api.task import Task
+from dtf.core.errors import ConfigError
 from dtf.core.types import WHOLE, Batch, Evaluated, Shard
 from dtf.data.batches import micro_batch_bounds, micro_batches_of, share_within
 from dtf.model.forward import global_rng_error, loss_dtype, rows_of, zero_rows_for_tables
@@ -22,6 +23,7 @@ from dtf.pserver.net.messages import NONE
 from dtf.pserver.param_slices import Layout, views
 from dtf.pserver.trainer.prefetch import PreparedBatch
 from dtf.strategies.spmd import Replica
+from dtf.strategies.start_check import ALONE
 
 ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Table -> ids (U,) and numbers (U, columns)."""
@@ -96,6 +98,7 @@ class TrainerModel:
                 parameter.data = first.parameters[name].data
         self._flat = [self._flattened(layout) for layout in layouts] if first is None else first._flat
         self.replica = Replica(model, task, device)
+        self.replica.divided, self.replica.instead = True, "strategy=ddp"
         self._learning = [
             [block.of(self.parameters[block.name].data) for block in layout.learning] for layout in layouts
         ]
@@ -114,7 +117,12 @@ class TrainerModel:
         if tables:
             batch = self.replica.receiver.train(batch, 0, 0)
             batch = batch._replace(inputs=zero_rows_for_tables(batch.inputs, tables))
-        drew = self.replica.warmup(rows_of(batch, 0, 4), spread=self._shares * self._part.count > 1)
+        if self.replica.changing:
+            raise ConfigError(
+                f"strategy=pserver: the forward pass changes the buffer {self.replica.changing.names[0]}, and servers "
+                "do not send buffers to trainers in each step; use strategy=ddp"
+            )
+        drew = self.replica.warmup(rows_of(batch, 0, 8), ALONE)
         if drew and self._threads > 1:
             raise global_rng_error("pserver", "and the threads of strategy.hogwild_threads share one generator")
 

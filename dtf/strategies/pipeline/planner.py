@@ -65,7 +65,7 @@ def _plan(
 ) -> dict[str, Any]:
     """Rank 0's plan: `fine`, whether blocks are cut inside, `bounds` and `table`. ConfigError where there is none."""
     sample = _sample(spec, task, world)
-    checkpointed = modules_to_checkpoint(task.recipe, model, task.step.remat)
+    checkpointed = modules_to_checkpoint(task.recipe, model, layout_of(task.recipe, model), task.step.remat)
     stages = spec.ranks * spec.virtual
     places, unit = [s % spec.ranks for s in range(stages)], "time" if spec.timed else "FLOPs"
     plan: dict[str, Any] = {}

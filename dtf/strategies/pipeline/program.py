@@ -7,7 +7,7 @@ see padding; hence the runtime is dtf's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from itertools import accumulate, pairwise
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dtf.api.layout import BufferUpdate
 from dtf.api.strategy import Program, Update
 from dtf.api.task import Source, Task
 from dtf.core.types import Batch, Evaluated, Memory, State, StepOutput, Train
@@ -27,6 +28,7 @@ from dtf.distributed.world import World
 from dtf.model.activation_checkpointing import apply_activation_checkpointing
 from dtf.model.annotate import section
 from dtf.model.batch_statistics import BatchNormStatistics
+from dtf.model.changing_buffers import ChangingBuffers, buffers_restored
 from dtf.model.forward import (
     ForwardPass,
     batch_norm_error,
@@ -42,7 +44,7 @@ from dtf.model.memory import Footprint, activations
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import update_applied
-from dtf.strategies.buffers import buffers, buffers_kept, load_buffers, own_averages
+from dtf.strategies.buffers import buffers, load_buffers, own_averages
 from dtf.strategies.pipeline.messages import AHEAD, UNANSWERED, PipelineRanks, StageMessages
 from dtf.strategies.pipeline.schedules import Action, Schedule, answers, order
 from dtf.strategies.spmd import microbatch_load
@@ -55,13 +57,25 @@ class Stage:
     """A contiguous part of the model: `model` takes and returns the tensors that are live at its ends."""
 
     def __init__(
-        self, index: int, model: nn.Module, task: Task, device: torch.device, checkpointed: Sequence[str]
+        self,
+        index: int,
+        model: nn.Module,
+        task: Task,
+        device: torch.device,
+        checkpointed: Sequence[str],
+        rules: Mapping[str, BufferUpdate],
     ) -> None:
         self.index, self.model = index, model
         self.statistics = BatchNormStatistics(model, task.step.ema)
+        self.changing = ChangingBuffers(model, rules, {*self.statistics.names(), *self.statistics.counters()})
         self.masks = SeededDropout(model, task.seed, device)
         apply_activation_checkpointing(model, checkpointed, task.step.remat, self.masks)
         model.train()
+
+    @property
+    def scratch(self) -> frozenset[str]:
+        """Names of buffers that are no part of the run's state."""
+        return self.changing.scratch
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation, for all modules."""
@@ -74,6 +88,10 @@ _MicroBatchHook = Callable[[Stage, int], None]
 
 def _nothing(stage: Stage, micro_batch: int) -> None:
     pass
+
+
+_INSTEAD = "strategy.degree=0"
+"""What to use where the rows of a model cannot be divided: all ranks in one pipeline."""
 
 
 class _Held(NamedTuple):
@@ -137,9 +155,10 @@ class PipelineProgram(Program):
         if self._tables is not None:
             batch = self._tables.lookup(batch, train=False)
         with ExitStack() as stack:
-            for stage in self._stages.values():
-                stack.enter_context(buffers_kept(stage, self.shares > 1, "strategy.degree=0"))
+            changed = {stage: stack.enter_context(buffers_restored(stage.model)) for stage in self._stages.values()}
             self._trial_passes(batch)
+            for stage in changed if self.shares > 1 else ():
+                stage.changing.refuse(changed[stage](), _INSTEAD)
 
     def _trial_passes(self, batch: Batch) -> None:
         """The passes of two steps, without updates. ConfigError for a model that draws from the global generator."""
@@ -196,10 +215,14 @@ class PipelineProgram(Program):
         for stage in self._stages.values():
             stage.train()  # before the averages ask which layers are trained
             stage.statistics.begin(last - first, len(bounds) - 1, self.shares)
+            stage.changing.begin()
+            if self.shares > 1:
+                stage.changing.mark()
 
         def enter(stage: Stage, j: int) -> None:
             stage.masks.begin_micro_batch(ticket.step, first + j)
             stage.statistics.begin_micro_batch(j)
+            stage.changing.begin_micro_batch()
 
         def leave(stage: Stage, j: int) -> None:
             stage.masks.return_to(ticket.step, first + j)
@@ -211,11 +234,19 @@ class PipelineProgram(Program):
             self._tables.backward(leaf_gradients(parts, self._looked_up) if 0 in self._stages else {})
         for stage in self._stages.values():
             stage.statistics.end()
+            if self.shares > 1:
+                stage.changing.check(_INSTEAD)
         self._synced = False
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
+        applied = update_applied(norm)
         for stage in self._stages.values():
-            stage.statistics.finish(update_applied(norm))
+            changed = stage.changing.total()
+            if changed is not None:
+                self._dims.average(changed)
+                changed *= self.shares
+            stage.changing.finish(changed, len(bounds) - 1, applied)
+            stage.statistics.finish(applied)
         # every rank knows the norm, one reports it
         return StepOutput(sums, norm if self._world.rank == 0 else self._no_norm)
 
@@ -285,6 +316,8 @@ class PipelineProgram(Program):
     ) -> tuple[_Held, Evaluated | None]:
         inputs = messages.inputs(s, j) if s else ()
         outputs = self._passes.forward(self._stages[s].model, *(inputs if s else (batch.inputs,)), cast=not s)
+        if train:
+            self._stages[s].changing.end_micro_batch()
         if s < self._pipeline.last:
             messages.send_outputs(s, j, outputs)
             return _Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None

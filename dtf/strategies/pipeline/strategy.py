@@ -117,7 +117,7 @@ class Pipeline(Strategy):
     def setup(self, task: Task, world: World) -> Program:
         from dtf.model.activation_checkpointing import modules_to_checkpoint
         from dtf.model.draw_by_name import draws_by_name
-        from dtf.model.init import formats, model_to_cut
+        from dtf.model.init import formats, layout_of, model_to_cut
         from dtf.strategies.spmd import single_process
 
         if world.size == 1:
@@ -134,7 +134,8 @@ class Pipeline(Strategy):
         rows, spec = self._spec(task, world, dims.dp_shard.count)
         stages = spec.ranks * spec.virtual
         model = model_to_cut(task)
-        checkpointed = modules_to_checkpoint(task.recipe, model, task.step.remat)
+        layout = layout_of(task.recipe, model)
+        checkpointed = modules_to_checkpoint(task.recipe, model, layout, task.step.remat)
         split, bounds, table = broadcast_plan(model, spec, task, world)
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not names:
@@ -156,7 +157,7 @@ class Pipeline(Strategy):
         update = _update(task, world, dims, shards, names, dtype, tables)
         links = channels(dims.mesh_rows, stages, world.rank, world.device)
         pipeline = PipelineRanks(dims.mesh_rows[dims.dp_shard.index], dims.axis_rank, stages, *links)
-        parts = [Stage(s, segment, task, world.device, checkpointed) for s, segment in segments.items()]
+        parts = [Stage(s, segment, task, world.device, checkpointed, layout.buffers) for s, segment in segments.items()]
         return PipelineProgram(parts, pipeline, self.schedule, update, task, world, dims, rows, table, tables)
 
     def _spec(self, task: Task, world: World, shares: int) -> tuple[int, PipelineSpec]:
