@@ -34,6 +34,7 @@ from dtf.model.forward import (
 )
 from dtf.model.init import cast, init_model
 from dtf.model.memory import Footprint, activations
+from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import LocalUpdate, full_params, update_applied
@@ -64,6 +65,7 @@ class Replica:
         sync: Callable[[bool], None] | None = None,
     ) -> None:
         self.receiver = Receiver(task)
+        self.outputs: ModuleOutputs | None = None
         self.model, self._forward, self._sync, self._device = model, forward or model, sync, device
         self._passes = ForwardPass(task, device)
         self.statistics = BatchNormStatistics(model, task.step.ema)
@@ -101,7 +103,7 @@ class Replica:
         self.statistics.begin(last - first, len(bounds) - 1, shard.count)
         if first == last:  # padding rows: collectives in the backward pass need a pass, the gradient is zero
             parts = [with_leaves(self._received(batch, ticket.step, first), self._looked_up)]
-            sums = [self._pass(parts[0], factor, last=True)]
+            sums = [self._pass(parts[0], factor, last=True, padding=True)]
         else:
             at = [bound - bounds[first] for bound in bounds[first : last + 1]]
             parts = [rows_of(batch, *ends) for ends in pairwise(at)] if last - first > 1 else [batch]
@@ -110,7 +112,7 @@ class Replica:
             # another rank has one more, and all make the same number of passes
             if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):
                 self.statistics.begin_padding()
-                self._pass(ready._replace(weight=torch.zeros_like(ready.weight)), factor, last=False)
+                self._pass(ready._replace(weight=torch.zeros_like(ready.weight)), factor, last=False, padding=True)
             sums = []
             for j, part in enumerate(parts):
                 ready = self._received(part, ticket.step, first + j) if j else ready
@@ -130,7 +132,14 @@ class Replica:
         self.statistics.begin(0, micro_batches, shares)
         self.statistics.end()
 
-    def _pass(self, batch: Batch, factor: Tensor, last: bool) -> Tensor:
+    def watch_outputs(self) -> ModuleOutputs:
+        """Begin to sum up the outputs of modules; those of padding do not count."""
+        self.outputs = ModuleOutputs(self.model)
+        return self.outputs
+
+    def _pass(self, batch: Batch, factor: Tensor, last: bool, padding: bool = False) -> Tensor:
+        if self.outputs is not None:
+            self.outputs.counts = not padding
         if self._sync is not None:
             self._sync(last)
         with section("forward"):
@@ -327,6 +336,9 @@ class Spmd(Program):
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [self._update.held()]
+
+    def watch_outputs(self) -> list[ModuleOutputs]:
+        return [self._replica.watch_outputs()]
 
     def skipped(self) -> int:
         return self._update.skipped()

@@ -39,6 +39,7 @@ from dtf.model.forward import (
     with_leaves,
 )
 from dtf.model.memory import Footprint, activations
+from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import update_applied
@@ -316,6 +317,9 @@ class PipelineProgram(Program):
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [self._update.held()]
+
+    def watch_outputs(self) -> list[ModuleOutputs]:
+        return [ModuleOutputs(stage.model) for stage in self._stages.values()]
 
     def skipped(self) -> int:
         return self._update.skipped()
