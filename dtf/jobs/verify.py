@@ -38,7 +38,10 @@ class Output(Enum):
 NOISES = (1, 2)
 """Seeds of the runs that show what rounding does to the reference."""
 
-WRONG_LAYOUT = re.compile("layout splits|which the layout names|splits of the recipe's layout")
+WRONG_LAYOUT = re.compile(
+    r"layout\(\) (?!splits no)|layout splits (?!no )|which the layout names|splits of the recipe's layout"
+    "|name the blocks in the order in which data flows"
+)
 """In refusals of a recipe whose layout is wrong. A layout that says nothing is not."""
 
 PRECISIONS = (EXACT, "fp32")
@@ -117,10 +120,11 @@ class Verify(Job):
             raise ConfigError(f"nothing to compare: {rows[0]['refused']}")
         rows, refused = [row for row in rows if "refused" not in row], [row for row in rows if "refused" in row]
         broken = [row for row in rows if not row["ok"]]
+        wrong_layout = any(WRONG_LAYOUT.search(row["refused"]) for row in refused)
         report = {
             "recipe": composed.config["recipe"]["name"],
             "optimizer": composed.config["optimizer"]["name"],
-            "ok": not broken,
+            "ok": not broken and not wrong_layout,
             "runs": rows,
             "refused": refused,
         }
@@ -131,13 +135,12 @@ class Verify(Job):
             print(markdown(rows))
         else:
             refusals = f", {len(refused)} {'was' if len(refused) == 1 else 'were'} refused" if refused else ""
+            mistake = "; the recipe's own layout is wrong, see above" if wrong_layout else ""
             print(
-                f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers{refusals}; "
+                f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers{refusals}{mistake}; "
                 f"{folder / 'verify.json'}"
             )
-        if broken:
-            return Exit.BUG
-        return Exit.CONFIG if any(WRONG_LAYOUT.search(row["refused"]) for row in refused) else Exit.OK
+        return Exit.BUG if broken else Exit.CONFIG if wrong_layout else Exit.OK
 
     def _check(self, composed: Composed) -> list[str]:
         strategies = list(dict.fromkeys(self.strategies)) or composed.composer.options("strategy")

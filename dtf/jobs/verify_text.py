@@ -88,7 +88,10 @@ def _rounding(row: dict[str, Any]) -> str:
         return ""
     name, most = allowed[0]
     more = f" and less for {count_text(len(allowed) - 1, 'tensor')} more" if len(allowed) > 1 else ""
-    return f"; rounding: {most:.0e} allowed for {name}{more}, which rounding alone moves by a tenth of that"
+    return (
+        f"; rounding: {most:.0e} allowed for {name}{more}, which differs by a tenth of that where the reference starts "
+        "one rounding away"
+    )
 
 
 def line(row: dict[str, Any], first: bool) -> str:

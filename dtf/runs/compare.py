@@ -100,13 +100,15 @@ def _measure(reference: RecordedRun, run: RecordedRun, exact: bool) -> Compariso
         verdict.first = (
             f"tensors: only one run has {', '.join(sorted(reference.tensors.keys() ^ run.tensors.keys())[:5])}"
         )
-    elif _names(reference.evaluated) != _names(run.evaluated):
-        verdict.first = f"evaluations: {_names(run.evaluated)} instead of {_names(reference.evaluated)}"
+    elif _last(reference) != _last(run):
+        verdict.first = f"the last evaluation: {_last(run)} instead of {_last(reference)}"
     return verdict
 
 
-def _names(evaluated: dict[int, dict[str, float]]) -> dict[int, list[str]]:
-    return {step: sorted(metrics) for step, metrics in sorted(evaluated.items())}
+def _last(run: RecordedRun) -> tuple[int, list[str]]:
+    """The step and the metrics of the last evaluation. Earlier ones may be at other steps."""
+    last = max(run.evaluated, default=0)
+    return last, sorted(run.evaluated.get(last, ()))
 
 
 def _distances(reference: RecordedRun, run: RecordedRun) -> dict[str, float]:
@@ -168,14 +170,18 @@ def _allow(verdict: Comparison, reference: RecordedRun, run: RecordedRun, noise:
             if verdict.bound < distance <= allowed:
                 verdict.rounding[name] = allowed
     else:
-        moved, factor = _squares(reference, run), NOISE_FACTOR**2
-        explained = {name for name, square in moved.items() if 0 < square <= factor * noise.squares.get(name, 0.0)}
-        whole = sum(float(np.square(reference.tensors[name]).sum()) for name in moved)
-        left = sum(square for name, square in moved.items() if name not in explained)
-        if math.sqrt(left / max(whole, 1e-300)) <= verdict.bound:
-            verdict.rounding |= {
-                name: NOISE_FACTOR * math.sqrt(noise.squares[name] / max(whole, 1e-300)) for name in sorted(explained)
-            }
+        moved = _squares(reference, run)
+        whole = max(sum(float(np.square(reference.tensors[name]).sum()) for name in moved), 1e-300)
+        left = sum(moved.values())
+        # the largest differences first, until the rest is within the bound
+        for name in sorted(moved, key=lambda name: -moved[name]):
+            most = NOISE_FACTOR**2 * noise.squares.get(name, 0.0)
+            if math.sqrt(max(left, 0.0) / whole) <= verdict.bound or not moved[name] <= most:
+                break
+            left -= moved[name]
+            verdict.rounding[name] = math.sqrt(most / whole)
+        if not math.sqrt(max(left, 0.0) / whole) <= verdict.bound:
+            verdict.rounding.clear()
     allowed = NOISE_FACTOR * noise.evaluation
     if _metric_bound(verdict, exact) < verdict.evaluation <= allowed:
         verdict.rounding[EVALUATION] = allowed
@@ -298,7 +304,7 @@ def _cause(reference: RecordedRun, run: RecordedRun, verdict: Comparison) -> str
 def _evaluation_cause(reference: RecordedRun, run: RecordedRun) -> str:
     distances = _evaluations(reference, run)
     name = max(sorted(distances), key=lambda name: distances[name])
-    steps = sorted(reference.evaluated)
+    steps = sorted(reference.evaluated.keys() & run.evaluated.keys())
     step = max(steps, key=lambda step: relative(_series(reference, [step], name), _series(run, [step], name)))
     a, b = reference.evaluated[step][name], run.evaluated[step][name]
     return f"evaluation after step {step}: {name} is {b:.9g} instead of {a:.9g}, while training agrees"
