@@ -39,7 +39,7 @@ NOISES = (1, 2)
 """Seeds of the runs that show what rounding does to the reference."""
 
 WRONG_LAYOUT = re.compile(
-    r"layout\(\) (?!splits no)|layout splits (?!no )|which the layout names|splits of the recipe's layout"
+    r"\w\.layout\(\) (?!names no)|layout splits|which the layout names|splits of the recipe's layout"
     "|name the blocks in the order in which data flows"
 )
 """In refusals of a recipe whose layout is wrong. A layout that says nothing is not."""
