@@ -28,7 +28,7 @@ class RecordedRun:
     held: list[dict[str, int]]  # for each rank: parameter -> digest of the bytes of its copy
     tensors: dict[str, np.ndarray]  # of the last checkpoint
     evaluated: dict[int, dict[str, float]] = field(default_factory=dict)  # finished steps -> metrics
-    # of the first step: whether the rank reads rows, and three sums over the outputs of each module
+    # of the first step: whether the rank reads rows, and sums over the outputs of each module
     outputs: list[tuple[bool, dict[str, list[float]]]] = field(default_factory=list)
 
     @classmethod

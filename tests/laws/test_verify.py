@@ -64,17 +64,17 @@ def test_rounding_that_a_recipe_amplifies_is_told_from_a_fault(verify: Any) -> N
 
 
 FAULTS = {  # each kind of evidence finds one
-    "wrong_scale": "grad_norm at step 0: .* 2 x the reference's",
+    "wrong_scale": "grad_norm at step 0: .* 2 x the reference's$",
     "skipped_all_reduce": "grad_norm at step 0: .*ranks 0 and 1 hold different .*gradients were not summed",
     "missed_reduce_scatter": "grad_norm at step 0: 0 instead of",
-    "wrong_shard_offset": "loss at step 0: ",
+    "wrong_shard_offset": r"loss at step 0: .*; first differs: layer2\.0\.conv1 \(output\), step 0$",
     "stale_stage": "loss at step 1: ",
     "swapped_batch": "sample ids at step 0: the same rows in another order",
     "lost_rows": "sample ids at step 0: 6 missing",
     "stale_average": "running averages: model/.*running_",
 }
 MORE_FAULTS = {  # of other strategies, found by the same evidence
-    "unsummed_row": "loss at step 0: ",
+    "unsummed_row": r"loss at step 0: .*; first differs: layer2\.0\.conv2 \(output\), step 0$",
     "forgotten_fan": "grad_norm at step 0: ",
     "skipped_micro_batch": "grad_norm at step 0: ",
 }

@@ -253,4 +253,32 @@ FAULTS = [
         "begin = (0,) * len(full_shape)",
         ("tests/laws/test_fine_tuning.py::test_a_part_is_read",),
     ),
+    Fault(
+        "an evaluation is cut by the number of ranks",
+        "dtf/engine/assemble.py",
+        "settings.step.evaluation_rows, program.evaluation_micro_batches",
+        "-(-settings.step.batch_size // program.shares), program.evaluation_micro_batches",
+        ("tests/laws/test_evaluation.py::test_jobs_that_use_a_model_cut_alike",),
+    ),
+    Fault(
+        "a last row alone is joined to the micro-batch before it, if the same rank has that",
+        "dtf/data/splits.py",
+        "pin, join=False)",
+        "pin, join=True)",
+        ("tests/laws/test_evaluation.py::test_ranks_without_a_micro_batch_and_a_last_one_of_one_row",),
+    ),
+    Fault(
+        "all micro-batches of a rank draw alike in receive",
+        "dtf/strategies/spmd.py",
+        "self._received(part, ticket.step, first + j) if j",
+        "self._received(part, ticket.step, first) if j",
+        ("tests/laws/test_evaluation.py::test_receive_draws_and_looks_across_rows",),
+    ),
+    Fault(
+        "verify allows everything that rounding does not explain",
+        "dtf/runs/compare.py",
+        "if verdict.bound < distance <= allowed:",
+        "if verdict.bound < distance:",
+        ("tests/laws/test_verify.py::test_a_fault_beside_rounding_is_found",),
+    ),
 ]

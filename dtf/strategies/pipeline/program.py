@@ -319,7 +319,7 @@ class PipelineProgram(Program):
         return [self._update.held()]
 
     def watch_outputs(self) -> list[ModuleOutputs]:
-        return [ModuleOutputs(stage.model) for stage in self._stages.values()]
+        return [ModuleOutputs(stage.model, root=False) for stage in self._stages.values()]
 
     def skipped(self) -> int:
         return self._update.skipped()
