@@ -81,7 +81,8 @@ if TYPE_CHECKING:
     from dtf.model.metrics import weighted_sums
     from dtf.optim.update import LocalUpdate, ParamShard, full_params
     from dtf.pserver.placement import placing
-    from dtf.strategies.spmd import Replica, Spmd
+    from dtf.strategies.replica import Replica
+    from dtf.strategies.spmd import Spmd
 
 _PUBLIC = {
     "auc": "model.auc",
@@ -147,7 +148,7 @@ _PUBLIC = {
     "Recipe": "api.recipe",
     "register": "api.registry",
     "RendezvousContext": "api.strategy",
-    "Replica": "strategies.spmd",
+    "Replica": "strategies.replica",
     "report": "api.launcher",
     "RoleContext": "api.strategy",
     "RowOptimizer": "api.row_optimizer",

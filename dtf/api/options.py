@@ -142,6 +142,9 @@ class TrainOptions:
     eval_every: int | None = option(
         default=None, least=0, doc="evaluate so often; null: at each end of an epoch; 0: never", unit="steps"
     )
+    eval_rows: int = option(
+        default=0, least=0, doc="evaluate on so many first rows of the evaluation data; 0: on all", unit="rows"
+    )
     early_stop: int = option(
         default=0, least=0, doc="stop after so many evaluations without a new best; 0: never", unit="evaluations"
     )
@@ -153,6 +156,12 @@ class TrainOptions:
     )
     record: bool = option(
         default=False,
-        doc="write evidence to record_rank_<r>.jsonl in the run folder: the sample ids each rank trains on, and a "
-        "digest of its parameters",
+        doc="write evidence to record_rank_<r>.jsonl in the run folder: the sample ids each rank trains on, sums over "
+        "the outputs of each module in the first step, and a digest of its parameters",
+    )
+    perturb: int = option(
+        default=0,
+        least=0,
+        doc="seed by which every parameter starts one rounding away from where it would, up or down; shows what "
+        "rounding does to a run, as job=verify asks; 0: not at all",
     )

@@ -262,7 +262,8 @@ class Recipe(ABC):
         """The inputs of the model, made on the device from what the data set delivered. For work that is cheaper there,
         such as normalisation. Default: unchanged.
 
-        No host synchronisation. Also called on meta.
+        Gets the rows of one micro-batch, each time under a seed of that micro-batch: what it draws with torch, and what
+        it makes of all rows, is the same on any rank. No host synchronisation. Also called on meta.
         """
         return inputs
 

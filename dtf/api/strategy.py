@@ -50,10 +50,7 @@ class Program(ABC):
 
     @property
     def evaluation_micro_batches(self) -> int:
-        """How many micro-batches of an evaluation the shares compute at once. Default: one each.
-
-        Their rows depend on nothing that a program chooses, see `StepOptions.evaluation_rows`.
-        """
+        """How many micro-batches of an evaluation are computed at once. Default: one for each share."""
         return self.shares
 
     def about(self) -> dict[str, str]:
@@ -95,12 +92,8 @@ class Program(ABC):
 
     @abstractmethod
     def eval_step(self, batch: Batch | None) -> Evaluated:
-        """Evaluate this rank's rows of a batch of `evaluation_micro_batches`: sums (M,) as `Recipe.measure` gives them,
-        and rows (R, K) as `Recipe.eval_outputs` gives them. Changes no state. May be collective.
-
-        Each micro-batch is computed whole, so that a loss that couples its rows is the same on any number of ranks.
-        Nothing of padding counts.
-        """
+        """Evaluate this rank's rows of `evaluation_micro_batches`, each whole, and nothing of padding: sums (M,) as
+        `Recipe.measure` gives them, rows (R, K) as `Recipe.eval_outputs` does. Changes no state. May be collective."""
 
     def eval_rest(self) -> Evaluated | None:
         """What `eval_step` has begun and not yet returned. Default: None, as it returns all."""
@@ -159,6 +152,10 @@ class Program(ABC):
         """Bytes that this rank needs. Called after `warmup`, which measures activations. Default: unknown."""
         return None
 
+    def watch_outputs(self) -> list[Any]:
+        """Begin to sum up the outputs of modules, see `ModuleOutputs`. Default: nothing is watched."""
+        return []
+
     @abstractmethod
     def skipped(self) -> int:
         """How many updates were skipped so far because loss or gradient was not finite. The same number on all ranks.
@@ -175,9 +172,7 @@ class RoleContext:
     """What all processes of a run must have in common, as JSON. See `dtf.core.consistency`."""
 
     open: Callable[[str, Shard, int], Batches]
-    """`open(split, shard, micro_batch_rows)`: one share of the global batches of the split `train` or `eval`, in
-    micro-batches of so many rows. A batch of an evaluation has one micro-batch for each share.
-    """
+    """`open(split, shard, micro_batch_rows)`: a share of global batches of `train` or `eval`; see `Splits.loader`."""
 
     beat: Callable[[str, int], None]
     """`beat(phase, step)` marks that this process is alive."""

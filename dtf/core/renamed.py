@@ -43,7 +43,11 @@ MODULES = {
     "dtf.seeding": ("dtf.core.seeding", {}),
     "dtf.spmd": (
         "dtf.strategies.spmd",
-        {"alone": "single_process", "waiting": "pending_grad_bytes", "workload": "microbatch_load"},
+        {
+            "alone": "single_process",
+            "waiting": "dtf.strategies.replica:pending_grad_bytes",
+            "workload": "microbatch_load",
+        },
     ),
     "dtf.strategy": (
         "dtf.api.strategy",

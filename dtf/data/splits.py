@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from dtf.api.recipe import Dataset, Recipe
 from dtf.api.registry import name_of
@@ -15,6 +16,28 @@ from dtf.data.batches import Epochs
 from dtf.data.loader import Loader
 from dtf.data.samplers import Sequential
 from dtf.model.forward import zero_rows_for_tables
+
+
+class FirstRows(Dataset):
+    """The first `count` rows of a data set."""
+
+    def __init__(self, rows: Dataset, count: int) -> None:
+        self._rows, self._count = rows, count
+        self.prefetch, self.queue_rows, self.threads = rows.prefetch, rows.queue_rows, rows.threads
+        self.bad, self.allowed = rows.bad, rows.allowed
+
+    def __len__(self) -> int:
+        return self._count
+
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
+        return self._rows.fetch(ids, epoch)
+
+    def runs(self) -> np.ndarray | None:
+        bounds = self._rows.runs()
+        return None if bounds is None else np.append(bounds[bounds < self._count], self._count)
+
+    def fingerprint(self) -> str:
+        return self._rows.fingerprint()
 
 
 def evaluation_loader(
@@ -30,11 +53,11 @@ def evaluation_loader(
 
 
 class Splits:
-    """Opens the data of a recipe. `batch`: rows of a global batch; `pin`: pin the memory of batches. Not collective.
-    DataError for a split without rows.
+    """Opens the data of a recipe. `batch`: rows of a global batch; `pin`: pin the memory of batches; `eval_rows`: as
+    `train.eval_rows`. Not collective. DataError for a split without rows.
     """
 
-    def __init__(self, recipe: Recipe, sampler: Sampler, batch: int, seed: int, pin: bool) -> None:
+    def __init__(self, recipe: Recipe, sampler: Sampler, batch: int, seed: int, pin: bool, eval_rows: int = 0) -> None:
         self._recipe, self._sampler, self._batch, self._seed, self._pin = recipe, sampler, batch, seed, pin
         self.train, self.eval = (recipe.open_data(split, seed) for split in ("train", "eval"))
         if not len(self.train) or not len(self.eval):
@@ -42,6 +65,8 @@ class Splits:
                 f"recipe={name_of('recipe', recipe)}: {len(self.train)} training and {len(self.eval)} evaluation rows; "
                 "both need at least one"
             )
+        if 0 < eval_rows < len(self.eval):
+            self.eval = FirstRows(self.eval, eval_rows)
         self.fingerprint = self.train.fingerprint() + sampler.fingerprint()
 
     def cut(self) -> Epochs:

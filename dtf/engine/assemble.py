@@ -143,7 +143,8 @@ def prepare_task(joined: JoinedRank) -> TaskInputs:
     rank, world = joined.rank, joined.world
     settings, kind = rank.settings, rank.place.device.partition(":")[0]
     recipe = settings.recipe
-    splits = Splits(recipe, settings.sampler, settings.step.batch_size, settings.seed, pin=kind == "cuda")
+    batch, eval_rows = settings.step.batch_size, settings.train.eval_rows
+    splits = Splits(recipe, settings.sampler, batch, settings.seed, kind == "cuda", eval_rows)
     facts = {"versions": _versions(settings.strategy.communication(kind) == "nccl"), **joined.facts}
     facts |= {"training data": splits.fingerprint, "evaluation data": splits.eval.fingerprint()}
     if joined.trains:

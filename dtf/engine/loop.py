@@ -40,6 +40,9 @@ RECENT = 256
 """Measurements that a checkpoint holds and a resumed run sends again: more than are on their way at any time."""
 
 
+NO_IDS = np.empty(0, np.int64)
+
+
 class Saver(Protocol):
     def save(self, step: int, state: State, scalars: dict[str, Any], value: float | None) -> str:
         """Collective. `value`: the objective evaluated at this very step, if it was."""
@@ -159,8 +162,8 @@ class _TicketHandler:
         batch = self.ready[1]
         loop.beat("step", ticket.step)
         self.window.add(program.step(ticket, batch))
-        if loop.record is not None and program.shard is not None and batch is not None:
-            loop.record(ticket.step, batch.ids)
+        if loop.record is not None:
+            loop.record(ticket.step, batch.ids if program.shard is not None and batch is not None else NO_IDS)
         _record_consumed(loop)
         self.lr, self.epoch = ticket.lr, ticket.epoch
         self.steps_since_poll += 1

@@ -24,6 +24,7 @@ from dtf.engine.rank import Rank, run_rank
 from dtf.engine.resume import Resumed, hyperparameters, identity, resume
 from dtf.engine.summary import startup_table
 from dtf.model.memory import MemoryMeter
+from dtf.model.perturb import perturb
 from dtf.runs import budget
 from dtf.runs.record import Record
 
@@ -106,7 +107,13 @@ def _run(setup: TrainingSetup, resumed: Resumed, clock: PlannedClock) -> tuple[S
     joined, program = setup.joined, setup.program
     rank, world, recipe = joined.rank, joined.world, joined.rank.settings.recipe
     options = rank.settings.train
-    record = Record(rank.folder, world.rank, resumed.step) if options.record else None
+    record = None
+    if options.record:
+        watched = program.watch_outputs() if not resumed.step else []
+        record = Record(rank.folder, world.rank, resumed.step, watched, program.shard is not None)
+    if options.perturb and not resumed.step:
+        for copy in program.replicated():
+            perturb(copy, options.perturb)
     probes = _probes(rank.settings, rank.place, rank.folder, rank.send)
     loop = Loop(
         program=program,

@@ -32,7 +32,8 @@ from dtf.model.pretrained import Weights, match_weights, open_weights
 from dtf.pserver.record.recorder import read
 from dtf.pserver.record.replay import Replay
 from dtf.pserver.strategy import Pserver
-from dtf.runs.compare import FP32_BOUND, FP64_BOUND, checkpoint_tensors, in_order, relative
+from dtf.runs.compare import FP32_BOUND, FP64_BOUND, relative
+from dtf.runs.recorded_run import checkpoint_tensors, in_order
 from dtf.runs.results import lines
 
 RESULT = "replay.json"

@@ -31,7 +31,8 @@ from dtf.runs.run_folder import unique_id
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
     from dtf.core.types import Event
-    from dtf.runs.compare import Comparison, RecordedRun
+    from dtf.runs.compare import Comparison
+    from dtf.runs.recorded_run import RecordedRun
 
 
 class Format(Enum):
@@ -126,6 +127,12 @@ class Relay(Job):
     precision: Format = option(
         default=Format.fp64, doc="fp64: every tensor within 1e-10; fp32: all parameters together within 1e-5"
     )
+    eval_rows: int = option(
+        default=256,
+        least=1,
+        doc="evaluation rows by which the models are compared, every job.steps steps and at the end",
+        unit="rows",
+    )
     keep: bool = option(default=False, doc="keep the run folders of both runs beside relay.json")
 
     def run(self, composed: Composed) -> int:
@@ -146,7 +153,8 @@ class Relay(Job):
                         shutil.rmtree(folder / name, ignore_errors=True)
 
     def _compare(self, composed: Composed, folder: Path, segments: list[Segment], reference: Segment) -> int:
-        from dtf.runs.compare import RecordedRun, compare
+        from dtf.runs.compare import compare
+        from dtf.runs.recorded_run import RecordedRun
 
         print(f"{'steps':<9} {'strategy':<24} {'world':<22} {'seconds':>7}  killed", flush=True)
         rows = []
@@ -227,7 +235,8 @@ class Relay(Job):
             "launcher.threads": 1,  # the same kernels everywhere: what is left to differ is the order of sums
             "train.until": last,
             "train.log_every": 1,
-            "train.eval_every": 0,
+            "train.eval_every": self.steps,
+            "train.eval_rows": self.eval_rows,
             "train.early_stop": 0,
             "train.record": "true",
             "checkpoint": "every",
@@ -376,6 +385,7 @@ def _summary(report: dict[str, Any], verdict: Comparison) -> str:
         return f"{done}\nBREAK{where}: {verdict.first}"
     return (
         f"{done}; {report['samples']:,} samples, the same ones in the same order as the reference\n"
-        f"differences: loss {verdict.loss:.1e}, gradient norm {verdict.grad_norm:.1e}, all parameters "
-        f"{verdict.parameters:.1e}, worst tensor {verdict.tensor:.1e} ({verdict.worst}); bound {verdict.bound:.0e}"
+        f"differences: loss {verdict.loss:.1e}, gradient norm {verdict.grad_norm:.1e}, evaluation "
+        f"{verdict.evaluation:.1e}, all parameters {verdict.parameters:.1e}, worst tensor {verdict.tensor:.1e} "
+        f"({verdict.worst}); bound {verdict.bound:.0e}"
     )

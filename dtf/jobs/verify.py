@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
@@ -21,13 +20,13 @@ from dtf.api.registry import option, register
 from dtf.config.inherit import saved_config
 from dtf.config.strategy_spec import read_entry
 from dtf.core.errors import ConfigError, DtfError, Exit, Preempted
-from dtf.core.text import count_text, number_text
 from dtf.host.devices import cores
+from dtf.jobs.verify_text import EXACT, explain, line, markdown, replayed
 from dtf.runs.run_folder import Run, unique_id
 
 if TYPE_CHECKING:
     from dtf.config.compose import Composed
-    from dtf.runs.compare import RecordedRun
+    from dtf.runs.recorded_run import RecordedRun
 
 
 class Output(Enum):
@@ -36,18 +35,24 @@ class Output(Enum):
     markdown = "markdown"
 
 
-EXACT = "fp64"
+NOISES = (1, 2)
+"""Seeds of the runs that show what rounding does to the reference."""
+
+WRONG_LAYOUT = re.compile(
+    r"\w\.layout\(\) (?!names no)|layout splits|which the layout names|splits of the recipe's layout"
+    "|name the blocks in the order in which data flows"
+)
+"""In refusals of a recipe whose layout is wrong. A layout that says nothing is not."""
+
 PRECISIONS = (EXACT, "fp32")
 REFERENCE = "ddp"
 """The strategy of the reference, in one process. With nothing to divide, the model is the same under all of them."""
-AMPLIFIED = 0.1
-"""Relative difference of all parameters that rounding may grow to within a few steps."""
 
 
 @register("job", "verify")
 class Verify(Job):
     """Run the first steps of a recipe in one process, and under each strategy on each number of processes; compare
-    every number; exit 1 on a break.
+    every number, those of an evaluation too; exit 1 on a break.
 
     Each comparison fixes the micro-batches: `micro_batches` per process, so that batch statistics are the same on both
     sides.
@@ -72,6 +77,9 @@ class Verify(Job):
         factory=lambda: [1, 2], least=1, doc="micro-batches per process; more than one accumulates gradients"
     )
     batch_size: int = option(default=26, least=1, doc="global batch; the default divides unevenly", unit="rows")
+    eval_rows: int = option(
+        default=256, least=0, doc="evaluation rows by which the models are compared at the end; 0: none", unit="rows"
+    )
     format: Output = option(default=Output.text, doc="what is printed; verify.json is written either way")
     replay: str = option(
         default="",
@@ -87,7 +95,8 @@ class Verify(Job):
         run = composed.config["run"]
         folder = Path(run["dir"] or Path("outputs", run["name"] or "verify", unique_id())).absolute()
         folder.mkdir(parents=True, mode=0o700, exist_ok=bool(run["dir"]))
-        rows, references = [], {}
+        rows: list[dict[str, Any]] = []
+        references: dict[tuple[str, int], _Reference] = {}
         with _runs(folder, self.keep) as runs:
             for precision in self.precisions:
                 for processes in self.processes:
@@ -95,22 +104,27 @@ class Verify(Job):
                         micro = -(-self.batch_size // (processes * count))
                         key = (precision, micro)
                         if key not in references:
-                            references[key] = self._train(composed, runs, "reference", REFERENCE, 1, precision, micro)
+                            references[key] = _Reference(
+                                lambda name, noise, precision=precision, micro=micro: self._train(
+                                    composed, runs, name, REFERENCE, 1, precision, micro, noise
+                                )
+                            )
                         for strategy in strategies:
                             rows.append(
                                 self._row(composed, runs, references[key], strategy, processes, precision, micro)
                             )
-                            _explain(rows)
+                            explain(rows)
                             if self.format is Output.text:
-                                print(_line(rows[-1], first=len(rows) == 1), flush=True)
+                                print(line(rows[-1], first=len(rows) == 1), flush=True)
         if all("refused" in row for row in rows):
             raise ConfigError(f"nothing to compare: {rows[0]['refused']}")
         rows, refused = [row for row in rows if "refused" not in row], [row for row in rows if "refused" in row]
         broken = [row for row in rows if not row["ok"]]
+        wrong_layout = any(WRONG_LAYOUT.search(row["refused"]) for row in refused)
         report = {
             "recipe": composed.config["recipe"]["name"],
             "optimizer": composed.config["optimizer"]["name"],
-            "ok": not broken,
+            "ok": not broken and not wrong_layout,
             "runs": rows,
             "refused": refused,
         }
@@ -118,14 +132,15 @@ class Verify(Job):
         if self.format is Output.json:
             print(json.dumps(report, indent=1))
         elif self.format is Output.markdown:
-            print(_markdown(rows))
+            print(markdown(rows))
         else:
             refusals = f", {len(refused)} {'was' if len(refused) == 1 else 'were'} refused" if refused else ""
+            mistake = "; the recipe's own layout is wrong, see above" if wrong_layout else ""
             print(
-                f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers{refusals}; "
+                f"{len(rows) - len(broken)} of {len(rows)} runs have the reference's numbers{refusals}{mistake}; "
                 f"{folder / 'verify.json'}"
             )
-        return Exit.BUG if broken else Exit.OK
+        return Exit.BUG if broken else Exit.CONFIG if wrong_layout else Exit.OK
 
     def _check(self, composed: Composed) -> list[str]:
         strategies = list(dict.fromkeys(self.strategies)) or composed.composer.options("strategy")
@@ -186,7 +201,7 @@ class Verify(Job):
         if self.format is Output.json:
             print(json.dumps(result, indent=1))
         else:
-            print(_replayed(result, recorded["precision"]["param"], threads))
+            print(replayed(result, recorded["precision"]["param"], threads))
         return Exit.OK if result["ok"] else Exit.BUG
 
     def _check_any(self, composed: Composed, strategies: list[str]) -> None:
@@ -210,27 +225,41 @@ class Verify(Job):
         )
 
     def _train(
-        self, composed: Composed, runs: Path, name: str, strategy: str, processes: int, precision: str, micro: int
+        self,
+        composed: Composed,
+        runs: Path,
+        name: str,
+        strategy: str,
+        processes: int,
+        precision: str,
+        micro: int,
+        noise: int = 0,
     ) -> RecordedRun:
-        from dtf.runs.compare import RecordedRun
+        from dtf.runs.recorded_run import RecordedRun
 
         folder = runs / f"{name}-{precision}-{micro}"
-        again = self._composed(composed, folder, strategy, processes, precision, micro)
+        again = self._composed(composed, folder, strategy, processes, precision, micro, noise)
         code = again.job.run(again)
         if code == Exit.CONFIG:
-            raise ConfigError(
-                f"strategy={strategy} on {processes} processes refuses this recipe; its own error line says why"
-            )
+            raise ConfigError(_cause(folder))
         if code == Exit.PREEMPTED:
             raise Preempted("asked to stop while comparing; nothing is said of the runs that are left")
         if code:
             raise RunFailed(
-                f"strategy={strategy} on {processes} processes with precision={precision} ended with exit code {code}"
+                f"strategy={strategy} on {processes} processes with precision={precision} ended with exit code {code}: "
+                f"{_cause(folder)}"
             )
         return RecordedRun.read(folder)
 
     def _composed(
-        self, composed: Composed, folder: Path, strategy: str, processes: int, precision: str, micro: int
+        self,
+        composed: Composed,
+        folder: Path,
+        strategy: str,
+        processes: int,
+        precision: str,
+        micro: int,
+        noise: int = 0,
     ) -> Composed:
         """The config of one run."""
         chosen, *options = shlex.split(strategy)
@@ -245,9 +274,11 @@ class Verify(Job):
             "step.micro_batch_rows": micro,
             "train.until": self.steps,
             "train.log_every": 1,
-            "train.eval_every": 0,
+            "train.eval_every": self.steps if self.eval_rows else 0,
+            "train.eval_rows": self.eval_rows,
             "train.early_stop": 0,
             "train.record": "true",
+            "train.perturb": noise,
             "checkpoint": "every",
             "checkpoint.every_steps": self.steps,
             "checkpoint.keep_best": 0,
@@ -261,7 +292,7 @@ class Verify(Job):
         self,
         composed: Composed,
         runs: Path,
-        reference: RecordedRun,
+        reference: _Reference,
         strategy: str,
         processes: int,
         precision: str,
@@ -270,6 +301,7 @@ class Verify(Job):
         from dtf.runs.compare import compare
 
         row = {"strategy": strategy, "processes": processes, "precision": precision, "micro_batch_rows": micro}
+        of_reference = reference.run()
         try:
             run = self._train(
                 composed,
@@ -280,7 +312,7 @@ class Verify(Job):
                 precision,
                 micro,
             )
-            return row | compare(reference, run, exact=precision == EXACT).to_json()
+            return row | compare(of_reference, run, precision == EXACT, reference.noisy).to_json()
         except RunFailed as failure:
             return row | {"ok": False, "first": str(failure)}
         except ConfigError as refusal:
@@ -292,6 +324,30 @@ class Verify(Job):
             }
 
 
+class _Reference:
+    """The run to compare with, and those that show what rounding does to it: each is trained when it is asked for."""
+
+    def __init__(self, train: Callable[[str, int], RecordedRun]) -> None:
+        self._train = train
+        self._runs: dict[int, RecordedRun] = {}
+
+    def run(self, noise: int = 0) -> RecordedRun:
+        if noise not in self._runs:
+            self._runs[noise] = self._train(f"reference-{noise}" if noise else "reference", noise)
+        return self._runs[noise]
+
+    def noisy(self) -> list[RecordedRun]:
+        return [self.run(noise) for noise in NOISES]
+
+
+def _cause(folder: Path) -> str:
+    """Why a run ended, as it says itself."""
+    try:
+        return str(json.loads((folder / "run.json").read_text())["cause"])
+    except (OSError, ValueError, KeyError):
+        return "its own error line says why"
+
+
 def _with_job_keys(refusal: ConfigError) -> str:
     """The text of a refusal, with the key of this job in place of the launcher's."""
     return str(refusal).replace("launcher.processes", "job.processes")
@@ -299,31 +355,6 @@ def _with_job_keys(refusal: ConfigError) -> str:
 
 class RunFailed(DtfError):
     """A run to compare failed; its own error line says why."""
-
-
-def _replayed(result: dict[str, Any], precision: str, threads: int) -> str:
-    """The result of a replay; where it is beyond the bound, also what may be the cause."""
-    head = (
-        f"replay of {' and '.join(f'{count:,}' for count in result['updates'])} updates from step {result['start']}: "
-    )
-    apart = f"within {result['tensor']:.1e}, the bound of {precision} is {result['bound']:.0e}"
-    if result["ok"]:
-        return f"{head}has the run's numbers, {apart} ({result['worst']}); {result['checkpoint']}"
-    lines = [
-        f"{head}BREAK, {apart}: {result['beyond']} of {count_text(result['tensors'], 'tensor')} after the last update "
-        f"beyond it, most of all {result['worst']}; {result['checkpoint']}"
-    ]
-    if result["losses"] and not result["losses"][-1] <= result["losses"][0]:
-        first, last = map(number_text, result["losses"])
-        lines.append(
-            f"the run's loss grew from {first} to {last}: while it does, rounding is amplified, and a small "
-            "difference need not be of the order"
-        )
-    lines.append(
-        "sums are made as in the run on a CPU of its kind with as many threads as its trainers had, here "
-        f"launcher.threads={threads}; a difference that stays there is a mistake: please report it"
-    )
-    return "\n".join(lines)
 
 
 @contextmanager
@@ -335,62 +366,3 @@ def _runs(parent: Path, keep: bool) -> Iterator[Path]:
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _explain(rows: list[dict[str, Any]]) -> None:
-    """Add a probable cause to the newest row, where it breaks by little, in fp32 and not in fp64."""
-    *before, row = rows
-    same = ("strategy", "processes", "micro_batch_rows")
-    exact = any(
-        other["ok"] and other["precision"] == EXACT and all(other[key] == row[key] for key in same) for other in before
-    )
-    if not row["ok"] and row["precision"] != EXACT and exact and row.get("parameters", math.inf) < AMPLIFIED:
-        row["first"] += (
-            f"; {EXACT} agrees, so this is probably rounding that the recipe amplifies: start with smaller learning "
-            "rates"
-        )
-
-
-def _markdown(rows: list[dict[str, Any]]) -> str:
-    """A table of strategies by number of processes. A cell is the worst of all micro-batch sizes, in the measure that
-    has the bound of its precision.
-    """
-    measures = {EXACT: "tensor", "fp32": "parameters"}
-    columns = sorted({row["processes"] for row in rows})
-    lines = [
-        "| strategy | precision | " + " | ".join(count_text(n, "process") for n in columns) + " |",
-        "| --- " * (len(columns) + 2) + "|",
-    ]
-    for strategy, precision in sorted(
-        {(row["strategy"], row["precision"]) for row in rows}, key=lambda key: (key[1] != EXACT, key)
-    ):
-        cells = []
-        for n in columns:
-            cell_rows = [
-                row for row in rows if (row["strategy"], row["precision"], row["processes"]) == (strategy, precision, n)
-            ]
-            if not cell_rows:  # refused
-                cells.append("")
-                continue
-            worst = max(row.get(measures[precision], math.inf) for row in cell_rows)
-            cells.append(
-                ("0" if worst == 0 else f"{worst:.0e}") if all(row["ok"] for row in cell_rows) else "**broken**"
-            )
-        lines.append(f"| `{strategy}` | {precision} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _line(row: dict[str, Any], first: bool) -> str:
-    head = (
-        f"{'strategy':<17} {'procs':>5} {'format':<6} {'micro':>5} {'loss':>8} {'gradient':>8} {'params':>8} "
-        f"{'tensor':>8}  worst tensor / what breaks"
-    )
-    numbers = " ".join(f"{row.get(key, math.nan):8.1e}" for key in ("loss", "grad_norm", "parameters", "tensor"))
-    if "refused" in row:
-        numbers = ""
-    verdict = row["worst"] if row["ok"] else f"BREAK: {row['first']}"
-    text = (
-        f"{row['strategy']:<17} {row['processes']:>5} {row['precision']:<6} {row['micro_batch_rows']:>5} {numbers} "
-        f" {verdict}"
-    )
-    return f"{head}\n{text}" if first else text

@@ -89,7 +89,8 @@ class Pserver(PserverOptions, Strategy):
         from dtf.pserver.connections import connect_servers
         from dtf.pserver.trainer.remote_tables import RemoteTables, RemoteTablesProgram
         from dtf.strategies.ddp import inflight_bytes, wrap_ddp
-        from dtf.strategies.spmd import Replica, microbatch_load
+        from dtf.strategies.replica import Replica
+        from dtf.strategies.spmd import microbatch_load
 
         model = model_of(task)
         masters = cast(model, task.precision, world.device)

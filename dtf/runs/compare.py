@@ -2,70 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 
-from dtf.checkpoint.resolve_path import resolve_checkpoints
-from dtf.checkpoint.storage import read_manifest
-from dtf.core.errors import DataError
+from dtf.runs.recorded_run import TABLES, RecordedRun
 
 FP64_BOUND = 1e-10  # max|a - b| / max|a| of loss, gradient norm and every tensor
 FP32_BOUND = 1e-5  # |a - b| / |a|, L2 over all parameters at once
 ROUNDING = 1e-6
-TABLES = "table/"
+FP64_MODULE_BOUND = 1e-9  # of sums over the outputs of a module
+FP32_METRIC_BOUND = 1e-3  # in fp32, max|a - b| / max|a| of loss, gradient norm and evaluation
+NOISE_FACTOR = 10
+"""How many times as far as rounding alone moves a tensor it may be from the reference."""
+
+EVALUATION = "evaluation"
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-@dataclass
-class RecordedRun:
-    """What a run with `train.record` wrote into its folder."""
-
-    metrics: dict[int, dict[str, float]]  # finished steps -> loss, grad_norm
-    ids: dict[int, list[list[int]]]  # step -> sample ids of each rank
-    held: list[dict[str, int]]  # for each rank: parameter -> digest of the bytes of its copy
-    tensors: dict[str, np.ndarray]  # of the last checkpoint
-
-    @classmethod
-    def read(cls, folder: Path) -> RecordedRun:
-        """From a run folder. DataError when something is missing."""
-        try:
-            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            records = [
-                [json.loads(line) for line in path.read_text().splitlines()]
-                for path in sorted(
-                    folder.glob("record_rank_*.jsonl"), key=lambda path: int(path.stem.rpartition("_")[2])
-                )
-            ]
-        except OSError as error:
-            raise DataError(
-                f"{folder} is no recorded run: {error.strerror} ({error.filename}); run it with train.record=true "
-                "observer=[jsonl]"
-            ) from None
-        ids: dict[int, list[list[int]]] = {}
-        for record in records:
-            for line in record:
-                if "ids" in line:
-                    ids.setdefault(line["step"], []).append(line["ids"])
-        held = [line for record in records for line in record if "held" in line]
-        last = max((line["after"] for line in held), default=0)
-        return cls(
-            metrics={
-                line["step"]: {name: _number(line[name]) for name in ("loss", "grad_norm")}
-                for line in lines
-                if line["split"] == "train"
-            },
-            ids=ids,
-            # a run that went on with fewer ranks has some of earlier ones
-            held=[line["held"] for line in held if line["after"] == last],
-            tensors=checkpoint_tensors(resolve_checkpoints(folder, "run folder")[0]),
-        )
 
 
 @dataclass
@@ -80,9 +36,12 @@ class Comparison:
     parameters: float  # L2, all parameters at once
     tensor: float  # the worst tensor's max|a - b| / max|a| ...
     worst: str  # ... and its name
+    evaluation: float = 0.0  # of metrics
     tensors: dict[str, float] = field(default_factory=dict)
     first: str = ""
     tells_norm: bool = True  # else no process of the run ever has the whole gradient
+    rounding: dict[str, float] = field(default_factory=dict)
+    """What is out of bounds as rounding alone may put it there -> how far it may be. See `_Noise`."""
 
     @property
     def ok(self) -> bool:
@@ -92,45 +51,31 @@ class Comparison:
         return {**self.__dict__, "ok": self.ok}
 
 
-def checkpoint_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint, whole, in fp64; ids of rows in int64. Needs no torch, as the launching process has
-    none.
-    """
-    tensors = {}
-    for name, stored in sorted(read_manifest(checkpoint).tensors.items()):
-        if name.startswith("share_"):
-            continue  # running averages of one share of the rows: they depend on the number of shares
-        tensors[name] = np.full(stored.shape, np.nan) if not name.endswith("/ids") else np.empty(stored.shape, np.int64)
-        for box in stored.boxes:
-            with safe_open(checkpoint / box.file, framework="numpy") as file:
-                tensors[name][tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))] = (
-                    file.get_tensor(box.key)
-                )
-    return in_order(tensors)
-
-
-def in_order(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same tensors with the rows of sparse tables in order of ids. A checkpoint has them in order of ranks."""
-    orders = {
-        name.removesuffix("ids"): np.argsort(ids)
-        for name, ids in tensors.items()
-        if name.startswith(TABLES) and name.endswith("/ids")
-    }
-    return {
-        name: tensor[orders[table]] if tensor.ndim and (table := name.rpartition("/")[0] + "/") in orders else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def compare(reference: RecordedRun, run: RecordedRun, exact: bool) -> Comparison:
+def compare(
+    reference: RecordedRun, run: RecordedRun, exact: bool, noisy: Callable[[], Sequence[RecordedRun]] = tuple
+) -> Comparison:
     """Compare a run with the reference: element by element with `exact` (fp64), else by the L2 norm of all parameters
     (fp32).
+
+    `noisy`: gives runs of the reference that began one rounding away from it. Asked only where something is out of
+    bounds, while losses and gradient norms are not.
     """
-    floors = _floors(reference.tensors)
-    tensors = {
-        name: relative(reference.tensors[name], run.tensors[name], floors.get(name, 0.0))
-        for name in reference.tensors.keys() & run.tensors.keys()
-    }
+    verdict = _measure(reference, run, exact)
+    if not verdict.first:
+        verdict.first = _rows(reference, run)
+    if not verdict.first and numbers_differ(verdict, exact):
+        if _steps_agree(verdict, exact):
+            _allow(verdict, reference, run, _Noise.of(reference, noisy(), exact), exact)
+        verdict.first = _cause(reference, run, verdict) if numbers_differ(verdict, exact) else ""
+    verdict.first = verdict.first or _ranks(run)
+    if verdict.first and (module := first_module(reference, run, exact)):
+        verdict.first += f"; {module}"
+    return verdict
+
+
+def _measure(reference: RecordedRun, run: RecordedRun, exact: bool) -> Comparison:
+    """All differences. `first` says only whether there are the same steps, tensors and evaluations."""
+    tensors = _distances(reference, run)
     worst = max(sorted(tensors), key=lambda name: tensors[name], default="")
     parameters = [name for name in sorted(tensors) if _is_parameter(name)]
     steps = sorted(reference.metrics)
@@ -141,6 +86,7 @@ def compare(reference: RecordedRun, run: RecordedRun, exact: bool) -> Comparison
         parameters=_l2([reference.tensors[name] for name in parameters], [run.tensors[name] for name in parameters]),
         tensor=tensors.get(worst, float("nan")),
         worst=worst,
+        evaluation=_evaluation(reference, run, exact),
         tensors=tensors,
         tells_norm=not all(
             math.isnan(values["grad_norm"]) and math.isfinite(values["loss"]) for values in run.metrics.values()
@@ -154,14 +100,107 @@ def compare(reference: RecordedRun, run: RecordedRun, exact: bool) -> Comparison
         verdict.first = (
             f"tensors: only one run has {', '.join(sorted(reference.tensors.keys() ^ run.tensors.keys())[:5])}"
         )
-    else:
-        held = numbers_differ(verdict, exact)
-        verdict.first = _rows(reference, run) or (held and _cause(reference, run, verdict)) or _ranks(run)
+    elif _last(reference) != _last(run):
+        verdict.first = f"the last evaluation: {_last(run)} instead of {_last(reference)}"
     return verdict
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value  # JSON has no NaN
+def _last(run: RecordedRun) -> tuple[int, list[str]]:
+    """The step and the metrics of the last evaluation. Earlier ones may be at other steps."""
+    last = max(run.evaluated, default=0)
+    return last, sorted(run.evaluated.get(last, ()))
+
+
+def _distances(reference: RecordedRun, run: RecordedRun) -> dict[str, float]:
+    floors = _floors(reference.tensors)
+    return {
+        name: relative(reference.tensors[name], run.tensors[name], floors.get(name, 0.0))
+        for name in reference.tensors.keys() & run.tensors.keys()
+    }
+
+
+def _evaluations(reference: RecordedRun, run: RecordedRun) -> dict[str, float]:
+    """Relative difference of each metric, over all evaluations that both have."""
+    steps = sorted(reference.evaluated.keys() & run.evaluated.keys())
+    names = {name for step in steps for name in reference.evaluated[step].keys() & run.evaluated[step].keys()}
+    return {name: relative(_series(reference, steps, name), _series(run, steps, name)) for name in names}
+
+
+def _evaluation(reference: RecordedRun, run: RecordedRun, exact: bool) -> float:
+    """The worst metric; in fp32 the loss, where there is one, as counts and ranks jump where rows are nearly tied."""
+    metrics = _evaluations(reference, run)
+    return metrics["loss"] if not exact and "loss" in metrics else max(metrics.values(), default=0.0)
+
+
+def _series(run: RecordedRun, steps: Sequence[int], name: str) -> np.ndarray:
+    return np.array([run.evaluated[step].get(name, math.nan) for step in steps])
+
+
+@dataclass
+class _Noise:
+    """How far rounding alone moves the reference: the distances from it of runs that began one rounding away.
+
+    The gradient of a bias that a normalisation takes away again is rounding. An optimizer that divides by the size of
+    gradients makes whole steps of it, in directions that mean nothing.
+    """
+
+    tensors: dict[str, float]
+    squares: dict[str, float]  # of differences of parameters, summed
+    evaluation: float
+
+    @classmethod
+    def of(cls, reference: RecordedRun, runs: Sequence[RecordedRun], exact: bool) -> _Noise:
+        distances = [_distances(reference, run) for run in runs]
+        squares = [_squares(reference, run) for run in runs]
+        return cls(
+            {name: max(each.get(name, 0.0) for each in distances) for name in reference.tensors} if runs else {},
+            {name: max(each.get(name, 0.0) for each in squares) for name in reference.tensors} if runs else {},
+            max((_evaluation(reference, run, exact) for run in runs), default=0.0),
+        )
+
+
+def _squares(reference: RecordedRun, run: RecordedRun) -> dict[str, float]:
+    """The sum of squared differences of each parameter."""
+    return {
+        name: float(np.square(tensor - run.tensors[name]).sum())
+        for name, tensor in reference.tensors.items()
+        if _is_parameter(name) and name in run.tensors and run.tensors[name].shape == tensor.shape
+    }
+
+
+def _allow(verdict: Comparison, reference: RecordedRun, run: RecordedRun, noise: _Noise, exact: bool) -> None:
+    """Note in `rounding` what may be out of bounds, as it is within NOISE_FACTOR of what rounding alone does."""
+    if exact:
+        for name, distance in verdict.tensors.items():
+            allowed = NOISE_FACTOR * noise.tensors.get(name, 0.0)
+            if verdict.bound < distance <= allowed:
+                verdict.rounding[name] = allowed
+    else:
+        moved = _squares(reference, run)
+        whole = max(sum(float(np.square(reference.tensors[name]).sum()) for name in moved), 1e-300)
+        left = sum(moved.values())
+        # the largest differences first, until the rest is within the bound
+        for name in sorted(moved, key=lambda name: -moved[name]):
+            most = NOISE_FACTOR**2 * noise.squares.get(name, 0.0)
+            if math.sqrt(max(left, 0.0) / whole) <= verdict.bound or not moved[name] <= most:
+                break
+            left -= moved[name]
+            verdict.rounding[name] = math.sqrt(most / whole)
+        if not math.sqrt(max(left, 0.0) / whole) <= verdict.bound:
+            verdict.rounding.clear()
+    allowed = NOISE_FACTOR * noise.evaluation
+    if _metric_bound(verdict, exact) < verdict.evaluation <= allowed:
+        verdict.rounding[EVALUATION] = allowed
+
+
+def _metric_bound(verdict: Comparison, exact: bool) -> float:
+    return verdict.bound if exact else FP32_METRIC_BOUND
+
+
+def _steps_agree(verdict: Comparison, exact: bool) -> bool:
+    """Whether losses and gradient norms are within bounds in all steps."""
+    norm = (verdict.grad_norm,) if verdict.tells_norm else ()
+    return all(value <= _metric_bound(verdict, exact) for value in (verdict.loss, *norm))
 
 
 def _is_parameter(name: str) -> bool:
@@ -172,11 +211,13 @@ def _is_parameter(name: str) -> bool:
 
 
 def numbers_differ(verdict: Comparison, exact: bool) -> bool:
-    """Whether a difference is beyond the bound. A NaN is."""
+    """Whether a difference is beyond the bound, and not allowed as rounding. A NaN is."""
+    if not (verdict.evaluation <= _metric_bound(verdict, exact) or EVALUATION in verdict.rounding):
+        return True
     if exact:
-        norm = (verdict.grad_norm,) if verdict.tells_norm else ()
-        return not all(value <= verdict.bound for value in (verdict.loss, *norm, verdict.tensor))
-    return not verdict.parameters <= verdict.bound
+        tensors = (value for name, value in verdict.tensors.items() if name not in verdict.rounding)
+        return not (_steps_agree(verdict, exact) and all(value <= verdict.bound for value in tensors))
+    return not (verdict.parameters <= verdict.bound or verdict.rounding.keys() - {EVALUATION})
 
 
 def _floors(tensors: dict[str, np.ndarray]) -> dict[str, float]:
@@ -256,12 +297,57 @@ def _cause(reference: RecordedRun, run: RecordedRun, verdict: Comparison) -> str
                 ratio = f", {b / a:.4g} x the reference's" if a and np.isfinite(b) else ""
                 split = _ranks(run)
                 return f"{name} at step {step - 1}: {b:.9g} instead of {a:.9g}{ratio}" + (f"; {split}" if split else "")
-    off = sorted(name for name, value in verdict.tensors.items() if not value <= loose)
+    off = sorted(name for name, value in verdict.tensors.items() if not value <= loose and name not in verdict.rounding)
+    if not off and verdict.evaluation > loose:
+        return _evaluation_cause(reference, run)
     statistics = [name for name in off if name.endswith(STATISTICS)]
     if off and statistics == off:
         return f"running averages: {off[0]} and {len(off) - 1} more differ while loss, gradients and parameters agree"
     first = off[0] if off else verdict.worst
     return f"tensor {first}: differs by {verdict.tensors[first]:.3g}, and {max(len(off) - 1, 0)} more"
+
+
+def _evaluation_cause(reference: RecordedRun, run: RecordedRun) -> str:
+    distances = _evaluations(reference, run)
+    name = max(sorted(distances), key=lambda name: distances[name])
+    steps = sorted(reference.evaluated.keys() & run.evaluated.keys())
+    step = max(steps, key=lambda step: relative(_series(reference, [step], name), _series(run, [step], name)))
+    a, b = reference.evaluated[step][name], run.evaluated[step][name]
+    return f"evaluation after step {step}: {name} is {b:.9g} instead of {a:.9g}, while training agrees"
+
+
+def first_module(reference: RecordedRun, run: RecordedRun, exact: bool) -> str:
+    """The first module, in the order in which the reference finished them, whose output differs in the first step.
+
+    Empty where none does, and where one of the two did not record it.
+    """
+    if not reference.outputs or not run.outputs:
+        return ""
+    loose = FP64_MODULE_BOUND if exact else FP32_METRIC_BOUND
+    expected = _summed(reference.outputs)
+    # ranks that divide a model either hold parts of an output, or each the whole one, and one of them reads
+    found = [_summed(run.outputs), _summed([each for each in run.outputs if each[0]])]
+    for name, sums in expected.items():
+        sides = [side[name] for side in found if name in side]
+        if sides and not any(_same_outputs(sums, side, loose) for side in sides):
+            return f"first differs: {name or 'the model'} (output), step 0"
+    return ""
+
+
+def _same_outputs(a: Sequence[float], b: Sequence[float], bound: float) -> bool:
+    """Whether outputs agree by their sums, see `ModuleOutputs.close`. Places in a row tell nothing of parts of rows."""
+    (_, sizes, squares, _, width), pairs = a, list(zip(a, b, strict=True))
+    scales = (sizes, sizes, squares, *([sizes] if width == b[-1] else []))
+    return all(abs(x - y) <= bound * scale for (x, y), scale in zip(pairs, scales, strict=False))
+
+
+def _summed(outputs: Sequence[tuple[bool, dict[str, list[float]]]]) -> dict[str, list[float]]:
+    """The sums over ranks; numbers of a row stay as they are."""
+    sums: dict[str, list[float]] = {}
+    for _, modules in outputs:
+        for name, (*values, width) in modules.items():
+            sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 4)[:4], values, strict=True)] + [width]
+    return sums
 
 
 def _ranks(run: RecordedRun) -> str:

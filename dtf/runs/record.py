@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,13 +14,21 @@ import torch
 from dtf.core.files import replace_text
 
 
+class Outputs(Protocol):
+    def close(self) -> dict[str, list[float]]: ...  # see `ModuleOutputs`
+
+
 class Record:
     """Writes the sample ids of each step of this rank, and at the end a digest of each parameter that it holds.
 
-    `start`: the step at which this attempt starts; lines of later steps are removed.
+    `start`: the step at which this attempt starts; lines of later steps are removed. `outputs`: sums over outputs of
+    modules, written after the first step; `reads`: whether this rank reads rows itself.
     """
 
-    def __init__(self, folder: Path, rank: int, start: int) -> None:
+    def __init__(
+        self, folder: Path, rank: int, start: int, outputs: Sequence[Outputs] = (), reads: bool = True
+    ) -> None:
+        self._outputs, self._reads = outputs, reads
         path = folder / f"record_rank_{rank}.jsonl"
         if path.exists():  # steps of a killed attempt after its last checkpoint are repeated
             complete = [line for line in path.read_text().splitlines() if line.endswith("}")]
@@ -27,6 +37,9 @@ class Record:
 
     def write(self, step: int, ids: np.ndarray) -> None:
         self._file.write(json.dumps({"step": step, "ids": [i for i in ids.tolist() if i >= 0]}) + "\n")
+        for outputs in self._outputs:
+            self._file.write(json.dumps({"step": step, "outputs": outputs.close(), "reads": self._reads}) + "\n")
+        self._outputs = ()
         self._file.flush()
 
     def close(self, copies: list[dict[str, torch.Tensor]], step: int) -> None:

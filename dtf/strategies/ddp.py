@@ -111,7 +111,8 @@ class Ddp(Strategy):
         from dtf.model.init import cast, model_of
         from dtf.optim.update import LocalUpdate, full_params
         from dtf.sparse.make_tables import tables_of
-        from dtf.strategies.spmd import Replica, Spmd, microbatch_load
+        from dtf.strategies.replica import Replica
+        from dtf.strategies.spmd import Spmd, microbatch_load
 
         model = model_of(task)
         masters = cast(model, task.precision, world.device)
@@ -220,4 +221,4 @@ def inflight_bytes(model: nn.Module, micro_batches: int, gradient_as_bucket_view
 
     sizes = [byte_count([p]) for p in model.parameters() if p.requires_grad]
     beside = sum(sizes) if micro_batches > 1 or not gradient_as_bucket_view else 0
-    return beside + (sum(sizes) if micro_batches > 2 else max(sizes))
+    return beside + max(sizes)

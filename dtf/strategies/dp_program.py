@@ -19,11 +19,13 @@ from dtf.distributed.world import World
 from dtf.model.annotate import section
 from dtf.model.forward import loss_dtype, merge_evaluated, rows_of, to_device
 from dtf.model.init import cast, model_of
+from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import Receiver
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
-from dtf.strategies.spmd import Replica, microbatch_load
+from dtf.strategies.replica import Replica
+from dtf.strategies.spmd import microbatch_load
 from dtf.strategies.start_check import ALONE
 
 
@@ -167,6 +169,9 @@ class DataParallelProgram(Program):
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [dict(replica.model.named_parameters()) for replica in self._replicas]
+
+    def watch_outputs(self) -> list[ModuleOutputs]:
+        return [replica.watch_outputs() for replica in self._replicas]
 
     def skipped(self) -> int:
         return self._updates[0].skipped()

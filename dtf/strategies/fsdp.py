@@ -94,8 +94,9 @@ class Fsdp(Strategy):
         from dtf.sparse.make_tables import tables_of
         from dtf.strategies.fsdp_units import gathered_units
         from dtf.strategies.fsdp_waits import watch_collectives
+        from dtf.strategies.replica import Replica
         from dtf.strategies.sharded_init import cast_parts
-        from dtf.strategies.spmd import Replica, Spmd, microbatch_load, single_process
+        from dtf.strategies.spmd import Spmd, microbatch_load, single_process
 
         if world.size == 1:
             return single_process(task, world)

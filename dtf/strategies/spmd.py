@@ -2,294 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dtf.api.layout import Layout
 from dtf.api.sparse_table import Placement
 from dtf.api.strategy import Program, Update
 from dtf.api.task import Source, Task
-from dtf.core.errors import ConfigError
 from dtf.core.types import Batch, Evaluated, Memory, Shard, State, StepOutput, Train
 from dtf.data.batches import micro_batch_bounds, micro_batches_of
 from dtf.distributed.device_mesh import ParallelDims
-from dtf.distributed.sharding import byte_count, is_dtensor, local
 from dtf.distributed.world import World
-from dtf.model.activation_checkpointing import apply_activation_checkpointing, modules_to_checkpoint
 from dtf.model.annotate import section
-from dtf.model.attributes import Attributes
-from dtf.model.batch_statistics import BatchNormStatistics
-from dtf.model.changing_buffers import (
-    ChangingBuffers,
-    buffers_restored,
-    parameter_places,
-    refuse_changed_parameters,
-)
 from dtf.model.error_context import name_failing_module
 from dtf.model.forward import (
-    ForwardPass,
-    batch_norm_error,
     global_rng_error,
-    leaf_gradients,
     loss_dtype,
-    rows_of,
     to_device,
-    with_leaves,
 )
-from dtf.model.init import cast, layout_of, model_of
-from dtf.model.memory import Footprint, activations
-from dtf.model.receive import EVALUATION, Receiver
-from dtf.model.seeded_dropout import SeededDropout
+from dtf.model.init import cast, model_of
+from dtf.model.module_outputs import ModuleOutputs
 from dtf.optim.update import LocalUpdate, full_params, update_applied
 from dtf.sparse.make_tables import tables_of
 from dtf.strategies.buffers import buffers, load_buffers, own_averages
-from dtf.strategies.start_check import Gather, Numbers, Trials, check_passes
+from dtf.strategies.replica import Replica
+from dtf.strategies.start_check import Gather
 
 if TYPE_CHECKING:
     from dtf.sparse.sharded_tables import ShardedTables
-
-
-class Replica:
-    """One copy of the model and its passes over micro-batches; knows rows and formats, nothing of other ranks.
-
-    `forward`, for the last micro-batch of a step, may sum gradients over ranks in its backward pass; the others
-    accumulate on the bare model. `sync`: for a model that talks to other ranks in every pass; called before each with
-    whether gradients are to be summed. Then all ranks make the same number of passes. `layout`: the recipe's, of a
-    model that a strategy has changed since.
-
-    Without sparse tables the replica calls `Recipe.receive`, just before each pass. With them, who looks up rows has
-    called it.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        device: torch.device,
-        forward: Callable[..., Any] | None = None,
-        sync: Callable[[bool], None] | None = None,
-        layout: Layout | None = None,
-    ) -> None:
-        layout = layout or layout_of(task.recipe, model)
-        self.instead = "launcher.processes=1"
-        """What to use where rows cannot be divided."""
-        self.divided = False
-        """Whether others compute other rows."""
-        self.receiver = Receiver(task)
-        self.model, self._forward, self._sync, self._device = model, forward or model, sync, device
-        self._passes = ForwardPass(task, device)
-        self.statistics = BatchNormStatistics(model, task.step.ema)
-        self.changing = ChangingBuffers(model, layout.buffers, {*self.statistics.names(), *self.statistics.counters()})
-        self.masks = SeededDropout(model, task.seed, device)
-        apply_activation_checkpointing(
-            model, modules_to_checkpoint(task.recipe, model, layout, task.step.remat), task.step.remat, self.masks
-        )
-        self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._looked_up = tuple(task.recipe.tables())
-        self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=device, dtype=loss_dtype(task))
-        self.row_gradients: dict[str, Tensor] = {}  # of what was looked up for the last step, by name of the input
-        self._trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows
-        self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
-        self._compute = task.precision.compute
-        model.train()
-
-    @property
-    def scratch(self) -> frozenset[str]:
-        """Names of buffers that are no part of the run's state."""
-        return self.changing.scratch
-
-    def accumulate(
-        self,
-        ticket: Train,
-        batch: Batch,
-        bounds: list[int],
-        micro_batches: tuple[int, int],
-        shard: Shard,
-        factor: Tensor,
-    ) -> Tensor:
-        """Forward and backward over some micro-batches of a global batch; gradients add up in the parameters.
-
-        `bounds`: where the global batch is cut; `micro_batches`: [first, last) of this share; `batch`: the rows of
-        these. The gradient is that of `factor` x (sum of loss over rows), and NaN everywhere when the loss is not
-        finite. Returns the metric sums, shape (M,), and leaves the gradients of rows of sparse tables in
-        `row_gradients`. Running averages wait for `statistics.finish`.
-        """
-        first, last = micro_batches
-        if not self.model.training:
-            self.model.train()
-        self.statistics.begin(last - first, len(bounds) - 1, shard.count)
-        self.changing.begin()
-        if self.divided:
-            self.changing.mark()
-        if first == last:  # padding rows: collectives in the backward pass need a pass, the gradient is zero
-            parts = [with_leaves(self._received(batch, ticket.step, first), self._looked_up)]
-            sums = [self._pass(parts[0], factor, last=True)]
-        else:
-            at = [bound - bounds[first] for bound in bounds[first : last + 1]]
-            parts = [rows_of(batch, *ends) for ends in pairwise(at)] if last - first > 1 else [batch]
-            parts = [with_leaves(part, self._looked_up) for part in parts]
-            ready = self._received(parts[0], ticket.step, first)
-            # another rank has one more, and all make the same number of passes
-            if self._sync is not None and last - first < -(-(len(bounds) - 1) // shard.count):
-                self.statistics.begin_padding()
-                self.changing.begin_micro_batch()
-                self._pass(ready._replace(weight=torch.zeros_like(ready.weight)), factor, last=False)
-            sums = []
-            for j, part in enumerate(parts):
-                ready = self._received(part, ticket.step, first + j) if j else ready
-                self._begin_random(ticket.step, first + j)
-                self.statistics.begin_micro_batch(j)
-                self.changing.begin_micro_batch()
-                sums.append(self._pass(ready, factor, last=j == len(parts) - 1))
-                self.changing.end_micro_batch()
-        self.statistics.end()
-        if self.divided:
-            self.changing.check(self.instead)
-        self.row_gradients = leaf_gradients(parts, self._looked_up)
-        return sum(sums[1:], start=sums[0])
-
-    def sit_out(self, micro_batches: int, shares: int) -> None:
-        """A step without a micro-batch for this replica, where no other rank waits for its passes.
-
-        Its running averages decay all the same.
-        """
-        self.model.train()
-        self.statistics.begin(0, micro_batches, shares)
-        self.changing.begin()
-        self.statistics.end()
-
-    def _pass(self, batch: Batch, factor: Tensor, last: bool) -> Tensor:
-        if self._sync is not None:
-            self._sync(last)
-        with section("forward"):
-            outputs, loss = self._passes.losses(
-                self._passes.forward(self._forward if last else self.model, batch.inputs), batch
-            )
-            total, seed = self._passes.total(loss, batch, factor)
-        with section("backward"):
-            if last or self._sync is not None:
-                total.backward(seed)
-            else:
-                # Not backward(): hooks that sum gradients over ranks must see each parameter once a step (DDP with a
-                # static graph counts).
-                inputs = [*self._trained, *(batch.inputs[name] for name in self._looked_up)]
-                gradients = torch.autograd.grad(total, inputs, seed, allow_unused=True)
-                for parameter, gradient in zip(inputs, gradients, strict=True):
-                    if gradient is not None:
-                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        return self._passes.measure(outputs, batch, loss)
-
-    def warmup(self, batch: Batch, peers: Gather) -> bool:
-        """Trial passes over some rows, the same on all ranks, whose results are dropped: they leave no trace.
-        Collective where passes are, and over `peers` where rows are divided.
-
-        Returns whether the model draws from global generators. DDP lays out its buckets anew at the start of its second
-        pass, and the order of a sum over more than two ranks depends on an element's place in a bucket: without two
-        passes, the step after a resume would differ from the same step of an unbroken run in the last bits. ConfigError
-        for what cannot run: a single row under batch normalisation and, if rows are divided, a model that keeps
-        something from pass to pass.
-        """
-        self._trials = []
-        rows = rows_of(batch, 0, 2), rows_of(batch, 0, 4), rows_of(batch, max(0, len(batch.ids) - 4), len(batch.ids))
-        attributes, places = Attributes(self.model), parameter_places(self.model)
-        try:
-            with buffers_restored(self.model) as changed:
-                with self.masks.find_other_generators():
-                    self._trial(rows[0], 0)
-                self._begin_random(0, 0)
-                seeded = self.masks.rng_state()
-                self._trial(rows[1], 0)
-                drew = self.masks.draws_elsewhere or self.masks.drew(seeded)
-                if self.divided:
-                    refuse_changed_parameters(self.model, places, self.instead)
-                    self.changing.refuse(changed(), self.instead)
-                    trials = Trials(
-                        lambda: self._trial(rows[1], 0, last=False),
-                        lambda: self._trial(rows[2], 1, last=False),
-                        lambda: dict(self.model.named_modules()),
-                    )
-                    check_passes(trials, self._compute, peers, attributes.changed, self.instead)
-                    self.changing.refuse(changed(), self.instead)
-        except ValueError as error:
-            raise batch_norm_error(error, len(batch.ids)) from error
-        except RuntimeError as error:
-            if "find_unused_parameters" not in str(error):
-                raise
-            raise ConfigError(
-                "some parameters got no gradient in a step; set strategy.find_unused_parameters=true"
-            ) from error
-        finally:
-            attributes.restore()
-        return drew
-
-    def _trial(self, rows: Batch, micro_batch: int, last: bool = True) -> Numbers:
-        """Forward and backward over some rows as a micro-batch of step 0, in memory's measure. Returns their sums and
-        the norms of the gradients, which are dropped.
-        """
-        part = with_leaves(self._received(rows, 0, micro_batch), self._looked_up)
-        self.changing.begin()
-        self._begin_random(0, micro_batch)
-        with Footprint() as footprint:
-            # a model that talks to others would keep gradients that are not summed
-            sums = self._pass(part, torch.ones((), device=self._device), last or self._sync is not None)
-        self.changing.begin_micro_batch()
-        self._trials = [*self._trials, (len(part.ids), footprint)][:2]
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        sparse = [name for name, gradient in gradients.items() if gradient.layout is not torch.strided]
-        if sparse:
-            raise ConfigError(
-                f"the gradient of {sparse[0]} is sparse (sparse=True of its module); use sparse=False, or a sparse "
-                "table of the recipe"
-            )
-        self.undivided = {name: gradient.norm() for name, gradient in gradients.items() if not is_dtensor(gradient)}
-        norms = [local(gradient).detach().double().norm() for gradient in gradients.values()]
-        for parameter in self._trained:
-            parameter.grad = None
-        numbers = torch.cat([sums.double(), *(norm.reshape(1).to(sums.device) for norm in norms)])
-        names = [*(f"sum {i}" for i in range(len(sums))), *(f"gradient of {name}" for name in gradients)]
-        return dict(zip(names, numbers.tolist(), strict=True))
-
-    def memory(self, update: Update, micro_batches: int, rows: int) -> Memory:
-        """Bytes of a step with this number of micro-batches, of this number of rows each. After `warmup`."""
-        parameters, gradients, optimizer, tables = update.bytes()
-        # otherwise the wrapper of the model knows where gradients wait
-        if self._forward is self.model and self._sync is None:
-            gradients += pending_grad_bytes(
-                [byte_count([parameter]) for parameter in map(local, self._trained)], micro_batches
-            )
-        buffers = byte_count(local(buffer) for buffer in self.model.buffers())
-        return Memory(parameters + buffers, gradients, optimizer, activations(self._trials, rows), tables=tables)
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Evaluated:
-        """A micro-batch with running statistics and without dropout. Of padding nothing counts."""
-        if self.model.training:
-            self.model.eval()
-        if not self._looked_up:
-            batch = self.receiver.evaluate(batch)
-        self._begin_random(EVALUATION, int(batch.ids[0]))
-        self.changing.begin()
-        if self.divided:
-            self.changing.mark()
-        outputs = self._passes.forward(self.model, batch.inputs)
-        self.changing.begin_micro_batch()
-        if self.divided:
-            self.changing.check(self.instead)
-        if batch.ids[0] < 0:
-            return Evaluated(self._no_sums, None)
-        outputs, loss = self._passes.losses(outputs, batch)
-        return self._passes.evaluated(outputs, batch, loss)
-
-    def _received(self, part: Batch, step: int, micro_batch: int) -> Batch:
-        return part if self._looked_up else self.receiver.train(part, step, micro_batch)
-
-    def _begin_random(self, step: int, micro_batch: int) -> None:
-        with self.receiver.lock:
-            self.masks.begin_micro_batch(step, micro_batch)
 
 
 class Spmd(Program):
@@ -408,6 +150,9 @@ class Spmd(Program):
     def replicated(self) -> list[dict[str, Tensor]]:
         return [self._update.held()]
 
+    def watch_outputs(self) -> list[ModuleOutputs]:
+        return [self._replica.watch_outputs()]
+
     def skipped(self) -> int:
         return self._update.skipped()
 
@@ -430,11 +175,3 @@ def microbatch_load(task: Task, shares: int, micro_batch_rows: int = 0) -> tuple
     """
     bounds = micro_batch_bounds(task.step.batch_size, micro_batch_rows or task.step.rows_each(shares))
     return -(-(len(bounds) - 1) // shares), max(b - a for a, b in pairwise(bounds))
-
-
-def pending_grad_bytes(sizes: list[int], micro_batches: int) -> int:
-    """Bytes of a micro-batch's gradients that wait to be added to those before it, see `Replica._pass`.
-
-    `sizes`: bytes of each parameter's gradient.
-    """
-    return 0 if micro_batches == 1 else max(sizes) if micro_batches == 2 else sum(sizes)

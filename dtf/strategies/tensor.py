@@ -58,7 +58,8 @@ class Tensor(Strategy):
     def setup(self, task: Task, world: World) -> Program:
         from dtf.model.draw_by_name import draws_by_name
         from dtf.model.init import layout_of, model_to_cut
-        from dtf.strategies.spmd import Replica, Spmd, single_process
+        from dtf.strategies.replica import Replica
+        from dtf.strategies.spmd import Spmd, single_process
 
         model = model_to_cut(task)
         layout = layout_of(task.recipe, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -96,3 +97,35 @@ def test_the_numbers_of_a_plain_loop(received: bool) -> None:
             inputs = noisy(inputs)
         total += float(toy.loss(model(inputs.double()).detach(), torch.empty(0)).sum())
     assert found["eval"]["3"]["loss"] == pytest.approx(total / 51, rel=1e-12)
+
+
+USE = ["plugins=[tests.support.coupled_toy]", "recipe=coupled_toy", "recipe.received=true", "recipe.eval_rows=23"]
+
+
+def test_jobs_that_use_a_model_cut_alike(run_dtf: Any) -> None:
+    """job=evaluate gives the metrics of the training's last evaluation, job=predict the same answers, on any world; a
+    file of predictions that ends within a micro-batch goes on with the same answers.
+    """
+    train = ["train.steps=2", "train.eval_every=2", "step.batch_size=12", "observer=[jsonl]", "precision=fp64"]
+    trained = run_dtf(*USE, *train, "launcher.processes=2", "step.micro_batch_rows=4")
+    assert trained.code == 0, trained.err
+    lines = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]
+    expected = next(line["loss"] for line in lines if line["split"] == "eval")
+    answers: list[list[dict[str, Any]]] = []
+    for strategy, processes in (("ddp", 1), ("ddp", 3), ("dp", 2), ("fsdp", 2)):
+        world = [f"job.model={trained.folder}", f"strategy={strategy}", f"launcher.processes={processes}", USE[0]]
+        found = run_dtf("job=evaluate", *world)
+        assert found.code == 0, found.err
+        metrics = json.loads((found.folder / "evaluation.json").read_text())["metrics"]
+        assert metrics["loss"] == pytest.approx(expected, rel=1e-10)
+        predicted = run_dtf("job=predict", *world)
+        assert predicted.code == 0, predicted.err
+        file = predicted.folder / "predictions.jsonl"
+        answers.append([json.loads(line) for line in file.read_text().splitlines()])
+        kept = file.read_text().splitlines(keepends=True)[:6]
+        file.write_text("".join(kept))
+        assert run_dtf("job=predict", *world, folder=predicted.folder).code == 0
+        answers.append([json.loads(line) for line in file.read_text().splitlines()])
+    for other in answers[1:]:
+        assert [row["row"] for row in other] == list(range(23))
+        assert [row["probability"] for row in other] == pytest.approx([row["probability"] for row in answers[0]])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtf.runs.compare import checkpoint_tensors
+from dtf.runs.recorded_run import checkpoint_tensors
 
 WRITTEN = Path(__file__).parent / "data" / "checkpoints_0.1"
 OPTIONS = [

@@ -64,17 +64,17 @@ def test_rounding_that_a_recipe_amplifies_is_told_from_a_fault(verify: Any) -> N
 
 
 FAULTS = {  # each kind of evidence finds one
-    "wrong_scale": "grad_norm at step 0: .* 2 x the reference's",
+    "wrong_scale": "grad_norm at step 0: .* 2 x the reference's$",
     "skipped_all_reduce": "grad_norm at step 0: .*ranks 0 and 1 hold different .*gradients were not summed",
     "missed_reduce_scatter": "grad_norm at step 0: 0 instead of",
-    "wrong_shard_offset": "loss at step 0: ",
+    "wrong_shard_offset": r"loss at step 0: .*; first differs: layer2\.0\.conv1 \(output\), step 0$",
     "stale_stage": "loss at step 1: ",
     "swapped_batch": "sample ids at step 0: the same rows in another order",
     "lost_rows": "sample ids at step 0: 6 missing",
     "stale_average": "running averages: model/.*running_",
 }
 MORE_FAULTS = {  # of other strategies, found by the same evidence
-    "unsummed_row": "loss at step 0: ",
+    "unsummed_row": r"loss at step 0: .*; first differs: layer2\.0\.conv2 \(output\), step 0$",
     "forgotten_fan": "grad_norm at step 0: ",
     "skipped_micro_batch": "grad_norm at step 0: ",
 }
@@ -117,3 +117,63 @@ def test_a_planted_fault_is_found_and_named(verify: Any, faults: dict[str, str])
 def test_an_entry_that_cannot_run_is_named_before_anything_runs(run_dtf: Any, entry: str, words: str) -> None:
     done = run_dtf("job=verify", *SMALL, "job.processes=[2,4]", f"job.strategies=['{entry}']")
     assert done.code == 2 and words in done.err and not done.folder.exists()
+
+
+TOYS = [
+    "plugins=[tests.support.rounding_models]",
+    "train.steps=4",
+    "job.steps=4",
+    "job.batch_size=14",
+    "job.micro_batches=[2]",
+    "job.processes=[2]",
+    "job.eval_rows=20",
+    "optimizer=adagrad",
+]
+
+
+@pytest.mark.parametrize("recipe", ["cancelled_bias", "key_bias"])
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_rounding_alone_is_no_break(run_dtf: Any, recipe: str, precision: str) -> None:
+    """Adagrad makes whole steps of a gradient that is rounding: the tensor is told, and how far it may be."""
+    done = run_dtf("job=verify", *TOYS, f"recipe={recipe}", f"job.precisions=[{precision}]", "job.strategies=[ddp]")
+    (row,) = json.loads((done.folder / "verify.json").read_text())["runs"]
+    assert done.code == 0 and row["ok"], done.out
+    bias = {"cancelled_bias": "model/0.bias", "key_bias": "model/key.bias"}[recipe]
+    assert row["tensors"][bias] > 1e-10 and row["loss"] < 1e-6
+    assert bias in row["rounding"] and "rounding: " in done.out and len(row["rounding"]) < 6
+
+
+@pytest.mark.parametrize("recipe", ["cancelled_bias", "key_bias"])
+def test_a_fault_beside_rounding_is_found(run_dtf: Any, recipe: str) -> None:
+    """The same models, and one tensor that is wrong by a millionth, after the last update, so that losses agree."""
+    tensor = {"cancelled_bias": "3.bias", "key_bias": "last.bias"}[recipe]
+    fault = f"job.strategies=['one_tensor_off last_step=3 tensor={tensor}']"
+    done = run_dtf("job=verify", *TOYS, f"recipe={recipe}", "job.precisions=[fp64]", fault)
+    (row,) = json.loads((done.folder / "verify.json").read_text())["runs"]
+    assert done.code == 1 and not row["ok"]
+    assert f"model/{tensor}" in row["first"] and f"model/{tensor}" not in row["rounding"]
+    assert row["tensors"][f"model/{tensor}"] == pytest.approx(1e-6, rel=0.01)
+
+
+def test_an_evaluation_that_differs_is_a_break(run_dtf: Any) -> None:
+    """A strategy whose evaluation counts one row for another: training agrees."""
+    done = run_dtf("job=verify", *TOYS, "recipe=toy", "job.precisions=[fp64]", "job.strategies=[evaluates_wrong]")
+    (row,) = json.loads((done.folder / "verify.json").read_text())["runs"]
+    assert done.code == 1 and row["first"].startswith("evaluation after step 4: loss is ")
+    assert row["loss"] <= 1e-10 and row["tensor"] <= 1e-10 < row["evaluation"]
+
+
+def test_the_first_module_that_differs_is_named(run_dtf: Any) -> None:
+    done = run_dtf("job=verify", *TOYS, "recipe=toy", "job.precisions=[fp64]", "job.strategies=[wrong_module]")
+    (row,) = json.loads((done.folder / "verify.json").read_text())["runs"]
+    assert done.code == 1 and row["first"].endswith("first differs: 5 (output), step 0")
+
+
+def test_a_refusal_says_why_in_its_row(run_dtf: Any) -> None:
+    """One that a strategy makes is no break; a layout that names a module wrongly is the recipe's mistake."""
+    strategies = "job.strategies=[ddp,tensor]"
+    done = run_dtf("job=verify", *TOYS, "recipe=cancelled_bias", "job.precisions=[fp64]", strategies)
+    assert done.code == 0 and "refused: strategy=tensor: the layout of CancelledBias splits no module" in done.out
+    done = run_dtf("job=verify", *TOYS, "recipe=wrong_layout", "job.precisions=[fp64]", strategies)
+    assert done.code == 2 and "refused: the recipe's layout splits 1 as row" in done.out
+    assert "the recipe's own layout is wrong" in done.out

@@ -21,7 +21,7 @@ FAULTS = [
     ),
     Fault(
         "gradients are not all-reduced",
-        "dtf/strategies/spmd.py",
+        "dtf/strategies/replica.py",
         "self._passes.forward(self._forward if last else self.model, batch.inputs)",
         "self._passes.forward(self.model, batch.inputs)",
         (f"{SAME}[ddp-{{}}-3]",),
@@ -35,9 +35,11 @@ FAULTS = [
     ),
     Fault(
         "accumulation keeps the last of several micro-batches",
-        "dtf/strategies/spmd.py",
-        "parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)",
-        "parameter.grad = gradient",
+        "dtf/strategies/replica.py",
+        "            total.backward(seed)\n",
+        "            for parameter in self._trained:\n"
+        "                parameter.grad = None\n"
+        "            total.backward(seed)\n",
         (f"{SAME}[ddp-{{}}-3]",),
     ),
     Fault(
@@ -252,5 +254,33 @@ FAULTS = [
         "begin = offset or (0,) * len(full_shape)",
         "begin = (0,) * len(full_shape)",
         ("tests/laws/test_fine_tuning.py::test_a_part_is_read",),
+    ),
+    Fault(
+        "an evaluation is cut by the number of ranks",
+        "dtf/engine/assemble.py",
+        "settings.step.evaluation_rows, program.evaluation_micro_batches",
+        "-(-settings.step.batch_size // program.shares), program.evaluation_micro_batches",
+        ("tests/laws/test_evaluation.py::test_jobs_that_use_a_model_cut_alike",),
+    ),
+    Fault(
+        "a last row alone is joined to the micro-batch before it, if the same rank has that",
+        "dtf/data/splits.py",
+        "pin, join=False)",
+        "pin, join=True)",
+        ("tests/laws/test_evaluation.py::test_ranks_without_a_micro_batch_and_a_last_one_of_one_row",),
+    ),
+    Fault(
+        "all micro-batches of a rank draw alike in receive",
+        "dtf/strategies/replica.py",
+        "self._received(part, ticket.step, first + j) if j",
+        "self._received(part, ticket.step, first) if j",
+        ("tests/laws/test_evaluation.py::test_receive_draws_and_looks_across_rows",),
+    ),
+    Fault(
+        "verify allows everything that rounding does not explain",
+        "dtf/runs/compare.py",
+        "if verdict.bound < distance <= allowed:",
+        "if verdict.bound < distance:",
+        ("tests/laws/test_verify.py::test_a_fault_beside_rounding_is_found",),
     ),
 ]

@@ -13,8 +13,7 @@ import yaml
 
 from dtf.core.errors import DataError, Exit
 from dtf.core.types import Place
-from dtf.jobs import rank_replay
-from dtf.jobs.verify import _replayed
+from dtf.jobs import rank_replay, verify_text
 from dtf.pserver.record.recorder import Pull, Recorder, path_of, read
 from dtf.pserver.record.replay import Replay
 
@@ -123,13 +122,13 @@ def test_a_replay_that_breaks_says_the_bound_and_what_may_be_the_cause() -> None
         "worst": "model/a",
         "checkpoint": "C",
     }
-    message = _replayed(result | {"losses": [0.7, 5.0]}, "fp64", 1)
+    message = verify_text.replayed(result | {"losses": [0.7, 5.0]}, "fp64", 1)
     assert (
         "BREAK, within 2.6e-10, the bound of fp64 is 1e-10: 2 of 9 tensors after the last update beyond it, most of "
         "all model/a" in message
     )
     assert "loss grew from 0.7000 to 5.0000" in message and "launcher.threads=1" in message
-    assert "loss grew" not in _replayed(result | {"losses": [0.7, 0.5]}, "fp64", 1)
+    assert "loss grew" not in verify_text.replayed(result | {"losses": [0.7, 0.5]}, "fp64", 1)
 
 
 def test_a_replay_that_is_told_to_stop_says_how_far_it_was(

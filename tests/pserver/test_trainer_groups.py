@@ -49,6 +49,15 @@ def test_sync_is_the_reference(team: int, processes: int, servers: int, recipe: 
     assert difference(reference(recipe=recipe), spread("pserver", processes, options=options, recipe=recipe)) <= 1e-10
 
 
+@pytest.mark.parametrize("name", ["coupled_toy", "received_tables_toy"])
+def test_micro_batches_that_are_coupled(name: str) -> None:
+    """Each process of a team evaluates whole micro-batches, and makes the inputs of each of its own ready at once."""
+    own = {"name": name, "rows": ROWS} | ({"received": True} if name == "coupled_toy" else {})
+    case: dict[str, Any] = {"plugin": "tests.support.coupled_toy", "recipe": own}
+    options = {"team": 2, "servers": 2, "min_block": 1}
+    assert difference(reference(**case), spread("pserver", 4, options=options, **case)) <= 1e-10
+
+
 @RECIPES_RARELY
 def test_modes_that_wait_for_everybody_are_the_reference_too(recipe: dict[str, Any]) -> None:
     alone = spread("pserver", 2, options={"mode": "async", "staleness": 0, "team": 2}, recipe=recipe)

@@ -37,7 +37,7 @@ from dtf.model.ema import with_ema
 from dtf.model.forward import zero_rows_for_tables
 from dtf.model.init import construct
 from dtf.model.pretrained import match_weights, open_weights
-from dtf.runs.compare import in_order
+from dtf.runs.recorded_run import in_order
 from dtf.strategies.buffers import SHARE
 from dtf.strategies.pipeline import cost_model
 from tests.support.in_process_servers import HelperThreads, KillableTransport, ask_again_soon, connect

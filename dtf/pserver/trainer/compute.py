@@ -22,7 +22,7 @@ from dtf.pserver.net.compression import rounded
 from dtf.pserver.net.messages import NONE
 from dtf.pserver.param_slices import Layout, views
 from dtf.pserver.trainer.prefetch import PreparedBatch
-from dtf.strategies.spmd import Replica
+from dtf.strategies.replica import Replica
 from dtf.strategies.start_check import ALONE
 
 ByTable = Mapping[str, tuple[np.ndarray, np.ndarray]]

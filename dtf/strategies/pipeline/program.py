@@ -41,6 +41,7 @@ from dtf.model.forward import (
     with_leaves,
 )
 from dtf.model.memory import Footprint, activations
+from dtf.model.module_outputs import ModuleOutputs
 from dtf.model.receive import EVALUATION, Receiver
 from dtf.model.seeded_dropout import SeededDropout
 from dtf.optim.update import update_applied
@@ -362,6 +363,9 @@ class PipelineProgram(Program):
 
     def replicated(self) -> list[dict[str, Tensor]]:
         return [self._update.held()]
+
+    def watch_outputs(self) -> list[ModuleOutputs]:
+        return [ModuleOutputs(stage.model, root=False) for stage in self._stages.values()]
 
     def skipped(self) -> int:
         return self._update.skipped()
