@@ -1,0 +1,115 @@
+"""The loop that a stranger would write: plain torch, no engine. It says what a model starts from and how it learns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.zoo.entries import ZooModel
+
+
+class Plain(NamedTuple):
+    """What a plain run measured; see `run`."""
+
+    initial: dict[str, Tensor]
+    """Parameters and buffers as the constructor left them, by name; of shared ones the first name."""
+    losses: list[float]
+    norms: list[float]
+    """Of the gradient of each step, before clipping."""
+
+
+def construct(entry: ZooModel, seed: int = 0) -> nn.Module:
+    """The model as its author gets it under this seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    return entry.build()
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, as copies."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def run(
+    entry: ZooModel,
+    batches: Sequence[Sequence[int]],
+    micro_batch_rows: int,
+    lr: float = 0.1,
+    clip_norm: float = 1.0,
+    training_rows: int = 42,
+) -> Plain:
+    """SGD with momentum 0 over these global batches of row numbers, cut into micro-batches of so many rows.
+
+    The loss of a step is the mean over its rows, or the sum of its sums over the sum of its counts.
+    """
+    model = construct(entry)
+    wide = entry.precision == "fp64"
+    initial = tensors_of(model)
+    if wide:
+        model.double()
+    inputs, targets = entry.rows(training_rows, len("train"))
+    losses, norms = [], []
+    model.train()
+    for rows in batches:
+        loss = _step(entry, model, inputs, targets, _cut(rows, micro_batch_rows), wide)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(lr * parameter.grad)
+                    parameter.grad = None
+        losses.append(loss)
+        norms.append(float(norm))
+    return Plain(initial, losses, norms)
+
+
+def _cut(rows: Sequence[int], micro_batch_rows: int) -> list[Sequence[int]]:
+    """The micro-batches; a last one of a single row is joined to the one before it."""
+    bounds = [*range(0, len(rows), micro_batch_rows), len(rows)]
+    if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
+        del bounds[-2]
+    return [rows[first:last] for first, last in pairwise(bounds)]
+
+
+def _step(
+    entry: ZooModel, model: nn.Module, inputs: Any, targets: Tensor, parts: list[Sequence[int]], wide: bool
+) -> float:
+    """Accumulate the gradients of one global batch; its loss."""
+    sums, counts = [], []
+    for part in parts:
+        x, y = select(inputs, part, wide), targets[list(part)]
+        total, count = summed(entry.loss(model(x), y), len(part))
+        total.backward()
+        sums.append(float(total.detach()))
+        counts.append(count)
+    denominator = sum(counts)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(denominator)
+    return sum(sums) / denominator
+
+
+def select(inputs: Any, rows: Sequence[int], wide: bool) -> Any:
+    """Some rows of the inputs; floating ones in fp64 if `wide`."""
+    if isinstance(inputs, dict):
+        return {name: select(tensor, rows, wide) for name, tensor in inputs.items()}
+    chosen = inputs[list(rows)]
+    return chosen.double() if wide and chosen.is_floating_point() else chosen
+
+
+def summed(loss: Any, rows: int) -> tuple[Tensor, float]:
+    """What an author's loss of a micro-batch adds to that of the global batch: a sum, and what it is divided by."""
+    if isinstance(loss, tuple):
+        sums, counts = loss
+        return sums.sum(), float(counts.sum())
+    if loss.dim() == 0:  # a mean over rows
+        return loss * rows, rows
+    return loss.sum(), rows

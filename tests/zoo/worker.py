@@ -1,0 +1,44 @@
+"""One rank of a run of an entry, for `ranks`: it writes its boxes to files, since some models are too large for JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.support.harness import Case, _others, _Run
+from tests.zoo.entries import load_zoo
+
+PLUGIN = "tests.zoo.recipe"
+MICRO_BATCH_ROWS = 5
+
+
+def train(rank: int, size: int, folder: str, which: str, **case: Any) -> dict[str, Any]:
+    """Train an entry as one rank; metrics by split and step, sample ids by step, names and places of boxes.
+
+    `case`: further fields of Case. Boxes are in `folder`, in a file of this rank. Collective.
+    """
+    torch.set_num_threads(1)
+    entry = load_zoo()[which]
+    run = _Run(
+        rank,
+        size,
+        Case(
+            plugin=PLUGIN,
+            recipe={"name": "zoo", "which": which},
+            micro_batch_rows=MICRO_BATCH_ROWS,
+            **{"precision": entry.precision} | case,
+        ),
+    )
+    run.fit()
+    run.program.sync()
+    state = run.program.state()
+    boxes = [*state.boxes, *_others(state)]
+    tensors = {str(i): box.tensor.detach().contiguous().clone() for i, box in enumerate(boxes)}
+    save_file(tensors, Path(folder, f"{rank}.safetensors"))
+    run.program.end()
+    if run.helpers:
+        run.helpers.join()
+    return run.found | {"boxes": [[box.name, list(box.shape), list(box.offset)] for box in boxes]}
