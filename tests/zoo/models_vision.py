@@ -78,7 +78,7 @@ def maxvit() -> nn.Module:
     return models.MaxVit((32, 32), 8, 2, [8, 16], [1, 1], 4, 0.2, num_classes=CLASSES)
 
 
-@zoo_model("mnasnet", images(), cross_entropy, "torchvision", "draws")
+@zoo_model("mnasnet", images(64), cross_entropy, "torchvision", "draws")
 def mnasnet() -> nn.Module:
     return models.MNASNet(0.1, num_classes=CLASSES)
 

@@ -46,7 +46,7 @@ def run(
     clip_norm: float = 1.0,
     training_rows: int = 42,
 ) -> Plain:
-    """SGD with momentum 0 over these global batches of row numbers, cut into micro-batches of so many rows.
+    """SGD with momentum over these global batches of row numbers, cut into micro-batches of so many rows.
 
     The loss of a step is the mean over its rows, or the sum of its sums over the sum of its counts.
     """
@@ -57,15 +57,13 @@ def run(
         model.double()
     inputs, targets = entry.rows(training_rows, len("train"))
     losses, norms = [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
     model.train()
     for rows in batches:
         loss = _step(entry, model, inputs, targets, _cut(rows, micro_batch_rows), wide)
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.sub_(lr * parameter.grad)
-                    parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss)
         norms.append(float(norm))
     return Plain(initial, losses, norms)

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from dtf.pserver.trainer import compute
 from tests.support.harness import Case, _others, _Run
 from tests.zoo.entries import load_zoo
 
 PLUGIN = "tests.zoo.recipe"
 MICRO_BATCH_ROWS = 5
+_alone = threading.RLock()
+
+
+def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One call at a time."""
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with _alone:
+            return function(*arguments, **named)
+
+    return call
+
+
+# Trainers are threads of one rank here. As processes they would have a global generator each.
+compute.init_model = _locked(compute.init_model)
+compute.TrainerModel.warmup = _locked(compute.TrainerModel.warmup)
+compute.TrainerModel.forward_backward = _locked(compute.TrainerModel.forward_backward)
 
 
 def train(rank: int, size: int, folder: str, which: str, **case: Any) -> dict[str, Any]:
