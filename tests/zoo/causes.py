@@ -20,13 +20,13 @@ _WORDS = {
     "several updates": r"several (losses|optimizers)|two (losses|optimizers)|one optimizer",
     "unseen randomness": r"random numbers? (that|of|from) (Python|numpy|a generator|torch does not)|unseen random|"
     r"draws? .*(Python|numpy|generator of its own)",
+    "non-real parameters": r"real numbers|several formats|complex|uninitialized|lazy|Lazy",
     "hidden state": r"buffer|attribute|state that|hidden state|differs? between replicas",
     "uneven use": r"find_unused_parameters|do(es)? not use|uneven|not all ranks|other modules",
     "sparse gradients": r"sparse grad|sparse=True|gradient .* is sparse",
-    "non-real parameters": r"real numbers|several formats|complex|uninitialized|lazy|Lazy",
     "loss": r"\.loss returned|no mean|mean over rows|loss per row",
-    "layout": r"strategy=(tensor|pipeline)|layout|block|stage|cut|splits|random numbers in its forward pass|"
-    r"too few|divided|train\(\) of its own|channels|SyncBatchNorm",
+    "layout": r"strategy=(tensor|pipeline)|layout|block|stage|cut|splits|too few|divided|train\(\) of its own|"
+    r"channels|SyncBatchNorm",
 }
 
 

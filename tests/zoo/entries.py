@@ -1,4 +1,4 @@
-"""What an entry of the zoo is: a model and a loss as a stranger wrote them, with data to train on. Knows nothing of dtf."""
+"""What an entry of the zoo is: a model and a loss as a stranger wrote them, and data. Knows nothing of dtf."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 Data = Callable[[int, torch.Generator], tuple[Any, Tensor]]
 Loss = Callable[[Any, Tensor], Any]
+Build = TypeVar("Build", bound=Callable[[], nn.Module])
 
 MODULES = (
     "vision",
@@ -82,10 +83,10 @@ def zoo_model(
     may: dict[str, str] | None = None,
     slow: bool = False,
     precision: str = "fp64",
-) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
+) -> Callable[[Build], Build]:
     """A decorator: the class or function below makes the model of a new entry."""
 
-    def keep(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def keep(build: Build) -> Build:
         assert name not in _found, name
         _found[name] = ZooModel(
             name=name,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# To its types what a hook gets is a dict.
 from typing import Any
 
 import torch
@@ -88,7 +90,7 @@ class MaskHook(Net):
 
 @zoo_model("gradient_hook_clamp", vectors(), cross_entropy, "hooks", "nonlinear hook", may={"fsdp": "layout"})
 class ClampHook(Net):
-    """Clips each element: what it does to a sum is not the sum of what it does to the parts. It acts per micro-batch."""
+    """Clips each element, per micro-batch: what it does to a sum is not the sum of what it does to its parts."""
 
     def prepare(self) -> None:
         self.first.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
@@ -130,9 +132,7 @@ class PreHook(Net):
     """A hook that changes the input of a module, with keywords."""
 
     def prepare(self) -> None:
-        self.first.register_forward_pre_hook(
-            lambda module, args, kwargs: ((args[0] - 0.1,), kwargs), with_kwargs=True
-        )
+        self.first.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] - 0.1,), kwargs), with_kwargs=True)
 
 
 @zoo_model("backward_hook", vectors(), cross_entropy, "hooks")

@@ -1,7 +1,9 @@
-"""Normalisations: batch normalisation used otherwise than once per micro-batch, its relatives, and ones made by hand."""
+"""Normalisations: batch normalisation used otherwise than once per micro-batch, its relatives, and handmade ones."""
 
 from __future__ import annotations
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# To its types a buffer is a tensor or a module.
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,9 +37,9 @@ zoo_model("instance_norm_tracked", images(), cross_entropy, "norm")(
 )
 zoo_model("local_response_norm", images(), cross_entropy, "norm")(lambda: _conv(nn.LocalResponseNorm(3)))
 zoo_model("rms_norm", vectors(), cross_entropy, "norm")(lambda: _net(nn.RMSNorm(12)))
-zoo_model(
-    "sync_batch_norm", vectors(), cross_entropy, "norm", refused={"*": "layout"}, may={"*": "layout"}
-)(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(_net(nn.BatchNorm1d(12))))
+zoo_model("sync_batch_norm", vectors(), cross_entropy, "norm", refused={"*": "layout"}, may={"*": "layout"})(
+    lambda: nn.SyncBatchNorm.convert_sync_batchnorm(_net(nn.BatchNorm1d(12)))
+)
 
 
 @zoo_model("siamese", vectors(16), cross_entropy, "norm", "calls")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# To its types a buffer is a tensor or a module.
 import warnings
 
 import torch
@@ -81,9 +83,7 @@ zoo_model("weight_norm_old", vectors(), cross_entropy, "parametrized")(lambda: _
 zoo_model("weight_norm_whole", vectors(), cross_entropy, "parametrized")(
     lambda: _net(parametrizations.weight_norm(_square(), dim=None))  # type: ignore[arg-type]
 )
-zoo_model("orthogonal", vectors(), cross_entropy, "parametrized")(
-    lambda: _net(parametrizations.orthogonal(_square()))
-)
+zoo_model("orthogonal", vectors(), cross_entropy, "parametrized")(lambda: _net(parametrizations.orthogonal(_square())))
 zoo_model("orthogonal_cayley", vectors(), cross_entropy, "parametrized")(
     lambda: _net(parametrizations.orthogonal(_square(), orthogonal_map="cayley"))
 )

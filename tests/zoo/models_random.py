@@ -1,4 +1,4 @@
-"""Models that draw random numbers while they train: with torch's generator, and with generators that torch cannot see."""
+"""Models that draw random numbers while they train: with generators that torch seeds, and with others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(8, 12), nn.Linear(12, 12), nn.Linear(12, CLASSES)
+        self.first, self.last = nn.Linear(8, 12), nn.Linear(12, CLASSES)
         self.prepare()
 
     def prepare(self) -> None:
@@ -54,6 +54,7 @@ class Twice(Net):
     """One dropout module, used at two places."""
 
     def prepare(self) -> None:
+        self.middle = nn.Linear(12, 12)
         self.drop = nn.Dropout(0.4)
 
     def between(self, h: Tensor) -> Tensor:
@@ -77,6 +78,9 @@ class OwnDropout(Net):
 
 @zoo_model("functional_dropout", vectors(), cross_entropy, "draws")
 class Functional(Net):
+    def prepare(self) -> None:
+        self.middle = nn.Linear(12, 12)
+
     def between(self, h: Tensor) -> Tensor:
         return F.dropout(torch.relu(self.middle(F.dropout(h, 0.2, self.training))), 0.2, self.training)
 
@@ -97,6 +101,9 @@ class AlwaysNoisy(Net):
 
 @zoo_model("gumbel", vectors(), cross_entropy, "draws")
 class Gumbel(Net):
+    def prepare(self) -> None:
+        self.middle = nn.Linear(12, 12)
+
     def between(self, h: Tensor) -> Tensor:
         return F.gumbel_softmax(self.middle(h), tau=0.7, hard=False) if self.training else self.middle(h).softmax(-1)
 
@@ -125,6 +132,9 @@ class Variational(nn.Module):
 class Depth(Net):
     """Rows skip a block at random."""
 
+    def prepare(self) -> None:
+        self.middle = nn.Linear(12, 12)
+
     def between(self, h: Tensor) -> Tensor:
         keep = torch.bernoulli(torch.full((len(h), 1), 0.7, device=h.device)).to(h) if self.training else 0.7
         return h + keep * torch.relu(self.middle(h))
@@ -150,6 +160,9 @@ class LayerDrop(Net):
 @zoo_model("layer_drop_python", vectors(), cross_entropy, "draws", "data-dependent", refused=UNSEEN)
 class PythonDrop(Net):
     """The same with Python's generator."""
+
+    def prepare(self) -> None:
+        self.middle = nn.Linear(12, 12)
 
     def between(self, h: Tensor) -> Tensor:
         return h + torch.relu(self.middle(h)) if not self.training or random.random() > 0.5 else h
@@ -200,7 +213,10 @@ class Bayesian(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean, self.spread = nn.Parameter(0.3 * torch.randn(CLASSES, 8)), nn.Parameter(torch.full((CLASSES, 8), -3.0))
+        self.mean, self.spread = (
+            nn.Parameter(0.3 * torch.randn(CLASSES, 8)),
+            nn.Parameter(torch.full((CLASSES, 8), -3.0)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.randn_like(self.mean) if self.training else 0.0

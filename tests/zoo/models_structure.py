@@ -1,4 +1,4 @@
-"""How models are put together: shared, unused and frozen parts, lists and dicts, loops, and parts made by torch.compile."""
+"""How models are put together: shared, unused and frozen parts, lists and dicts, loops, compiled parts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ class Unused(nn.Module):
         return out if self.training else out * self.only_eval
 
 
-@zoo_model("sometimes_unused", vectors(), cross_entropy, "unused", "data-dependent", may=UNUSED | {"fsdp": "uneven use"})
+@zoo_model(
+    "sometimes_unused", vectors(), cross_entropy, "unused", "data-dependent", may=UNUSED | {"fsdp": "uneven use"}
+)
 class Branch(nn.Module):
     """A branch that the rows of the micro-batch choose."""
 
@@ -186,7 +188,11 @@ class Reentrant(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.last = nn.Linear(8, 12), nn.Sequential(nn.Linear(12, 12), nn.Tanh()), nn.Linear(12, CLASSES)
+        self.a, self.b, self.last = (
+            nn.Linear(8, 12),
+            nn.Sequential(nn.Linear(12, 12), nn.Tanh()),
+            nn.Linear(12, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.b, torch.relu(self.a(x)), use_reentrant=True))

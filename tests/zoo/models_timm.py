@@ -61,5 +61,10 @@ def poolformer() -> nn.Module:
     from timm.models.metaformer import MetaFormer, Pooling
 
     return MetaFormer(
-        num_classes=5, depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), token_mixers=Pooling, drop_path_rate=0.2, use_mlp_head=False
+        num_classes=5,
+        depths=(1, 1, 1, 1),
+        dims=(8, 8, 16, 16),
+        token_mixers=Pooling,
+        drop_path_rate=0.2,
+        use_mlp_head=False,
     )

@@ -23,18 +23,22 @@ def alexnet() -> nn.Module:
 
 @zoo_model("convnext", images(), cross_entropy, "torchvision", "draws")
 def tiny_convnext() -> nn.Module:
-    settings = [convnext.CNBlockConfig(8, 16, 1), convnext.CNBlockConfig(16, 24, 1), convnext.CNBlockConfig(24, None, 1)]
+    settings = [
+        convnext.CNBlockConfig(8, 16, 1),
+        convnext.CNBlockConfig(16, 24, 1),
+        convnext.CNBlockConfig(24, None, 1),
+    ]
     return models.ConvNeXt(settings, stochastic_depth_prob=0.3, num_classes=CLASSES)
 
 
 @zoo_model("densenet", images(), cross_entropy, "torchvision")
 def densenet() -> nn.Module:
-    return models.DenseNet(4, (2, 2), 8, bn_size=2, num_classes=CLASSES)
+    return models.DenseNet(4, (2, 1, 1, 1), 8, bn_size=2, num_classes=CLASSES)
 
 
 @zoo_model("densenet_checkpointed", images(), cross_entropy, "torchvision", "draws")
 def densenet_checkpointed() -> nn.Module:
-    return models.DenseNet(4, (2, 2), 8, bn_size=2, drop_rate=0.2, num_classes=CLASSES, memory_efficient=True)
+    return models.DenseNet(4, (2, 1, 1, 1), 8, bn_size=2, drop_rate=0.2, num_classes=CLASSES, memory_efficient=True)
 
 
 @zoo_model("efficientnet", images(), cross_entropy, "torchvision", "draws")
@@ -91,12 +95,18 @@ def mobilenet_v2() -> nn.Module:
 @zoo_model("mobilenet_v3", images(), cross_entropy, "torchvision", "draws")
 def mobilenet_v3() -> nn.Module:
     block = partial(mobilenetv3.InvertedResidualConfig, dilation=1, width_mult=1.0)
-    settings = [block(8, 3, 8, 8, True, "RE", 2), block(8, 3, 24, 16, False, "HS", 2), block(16, 5, 32, 16, True, "HS", 1)]
+    settings = [
+        block(8, 3, 8, 8, True, "RE", 2),
+        block(8, 3, 24, 16, False, "HS", 2),
+        block(16, 5, 32, 16, True, "HS", 1),
+    ]
     return models.MobileNetV3(settings, last_channel=32, num_classes=CLASSES)
 
 
 def _regnet(se_ratio: float | None) -> nn.Module:
-    return models.RegNet(regnet.BlockParams([1, 2], [8, 16], [8, 8], [1.0, 1.0], [2, 2], se_ratio), CLASSES, stem_width=8)
+    return models.RegNet(
+        regnet.BlockParams([1, 2], [8, 16], [8, 8], [1.0, 1.0], [2, 2], se_ratio), CLASSES, stem_width=8
+    )
 
 
 @zoo_model("regnet_x", images(), cross_entropy, "torchvision")

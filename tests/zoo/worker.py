@@ -1,4 +1,4 @@
-"""One rank of a run of an entry, for `ranks`: it writes its boxes to files, since some models are too large for JSON."""
+"""One rank of a run of an entry, for `ranks`. It writes its boxes to files: some models are too large for JSON."""
 
 from __future__ import annotations
 
@@ -44,16 +44,13 @@ def train(rank: int, size: int, folder: str, which: str, **case: Any) -> dict[st
     """
     torch.set_num_threads(1)
     entry = load_zoo()[which]
-    run = _Run(
-        rank,
-        size,
-        Case(
-            plugin=PLUGIN,
-            recipe={"name": "zoo", "which": which},
-            micro_batch_rows=MICRO_BATCH_ROWS,
-            **{"precision": entry.precision} | case,
-        ),
-    )
+    fields: dict[str, Any] = {
+        "plugin": PLUGIN,
+        "recipe": {"name": "zoo", "which": which},
+        "micro_batch_rows": MICRO_BATCH_ROWS,
+        "precision": entry.precision,
+    }
+    run = _Run(rank, size, Case(**fields | case))
     run.fit()
     run.program.sync()
     state = run.program.state()
