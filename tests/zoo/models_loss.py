@@ -250,8 +250,8 @@ zoo_model(
     refused=NO_MEAN,
 )(Net)
 zoo_model("wrong_shape", vectors(), lambda out, y: (out - 1).square(), "loss", refused=NO_MEAN)(Net)
-zoo_model("no_tensor", vectors(), lambda out, y: float(out.sum()), "loss", refused=NO_MEAN)(Net)
-zoo_model("none_loss", vectors(), lambda out, y: None, "loss", refused=NO_MEAN)(Net)
+zoo_model("no_tensor", vectors(), lambda out, y: float(out.sum()), "loss", "mistake", refused=NO_MEAN)(Net)
+zoo_model("none_loss", vectors(), lambda out, y: None, "loss", "mistake", refused=NO_MEAN)(Net)
 zoo_model("column_loss", regression(), lambda out, y: (out - y) ** 2, "loss", refused=NO_MEAN)(lambda: Net(1))
 
 # ---------------------------------------------------------------- several losses

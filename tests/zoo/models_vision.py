@@ -31,6 +31,12 @@ def tiny_convnext() -> nn.Module:
     return models.ConvNeXt(settings, stochastic_depth_prob=0.3, num_classes=CLASSES)
 
 
+@zoo_model("convnext_still", images(), cross_entropy, "torchvision")
+def convnext_still() -> nn.Module:
+    """Without stochastic depth."""
+    return models.ConvNeXt([convnext.CNBlockConfig(8, 16, 1), convnext.CNBlockConfig(16, None, 2)], num_classes=CLASSES)
+
+
 @zoo_model("densenet", images(), cross_entropy, "torchvision")
 def densenet() -> nn.Module:
     return models.DenseNet(4, (2, 1, 1, 1), 8, bn_size=2, num_classes=CLASSES)
@@ -154,7 +160,7 @@ def swin() -> nn.Module:
     return models.SwinTransformer([2, 2], 8, [2, 2], [1, 2], [4, 4], stochastic_depth_prob=0.3, num_classes=CLASSES)
 
 
-@zoo_model("swin_v2", images(), cross_entropy, "torchvision", "draws")
+@zoo_model("swin_v2", images(), cross_entropy, "torchvision")
 def swin_v2() -> nn.Module:
     return models.SwinTransformer(
         [2, 2],
@@ -162,7 +168,7 @@ def swin_v2() -> nn.Module:
         [2, 2],
         [1, 2],
         [4, 4],
-        stochastic_depth_prob=0.3,
+        stochastic_depth_prob=0.0,
         num_classes=CLASSES,
         block=swin_transformer.SwinTransformerBlockV2,
         downsample_layer=swin_transformer.PatchMergingV2,

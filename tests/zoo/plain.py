@@ -45,13 +45,15 @@ def run(
     lr: float = 0.1,
     clip_norm: float = 1.0,
     training_rows: int = 42,
+    precision: str = "",
 ) -> Plain:
     """SGD with momentum over these global batches of row numbers, cut into micro-batches of so many rows.
 
-    The loss of a step is the mean over its rows, or the sum of its sums over the sum of its counts.
+    `precision`: that of the entry by default. The loss of a step is the mean over its rows, or the sum of its sums over
+    the sum of its counts.
     """
     model = construct(entry)
-    wide = entry.precision == "fp64"
+    wide = (precision or entry.precision) == "fp64"
     initial = tensors_of(model)
     if wide:
         model.double()
@@ -67,6 +69,21 @@ def run(
         losses.append(loss)
         norms.append(float(norm))
     return Plain(initial, losses, norms)
+
+
+def first_loss(entry: ZooModel, rows: int) -> tuple[Tensor, nn.Module]:
+    """The loss of a few rows, (), with a graph to differentiate; and the model."""
+    model, wide = construct(entry), entry.precision == "fp64"
+    inputs, targets = entry.rows(rows, 1)
+    if wide:
+        model.double()
+    loss = entry.loss(model(select(inputs, range(rows), wide)), targets)
+    if isinstance(loss, dict):
+        loss = torch.stack(list(loss.values()))
+    if isinstance(loss, tuple) and loss[1].requires_grad:  # two losses
+        loss = loss[0] + loss[1]
+    total, count = summed(loss, rows)
+    return total / count, model
 
 
 def _cut(rows: Sequence[int], micro_batch_rows: int) -> list[Sequence[int]]:

@@ -32,7 +32,7 @@ def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Trainers are threads of one rank here. As processes they would have a global generator each.
-compute.init_model = _locked(compute.init_model)
+compute.TrainerModel.__init__ = _locked(compute.TrainerModel.__init__)
 compute.TrainerModel.warmup = _locked(compute.TrainerModel.warmup)
 compute.TrainerModel.forward_backward = _locked(compute.TrainerModel.forward_backward)
 
