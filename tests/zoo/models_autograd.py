@@ -93,7 +93,7 @@ class ClampHook(Net):
     """Clips each element, per micro-batch: what it does to a sum is not the sum of what it does to its parts."""
 
     def prepare(self) -> None:
-        self.first.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        self.first.weight.register_hook(lambda gradient: gradient.clamp(-0.002, 0.002))
 
 
 @zoo_model("accumulated_gradient_hook", vectors(), cross_entropy, "hooks", may={"fsdp": "layout"})
@@ -115,7 +115,7 @@ class ActivationHook(Net):
     def between(self, h: Tensor) -> Tensor:
         h = torch.relu(h)
         if h.requires_grad:
-            h.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            h.register_hook(lambda gradient: gradient.clamp(-0.002, 0.002))
         return h
 
 

@@ -83,7 +83,7 @@ def first_loss(entry: ZooModel, rows: int) -> tuple[Tensor, nn.Module]:
     if isinstance(loss, tuple) and loss[1].requires_grad:  # two losses
         loss = loss[0] + loss[1]
     total, count = summed(loss, rows)
-    return total / count, model
+    return total / (count or rows), model
 
 
 def _cut(rows: Sequence[int], micro_batch_rows: int) -> list[Sequence[int]]:
@@ -97,19 +97,24 @@ def _cut(rows: Sequence[int], micro_batch_rows: int) -> list[Sequence[int]]:
 def _step(
     entry: ZooModel, model: nn.Module, inputs: Any, targets: Tensor, parts: list[Sequence[int]], wide: bool
 ) -> float:
-    """Accumulate the gradients of one global batch; its loss."""
-    sums, counts = [], []
+    """Accumulate the gradients of one global batch; its loss.
+
+    Each part is divided before its backward pass: hooks that clip a gradient see it as large as it is.
+    """
+    rows, mean = sum(map(len, parts)), 0.0
+    waiting = []  # for the counts of all parts
     for part in parts:
-        x, y = select(inputs, part, wide), targets[list(part)]
-        total, count = summed(entry.loss(model(x), y), len(part))
-        total.backward()
-        sums.append(float(total.detach()))
-        counts.append(count)
-    denominator = sum(counts)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.div_(denominator)
-    return sum(sums) / denominator
+        total, count = summed(entry.loss(model(select(inputs, part, wide)), targets[list(part)]), len(part))
+        if count is None:
+            (total / rows).backward()
+            mean += float(total.detach()) / rows
+        else:
+            waiting.append((total, count))
+    counts = sum(count for _, count in waiting)
+    for total, _ in waiting:
+        (total / counts).backward()
+        mean += float(total.detach()) / counts
+    return mean
 
 
 def select(inputs: Any, rows: Sequence[int], wide: bool) -> Any:
@@ -120,11 +125,13 @@ def select(inputs: Any, rows: Sequence[int], wide: bool) -> Any:
     return chosen.double() if wide and chosen.is_floating_point() else chosen
 
 
-def summed(loss: Any, rows: int) -> tuple[Tensor, float]:
-    """What an author's loss of a micro-batch adds to that of the global batch: a sum, and what it is divided by."""
+def summed(loss: Any, rows: int) -> tuple[Tensor, float | None]:
+    """What an author's loss of a micro-batch adds to that of the global batch: a sum, and its count of labels; None
+    where rows are what is counted.
+    """
     if isinstance(loss, tuple):
         sums, counts = loss
         return sums.sum(), float(counts.sum())
     if loss.dim() == 0:  # a mean over rows
-        return loss * rows, rows
-    return loss.sum(), rows
+        return loss * rows, None
+    return loss.sum(), None

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 EVALUATED = 23
 """Rows of an evaluation: they cannot be divided evenly."""
 
+
+def _chain(*names: str) -> tuple[tuple[str, ...], ...]:
+    """Blocks of one module each."""
+    return tuple((name,) for name in names)
+
+
 LAYOUTS: dict[str, Layout] = {
     "gpt_tied": Layout((("embed",), ("place",), ("blocks.0",), ("blocks.1",), ("ln",))),
     "gpt_tied_modules": Layout((("embed",), ("first",), ("second",), ("ln", "head"))),
@@ -26,6 +32,17 @@ LAYOUTS: dict[str, Layout] = {
     "batch_norm": Layout((("0", "1"), ("3",)), {"0": Split.column, "1": Split.local, "3": Split.row}),
     "deep": Layout(tuple((str(i),) for i in (0, 2, 4, 6, 8)), {"0": Split.column, "2": Split.row}),
     "dropout_layers": Layout((("0",), ("3",)), {"0": Split.column, "2": Split.local, "3": Split.row}),
+    "very_deep": Layout(_chain(*(str(i) for i in (0, *range(1, 121, 2), 121)))),
+    "frozen_half": Layout((("0", "1"), ("3",), ("4",))),
+    "gru": Layout(_chain("embed", "rnn", "head")),
+    "encoder": Layout(_chain("embed", "encoder.layers.0", "encoder.layers.1", "head")),
+    "class_token": Layout(_chain("patch", "block", "head")),
+    "siamese": Layout(_chain("encoder", "head")),
+    "resnet": Layout((("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("layer4",), ("fc",))),
+    "convnext_still": Layout(_chain(*(f"features.{i}" for i in range(4)), "classifier")),
+    "vit": Layout(
+        (("conv_proj",), *((f"encoder.layers.encoder_layer_{i}",) for i in range(2)), ("encoder.ln", "heads"))
+    ),
 }
 """What the authors of some entries would say of their parts. All others say nothing."""
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dtf.api.layout import Layout
 from dtf.api.registry import lookup
 from dtf.config.settings import load_parts
 from dtf.launch import forkserver_cache
@@ -24,6 +25,7 @@ from tests.support.ranks import ranks
 from tests.zoo import plain
 from tests.zoo.causes import cause_of
 from tests.zoo.entries import ZooModel, load_zoo
+from tests.zoo.recipe import LAYOUTS
 
 if "tests.zoo.preload" not in forkserver_cache.PRELOAD:
     forkserver_cache.PRELOAD.append("tests.zoo.preload")
@@ -239,7 +241,9 @@ def is_allowed(entry: ZooModel, strategy: str, outcome: Outcome) -> bool:
     """Whether an entry says that a strategy may come to this outcome. What divides a model may ask for a layout."""
     keys = [strategy, "divided", "*"]
     must = next((entry.refused[key] for key in keys if key in entry.refused), None)
-    if strategy not in CLEAN and outcome.kind == "refused" and outcome.cause in ("layout", must):
+    layout = LAYOUTS.get(entry.name, Layout())
+    divided = {"pipeline": layout.blocks, "tensor": layout.splits}.get(strategy)
+    if divided is not None and not divided and outcome.kind == "refused" and outcome.cause in ("layout", must):
         return True
     if must:
         return (outcome.kind, outcome.cause) == ("refused", must)
