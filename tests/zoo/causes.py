@@ -8,7 +8,7 @@ CAUSES: dict[str, str] = {
     "hidden state": "the forward pass changes state that replicas cannot agree on",
     "unseen randomness": "the forward pass draws from generators that torch does not seed",
     "uneven use": "which modules a pass uses depends on the rows, and ranks wait for each other in them",
-    "layout": "the strategy divides the model, and the model or its recipe does not say where, or it cannot be done",
+    "layout": "the model cannot be divided as the strategy or its recipe divides it, or talks to other ranks itself",
     "sparse gradients": "a gradient is sparse",
     "non-real parameters": "parameters are complex, integers, of several formats, or have no shape yet",
     "several updates": "there is more than one loss or optimizer",

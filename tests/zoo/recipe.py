@@ -35,8 +35,6 @@ LAYOUTS: dict[str, Layout] = {
     "very_deep": Layout(_chain(*(str(i) for i in (0, *range(1, 121, 2), 121)))),
     "frozen_half": Layout((("0", "1"), ("3",), ("4",))),
     "gru": Layout(_chain("embed", "rnn", "head")),
-    "encoder": Layout(_chain("embed", "encoder.layers.0", "encoder.layers.1", "head")),
-    "class_token": Layout(_chain("patch", "block", "head")),
     "siamese": Layout(_chain("encoder", "head")),
     "resnet": Layout((("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("layer4",), ("fc",))),
     "convnext_still": Layout(_chain(*(f"features.{i}" for i in range(4)), "classifier")),
