@@ -16,7 +16,7 @@ from tests.zoo.entries import cross_entropy, images, zoo_model
 CLASSES = 5
 
 
-@zoo_model("alexnet", images(64), cross_entropy, "torchvision", "draws", slow=True, precision="fp32")
+@zoo_model("alexnet", images(64), cross_entropy, "torchvision", "draws", slow=True)
 def alexnet() -> nn.Module:
     return models.AlexNet(num_classes=CLASSES)
 
@@ -73,12 +73,12 @@ def with_auxiliary(outputs: Any, targets: Tensor) -> Tensor:
     return main + 0.3 * sum(others, start=torch.zeros_like(main))
 
 
-@zoo_model("googlenet", images(), with_auxiliary, "torchvision", "draws", slow=True, precision="fp32")
+@zoo_model("googlenet", images(), with_auxiliary, "torchvision", "draws", slow=True)
 def googlenet() -> nn.Module:
     return models.GoogLeNet(num_classes=CLASSES, aux_logits=True, init_weights=True)
 
 
-@zoo_model("inception", images(75), with_auxiliary, "torchvision", "draws", slow=True, precision="fp32")
+@zoo_model("inception", images(107), with_auxiliary, "torchvision", "draws", slow=True)
 def inception() -> nn.Module:
     return models.Inception3(num_classes=CLASSES, aux_logits=False, init_weights=True)
 
@@ -140,7 +140,7 @@ def resnext() -> nn.Module:
     return models.ResNet(resnet.Bottleneck, [1, 1, 1, 1], CLASSES, groups=4, width_per_group=4)
 
 
-@zoo_model("wide_resnet", images(), cross_entropy, "torchvision", slow=True, precision="fp32")
+@zoo_model("wide_resnet", images(), cross_entropy, "torchvision", slow=True)
 def wide_resnet() -> nn.Module:
     return models.ResNet(resnet.Bottleneck, [1, 1, 1, 1], CLASSES, width_per_group=128)
 
