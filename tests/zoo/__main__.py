@@ -93,7 +93,7 @@ def _unexpected(results: Results) -> list[str]:
     zoo, lines = load_zoo(), []
     for (name, strategy, processes), outcome in results.items():
         if strategy == "plain":
-            allowed = outcome.kind == "same" or ("*" in zoo[name].refused and outcome.kind == "refused")
+            allowed = trial.is_allowed_alone(zoo[name], outcome)
         else:
             allowed = trial.is_allowed(zoo[name], strategy, outcome)
         if not allowed:

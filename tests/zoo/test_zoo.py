@@ -74,8 +74,7 @@ def test_the_same_numbers_or_a_clear_no(name: str, strategy: str, processes: int
 @pytest.mark.parametrize("name", list(ZOO))
 def test_one_process_trains_as_plain_torch(name: str) -> None:
     outcome = trial.attempt_plain(ZOO[name])
-    allowed = "*" in ZOO[name].refused and outcome.kind == "refused"
-    assert outcome.kind == "same" or allowed, f"{outcome.shown}: {outcome.text}"
+    assert trial.is_allowed_alone(ZOO[name], outcome), f"{outcome.shown}: {outcome.text}"
 
 
 def test_the_zoo_is_large_and_its_refusals_few() -> None:

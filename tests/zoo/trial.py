@@ -263,6 +263,7 @@ def is_allowed(entry: ZooModel, strategy: str, outcome: Outcome) -> bool:
     return outcome.kind == "same" or (outcome.kind == "refused" and outcome.cause in may)
 
 
-def names(slow: bool) -> list[str]:
-    """Entries that are slow, or those that are not."""
-    return [name for name, entry in load_zoo().items() if entry.slow == slow]
+def is_allowed_alone(entry: ZooModel, outcome: Outcome) -> bool:
+    """As `is_allowed`, of one process against plain torch."""
+    causes = [cause["*"] for cause in (entry.refused, entry.may) if "*" in cause]
+    return outcome.kind == "same" or (outcome.kind == "refused" and outcome.cause in causes)
