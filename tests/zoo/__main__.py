@@ -69,10 +69,10 @@ def _report(results: Results, strategies: list[str]) -> int:
     """Print the table, counts of causes, the share of clean ones; the exit status."""
     columns = [("plain", 1)] + [(s, n) for s in strategies for n in (2, 3)]
     columns = [column for column in columns if any(key[1:] == column for key in results)]
-    print(f"\n{'model':32}" + "".join(f"{f'{s} x{n}':24}" for s, n in columns))
+    print(f"\n{'model':32}" + "".join(f"{f'{s} x{n}':30}" for s, n in columns))
     for name in dict.fromkeys(key[0] for key in results):
         found = [results.get((name, *column)) for column in columns]
-        print(f"{name:32}" + "".join(f"{outcome.shown if outcome else '-':24}" for outcome in found))
+        print(f"{name:32}" + "".join(f"{outcome.shown if outcome else '-':30}" for outcome in found))
     causes = Counter(outcome.cause for outcome in results.values() if outcome.kind == "refused")
     for cause, count in causes.most_common():
         print(f"refused for {cause} ({CAUSES.get(cause, 'no cause of the list')}): {count}")
