@@ -1,0 +1,137 @@
+"""The loop that a stranger would write: plain torch, no engine. It says what a model starts from and how it learns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.zoo.entries import ZooModel
+
+
+class Plain(NamedTuple):
+    """What a plain run measured; see `run`."""
+
+    initial: dict[str, Tensor]
+    """Parameters and buffers as the constructor left them, by name; of shared ones the first name."""
+    losses: list[float]
+    norms: list[float]
+    """Of the gradient of each step, before clipping."""
+
+
+def construct(entry: ZooModel, seed: int = 0) -> nn.Module:
+    """The model as its author gets it under this seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    return entry.build()
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, as copies."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def run(
+    entry: ZooModel,
+    batches: Sequence[Sequence[int]],
+    micro_batch_rows: int,
+    lr: float = 0.1,
+    clip_norm: float = 1.0,
+    training_rows: int = 42,
+    precision: str = "",
+) -> Plain:
+    """SGD with momentum over these global batches of row numbers, cut into micro-batches of so many rows.
+
+    `precision`: that of the entry by default. The loss of a step is the mean over its rows, or the sum of its sums over
+    the sum of its counts.
+    """
+    model = construct(entry)
+    wide = (precision or entry.precision) == "fp64"
+    initial = tensors_of(model)
+    if wide:
+        model.double()
+    inputs, targets = entry.rows(training_rows, len("train"))
+    losses, norms = [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    model.train()
+    for rows in batches:
+        loss = _step(entry, model, inputs, targets, _cut(rows, micro_batch_rows), wide)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+        norms.append(float(norm))
+    return Plain(initial, losses, norms)
+
+
+def first_loss(entry: ZooModel, rows: int) -> tuple[Tensor, nn.Module]:
+    """The loss of a few rows, (), with a graph to differentiate; and the model."""
+    model, wide = construct(entry), entry.precision == "fp64"
+    inputs, targets = entry.rows(rows, 1)
+    if wide:
+        model.double()
+    loss = entry.loss(model(select(inputs, range(rows), wide)), targets)
+    if isinstance(loss, dict):
+        loss = torch.stack(list(loss.values()))
+    if isinstance(loss, tuple) and loss[1].requires_grad:  # two losses
+        loss = loss[0] + loss[1]
+    total, count = summed(loss, rows)
+    return total / (count or rows), model
+
+
+def _cut(rows: Sequence[int], micro_batch_rows: int) -> list[Sequence[int]]:
+    """The micro-batches; a last one of a single row is joined to the one before it."""
+    bounds = [*range(0, len(rows), micro_batch_rows), len(rows)]
+    if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
+        del bounds[-2]
+    return [rows[first:last] for first, last in pairwise(bounds)]
+
+
+def _step(
+    entry: ZooModel, model: nn.Module, inputs: Any, targets: Tensor, parts: list[Sequence[int]], wide: bool
+) -> float:
+    """Accumulate the gradients of one global batch; its loss.
+
+    Each part is divided before its backward pass: hooks that clip a gradient see it as large as it is.
+    """
+    rows, mean = sum(map(len, parts)), 0.0
+    waiting = []  # for the counts of all parts
+    for part in parts:
+        total, count = summed(entry.loss(model(select(inputs, part, wide)), targets[list(part)]), len(part))
+        if count is None:
+            (total / rows).backward()
+            mean += float(total.detach()) / rows
+        else:
+            waiting.append((total, count))
+    counts = sum(count for _, count in waiting)
+    for total, _ in waiting:
+        (total / counts).backward()
+        mean += float(total.detach()) / counts
+    return mean
+
+
+def select(inputs: Any, rows: Sequence[int], wide: bool) -> Any:
+    """Some rows of the inputs; floating ones in fp64 if `wide`."""
+    if isinstance(inputs, dict):
+        return {name: select(tensor, rows, wide) for name, tensor in inputs.items()}
+    chosen = inputs[list(rows)]
+    return chosen.double() if wide and chosen.is_floating_point() else chosen
+
+
+def summed(loss: Any, rows: int) -> tuple[Tensor, float | None]:
+    """What an author's loss of a micro-batch adds to that of the global batch: a sum, and its count of labels; None
+    where rows are what is counted.
+    """
+    if isinstance(loss, tuple):
+        sums, counts = loss
+        return sums.sum(), float(counts.sum())
+    if loss.dim() == 0:  # a mean over rows
+        return loss * rows, None
+    return loss.sum(), None

@@ -1,0 +1,104 @@
+"""The recipe `zoo`: any entry of the zoo under dtf, with what every recipe has and nothing more. A plugin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dtf.api.layout import Layout, Split
+from dtf.api.recipe import Dataset, Recipe
+from dtf.api.registry import option, register
+from dtf.model.metrics import weighted_sums
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor, nn
+
+    from dtf.core.types import Batch
+    from tests.zoo.entries import ZooModel
+
+EVALUATED = 23
+"""Rows of an evaluation: they cannot be divided evenly."""
+
+
+def _chain(*names: str) -> tuple[tuple[str, ...], ...]:
+    """Blocks of one module each."""
+    return tuple((name,) for name in names)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "gpt_tied": Layout((("embed",), ("place",), ("blocks.0",), ("blocks.1",), ("ln",))),
+    "gpt_tied_modules": Layout((("embed",), ("first",), ("second",), ("ln", "head"))),
+    "gru_language_model": Layout((("embed",), ("gru",), ("decoder",))),
+    "batch_norm": Layout((("0", "1"), ("3",)), {"0": Split.column, "1": Split.local, "3": Split.row}),
+    "deep": Layout(tuple((str(i),) for i in (0, 2, 4, 6, 8)), {"0": Split.column, "2": Split.row}),
+    "dropout_layers": Layout((("0",), ("3",)), {"0": Split.column, "2": Split.local, "3": Split.row}),
+    "very_deep": Layout(_chain(*(str(i) for i in (0, *range(1, 121, 2), 121)))),
+    "frozen_half": Layout((("0", "1"), ("3",), ("4",))),
+    "gru": Layout(_chain("embed", "rnn", "head")),
+    "siamese": Layout(_chain("encoder", "head")),
+    "resnet": Layout((("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("layer4",), ("fc",))),
+    "convnext_still": Layout(_chain(*(f"features.{i}" for i in range(4)), "classifier")),
+    "vit": Layout(
+        (("conv_proj",), *((f"encoder.layers.encoder_layer_{i}",) for i in range(2)), ("encoder.ln", "heads"))
+    ),
+}
+"""What the authors of some entries would say of their parts. All others say nothing."""
+
+
+@register("recipe", "zoo")
+class Zoo(Recipe):
+    which: str = option(default="gru", doc="name of the entry")
+    rows: int = option(default=42, doc="training rows", unit="rows")
+
+    @property
+    def train_metrics(self) -> tuple[str, ...]:
+        return ("loss",)
+
+    @property
+    def objective(self) -> tuple[str, str]:
+        return ("loss", "min")
+
+    @property
+    def entry(self) -> ZooModel:
+        """What is trained."""
+        from tests.zoo.entries import load_zoo
+
+        return load_zoo()[self.which]
+
+    def check(self) -> None:
+        pass
+
+    def build_model(self) -> nn.Module:
+        return self.entry.build()
+
+    def layout(self, model: nn.Module) -> Layout:
+        return LAYOUTS.get(self.which, Layout())
+
+    def open_data(self, split: str, seed: int) -> Dataset:
+        return Rows(self.entry, self.rows if split == "train" else EVALUATED, len(split))
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self.entry.loss(outputs, targets)
+
+    def measure(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
+        return weighted_sums(batch.weight, loss)
+
+
+class Rows(Dataset):
+    """The rows of an entry, in memory."""
+
+    prefetch = 0
+
+    def __init__(self, entry: ZooModel, rows: int, seed: int) -> None:
+        self._inputs, self._targets = entry.rows(rows, seed)
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def fetch(self, ids: np.ndarray, epoch: int) -> tuple[Any, Tensor]:
+        import torch
+
+        rows = torch.from_numpy(ids)
+        if isinstance(self._inputs, dict):
+            return {name: tensor[rows] for name, tensor in self._inputs.items()}, self._targets[rows]
+        return self._inputs[rows], self._targets[rows]

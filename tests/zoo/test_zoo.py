@@ -1,0 +1,100 @@
+"""The zoo under every strategy: the numbers of one process, or a refusal that its entry allows. Most of it is slow."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.zoo import trial
+from tests.zoo.causes import CAUSES, cause_of
+from tests.zoo.entries import load_zoo
+
+ZOO = load_zoo()
+
+SAMPLE = {
+    ("vit", "fsdp"),
+    ("swin", "fsdp"),
+    ("timm_levit", "ddp"),
+    ("convnext", "dp"),
+    ("gpt_tied", "fsdp"),
+    ("gpt_tied", "pipeline"),
+    ("packed", "dp"),
+    ("mixture_of_experts", "fsdp"),
+    ("rotary", "pserver"),
+    ("siamese", "ddp"),
+    ("siamese", "pserver"),
+    ("spectral_norm", "ddp"),
+    ("spectral_norm_old", "fsdp"),
+    ("batch_norm", "tensor"),
+    ("codebook", "ddp"),
+    ("own_batch_norm", "fsdp"),
+    ("teacher", "ddp"),
+    ("counter_attribute", "ddp"),
+    ("complex_parameter", "ddp"),
+    ("zero_size_parameter", "fsdp"),
+    ("tensor_attribute", "fsdp"),
+    ("dropout_twice", "zero1"),
+    ("layer_drop", "ddp"),
+    ("noise_private_generator", "ddp"),
+    ("noise_in_evaluation", "ddp"),
+    ("multi_task", "zero1"),
+    ("gradient_penalty", "fsdp"),
+    ("embedding_sparse", "ddp"),
+    ("scalar_cross_entropy", "ddp"),
+    ("token_mean", "ddp"),
+    ("token_sums", "pserver"),
+    ("contrastive", "ddp"),
+    ("scalar_sum", "ddp"),
+    ("gan_pair", "ddp"),
+    ("orthogonal", "ddp"),
+}
+"""What runs by default, on two processes: one for each kind of thing that can go wrong."""
+
+
+def _trials() -> list:
+    """Everything on two processes, a third of it on three; an entry's trials one after the other."""
+    found = []
+    for i, (name, entry) in enumerate(ZOO.items()):
+        for strategy in trial.STRATEGIES:
+            fast = (name, strategy) in SAMPLE and not entry.slow
+            found.append(pytest.param(name, strategy, 2, marks=() if fast else pytest.mark.slow))
+            if i % 3 == 0:
+                found.append(pytest.param(name, strategy, 3, marks=pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("name", "strategy", "processes"), _trials())
+def test_the_same_numbers_or_a_clear_no(name: str, strategy: str, processes: int) -> None:
+    outcome = trial.attempt(ZOO[name], strategy, processes)
+    assert trial.is_allowed(ZOO[name], strategy, outcome), f"{outcome.shown}: {outcome.text}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ZOO))
+def test_one_process_trains_as_plain_torch(name: str) -> None:
+    outcome = trial.attempt_plain(ZOO[name])
+    assert trial.is_allowed_alone(ZOO[name], outcome), f"{outcome.shown}: {outcome.text}"
+
+
+def test_the_zoo_is_large_and_its_refusals_few() -> None:
+    assert len(ZOO) >= 80
+    assert len(CAUSES) <= 8
+    causes = {cause for entry in ZOO.values() for cause in (*entry.refused.values(), *entry.may.values())}
+    assert causes <= CAUSES.keys()
+    refused = Counter(bool(entry.refused) for entry in ZOO.values() if "mistake" not in entry.tags)
+    assert refused[True] <= 0.2 * len(ZOO)
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        ("hidden state", "the forward pass changes the buffer m, which only one process can keep right"),
+        ("non-real parameters", "makes the parameter turn complex64; parameters are real numbers: make it a buffer"),
+        ("loss", "Zoo.loss returned shape (); it must return a loss per row, (2,)"),
+        ("layout", "Net cannot be cut into stages: the recipe's layout names no blocks"),
+        ("other", "strategy=dp: replicas share one generator"),
+    ],
+)
+def test_a_refusal_names_its_cause(cause: str, words: str) -> None:
+    assert cause_of(words) == cause
