@@ -87,6 +87,9 @@ class Replica:
         self._trials: list[tuple[int, Footprint]] = []  # of the passes of `warmup`, with their rows
         self.undivided: dict[str, Tensor] = {}  # norms of its gradients of parameters that this rank holds in whole
         self._compute = task.precision.compute
+        self._cuts = 0 < task.step.micro_batch_rows < task.step.batch_size
+        self.counts: Tensor | None = None
+        """Of this replica's micro-batches: what the sum of losses is divided by in place of rows, ()."""
         model.train()
 
     @property
@@ -114,6 +117,7 @@ class Replica:
         if not self.model.training:
             self.model.train()
         self.statistics.begin(last - first, len(bounds) - 1, shard.count)
+        self.counts = None
         self.changing.begin()
         if self.divided:
             self.changing.mark()
@@ -151,6 +155,7 @@ class Replica:
         """
         self.model.train()
         self.statistics.begin(0, micro_batches, shares)
+        self.counts = None
         self.changing.begin()
         self.statistics.end()
 
@@ -158,6 +163,13 @@ class Replica:
         """Begin to sum up the outputs of modules; those of padding do not count."""
         self.outputs = ModuleOutputs(self.model)
         return self.outputs
+
+    @torch.no_grad()
+    def rescale(self, ratio: Tensor) -> None:
+        """Multiply all gradients of the last step, those of looked up rows too, by `ratio`."""
+        gradients = [local(p.grad) for p in self._trained if p.grad is not None] + [*self.row_gradients.values()]
+        for gradient in gradients:
+            gradient.mul_(ratio.to(gradient))
 
     def _pass(self, batch: Batch, factor: Tensor, last: bool, padding: bool = False) -> Tensor:
         if self.outputs is not None:
@@ -168,9 +180,11 @@ class Replica:
             outputs, loss = self._passes.losses(
                 self._passes.forward(self._forward if last else self.model, batch.inputs), batch
             )
-            total, seed = self._passes.total(loss, batch, factor)
+            total, seed = self._passes.seeded(loss, factor)
         with section("backward"):
             total.backward(seed)
+        if loss.counts is not None:
+            self.counts = loss.counts if self.counts is None else self.counts + loss.counts
         return self._passes.measure(outputs, batch, loss)
 
     def warmup(self, batch: Batch, peers: Gather) -> bool:
@@ -184,6 +198,7 @@ class Replica:
         something from pass to pass.
         """
         self._trials = []
+        self._passes.loss.undivided = not self.divided and not self._cuts
         rows = rows_of(batch, 0, 2), rows_of(batch, 0, 4), rows_of(batch, max(0, len(batch.ids) - 4), len(batch.ids))
         attributes, places = Attributes(self.model), parameter_places(self.model)
         try:

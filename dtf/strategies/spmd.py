@@ -98,6 +98,10 @@ class Spmd(Program):
             batch = self._tables.lookup(self._received(ticket, batch, bounds, micro_batches), train=True)
         factor = self._update.scale(self._factor / ticket.rows)
         sums = self._replica.accumulate(ticket, batch, bounds, micro_batches, self._share, factor)
+        if self._replica.counts is not None:
+            counts = self._replica.counts.double().reshape(1)
+            self._average(counts)
+            self._replica.rescale(ticket.rows / (counts[0] * self.shares))
         if self._tables is not None:
             self._tables.backward(self._replica.row_gradients)
         self._synced = False

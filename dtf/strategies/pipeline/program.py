@@ -138,6 +138,8 @@ class PipelineProgram(Program):
         dtype = loss_dtype(task)
         self._one = torch.ones((), device=world.device, dtype=dtype)
         self._no_sums = torch.zeros(1 + len(task.recipe.train_metrics), device=world.device, dtype=dtype)
+        self._counts, self._counted = torch.zeros((), device=world.device, dtype=dtype), False
+        """What the sum of losses of a step is divided by in place of rows, on the rank that computes losses."""
         self._no_norm = torch.zeros(2, device=world.device, dtype=dtype)
 
     def about(self) -> dict[str, str]:
@@ -157,12 +159,18 @@ class PipelineProgram(Program):
             batch = self._tables.lookup(batch, train=False)
         with ExitStack() as stack:
             changed = {stage: stack.enter_context(buffers_restored(stage.model)) for stage in self._stages.values()}
-            self._trial_passes(batch)
+            drew = self._trial_passes(batch)
+            facts = self._world.gather([drew, self._counted])
+            drew, self._counted = self._world.broadcast(
+                [any(fact) for fact in zip(*facts, strict=True)] if facts else None
+            )
+            if drew:
+                raise global_rng_error("pipeline", "the stages before and after do not draw on")
             for stage in changed if self.shares > 1 else ():
                 stage.changing.refuse(changed[stage](), _INSTEAD)
 
-    def _trial_passes(self, batch: Batch) -> None:
-        """The passes of two steps, without updates. ConfigError for a model that draws from the global generator."""
+    def _trial_passes(self, batch: Batch) -> bool:
+        """The passes of two steps, without updates. Returns whether a stage here drew from a global generator."""
         drew, self._trials = [], []
         seeded: list[Tensor] = []  # the generator's state after the last seeding
 
@@ -189,8 +197,7 @@ class PipelineProgram(Program):
         sent_back = [channel.byte_count for channel in self._pipeline.backward if channel.source == self._world.rank]
         waiting = AHEAD * max(received, default=0) + UNANSWERED * max(sent_back, default=0)
         self._row_bytes = waiting / self._trials[-1][0]
-        if any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.rng_state()):
-            raise global_rng_error("pipeline", "the stages before and after do not draw on")
+        return any(drew) or not torch.equal(seeded[0], next(iter(self._stages.values())).masks.rng_state())
 
     def _channels(self) -> list[P2PChannel]:
         return [*self._pipeline.forward, *self._pipeline.backward]
@@ -212,6 +219,7 @@ class PipelineProgram(Program):
         first, last = micro_batches_of(len(bounds) - 1, self._dims.dp_shard)
         at = [bound - bounds[first] for bound in bounds[first : last + 1]]
         self._update.begin()
+        self._counts = torch.zeros_like(self._one)
         factor = self._update.scale(self._one / ticket.rows)
         for stage in self._stages.values():
             stage.train()  # before the averages ask which layers are trained
@@ -238,6 +246,8 @@ class PipelineProgram(Program):
             if self.shares > 1:
                 stage.changing.check(_INSTEAD)
         self._synced = False
+        if self._counted:
+            self._rescale(ticket.rows)
         with section("optimizer"):
             norm = self._update.apply(ticket.step, ticket.lr)
         applied = update_applied(norm)
@@ -250,6 +260,17 @@ class PipelineProgram(Program):
             stage.statistics.finish(applied)
         # every rank knows the norm, one reports it
         return StepOutput(sums, norm if self._world.rank == 0 else self._no_norm)
+
+    @torch.no_grad()
+    def _rescale(self, rows: int) -> None:
+        """Divide all gradients by the counts of the loss, over all ranks, in place of rows. Collective."""
+        counts = self._dims.total(self._counts.double().reshape(1))
+        self._dims.average(counts)
+        ratio = rows / (counts[0] * self.shares)
+        for stage in self._stages.values():
+            for parameter in stage.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(ratio.to(parameter.grad))
 
     def _leaves(self, part: Batch) -> Batch:
         """Rows of a batch with gradients for rows of sparse tables, where the first layers are."""
@@ -323,7 +344,10 @@ class PipelineProgram(Program):
             messages.send_outputs(s, j, outputs)
             return _Held(inputs, tuple(t for t in outputs if t.requires_grad), None), None
         outputs, loss = self._passes.losses(outputs, batch)
-        total, seed = self._passes.total(loss, batch, factor)
+        total, seed = self._passes.seeded(loss, factor)
+        if loss.counts is not None:
+            self._counts = self._counts + loss.counts
+            self._counted = True
         measured = (
             Evaluated(self._passes.measure(outputs, batch, loss), None)
             if train
